@@ -1,4 +1,4 @@
-"""What collectives send: kind and payload of each, read from the operator that torch.distributed calls."""
+"""Reads what collectives send, kind and payload of each, from the operator that torch.distributed calls."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def estimate(
 
 
 def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
-    """What the simulating process makes a recipe of."""
+    """Return what the simulating process makes a recipe of."""
     from fsshard.nested import map_leaves
     from fsshard.parity.recipe import Recipe, resolve
     from fsshard.simulation.planned import PlannedModel, planned_batch, planned_loss
@@ -232,7 +232,7 @@ def default_loss(model: Any, batch: Any) -> Tensor:
 
 
 def optimizer_settings(optimizer: Any) -> dict[str, Any]:
-    """What ``optimizer=`` changes in a recipe."""
+    """Return what ``optimizer=`` changes in a recipe."""
     from fsshard.sharded.optimizer import constructor_arguments
 
     if optimizer is None:
@@ -263,7 +263,7 @@ def job_of(
     real: bool,
     settings: Mapping[str, Any],
 ) -> Job:
-    """One simulation: a recipe with these changes, under a backend, on a mesh."""
+    """Return one simulation: a recipe with these changes, under a backend, on a mesh."""
     from fsshard.backends import backend_class
     from fsshard.simulation.simulation import Job
 
@@ -347,7 +347,7 @@ def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
-    """What was measured in a simulation, beside its bounds."""
+    """Return what was measured in a simulation, beside its bounds."""
     from fsshard.backends import backend_class
     from fsshard.planning.bounds import Circumstances, bounds_of
     from fsshard.planning.torch_settings import KEEP_GATHERED

@@ -74,7 +74,7 @@ class Fakes(FakeTensorMode):
         return found
 
     def _rnn_workspace(self, args: Any, empty: Tensor) -> Tensor:
-        """As large as that of the true operator, which is asked once per layer: on numbers, of this one layer."""
+        """Return one as large as that of the true operator, which runs on numbers, once for each kind of layer."""
         key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else repr(a) for a in args)
         if key not in self._workspaces:
             with self.left():
@@ -89,7 +89,7 @@ class Fakes(FakeTensorMode):
 
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
-        """Within it tensors are real."""
+        """Make real tensors in between."""
         with unset_fake_temporarily():
             yield
 
@@ -113,7 +113,7 @@ class Fakes(FakeTensorMode):
 
     @contextlib.contextmanager
     def wrapping(self, model: nn.Module) -> Iterator[None]:
-        """Within it, ``model`` can be wrapped.
+        """Let ``model`` be wrapped.
 
         wrap() looks for NaN in the weights, and whether ranks along mesh dimensions hold the same: a fake tensor that
         is asked whether something is wrong says no, and its bits add up to 0 on all ranks. And it moves the model to
@@ -155,7 +155,7 @@ def _deepcopy_fake(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _converted(tensor: Any, new: Any) -> None:
-    """What ``module.to(dtype)`` does to a parameter.
+    """Do what ``module.to(dtype)`` does to a parameter.
 
     torch 2.13 swaps fake ones, which fails for a parameter that something refers to weakly, as its fake mode does
     ("_apply(): Couldn't swap Linear.weight").

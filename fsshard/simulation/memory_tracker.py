@@ -143,7 +143,7 @@ class MemoryTracker:
         return batch
 
     def live(self) -> MemoryReport:
-        """What lives now, by kind; what a forward has made are activations as long as it lives."""
+        """Return what lives now, by kind; what a forward has made are activations as long as it lives."""
         return self._report("alive now", self._with_gradients().live(), {}, {})
 
     def step(self) -> MemoryReport:

@@ -76,11 +76,11 @@ def unit_policy(module: nn.Module) -> bool:
 
 
 def planned_batch(rank: int, world_size: int, number: int) -> Tensor:
-    """One number."""
+    """Return one number."""
     return torch.ones(1, requires_grad=False)
 
 
 def planned_loss(model: Any, batch: Tensor) -> Tensor:
-    """What comes out is what goes in."""
+    """Return the sum of what comes out, which is what goes in."""
     loss: Tensor = model(batch).sum()
     return loss

@@ -66,12 +66,12 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the work: those that see other samples."""
+        """Number of ranks that share the work: those that see other samples."""
         return math.prod(self.mesh)
 
     @property
     def ranks(self) -> int:
-        """How many there are, those that have parts of the model among them."""
+        """Number of all ranks, those that have parts of the model among them."""
         return self.world_size if self.whole_mesh is None else math.prod(self.whole_mesh.values())
 
     def recipe(self) -> Recipe:
@@ -91,7 +91,7 @@ class Job:
 
 
 def simulate(job: Job) -> Measured:
-    """The training step of the rank that needs the most memory."""
+    """Simulate the training step of the rank that needs the most memory."""
     recipe = job.recipe()
     heaviest, measured = _simulate_rank(job, recipe, 0)
     if heaviest:
@@ -101,7 +101,7 @@ def simulate(job: Job) -> Measured:
 
 
 def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured | None]:
-    """Which rank owns the most, and rank ``rank``'s step if it is that one."""
+    """Return which rank owns the most, and rank ``rank``'s step if it is that one."""
     gc.collect()
     with fake_ranks(rank, job.ranks, "fake" if job.device == "cuda" else "gloo"):
         mesh = _mesh(job)
@@ -154,7 +154,7 @@ def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, 
 
 @contextlib.contextmanager
 def _slicing(fakes: Fakes | None) -> Iterator[None]:
-    """Within it, meshes can be sliced: torch reads their ranks from memory, where this rank else is in no slice."""
+    """Let meshes be sliced: torch reads their ranks from memory, where this rank else is in no slice."""
     from torch.distributed.device_mesh import DeviceMesh
 
     slice_of = DeviceMesh.__getitem__
@@ -176,7 +176,7 @@ def _rank_at(job: Job, number: int) -> int:
 
 @functools.cache
 def shared_fakes() -> Fakes:
-    """One for all jobs of this process: what a recipe caches is of one kind then."""
+    """Return the one for all jobs of this process: what a recipe caches is of one kind then."""
     return Fakes()
 
 
@@ -238,7 +238,7 @@ def _trained_by_rank(backend: Any) -> dict[int, int]:
 
 
 def measure(job: Job, steps: int = STEPS + 1) -> Measured:
-    """The same step on real tensors, on this rank of a running job of ``job.ranks`` ranks. Collective."""
+    """Run the same step on real tensors, on this rank of a running job of ``job.ranks`` ranks. Collective."""
     recipe, rank = job.recipe(), dist.get_rank()
     mesh = None if job.whole_mesh is None else _mesh(job)
     rank = rank if mesh is None else data_rank(mesh).rank

@@ -141,7 +141,7 @@ class _Held:
 
 
 class Tracker(TorchDispatchMode):
-    """Within it, counts live bytes and collectives of this thread's training.
+    """Context that counts live bytes and collectives of this thread's training.
 
     ::
 
@@ -218,7 +218,7 @@ class Tracker(TorchDispatchMode):
         return found
 
     def usage(self, *, offloaded: bool = False) -> Usage:
-        """What was seen since the last :meth:`reset`.
+        """Return what was seen since the last :meth:`reset`.
 
         Args:
             offloaded: leave out what lies in host memory under CPU offload: parameters, the gradients that wait for
@@ -327,7 +327,7 @@ class Tracker(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------ storages
 
     def _take(self, tensor: Tensor) -> _Held | None:
-        """What is known of the storage of ``tensor``; made known if it is new."""
+        """Return what is known of the storage of ``tensor``; made known if it is new."""
         fake = getattr(tensor, "fake_device", None)  # what .device is, without a dispatch
         kind = (tensor.device if fake is None else fake).type
         if kind == "meta" or self.device not in (None, kind):
@@ -431,7 +431,7 @@ class Tracker(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------ gathered, gradients
 
     def _watch_parameters(self, module: nn.Module) -> None:
-        """What the module has computed with: whole parameters that are none at rest are gathered ones.
+        """Mark what the module has computed with: whole parameters that are none at rest are gathered ones.
 
         Of a model that is not watched they are parameters as they lie.
         """
@@ -485,7 +485,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 class _ModuleNames:
-    """Which module is at work: by the stack of calls in a forward, by the numbers of autograd's nodes in a backward."""
+    """Tells which module is at work: by the calls of a forward, by the numbers of autograd's nodes in a backward."""
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -496,7 +496,7 @@ class _ModuleNames:
 
     @property
     def depth(self) -> int:
-        """How many modules are inside of each other."""
+        """Number of modules that are inside of each other."""
         return len(self._stack)
 
     def learn(self, model: nn.Module, prefix: str) -> None:
@@ -504,7 +504,7 @@ class _ModuleNames:
             self._names[module] = prefix + name
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether it is in a model whose names were learnt."""
+        """Return whether it is in a model whose names were learnt."""
         return module in self._names
 
     def push(self, module: nn.Module) -> None:

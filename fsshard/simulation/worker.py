@@ -196,7 +196,7 @@ def errors_in_words(job: Job) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Where the user's code was: the innermost frame outside of torch and fsshard."""
+    """Return where the user's code was: the innermost frame outside of torch and fsshard."""
     skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*skipped, "<")):

@@ -1,4 +1,4 @@
-"""What a search asks of the process that simulates."""
+"""Asks the process that simulates what a search has to know."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Judge:
 
     @property
     def ranks(self) -> int:
-        """How many share a unit."""
+        """Number of ranks that share a unit."""
         return mesh_shape(self._asked["device_mesh"], self._asked["world_size"])[-1]
 
     @property
     def on_gloo(self) -> bool:
-        """Whether ``wrap`` joins small units by itself there."""
+        """True where ``wrap`` joins small units by itself."""
         return self._asked["device"] == "cpu" and self.ranks > 1
 
     def job(self, backend: Any, settings: Mapping[str, Any], **changed: Any) -> Job:
-        """One simulation, checked, with some arguments changed."""
+        """Return one simulation, checked, with some arguments changed."""
         asked = {**self._asked, **changed}
         plain = {name: value for name, value in settings.items() if name not in ("mixed_precision", "cpu_offload")}
         if "mixed_precision" in settings:
@@ -57,13 +57,13 @@ class Judge:
         return job_of(**asked, backend=backend, settings=plain)
 
     def profile(self) -> ModelProfile:
-        """What the search has to know of the model."""
+        """Return what the search has to know of the model."""
         self._tell("the model")
         found: ModelProfile = self._answer(profile_of, self._plain_job())
         return found
 
     def plans(self, changes: list[dict[str, Any]]) -> list[Plan | str]:
-        """Settings of wrap() -> the plan for each, or what is wrong with them."""
+        """Return, for settings of wrap(), the plan for each, or what is wrong with them."""
         found: list[Plan | str] = self._answer(plans_of, self._plain_job(), changes)
         return found
 
@@ -72,14 +72,14 @@ class Judge:
         return self.job("none", {}, cpu_offload=False)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """What the candidate needs and sends."""
+        """Simulate what the candidate needs and sends."""
         self._tell(candidate.code())
         found = self._estimate(candidate.backend, candidate.arguments())
         self._done += 1
         return found
 
     def ways_down(self, leanest: Tried, bound: int) -> Iterator[tuple[str, int]]:
-        """What would lower the peak, and to how many bytes: more ranks, until they do; a narrower dtype; offloading."""
+        """Yield what lowers the peak, and to how many bytes: more ranks, until they do; a narrower dtype; offloading."""
         asked, candidate = self._asked, leanest.candidate
         chosen, arguments = backend_class(candidate.backend, self.ranks), candidate.arguments()
         tried: list[tuple[str, dict[str, Any], dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""What the search must know about a model: how often a step calls each module, and what it keeps for backward."""
+"""Finds out how often a step calls each module of a model, and what it keeps for the backward."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ModelProfile:
 
     @property
     def nbytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return self.modules[0].nbytes
 
     @property
@@ -76,7 +76,7 @@ class ModelProfile:
         return self.modules[0].saved
 
     def once(self, facts: ModuleFacts) -> bool:
-        """Whether a forward of the model calls the module once."""
+        """Return whether a forward of the model calls the module once."""
         return facts.calls == max(1, self.modules[0].calls)
 
     def classes_of_units(self, planned: Plan) -> frozenset[str]:
@@ -86,7 +86,7 @@ class ModelProfile:
         return frozenset(known[unit.name].kind for unit in planned.units[1:]) - often
 
     def gathered_once(self, planned: Plan) -> bool:
-        """Whether each unit is a module that a forward calls once."""
+        """Return whether each unit is a module that a forward calls once."""
         known = {facts.name: facts for facts in self.modules}
         return all(self.once(known[unit.name]) for unit in planned.units[1:])
 
@@ -111,7 +111,7 @@ PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
 
 
 def plans_of(job: Job, changes: list[dict[str, Any]]) -> list[Plan | str]:
-    """What would be simulated with each of several settings; where one has no meaning, what is wrong with it."""
+    """Return what would be simulated with each of several settings; where one has no meaning, what is wrong with it."""
     recipe, found = job.recipe(), list[Plan | str]()
     with errors_in_words(job), _model(job) as module:
         for change in changes:

@@ -260,7 +260,7 @@ def _units_of(candidate: Candidate) -> Choice:
 
 
 def _its_units(again: Choice) -> bool:
-    """Whether the plan's own units are recomputed, whichever these are."""
+    """Return whether the plan's own units are recomputed, whichever these are."""
     return resolve_checkpointing(again.value).policy is True
 
 
@@ -273,5 +273,5 @@ def _leanest(found: list[Tried]) -> Tried:
 
 
 def _has_activations(one: Tried) -> bool:
-    """Whether recomputation could bring the peak down: the optimizer's step has no activations."""
+    """Return whether recomputation could bring the peak down: the optimizer's step has no activations."""
     return one.estimate.moment.phase != "step"

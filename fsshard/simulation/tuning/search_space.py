@@ -1,4 +1,4 @@
-"""What the search chooses from: values of wrap()'s arguments, each with the code that writes it."""
+"""Lists what the search chooses from: values of wrap()'s arguments, each with the code that writes it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def classes(names: frozenset[str]) -> Choice:
 
 
 def units(profile: ModelProfile) -> tuple[dict[str, Choice], list[Choice]]:
-    """What ``auto_wrap_policy`` can be: those that are always tried, by name, and others, from coarse to fine.
+    """Return what ``auto_wrap_policy`` can be: those that are always tried, by name, and others, from coarse to fine.
 
     Where a size would pick modules that a step calls more than once, which would be gathered each time, the search
     takes the classes of the other ones instead. ``"transformer layers"`` are the units that torch's
@@ -142,7 +142,7 @@ def _repeated(profile: ModelProfile, weight: Any, total: int) -> list[str]:
 
 
 def recomputations(profile: ModelProfile) -> list[Choice]:
-    """What ``activation_checkpointing`` can be, other than nothing: classes of blocks that keep many activations.
+    """Return what ``activation_checkpointing`` can be but nothing: classes of blocks that keep many activations.
 
     First the classes that together keep most of it in pieces: from the root down, the first modules that keep at most
     :data:`SHARE` of it.
@@ -189,6 +189,6 @@ class Candidate:
         return "".join(f"    {text},\n" for text in given) if lines else ", ".join(given)
 
     def imports(self) -> list[str]:
-        """What the code needs, ``fsshard`` included."""
+        """Return what the code needs, ``fsshard`` included."""
         needed = {line for choice in self.settings.values() for line in choice.imports}
         return sorted({*needed, "import fsshard"}, key=lambda line: (line.startswith("from"), line))

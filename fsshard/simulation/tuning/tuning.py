@@ -143,7 +143,7 @@ def tune(
 
 
 def _nothing(search: Search, bound: int | None, judge: Judge) -> FsshardError:
-    """What to say when no plan fits, or when none can be simulated."""
+    """Return the error for when no plan fits, or when none can be simulated."""
     from fsshard.planning.text import size
     from fsshard.simulation.tuning.result import best
 
