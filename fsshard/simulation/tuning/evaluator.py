@@ -79,7 +79,7 @@ class Judge:
         return found
 
     def ways_down(self, leanest: Tried, bound: int) -> Iterator[tuple[str, int]]:
-        """Yield what lowers the peak, and to how many bytes: more ranks, until they do; a narrower dtype; offloading."""
+        """Yield what lowers the peak, and to how many bytes: more ranks until they do, a narrower dtype, offloading."""
         asked, candidate = self._asked, leanest.candidate
         chosen, arguments = backend_class(candidate.backend, self.ranks), candidate.arguments()
         tried: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
