@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from fsshard.comm import whereabouts
+from fsshard.comm import watchdog
 from fsshard.parity.recipe import Recipe
 from fsshard.simulation.simulation import Job, measure
 from fsshard.simulation.steps import Measured
@@ -21,7 +21,7 @@ def real_run(job: Job) -> Measured:
     """This rank's step, on real tensors; collective."""
     warnings.filterwarnings("ignore")
     # A thread that tells other ranks where this one is holds its frames for a moment, and what lives in them.
-    with patch.object(whereabouts, "BUSY", -1.0):
+    with patch.object(watchdog, "BUSY", -1.0):
         return measure(job)
 
 
