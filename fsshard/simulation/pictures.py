@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fsshard.simulation.result import Estimate
-
 __all__ = ["blank_figure", "figure", "plot", "style_axes", "unit_of"]
+
+Estimate = Any
+"""Of fsshard.simulation.result, which shows itself by what is here."""
 
 COLOURS = {
     "parameters": "#0072B2",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fsshard.backends.registry import REFERENCE
 from fsshard.planning.text import aligned, ratio, size
 
-if TYPE_CHECKING:
-    from fsshard.simulation.result import Estimate
-
 __all__ = ["overview", "text"]
+
+Estimate = Any
+"""Of fsshard.simulation.result, which shows itself by what is here."""
 
 
 def text(estimate: Estimate) -> str:

@@ -9,9 +9,10 @@ from fsshard.simulation.pictures import blank_figure, style_axes, unit_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fsshard.simulation.tuning.result import Tried, TuneResult
-
 __all__ = ["figure"]
+
+Tried = TuneResult = Any
+"""Of fsshard.simulation.tuning.result, which shows itself by what is here."""
 
 PLAIN, AGAIN, BEST = "#0072B2", "#E69F00", "#D55E00"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fsshard.planning.text import aligned, size
 
-if TYPE_CHECKING:
-    from fsshard.simulation.tuning.result import Tried, TuneResult
-
 __all__ = ["text"]
+
+Tried = TuneResult = Any
+"""Of fsshard.simulation.tuning.result, which shows itself by what is here."""
 
 HEAD = ["peak", "sent", "of P", "collectives", "recomputed", "peak at", "plan"]
 
