@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsshard.simulation.pictures import blank_figure, style_axes, unit_of
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["figure"]
 
-Tried = TuneResult = Any
+Tried: TypeAlias = Any
+TuneResult: TypeAlias = Any
 """Of fsshard.simulation.tuning.result, which shows itself by what is here."""
 
 PLAIN, AGAIN, BEST = "#0072B2", "#E69F00", "#D55E00"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsshard.planning.text import aligned, size
 
 __all__ = ["text"]
 
-Tried = TuneResult = Any
+Tried: TypeAlias = Any
+TuneResult: TypeAlias = Any
 """Of fsshard.simulation.tuning.result, which shows itself by what is here."""
 
 HEAD = ["peak", "sent", "of P", "collectives", "recomputed", "peak at", "plan"]
