@@ -1,19 +1,16 @@
 """Tries, on small tensors, whether an optimizer computes the same on shards as on whole parameters.
 
 Engines give a rank some of the parameters (FairScale's OSS), or a part of each (FSDP1, FSDP2), and its optimizer sees
-nothing else. That is the same training only for an algorithm that treats every number, or every parameter, by itself,
-and no list of names knows what users write. So a class that is not known takes three steps with the settings that were
-asked for: once on all of some small tensors, and once on parts of them. What it begins to do in a later step, or does
-from another size on, is not seen.
+nothing else. That is the same training only for an algorithm that treats every number, or every parameter, by itself.
+So a class that is not known takes two steps with the settings that were asked for: once on all of some small tensors,
+and once on parts of them. What it begins to do in a later step, or does from another size on, is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -26,14 +23,11 @@ from fsshard.oss.inner_step import unhooked_step
 
 __all__ = ["ProbedGroup", "Untried", "begins_with_closure", "try_on_parts"]
 
-Tensors = list[list[Tensor]]
-"""Group by group."""
-
 BOUND = 1e-9
 """Largest difference between updates, of the largest update. In float64, and with cuts where torch's kernels begin a
 vector, what works number by number differs by a few roundings of 2e-16; another norm or mean moves one by 1e-3."""
-SCALES = (1.0, 1e-3, 1e3)
-"""Of the gradients, in turn: so that what clips does clip, and what is far below a threshold is so, too."""
+SCALES = (1.0, 1e-3)
+"""Of the gradients of the steps: norms of hundreds in the first, which what clips does clip, and tenths in the next."""
 ROWS, SIDE, LARGE, FEW = 160, 144, 128, 4
 """Sizes of the tensors: of dims from LARGE on, from where some algorithms factor, and of others. Fewer than 32768
 numbers in a matrix, which torch gives to one thread."""
@@ -57,61 +51,15 @@ class ProbedGroup(NamedTuple):
     shapes: Sequence[tuple[torch.Size, bool]]
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """An optimizer on tensors of its own.
+class _Sample(NamedTuple):
+    """A small parameter: the number of its group, its value, and its gradient in each step."""
 
-    Attributes:
-        optimizer_class: the user's.
-        groups: as they will be.
-        defaults: keyword arguments of the constructor.
-        closure: call ``step`` with one.
-    """
+    group: int
+    value: Tensor
+    gradients: Sequence[Tensor]
 
-    optimizer_class: type[Optimizer]
-    groups: Sequence[ProbedGroup]
-    defaults: Mapping[str, Any]
-    closure: bool
 
-    def build(self, tensors: Tensors) -> tuple[Optimizer, list[nn.Parameter]]:
-        """Return the optimizer over copies of the tensors, and these."""
-        torch.default_generator.manual_seed(0)
-        parameters = [[nn.Parameter(tensor.clone()) for tensor in group] for group in tensors]
-        members = [(group, mine) for group, mine in zip(self.groups, parameters, strict=True) if mine]
-        optimizer = self.optimizer_class(
-            [{**_own_copy(group.options), "params": mine} for group, mine in members], **_own_copy(self.defaults)
-        )
-        for group in optimizer.param_groups:
-            rate = group.get("lr")
-            if isinstance(rate, (float, int, Tensor)) and abs(float(rate)) < SMALLEST_LR:
-                group["lr"] = rate * 0 + 0.01
-        return optimizer, list(itertools.chain(*parameters))
-
-    def train(self, tensors: Tensors, part: Callable[[list[Tensor]], list[Tensor]] = list) -> Tensors:
-        """Return what ``part`` takes of each group after a step with gradients of each scale."""
-        mine = [part(group) for group in tensors]
-        if not any(mine):
-            return mine
-        optimizer, parameters = self.build(mine)
-        for number in range(len(SCALES)):
-            gradients = [part(group) for group in _gradients(tensors, number)]
-            give = partial(_give_gradients, parameters, gradients)
-            give()
-            _step(optimizer, *([give] if self.closure else []))
-        trained = iter(parameter.detach() for parameter in parameters)
-        return [[next(trained) for _ in group] for group in mine]
-
-    def agrees(self, tensors: Tensors, whole: Tensors, divide: Callable[[list[Tensor], int], list[Tensor]]) -> bool:
-        """Return whether two ranks, each with its part of each group, together do what one does."""
-        for rank in range(2):
-            try:
-                trained = self.train(tensors, lambda group, rank=rank: divide(group, rank))  # type: ignore[misc]
-            except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
-                return False
-            before, wanted = ([part for group in each for part in divide(group, rank)] for each in (tensors, whole))
-            if not all(map(_alike, before, wanted, itertools.chain(*trained))):
-                return False
-        return True
+_Build = Callable[[Sequence[_Sample]], tuple[Optimizer, list[nn.Parameter]]]
 
 
 def try_on_parts(
@@ -129,29 +77,27 @@ def try_on_parts(
     Raises:
         Untried: it raises on whole tensors.
     """
+    build = partial(_build, optimizer_class, groups, defaults)
     with _surroundings():
-        tensors = _tensors(groups)
-        trial = _Trial(optimizer_class, groups, defaults, closure=False)
+        samples, closure = _samples(groups), False
         try:
-            whole = trial.train(tensors)
+            whole = _train(build, samples, closure)
         except Exception as error:
-            trial = _Trial(optimizer_class, groups, defaults, closure=True)  # SAM's step takes nothing else
+            closure = True  # SAM's step takes nothing else
             try:
-                whole = trial.train(tensors)
+                whole = _train(build, samples, closure)
             except Exception:
                 raise Untried(f"{type(error).__name__}: {error}") from error
-        if not trial.agrees(tensors, whole, lambda group, rank: group[rank::2]):
+        ranks = [(samples[rank::2], whole[rank::2]) for rank in range(2)]
+        if not all(_agrees(build, closure, *each) for each in ranks):
             return "everything"
-        return "numbers" if trial.agrees(tensors, whole, _part) else "parameters"
-
-
-def _part(group: list[Tensor], rank: int) -> list[Tensor]:
-    """As vectors, cut at a multiple of 64 numbers: FSDP1 cuts anywhere, FSDP2 complex weights too."""
-    parts = []
-    for flat in (tensor.reshape(-1) for tensor in group):
-        middle = max(64, flat.numel() // 128 * 64)
-        parts += [part.clone() for part in (flat[:middle], flat[middle:])[rank : rank + 1] if part.numel()]
-    return parts
+        # As vectors, cut at a multiple of 64 numbers: FSDP1 cuts anywhere, FSDP2 complex weights too.
+        for rank in range(2):
+            parts = [_Sample(group, _part(value, rank), [_part(g, rank) for g in gs]) for group, value, gs in samples]
+            there = [place for place, sample in enumerate(parts) if sample.value.numel()]
+            if not _agrees(build, closure, [parts[i] for i in there], [_part(whole[i], rank) for i in there]):
+                return "parameters"
+        return "numbers"
 
 
 def begins_with_closure(
@@ -167,72 +113,105 @@ def begins_with_closure(
     trained: list[list[nn.Parameter]] = []
     try:
         with _surroundings():
-            tensors = _tensors(groups)
-            given = _gradients(tensors, 0)
-            for before in (given, [[-1e3 * gradient for gradient in group] for group in given]):
-                optimizer, parameters = _Trial(optimizer_class, groups, defaults, closure=True).build(tensors)
+            samples = _samples(groups)
+            for factor in (1.0, -1e3):  # other gradients before the closure, which gives both the same
+                optimizer, parameters = _build(optimizer_class, groups, defaults, samples)
                 trained.append(parameters)
 
                 def closure() -> Tensor:
-                    untouched.append(all(map(torch.equal, trained[-1], itertools.chain(*tensors))))
-                    return _give_gradients(trained[-1], given)
+                    untouched.append(all(torch.equal(p, s.value) for p, s in zip(trained[-1], samples, strict=True)))
+                    return _give_gradients(trained[-1], [sample.gradients[0] for sample in samples])
 
-                _give_gradients(parameters, before)
-                _step(optimizer, closure)
+                _give_gradients(parameters, [factor * sample.gradients[0] for sample in samples])
+                unhooked_step(optimizer_class)(optimizer, closure)
     except Exception:
         return False
     return bool(untouched) and untouched[0] and all(map(torch.equal, *trained))
 
 
-def _step(optimizer: Optimizer, *closure: Any) -> None:
-    unhooked_step(type(optimizer))(optimizer, *closure)  # a user's hooks for all optimizers are not for this one
+def _build(
+    optimizer_class: type[Optimizer],
+    groups: Sequence[ProbedGroup],
+    defaults: Mapping[str, Any],
+    samples: Sequence[_Sample],
+) -> tuple[Optimizer, list[nn.Parameter]]:
+    """Return the optimizer over copies of the samples, and these."""
+    torch.default_generator.manual_seed(0)
+    parameters = [nn.Parameter(sample.value.clone()) for sample in samples]
+    given = []
+    for number, group in enumerate(groups):
+        mine = [parameter for parameter, sample in zip(parameters, samples, strict=True) if sample.group == number]
+        given += [{**_own_copy(group.options), "params": mine}] if mine else []
+    optimizer = optimizer_class(given, **_own_copy(defaults))
+    for each in optimizer.param_groups:
+        rate = each.get("lr")
+        if isinstance(rate, (float, int, Tensor)) and abs(float(rate)) < SMALLEST_LR:
+            each["lr"] = rate * 0 + 0.01
+    return optimizer, parameters
 
 
-def _give_gradients(parameters: list[nn.Parameter], gradients: Tensors) -> Tensor:
+def _train(build: _Build, samples: Sequence[_Sample], closure: bool) -> list[Tensor]:
+    """Return what the samples are after all steps."""
+    optimizer, parameters = build(samples)
+    for step in range(len(SCALES)):
+        give = partial(_give_gradients, parameters, [sample.gradients[step] for sample in samples])
+        give()
+        # Without hooks: a user's hooks for all optimizers are not for this one.
+        unhooked_step(type(optimizer))(optimizer, *([give] if closure else []))
+    return [parameter.detach() for parameter in parameters]
+
+
+def _agrees(build: _Build, closure: bool, part: Sequence[_Sample], wanted: Sequence[Tensor]) -> bool:
+    """Return whether one rank does with its part what is wanted, but for rounding."""
+    try:
+        trained = _train(build, part, closure) if part else []
+    except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
+        return False
+    for sample, one, other in zip(part, wanted, trained, strict=True):
+        moved, size = float((one - sample.value).nan_to_num(0, 0, 0).abs().max()), float(sample.value.abs().max())
+        bound = BOUND * moved + 8 * torch.finfo(torch.float64).eps * (moved + size)
+        if not torch.allclose(one, other, rtol=0, atol=bound, equal_nan=True):
+            return False
+    return True
+
+
+def _part(whole: Tensor, rank: int) -> Tensor:
+    middle = max(64, whole.numel() // 128 * 64)
+    return whole.reshape(-1)[rank * middle :][: middle if rank == 0 else None].clone()
+
+
+def _give_gradients(parameters: list[nn.Parameter], gradients: Sequence[Tensor]) -> Tensor:
     """Stand for a backward pass, of a loss that is a sum over numbers."""
-    for parameter, gradient in zip(parameters, itertools.chain(*gradients), strict=True):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient + 0.01 * parameter.detach()  # another one where the parameter is another
     return torch.ones((), dtype=torch.float64, requires_grad=True)
 
 
-def _gradients(tensors: Tensors, step: int) -> Tensors:
-    """They have a direction in common: algorithms that look for one shall find it."""
-    base, noise = torch.Generator().manual_seed(2), torch.Generator().manual_seed(3 + step)
+def _samples(groups: Sequence[ProbedGroup]) -> list[_Sample]:
+    """Return two samples of each kind of parameter that a group has.
 
-    def drawn(tensor: Tensor) -> Tensor:
-        common, own = (torch.randn(tensor.shape, dtype=tensor.dtype, generator=each) for each in (base, noise))
-        return SCALES[step] * (common + 0.5 * own)
-
-    return [[drawn(tensor) for tensor in group] for group in tensors]
-
-
-def _alike(before: Tensor, one: Tensor, other: Tensor) -> bool:
-    """Whether two trainings have moved a tensor alike, but for rounding."""
-    moved, size = ((one - before).nan_to_num(0, 0, 0).abs().max(), before.abs().max())
-    bound = BOUND * float(moved) + 8 * torch.finfo(torch.float64).eps * float(moved + size)
-    return torch.allclose(one, other, rtol=0, atol=bound, equal_nan=True)
-
-
-def _tensors(groups: Sequence[ProbedGroup]) -> Tensors:
-    """Two of each kind of parameter that a group has."""
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for group in groups:
-        kinds = dict.fromkeys((_small(shape), is_complex) for shape, is_complex in group.shapes)
-        dtypes = {False: torch.float64, True: torch.complex128}
-        made.append([torch.randn(shape, dtype=dtypes[c], generator=generator) for shape, c in kinds for _ in range(2)])
+    Their gradients have a direction in common: algorithms that look for one shall find it.
+    """
+    generator, made = torch.Generator().manual_seed(1), []
+    for number, group in enumerate(groups):
+        for shape, is_complex in dict.fromkeys((_small(shape), is_complex) for shape, is_complex in group.shapes):
+            dtype = torch.complex128 if is_complex else torch.float64
+            for _ in range(2):
+                value, common, *own = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(4))
+                gradients = [scale * (common + 0.5 * noise) for scale, noise in zip(SCALES, own, strict=True)]
+                made.append(_Sample(number, value, gradients))
     return made
 
 
 def _small(shape: torch.Size) -> torch.Size:
-    """A shape of as many dimensions; those of one element stay so, for some algorithms look at that."""
+    """Return a shape of as many dimensions; those of one element stay so, for some algorithms look at that."""
     side = round(SIDE ** (1 / max(1, sum(size >= LARGE for size in shape[1:]))))
     sizes = [side if size >= LARGE else min(size, FEW) for size in shape[1:]]
     return torch.Size([ROWS, *sizes]) if shape else shape
 
 
 def _own_copy(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as the trial may use and change them."""
+    """Return settings that the trial may use and change."""
     for value in tree_leaves(dict(settings)):
         if isinstance(value, (nn.Module, Optimizer)) or (isinstance(value, Tensor) and value.numel() > 1):
             raise Untried(f"a {type(value).__name__} is among its settings")
