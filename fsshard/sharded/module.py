@@ -30,7 +30,6 @@ from fsshard.errors import (
     FsshardError,
     ModelError,
     OptimizerError,
-    UnsupportedByBackend,
 )
 from fsshard.model.meta import no_numbers_yet
 from fsshard.model.outputs import bases, check_output, forward_begins, hidden_tensors
@@ -597,15 +596,6 @@ class ShardedModule(nn.Module):
             with torch.no_grad():
                 for name, entry in backend.entries.items():
                     entry.put(stored[name])
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Raise: ``torch.distributed.algorithms.Join`` asks its objects for this, to let ranks run out of batches."""
-        raise UnsupportedByBackend(
-            "torch.distributed.algorithms.Join",
-            self.backend.name,
-            "give all ranks equally many batches: "
-            "DataLoader(data, batch_size, sampler=DistributedSampler(data, drop_last=True), drop_last=True)",
-        )
 
     # ------------------------------------------------------------------------------------------ state dicts
 

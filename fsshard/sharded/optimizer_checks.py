@@ -24,7 +24,6 @@ __all__ = [
     "asked_of",
     "check_asked_alike",
     "check_fused",
-    "check_matrices",
     "check_separable",
 ]
 
@@ -122,29 +121,6 @@ def check_fused(defaults: Mapping[str, Any], *, has_complex: bool, see_complex: 
         raise OptimizerError(
             "fused=True: torch's fused kernels take no complex numbers; use foreach=True, or see_complex=False, which "
             "shows the optimizer real pairs"
-        )
-
-
-def check_matrices(optimizer_class: type[Optimizer], parameters: Iterable[tuple[str, torch.Size, bool]]) -> None:
-    """Raise for torch's Muon over anything but real matrices: of complex ones it drops the imaginary part. Local.
-
-    Args:
-        optimizer_class: the user's.
-        parameters: the name, the shape and whether it is complex, of each.
-
-    Raises:
-        OptimizerError: names the parameters.
-    """
-    if optimizer_class.__name__ != "Muon" or not optimizer_class.__module__.startswith("torch.optim"):
-        return
-    wrong = [(name, shape, is_complex) for name, shape, is_complex in parameters if is_complex or len(shape) != 2]
-    if wrong:
-        name, shape, is_complex = wrong[0]
-        what = f"{'complex' if is_complex else 'real'}, of shape {tuple(shape)}"
-        names = _short(", ".join(name for name, _, _ in wrong), 200)
-        raise OptimizerError(
-            f"Muon takes real matrices, and {name!r} is {what}; give it the names of matrices, "
-            f"fsshard.build_optimizer(model, torch.optim.Muon, [...]), and another optimizer the rest: {names}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -269,38 +269,27 @@ def check_keys(
         got = value.shape if isinstance(value, Tensor) else None
         if want is not None and got != want:
             wrong[key] = (tuple(want), tuple(got) if got is not None else type(value).__name__)
+        elif known and value.is_complex() and not backend.entries[backend.keys[key]].kind.is_complex:
+            wrong[key] = (backend.entries[backend.keys[key]].dtype, value.dtype)
     if wrong or (strict and (missing or unexpected)):
         raise StateDictError("the state dict", missing, unexpected, wrong)
     return missing, unexpected
 
 
 def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) -> None:
-    device = backend.settings.device
-    if not from_rank0:
-        stored = _as_stored(entry, value, device)
-    elif entry.divided_over:
+    whole, device = value, backend.settings.device
+    if from_rank0:
         whole = torch.empty(entry.full_shape, dtype=entry.dtype, device=device)
         if backend.settings.is_first:
-            whole.copy_(value)
+            whole.copy_(_whole_of(value))
         broadcast_tensors([whole], _group(backend))
-        stored = _as_stored(entry, whole, device)
-    else:
-        if backend.settings.is_first:
-            stored = _as_stored(entry, value, device).to(entry.parameter.dtype)
-            stored = stored.reshape(entry.stored_shape).contiguous()
-        else:
-            stored = torch.empty(entry.stored_shape, dtype=entry.parameter.dtype, device=device)
-        if stored.numel():
-            dist.broadcast(stored, group=_group(backend), group_src=0)
-    entry.put(stored)
+    entry.put(entry.kind.to_stored(entry.take_part(_whole_of(whole).detach().to(device))))
 
 
-def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:
-    if is_dtensor(value):  # torch's set_model_state_dict makes them of whole tensors where the engine has some
-        value = cast(Any, value).full_tensor()
-    if value.is_complex() and not entry.kind.is_complex:
-        raise StateDictError("the state dict", mismatched={entry.name: (entry.dtype, value.dtype)})
-    return entry.kind.to_stored(entry.take_part(value.detach().to(device)))
+def _whole_of(value: Any) -> Tensor:
+    # torch's set_model_state_dict makes DTensors of whole tensors where the engine has some.
+    whole: Tensor = value.full_tensor() if is_dtensor(value) else value
+    return whole
 
 
 def _group(backend: Backend) -> dist.ProcessGroup:

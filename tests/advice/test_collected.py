@@ -145,9 +145,6 @@ FOLLOWED = {
     "parallel/test_replicas.py": {
         "and wrap was told nothing of the others: if they save": "job_nothing_said",
     },
-    "sharded/test_module.py": {
-        "give all ranks equally many batches: DataLoader(data": "test_batches_as_the_error_advises",
-    },
 }
 """Part of a message -> who does as it says, by test file."""
 

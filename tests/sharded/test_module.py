@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms import Join
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
 
 import fsshard
 from fsshard.errors import FsshardError, OptimizerError
@@ -75,7 +73,7 @@ def job_copies(backend: str) -> list[str]:
     model = fsshard.wrap(net(), backend=backend)
     messages = []
     acts: list[Any] = [lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: model.to(torch.float64)]
-    acts += [lambda: model.to(memory_format=torch.channels_last), lambda: Join([model])]
+    acts += [lambda: model.to(memory_format=torch.channels_last)]
     for act in acts:
         try:
             act()
@@ -87,18 +85,9 @@ def job_copies(backend: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_copying_and_casting_say_what_to_do(ranks: Any, backend: str) -> None:
-    copied, pickled, cast, laid, joined = ranks.run(job_copies, ranks_for(backend), backend)[0]
+    copied, pickled, cast, laid = ranks.run(job_copies, ranks_for(backend), backend)[0]
     assert "state_dict()" in copied and "state_dict()" in pickled
     assert "before fsshard.wrap" in cast and "memory_format" in laid
-    assert "cannot honour torch.distributed.algorithms.Join; give all ranks equally many batches: DataLoader" in joined
-
-
-@pytest.mark.parametrize("samples", [8, 9, 11])
-def test_batches_as_the_error_advises(samples: int) -> None:
-    data = list(range(samples))
-    samplers = [DistributedSampler(data, 2, rank, drop_last=True) for rank in (0, 1)]
-    loaders = [DataLoader(data, 2, sampler=sampler, drop_last=True) for sampler in samplers]
-    assert len({len(list(loader)) for loader in loaders}) == 1
 
 
 # ------------------------------------------------------------------------------------------------ full parameters
