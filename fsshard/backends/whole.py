@@ -50,17 +50,8 @@ def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
     group = entry.group
     if not entry.is_cut or group is None:
         return _as_stored(entry, local.detach().clone())
-    ranges = [entry.part(rank) for rank in range(group.size())]
-    width = max(stop - start for start, stop in ranges)
-    padded = local.new_zeros(width, device=device)
-    padded[: local.numel()] = local.detach().reshape(-1)
-    places = padded.new_empty(group.size() * width)
-    dist.all_gather_single(places, padded, group=group)
-    total = entry.stored_shape.numel()
-    if all(start == min(rank * width, total) for rank, (start, _) in enumerate(ranges)):  # padding at the end only
-        return _shaped(entry, places[:total])
-    pieces = [places[rank * width :][: stop - start] for rank, (start, stop) in enumerate(ranges)]
-    return _shaped(entry, torch.cat(pieces))
+    sizes = [[stop - start] for start, stop in map(entry.part, range(group.size()))]
+    return _shaped(entry, gathered([local], sizes, group, device)[0])
 
 
 def owned(backend: Backend, entry: Entry) -> bool:
@@ -230,6 +221,9 @@ def gathered(
     sent = mine if mine.numel() == width else torch.cat([mine, mine.new_zeros(width - mine.numel())])
     received = sent.new_empty(group.size() * width)
     dist.all_gather_single(received, sent, group=group)
+    total = sum(map(sum, sizes))
+    if len(parts) == 1 and all(row[0] == min(width, max(0, total - rank * width)) for rank, row in enumerate(sizes)):
+        return [received[:total]]  # there is padding at the end only: no second copy of what may be large
     rows = (received[rank * width :][: sum(row)].split(list(row)) for rank, row in enumerate(sizes))
     return [torch.cat(pieces) for pieces in zip(*rows, strict=True)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -90,29 +89,26 @@ class MemoryReport:
 
     def table(self) -> str:
         """A line for each rank, a column for each kind of which there is any; of what was tracked, the phases below."""
-        kinds = [kind for kind in self.ranks[0].by_kind if any(rank.by_kind.get(kind) for rank in self.ranks)]
-        phases = [phase for phase in self.ranks[0].phases if len(self.ranks[0].phases) > 1]
-        held: dict[str, Callable[[RankMemory], str]] = {"rank": lambda rank: str(rank.rank)}
-        for kind in kinds:
-            held[kind] = functools.partial(_of, "by_kind", kind)
-        held["total"] = lambda rank: size(rank.total)
-        more: dict[str, Callable[[RankMemory], str]] = {}
-        for phase in phases:
-            more[f"in {phase}"] = functools.partial(_of, "phases", phase)
-        if any(rank.on_host for rank in self.ranks):
-            more["on the host"] = lambda rank: size(rank.on_host)
-        if self.ranks[0].allocated is not None:
-            more["allocated"] = lambda rank: size(rank.allocated or 0)
-            more["max allocated"] = lambda rank: size(rank.max_allocated or 0)
-        if any(rank.moment for rank in self.ranks):
-            more["peak at"] = lambda rank: rank.moment
-        tables = [held, {"rank": held["rank"], **more}] if phases else [{**held, **more}]
+        ranks, first = self.ranks, self.ranks[0]
+        kinds = [kind for kind in first.by_kind if any(rank.by_kind.get(kind) for rank in ranks)]
+        phases = first.phases if len(first.phases) > 1 else ()
+        numbers = "rank", [str(rank.rank) for rank in ranks]
+        held = [numbers, *((kind, [size(rank.by_kind[kind]) for rank in ranks]) for kind in kinds)]
+        held.append(("total", [size(rank.total) for rank in ranks]))
+        more = [(f"in {phase}", [size(rank.phases[phase]) for rank in ranks]) for phase in phases]
+        if any(rank.on_host for rank in ranks):
+            more.append(("on the host", [size(rank.on_host) for rank in ranks]))
+        if first.allocated is not None:
+            more.append(("allocated", [size(rank.allocated or 0) for rank in ranks]))
+            more.append(("max allocated", [size(rank.max_allocated or 0) for rank in ranks]))
+        if any(rank.moment for rank in ranks):
+            more.append(("peak at", [rank.moment for rank in ranks]))
         under = f" under backend {self.backend!r}" if self.backend else ""
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        lines = [f"memory{under}, {ranks}, device {self.device}: {self.what}"]
-        for columns in tables:
-            rows = [list(columns), *([show(rank) for show in columns.values()] for rank in self.ranks)]
-            lines += aligned(rows, "<" + "".join("<" if head == "peak at" else ">" for head in rows[0][1:]))
+        count = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        lines = [f"memory{under}, {count}, device {self.device}: {self.what}"]
+        for columns in [held, [numbers, *more]] if phases else [[*held, *more]]:
+            rows = [list(row) for row in zip(*([head, *texts] for head, texts in columns), strict=True)]
+            lines += aligned(rows, "<" + "".join("<" if head == "peak at" else ">" for head, _ in columns[1:]))
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -139,10 +135,6 @@ class MemoryReport:
             for name, value in values.items():
                 if value is not None:  # TensorBoard takes no blanks in tags
                     add(f"{tag}/rank{rank.rank}/{name.replace(' ', '_')}", value, step)
-
-
-def _of(what: str, key: str, rank: RankMemory) -> str:
-    return size(getattr(rank, what)[key])
 
 
 def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
