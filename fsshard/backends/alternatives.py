@@ -19,7 +19,7 @@ def ask_for_backends(source: Callable[[], Iterable[Any]]) -> None:
 
 
 def who_has_option(name: str) -> list[str]:
-    """Names of the backends whose engines have an option."""
+    """Return the names of the backends whose engines have an option."""
     return [backend.name for backend in _known_backends() if name in backend.facts.option_names]
 
 
@@ -34,5 +34,5 @@ def who_has_strategy(strategy: str) -> str:
 
 
 def no_offload(backend: str) -> UnsupportedByBackend:
-    """What is raised where a backend cannot keep shards in host memory."""
+    """Return what is raised where a backend cannot keep shards in host memory."""
     return UnsupportedByBackend("cpu_offload=True", backend, "use backend='fsdp2' or 'fsdp' on a GPU")

@@ -98,7 +98,7 @@ class Backend(ABC):
         return replace(settings, options={k: v for k, v in settings.options.items() if k not in others})
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
-        """The state dict's keys in order, and for those of parameters their names.
+        """Return the state dict's keys in order, and for those of parameters their names.
 
         Taken before sharding: parameters can be told by identity then, and FSDP1 registers them in another order.
         """
@@ -170,7 +170,7 @@ class Backend(ABC):
         )
 
     def retire(self) -> None:
-        """The engine lets go of the user's parameters for good, and is not to hear of their gradients."""
+        """Let go of the user's parameters for good, and hear of their gradients no more."""
 
     # ------------------------------------------------------------------------------------------ in a step
 
@@ -196,24 +196,24 @@ class Backend(ABC):
         """From now on the engine is to train the parameters that take gradients at this moment."""
 
     def forward_failed(self) -> None:
-        """A forward has raised; what it left half done must not be seen by the next one."""
+        """Undo what a forward that has raised left half done, so that the next one does not see it."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within accumulate local gradients without communication."""
+        """Context in which backward passes accumulate local gradients without communication."""
         yield
 
     def accumulates(self) -> bool:
-        """Whether the graph task that runs adds to parameters' gradients; ``torch.autograd.grad`` does not."""
+        """Return whether the graph task that runs adds to parameters' gradients; ``torch.autograd.grad`` does not."""
         # Below a transform of torch.func nothing has a gradient of its own.
         return not functorch_transforms_active() and any(map(_is_accumulated, self._leaves()))
 
     def _leaves(self) -> Iterator[Tensor]:
-        """The tensors to which autograd adds gradients."""
+        """Yield the tensors to which autograd adds gradients."""
         return (entry.parameter for entry in self.all if entry.parameter.requires_grad)
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        """The backward of a forward through :class:`~fsshard.sharded.module.ShardedModule` begins, in its graph."""
+        """Called when the backward of a forward through ShardedModule begins, in its graph."""
 
     def derivative_starts(self) -> None:
         """``torch.autograd.grad`` begins to pass through such a forward (in its graph task)."""
@@ -225,7 +225,7 @@ class Backend(ABC):
         """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that are trainable and received no gradient on this rank."""
+        """Return those of ``names`` that are trainable and received no gradient on this rank."""
         chosen = (self.entries[name] for name in names)
         return [e.name for e in chosen if e.parameter.requires_grad and e.parameter.grad is None]
 
@@ -238,7 +238,7 @@ class Backend(ABC):
                 entry.parameter.grad.detach().zero_()
 
     def _reduce_dtypes(self) -> dict[nn.Parameter, torch.dtype | None]:
-        """In which dtype each parameter's gradient is sent, by the plan's units; None is its own."""
+        """Return in which dtype each parameter's gradient is sent, by the plan's units; None is its own."""
         units = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
         infos = self.settings.plan.parameters
         return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
@@ -248,11 +248,11 @@ class Backend(ABC):
     def new_optimizer(
         self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
     ) -> Optimizer:
-        """An optimizer over ``entries[...].parameter``; its class comes already able to see complex numbers."""
+        """Build an optimizer over ``entries[...].parameter``; its class is able to see complex numbers already."""
         return optimizer_class(groups, **defaults)
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        """A closure of ``step`` is about to run forwards, which must see what ``optimizer`` has changed. Collective.
+        """Called before a closure of ``step`` runs forwards, which must see what ``optimizer`` has changed. Collective.
 
         Args:
             optimizer: over this rank's parts; whether it has changed any is not known.
@@ -260,19 +260,19 @@ class Backend(ABC):
         self.reshard()
 
     def owner(self, entry: Entry) -> int | None:
-        """The rank of ``entry.group`` that alone has its final gradient and its optimizer state; None: all ranks."""
+        """Return the rank of ``entry.group`` that alone has its final gradient and optimizer state; None: all ranks."""
         return None
 
     # ------------------------------------------------------------------------------------------ the user's modules
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
-        """The user's model without the engine's wrappers, so that its own state-dict methods run as written."""
+        """Context with the user's model without the engine's wrappers: its own state-dict methods run as written."""
         with contextlib.nullcontext() if self.guard is None else self.guard.lifted():
             yield self.module
 
     def shows(self, entry: Entry, found: object) -> bool:
-        """Whether the engine itself shows ``found`` to a module, in place of the parameter of ``entry``."""
+        """Return whether the engine itself shows ``found`` to a module, in place of the parameter of ``entry``."""
         return False
 
     @contextlib.contextmanager
@@ -295,7 +295,7 @@ class Backend(ABC):
     # ------------------------------------------------------------------------------------------ costs
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
-        """What the engine keeps besides the entries, for memory reports: kind -> tensors.
+        """Return what the engine keeps besides the entries, for memory reports: kind -> tensors.
 
         The kinds are ``"parameters"``, ``"gradients"`` and ``"gathered units"``. A tensor whose storage was freed
         may be among them.
@@ -319,20 +319,20 @@ def taking_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _unit_modules(module: nn.Module, plan: Plan) -> dict[str, list[nn.Module]]:
-    """The modules of each unit, children before their parents, without those of the units below it."""
+    """Return the modules of each unit, children before their parents, without those of the units below it."""
     modules = dict(module.named_modules())
     units = {modules[name] for name in plan.unit_names}
     return {unit.name: _region(modules[unit.name], units) for unit in plan.units}
 
 
 def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules below ``unit`` that are in no other unit, and ``unit``: in the order of ``nn.Module.apply``."""
+    """Return ``unit`` and the modules below it that are in no other unit, in the order of ``nn.Module.apply``."""
     found = [module for child in unit.children() if child not in others for module in _region(child, others)]
     return list(dict.fromkeys([*found, unit]))
 
 
 def _is_accumulated(leaf: Tensor) -> bool:
-    """Whether the graph task that runs adds to the gradient of ``leaf``."""
+    """Return whether the graph task that runs adds to the gradient of ``leaf``."""
     try:
         return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError as error:

@@ -58,7 +58,7 @@ def _members(parameters: Sequence[Any]) -> list[_Member | None]:
 
 @torch.no_grad()
 def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: float, torchs: Any) -> Tensor:
-    """The norm over everything that was given. Collective."""
+    """Return the norm over everything that was given. Collective."""
     pairs = [*zip(parameters, members, strict=True)]
     norms = {i: _each(q.grad, p, torchs) for i, (q, m) in enumerate(pairs) if m is None and q.grad is not None}
     for model in dict.fromkeys(member.model for member in members if member is not None):
@@ -85,7 +85,7 @@ def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: f
 
 
 def _of_owners(backend: Any, entries: dict[int, Entry], p: float, torchs: Any) -> dict[int, Tensor]:
-    """The norm of each gradient, from the rank that has it, computed as torch computes it there."""
+    """Return the norm of each gradient, from the rank that has it, computed as torch computes it there."""
     norms: dict[int, Tensor] = {}
     for place, entry in entries.items():
         gradient = entry.grad()

@@ -24,7 +24,7 @@ CALLS = "_fsshard_calls"
 
 @dataclass(frozen=True)
 class Payload:
-    """What is sent in one kind of collective for a unit in a step.
+    """The bytes that are sent in one kind of collective for a unit in a step.
 
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.

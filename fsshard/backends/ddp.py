@@ -87,7 +87,7 @@ class DDPBackend(Backend):
         return engine
 
     def _register_hook(self, engine: Any) -> None:
-        """The user's hook, or where torch's own reduction would not do, ours. DDP takes one."""
+        """Register the user's hook, or where torch's own reduction would not do, ours. DDP takes one."""
         reduce_dtypes = self._reduce_dtypes()
         if self._users_hook is not None:
             engine.register_comm_hook(*self._users_hook)
@@ -101,7 +101,7 @@ class DDPBackend(Backend):
             engine.register_comm_hook(self.settings.group, _reduce_sparse)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As torch's: the hook gets ``(state, bucket)``, and sees complex gradients as pairs of reals.
+        """Register a hook as torch does: it gets ``(state, bucket)``, and sees complex gradients as pairs of reals.
 
         Raises:
             ConfigurationError: it is not callable, or one is registered already.
@@ -142,7 +142,7 @@ class DDPBackend(Backend):
         return any(module.sparse and module.weight.requires_grad for module in embeddings)
 
     def _can_view_buckets(self) -> bool:
-        """Whether gradients may lie in DDP's buckets, which saves a copy of them all.
+        """Return whether gradients may lie in DDP's buckets, which saves a copy of them all.
 
         Buckets pack without alignment. Behind a parameter of odd size no gradient could be seen as complex in place
         ("Tensor must have a storage_offset divisible by 2"): what a user writes into a gradient would be lost. And

@@ -17,7 +17,7 @@ shards they write half of the numbers under FSDP1, without an error, and wait fo
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Its row in the README's table.
+    """The row of a backend in the README's table.
 
     Attributes:
         engine: whose engine it is, in Markdown.
@@ -47,7 +47,7 @@ class Joining:
 
 @dataclass(frozen=True, kw_only=True)
 class Tunable:
-    """What ``tune`` may try under the backend, besides units and recomputation.
+    """The settings that ``tune`` may try under the backend, besides units and recomputation.
 
     Attributes:
         variants: name -> options that are tried beside the defaults, always. Of backends that divide no parameters.
@@ -64,7 +64,7 @@ class Tunable:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What is known of an engine without running it.
+    """The facts that are known of an engine without running it.
 
     Attributes:
         divides: what ranks divide among them. ``"nothing"``: replicas. ``"elements"``: those of each parameter, its

@@ -173,7 +173,7 @@ def _name_of(func: Any) -> str:
 
 
 def written(names: Iterable[str]) -> ModelError:
-    """What is raised where a forward has changed weights."""
+    """Return what is raised where a forward has changed weights."""
     return ModelError(
         f"the forward changes {', '.join(map(repr, names))} in place, which would be lost: what a forward sees is "
         "gathered from the ranks' shards and thrown away. Change weights after optimizer.step(), within `with "

@@ -189,7 +189,7 @@ class FSDP1Backend(TorchShardedBackend):
         )
 
     def _layout(self, root: nn.Module) -> None:
-        """Where each parameter lies in its unit's flat parameter."""
+        """Learn where each parameter lies in its unit's flat parameter."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         by_parameter = {id(entry.parameter): entry for entry in self.entries.values()}
@@ -445,7 +445,7 @@ def _let_go(flats: list[Any]) -> None:
 
 
 def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any:
-    """A hook at the start of a unit's forward.
+    """Return a hook at the start of a unit's forward.
 
     FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient, and
     throws the gradient away (torch 2.13). It costs a backward up to the input, and attention over a frozen bias then
@@ -462,7 +462,7 @@ def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any
 
 
 def _without_base(entries: list[Entry], places: list[tuple[Any, int]]) -> Any:
-    """A hook at the start of a compiled unit's forward: its complex parameters are views of no flat parameter.
+    """Return a hook at the start of a compiled unit's forward: complex parameters are views of no flat parameter.
 
     A complex view that crosses a graph break is an input of the next graph, and dynamo makes its stand-in by
     view_as_complex of the *base* of all views: "Tensor must have a last dimension of size 2" (torch 2.13).
@@ -499,7 +499,7 @@ def _show(entry: Entry, flat: Any, index: int, tensor: Tensor) -> None:
 
 
 def _of_wrapped(dictionary: str) -> property:
-    """One of the dicts of a module, of a unit the one of what it wraps: empty while there is none yet."""
+    """Make a property that is a dict of the module which a unit wraps: empty while there is none yet."""
     return property(lambda unit: getattr(unit._modules.get(WRAPPED), dictionary, {}), lambda unit, value: None)
 
 

@@ -71,7 +71,7 @@ def merge_below_default(on_gloo: bool) -> int:
 
 
 def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ...]]:
-    """Names of the units that are gathered by themselves -> the parameters that are sent with each.
+    """Return names of the units that are gathered by themselves -> the parameters that are sent with each.
 
     A unit of fewer than ``merge_below`` bytes is gathered with the nearest unit around it that is not smaller: for a
     small one, waiting for collectives takes longer than its bytes. The plan and what is computed stay as they are. Not
@@ -500,7 +500,7 @@ def _prepare(kind: type[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def _without_hooks(units: Iterable[Any]) -> Iterator[None]:
-    """Within it modules hold whole parameters: FSDP2's hooks would gather its own, and look for shards after a load.
+    """Take out FSDP2's hooks while modules hold whole parameters: they would gather, and look for shards after a load.
 
     "no attribute '_local_tensor'" (torch 2.13) is what they say then.
     """

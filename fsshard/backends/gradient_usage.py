@@ -58,7 +58,7 @@ class UsageTracker:
         return [n for n in names if self.entries[n].parameter.requires_grad and n not in self.used]
 
     def finish(self, entries: Iterable[Entry]) -> None:
-        """With ``find_unused_parameters``: None for the gradient of parameters that no rank used. Collective."""
+        """With ``find_unused_parameters``, drop gradients of parameters that no rank used. Collective."""
         if not self.settings.find_unused_parameters:
             return
         entries = list(entries)
@@ -70,6 +70,6 @@ class UsageTracker:
                 entry.parameter.grad = None
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """The gradients of ``entries`` were dropped."""
+        """Note that the gradients of ``entries`` were dropped."""
         if self.used:
             self.used -= {entry.name for entry in entries}

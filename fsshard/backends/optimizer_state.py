@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 def state_of(optimizer: Optimizer, entry: Entry) -> State:
-    """The state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
+    """Return the state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
     return dict(local_optimizer(optimizer).state.get(entry.parameter, {}))
 
 
@@ -40,7 +40,7 @@ def set_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State
 
 
 def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:
-    """Entry by entry the whole state, tensors as stored (real). Collective, so run it to its end on every rank.
+    """Yield entry by entry the whole state, as stored (real). Collective, so run it to its end on every rank.
 
     A rank can hold no part of a parameter, and then no state for it; so the ranks first tell each other what
     there is, in one exchange.
@@ -101,7 +101,7 @@ def _describe(backend: Backend, entry: Entry, state: State) -> dict[str, Any]:
 
 
 def _sent(backend: Backend, entry: Entry, value: Tensor | None, item: _Travels) -> Tensor:
-    """What this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
+    """Return what this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
     if backend.facts.divides == "owners":
         return value if value is not None and owned(backend, entry) else item.empty(backend.settings.device)
     return torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value
@@ -121,7 +121,7 @@ class _Number(NamedTuple):
 
 
 def _packed(value: Any) -> Any:
-    """A value of the state, to be sent whole; tensors of one number as that, since tensors take long to pickle."""
+    """Pack a value of the state to be sent whole; tensors of one number as that, since tensors take long to pickle."""
     if not isinstance(value, Tensor):
         return value
     return _Number(value.item(), value.dtype) if not value.dim() else value.detach().cpu().clone()

@@ -66,7 +66,7 @@ class PartsGuard:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Within it state dicts are ours to take."""
+        """Context in which state dicts may be taken."""
         self._lifted += 1
         try:
             yield
@@ -74,16 +74,16 @@ class PartsGuard:
             self._lifted -= 1
 
     def admits_state_dict(self) -> bool:
-        """Whether a state dict may be asked for now."""
+        """Return whether a state dict may be asked for now."""
         return bool(self._lifted) or (self.torchs_own and _asked_by_torch())
 
     def admits_load(self, given: Collection[Any]) -> bool:
-        """Whether ``given`` may be loaded now."""
+        """Return whether ``given`` may be loaded now."""
         return bool(self._lifted) or (self.torchs_own and not any(type(v) in (Tensor, nn.Parameter) for v in given))
 
 
 def _tree(root: nn.Module) -> dict[nn.Module, None]:
-    """All modules, and what an engine has put around them, which ``modules()`` does not show."""
+    """Return all modules, and what an engine has put around them, which ``modules()`` does not show."""
     return {root: None} | {part: None for child in root.children() for part in _tree(child)}
 
 
@@ -114,7 +114,7 @@ def _before_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, 
 
 
 def _asked_by_torch() -> bool:
-    """Whether torch.distributed.checkpoint asks for a state dict: at most the hooks and nn.Module are in between."""
+    """Return whether torch.distributed.checkpoint asks: at most the hooks and nn.Module are in between."""
     frame, room = sys._getframe(1), "torch.distributed.checkpoint"
     while frame is not None and _file_of(frame).startswith(("torch.nn.modules.", __name__)):
         frame = frame.f_back  # type: ignore[assignment]
@@ -126,7 +126,7 @@ def _file_of(frame: FrameType) -> str:
 
 
 def _named(module: nn.Module) -> str:
-    """The class as the user knows it; FSDP2 makes one called ``FSDP...`` of it (torch 2.13)."""
+    """Return the class as the user knows it; FSDP2 makes one called ``FSDP...`` of it (torch 2.13)."""
     cls = type(module)
     return cls.__mro__[2].__name__ if cls.__mro__[1].__name__ == "FSDPModule" else cls.__name__
 

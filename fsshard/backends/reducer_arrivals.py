@@ -47,7 +47,7 @@ class ReplicatedModel:
 
     @staticmethod
     def forget(parameters: Iterable[nn.Parameter]) -> None:
-        """The parameters are the user's alone again."""
+        """Forget parameters that are the user's alone again."""
         for parameter in parameters:
             _replicated.pop(parameter, None)
 
@@ -129,7 +129,7 @@ class Arrivals:
         self._unhook()
 
     def forward_begins(self) -> None:
-        """A forward through the wrapper begins, which takes gradients. Collective where something is left to send."""
+        """Called when a forward with gradients begins. Collective where something is left to send."""
         self._send_the_rest()
         if current_graph_task_id() < 0:
             self._task = None  # of a backward that has raised
@@ -142,7 +142,7 @@ class Arrivals:
             self._came_now.clear()  # of a backward that this forward is within: the reducer begins anew
 
     def backward_starts(self) -> None:
-        """A backward through such a forward's output begins (in its graph task)."""
+        """Called when a backward through such a forward's output begins (in its graph task)."""
         self._begin()
         self._of_output = True
 
@@ -170,7 +170,7 @@ class Arrivals:
             queue_callback(self._end)
 
     def _end(self) -> None:
-        """The backward has ended, and has not raised."""
+        """Called when the backward has ended, and has not raised."""
         self._task = None
         self._ordinary.clear()
         self._count()

@@ -104,12 +104,12 @@ _hand_on()  # that there are none, too
 
 
 def backend_names() -> list[str]:
-    """All names that ``backend=`` takes, ours first; nothing is imported."""
+    """Return all names that ``backend=`` takes, ours first; nothing is imported."""
     return list(dict.fromkeys([*_paths, *_entry_points()]))
 
 
 def backend_class(name: object, world_size: int = 2) -> type[Backend]:
-    """The class that ``backend=name`` means in a job of ``world_size`` ranks.
+    """Return the class that ``backend=name`` means in a job of ``world_size`` ranks.
 
     Args:
         name: a name, ``"auto"``, or ``"module:Class"``.
@@ -170,7 +170,7 @@ def _misnamed(name: str, path: str, found: type[Backend]) -> type[Backend]:
 
 @cache
 def _entry_points() -> dict[str, str]:
-    """Name -> "module:Class" of those that installed packages bring."""
+    """Return name -> "module:Class" of those that installed packages bring."""
     found: dict[str, str] = {}
     for point in metadata.entry_points(group=GROUP):
         if point.name not in found and point.name not in _OURS:

@@ -61,7 +61,7 @@ class KeptGathered:
                 self._follow(group)
 
     def let_go(self) -> None:
-        """Back to what was asked for; the units themselves are left as they are."""
+        """Go back to what was asked for; the units themselves are left as they are."""
         if self._before is None:
             return
         for group, mesh, flag in self._before:
@@ -87,7 +87,7 @@ class KeptGathered:
             queue_callback(self._end)
 
     def _end(self) -> None:
-        """A backward of the loss has ended; that which keeps its graph will be followed by another."""
+        """Called when a backward of the loss has ended; one that keeps its graph will be followed by another."""
         self._queued = False
         if keeps_graph():
             return

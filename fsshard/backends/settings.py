@@ -30,7 +30,7 @@ engine that has no such gathers or buckets does what they ask for by having none
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What :func:`fsshard.wrap` was asked for, checked and in one form.
+    """The arguments of :func:`fsshard.wrap`, checked and in one form.
 
     Attributes:
         plan: the units and ties to execute.
@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def knows_all_ranks(self) -> bool:
-        """Whether there are no ranks beside those of data, or ``wrap`` was told of them."""
+        """Return whether there are no ranks beside those of data, or ``wrap`` was told of them."""
         given = self.model_mesh is not None or self.mesh is None or self.group is None
         return given or self.world_size == dist.get_world_size()
 
@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the first of all ranks of the training."""
+        """Return whether this process is the first of all ranks of the training."""
         return self.everyone is None or self.everyone.rank() == 0
 
     @property
@@ -93,7 +93,7 @@ class Settings:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether the mesh is one of replicas that are sharded within."""
+        """Return whether the mesh is one of replicas that are sharded within."""
         return self.mesh is not None and self.mesh.ndim == 2
 
     @property

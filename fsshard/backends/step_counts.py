@@ -40,12 +40,12 @@ class StepCounts:
         self._looks = LooksAtForwards()
 
     def new_optimizer(self) -> int:
-        """A number for another optimizer, under which it reports its steps."""
+        """Return a number for another optimizer, under which it reports its steps."""
         self._taken.append((0, []))
         return len(self._taken) - 1
 
     def took_step(self, number: int, groups: Iterable[dict[str, Any]]) -> None:
-        """An optimizer takes a step. Local."""
+        """Count a step of an optimizer. Local."""
         if self._group is None:
             return
         self._taken[number] = (self._taken[number][0] + 1, [group.get("lr") for group in groups])
@@ -75,7 +75,7 @@ class StepCounts:
 
 
 def _differ(number: int, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks' numbers are not the same. Collective, and no part of the step that trackers look at."""
+    """Return whether the ranks' numbers are not the same. Collective, and no part of the step that trackers look at."""
     # What runs is counted by modes (MemoryTracker); without them 16 bytes would come and go in some steps. Private: in
     # torch/utils/_python_dispatch.py (2.13).
     with disable_current_modes():

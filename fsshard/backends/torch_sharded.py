@@ -54,7 +54,7 @@ class TorchShardedBackend(Backend):
 
     @classmethod
     def _check_compilation(cls, settings: Settings) -> None:
-        """A CUDA graph reads parameters where they were when it was recorded; here each gather allocates them anew."""
+        """Refuse CUDA graphs: they read parameters where they were recorded; here each gather allocates them anew."""
         if settings.compilation is None or settings.device.type != "cuda" or not settings.compilation.uses_cuda_graphs:
             return
         raise UnsupportedByBackend(
@@ -65,7 +65,7 @@ class TorchShardedBackend(Backend):
 
     @classmethod
     def _check_unit_dtypes(cls, settings: Settings) -> None:
-        """One dtype per unit ("FSDP expects uniform original parameter dtype", torch 2.13)."""
+        """Refuse units of several dtypes ("FSDP expects uniform original parameter dtype", torch 2.13)."""
         for unit in settings.plan.units:
             dtypes = {real_dtype(dtype) for dtype in unit.dtypes}
             counts = [dtype for dtype in dtypes if not dtype.is_floating_point]

@@ -40,7 +40,7 @@ BATCH_BYTES = 2**20
 
 
 def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
-    """The whole stored tensor from every rank's part of it: a new tensor on every rank. Collective.
+    """Return the whole stored tensor from every rank's part of it: a new tensor on every rank. Collective.
 
     Args:
         entry: the parameter.
@@ -55,31 +55,31 @@ def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
 
 
 def owned(backend: Backend, entry: Entry) -> bool:
-    """Whether this rank's gradient and state of ``entry`` count: each element must count on one rank."""
+    """Return whether this rank's gradient and state of ``entry`` count: each element must count on one rank."""
     owner = backend.owner(entry)
     return owner is None or entry.group is None or owner == entry.group.rank()
 
 
 def counts_all_ranks(backend: Backend, entry: Entry) -> bool:
-    """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
+    """Return whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
     divided = backend.facts.divides != "nothing" and backend.settings.world_size > 1
     return entry.kind.is_complex or divided or bool(entry.layouts) or not backend.settings.knows_all_ranks
 
 
 def has_no_shapes(backend: Backend) -> bool:
-    """Whether what a rank holds of a parameter has no shape of its own, on this rank or on another (FSDP1)."""
+    """Return whether what a rank holds of a parameter has no shape of its own, on this rank or on another (FSDP1)."""
     # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
     return any(entry.cut is not None and entry.cut.buffer for entry in backend.all)
 
 
 def raw_state_dict(backend: Backend) -> dict[str, Any]:
-    """The user's keys; stored parameters as they are now, everything else as the model gives it."""
+    """Return the user's keys; stored parameters as they are now, everything else as the model gives it."""
     with backend.bare() as module, raw_state():
         return dict(module.state_dict(keep_vars=True))
 
 
 def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:
-    """Entry by entry the whole stored gradient on every rank, or None where no rank has one.
+    """Yield entry by entry the whole stored gradient on every rank, or None where no rank has one.
 
     Collective, so run it to its end on every rank.
     """
@@ -102,7 +102,7 @@ def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:
 
 
 def gather_owned(backend: Backend, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
-    """As :func:`gather_all`, of what only a parameter's owner has, where the engine gives each to one rank."""
+    """Gather as :func:`gather_all` does what only owners have, where the engine gives each parameter to one rank."""
     if backend.facts.divides != "owners":
         yield from gather_all(parts, backend.settings.device)
         return
@@ -126,7 +126,7 @@ def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> I
 
 
 def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.device) -> Tensor | None:
-    """The whole stored parameter as a new tensor on ``device``; None where it is not kept. Collective.
+    """Return the whole stored parameter as a new tensor on ``device``; None where it is not kept. Collective.
 
     With ``rank0_only`` parts are received where they stay: nothing else is allocated.
     """
@@ -149,7 +149,7 @@ def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.
 
 
 def _receive(entry: Entry, group: dist.ProcessGroup, mine: Tensor, here: torch.device, device: torch.device) -> Tensor:
-    """Every rank's part of ``entry``, put together on ``device``; they arrive on ``here``."""
+    """Receive every rank's part of ``entry``, put together on ``device``; they arrive on ``here``."""
     whole = torch.empty(entry.stored_shape.numel(), dtype=mine.dtype, device=device)
     waited: list[tuple[Tensor, Tensor]] = []  # (where a part arrives, where it belongs)
     operations = []
@@ -170,12 +170,12 @@ def _receive(entry: Entry, group: dist.ProcessGroup, mine: Tensor, here: torch.d
 
 
 def _as_stored(entry: Entry, whole: Tensor) -> Tensor:
-    """A whole tensor in the stored shape; as it is where it has that, since reshape() gives dims of size 1 strides."""
+    """Return a whole tensor in the stored shape; as it is where it has that: reshape() gives dims of size 1 strides."""
     return whole if whole.shape == entry.stored_shape else whole.reshape(entry.stored_shape)
 
 
 def _shaped(entry: Entry, flat: Tensor) -> Tensor:
-    """The stored tensor of all elements, in the order in which the engine lays them."""
+    """Return the stored tensor of all elements, in the order in which the engine lays them."""
     if entry.cut is None or entry.cut.strides is None:
         return flat.reshape(entry.stored_shape)
     return flat.contiguous().as_strided(entry.stored_shape, entry.cut.strides)
@@ -207,7 +207,7 @@ def collective_batches(parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[list[t
 def gathered(
     parts: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
-    """Whole flat tensors from every rank's parts of them. Collective.
+    """Return whole flat tensors from every rank's parts of them. Collective.
 
     Args:
         parts: this rank's, all of one dtype.

@@ -20,7 +20,7 @@ _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
 
 class ModelBuffers:
-    """Whether the ranks' buffers may differ, and which dtypes users gave them.
+    """The buffers of one model: whether the ranks' may differ, and which dtypes users gave them.
 
     Attributes:
         differ: a forward in training may have made them differ since they were last sent.
@@ -46,12 +46,12 @@ class ModelBuffers:
         self._parts = {public_name(name): module for name, module in self._module.named_modules()}
 
     def _now(self) -> dict[tuple[str, str], Tensor]:
-        """The distinct buffers of the model's modules as they are now, by module and name, without a walk."""
+        """Return the distinct buffers of the model's modules as they are now, by module and name, without a walk."""
         found = {id(b): ((part, key), b) for part, module in self._parts.items() for key, b in module._buffers.items()}
         return {place: buffer for place, buffer in found.values() if buffer is not None and not buffer.is_meta}
 
     def are_trained(self) -> bool:
-        """Whether a module that has buffers is in training mode, whatever mode the model is in."""
+        """Return whether a module that has buffers is in training mode, whatever mode the model is in."""
         return any(part.training and part._buffers for part in self._parts.values())
 
     def sync(self, *, then_differ: bool = False) -> None:
@@ -93,7 +93,7 @@ class ModelBuffers:
         self._simulated = True
 
     def for_user(self, key: str, value: Any, *, offload_to_cpu: bool = False) -> Any:
-        """A copy of a buffer, or an extra state itself, as a state dict has it under ``key``."""
+        """Return a copy of a buffer, or an extra state itself, as a state dict has it under ``key``."""
         if not isinstance(value, Tensor):
             return value
         kept = value.detach().to("cpu" if offload_to_cpu else value.device, copy=True)

@@ -71,7 +71,7 @@ class ModelWatch:
         self._remember()
 
     def _holds_the_same(self) -> bool:
-        """Whether the modules hold the engine's parameters, or what it shows in their place, and no others."""
+        """Return whether the modules hold the engine's parameters, or what it shows in their place, and no others."""
         if self._at_rest is not None and self._at_rest.are_same():
             return True
         if any(map(operator.gt, map(len, self._stored), self._lengths)) or self._replaced():
@@ -94,7 +94,7 @@ class ModelWatch:
 
 
 class _Contents:
-    """What dicts hold at one time, to be compared with what they hold later."""
+    """A snapshot of what dicts hold, to be compared with what they hold later."""
 
     def __init__(self, dicts: Sequence[Any]) -> None:
         self._dicts, self._lengths = dicts, [*map(len, dicts)]

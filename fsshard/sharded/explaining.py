@@ -21,11 +21,11 @@ __all__ = ["Prediction", "explain"]
 
 
 class Prediction(Protocol):
-    """What is asked of an estimate that is shown beside a plan; :func:`fsshard.estimate` gives one."""
+    """The fields of an estimate that are shown beside a plan; :func:`fsshard.estimate` gives one."""
 
     @property
     def name(self) -> str:
-        """Of what is trained."""
+        """The name of what is trained."""
 
     @property
     def backend(self) -> str:
@@ -45,7 +45,7 @@ class Prediction(Protocol):
 
 
 def explain(backend: Backend, estimate: Prediction | None = None) -> str:
-    """The engine, the plan and the costs of its units as text. Local.
+    """Return the engine, the plan and the costs of its units as text. Local.
 
     Args:
         backend: that executes the plan.
@@ -110,7 +110,7 @@ def _least(payloads: Iterable[Payload]) -> float:
 
 
 def _totals(backend: Backend, costs: Iterable[UnitCost]) -> list[str]:
-    """The sums beside what no implementation of the engine can go below."""
+    """Return the sums beside what no implementation of the engine can go below."""
     costs = list(costs)
     bounds = _bounds(backend, costs)
     held, spent = sum(cost.held for cost in costs), _sent(payload for cost in costs for payload in cost.payloads)

@@ -22,7 +22,7 @@ NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jv
 
 
 def explain_forward_error(error: RuntimeError, backend: Backend) -> FsshardError | None:
-    """An error of ours that says what torch's ``error`` means; None where it means what it says."""
+    """Return an error of ours that says what torch's ``error`` means; None where it means what it says."""
     text = str(error)
     if NO_HOOKS in text:
         return ConfigurationError(

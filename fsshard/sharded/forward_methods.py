@@ -13,7 +13,7 @@ __all__ = ["ForwardMethod", "explained"]
 
 
 class ForwardMethod:
-    """In place of a method of the user's model: called outside of a forward, it goes through the engine.
+    """Stand-in for a method of the user's model: called outside of a forward, it goes through the engine.
 
     Args:
         owner: what ``fsshard.wrap`` returned; not kept alive.

@@ -37,7 +37,7 @@ def clip_by_norm(backend: Backend, max_norm: float, norm_type: float, *, error_i
 
 
 def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Tensor:
-    """The norm of the final gradients of ``entries``: 0-dim, the same on every rank. Collective.
+    """Return the norm of the final gradients of ``entries``: 0-dim, the same on every rank. Collective.
 
     What other mesh dimensions divide is added up over them, too; what they hold alike counts once.
     """
@@ -62,7 +62,7 @@ def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Ten
 
 
 def _local(backend: Backend, entries: Iterable[Entry], p: float) -> Tensor:
-    """The sum of powers, or the largest modulus, of this rank's parts: 0-dim float64."""
+    """Return the sum of powers, or the largest modulus, of this rank's parts: 0-dim float64."""
     device = backend.settings.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for entry in entries:

@@ -88,7 +88,7 @@ class Bare:
 
 
 def _whole_values(model: ShardedModule) -> dict[str, Tensor]:
-    """Name -> the user's whole parameter in host memory. Collective."""
+    """Return name -> the user's whole parameter in host memory. Collective."""
     backend, found = model.backend, {}
     values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
     for entry, stored in zip(backend.all, values, strict=True):
@@ -113,7 +113,7 @@ class _Part:
 
     @property
     def module(self) -> nn.Module:
-        """The module."""
+        """The module, which its model keeps alive."""
         found = self._module()
         assert found is not None, "its model holds it"
         return found
@@ -128,7 +128,7 @@ class _Part:
         self._members = {}
 
     def restore(self) -> None:
-        """All but parameters, whose places are empty then."""
+        """Restore all but parameters, whose places are empty then."""
         module = self.module
         members = module.__dict__
         for key, value in self._added.items():
@@ -152,7 +152,7 @@ class _Part:
         module._parameters.update({**places, **users})
 
     def _children_of_now(self) -> dict[str, nn.Module | None]:
-        """Those of before where ``wrap`` has put others or none, and what the user has put, or left out, since."""
+        """Return the child modules to restore: those from before ``wrap``, with what the user has changed since."""
         before, wrapped, now = self._children, self._wrapped_children, self.module._modules
         found = {}
         for name in [*before, *(name for name in now if name not in before)]:
@@ -172,7 +172,7 @@ class _Part:
                 del table[number]
 
     def parameters(self) -> Iterator[tuple[str, _Original]]:
-        """Name in the module, and the parameter that was there."""
+        """Yield the name in the module, and the parameter that was there."""
         return ((name, original) for name, original in self._parameters if original.was_there)
 
 
@@ -187,11 +187,11 @@ class _Original:
 
     @property
     def alive(self) -> nn.Parameter | None:
-        """Itself, where somebody still holds it."""
+        """The parameter itself, where somebody still holds it."""
         return None if self._found is None else self._found()
 
     def with_value(self, value: Tensor, engines: nn.Parameter) -> nn.Parameter:
-        """The parameter with its whole value, and what else the engine's has of the user's."""
+        """Return the parameter with its whole value, and with the user's attributes of the engine's."""
         parameter: Any = self.alive
         trainable = engines.requires_grad
         extra = {key: item for key, item in vars(engines).items() if not _is_mark(key, item)}
@@ -225,7 +225,7 @@ def _is_mark(key: str, item: Any) -> bool:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether an engine has registered it."""
+    """Return whether an engine has registered it."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)

@@ -38,7 +38,7 @@ class _Given(NamedTuple):
 
 @dataclass
 class HandedOver:
-    """What wrap() was given beside the model.
+    """The optimizers and schedulers that wrap() was given beside the model.
 
     Attributes:
         optimizer: as it was given: None, one, or several.
@@ -83,7 +83,7 @@ class HandedOver:
         self._probed = [[_probed(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
     def asked(self) -> list[Any] | None:
-        """What ranks have to ask for alike."""
+        """Return what ranks have to ask for alike; None where nothing was handed over."""
         found = [asked_of(type(optimizer), groups, arguments) for optimizer, groups, arguments in self._given]
         return [*found, [type(scheduler).__name__ for scheduler in listed(self.scheduler)]] if found else None
 
@@ -97,7 +97,7 @@ class HandedOver:
             check_separable(backend, settings, type(optimizer), groups, arguments, None)
 
     def given_back(self, model: ShardedModule) -> Any:
-        """What wrap() returns: the model, and what takes the old ones' places, which raise from then on."""
+        """Return what wrap() returns: the model, and what replaces the old optimizers, which raise from then on."""
         if self.optimizer is None:
             return model
         pairs = [
@@ -116,7 +116,7 @@ class HandedOver:
 
 
 def listed(given: Any) -> list[Any]:
-    """What was given as one, several or None, as a list."""
+    """Return as a list what was given as one, several or None."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]

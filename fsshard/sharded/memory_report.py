@@ -57,7 +57,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """Bytes of all kinds together."""
         return sum(self.by_kind.values())
 
 
@@ -88,7 +88,7 @@ class MemoryReport:
         return self.table()
 
     def table(self) -> str:
-        """A line for each rank, a column for each kind of which there is any; of what was tracked, the phases below."""
+        """Return a line for each rank and a column for each kind that there is; below, phases that were tracked."""
         ranks, first = self.ranks, self.ranks[0]
         kinds = [kind for kind in first.by_kind if any(rank.by_kind.get(kind) for rank in ranks)]
         phases = first.phases if len(first.phases) > 1 else ()
@@ -112,7 +112,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Everything as JSON, sizes in bytes."""
+        """Return everything as JSON, sizes in bytes."""
         ranks = [{**asdict(rank), "total": rank.total} for rank in self.ranks]
         return json.dumps({**asdict(self), "ranks": ranks}, indent=1)
 
@@ -138,7 +138,7 @@ class MemoryReport:
 
 
 def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
-    """The ``add_scalar`` of a TensorBoard writer.
+    """Return the ``add_scalar`` of a TensorBoard writer.
 
     Raises:
         ConfigurationError: it has none.
@@ -153,7 +153,7 @@ def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
 
 
 def summary_writer() -> Any:
-    """The class of TensorBoard's writers.
+    """Return the class of TensorBoard's writers.
 
     Raises:
         MissingExtra: tensorboard is not installed.
@@ -168,7 +168,7 @@ def summary_writer() -> Any:
 def memory_report(
     backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor], *, all_ranks: bool = False
 ) -> MemoryReport:
-    """What this rank holds of a model and its optimizers now; see :meth:`fsshard.ShardedModule.memory_report`.
+    """Return what this rank holds of a model and its optimizers; see :meth:`fsshard.ShardedModule.memory_report`.
 
     Args:
         backend: the model's.

@@ -63,7 +63,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _takes_part(what: str) -> Callable[[Method], Method]:
-    """Of methods that are collective."""
+    """Decorator for collective methods: if a rank is lost, the error names it."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -151,7 +151,7 @@ class ShardedModule(nn.Module):
         return self.backend.settings.plan
 
     def explain(self, estimate: Prediction | None = None) -> str:
-        """The plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
+        """Return the plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
 
         Per unit: what this rank holds of it between steps; how often a step gathers it, and its size then; what a rank
         sends for it in a step, on average over the ranks; the bound of that, which is the same without padding; and
@@ -170,7 +170,7 @@ class ShardedModule(nn.Module):
         return explain(self.backend, estimate)
 
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
-        """Bytes of parameters, buffers, gradients and optimizer states that this rank holds now, on its host too.
+        """Report bytes of parameters, buffers, gradients and optimizer states that this rank holds, on its host too.
 
         Storages are counted, each once and whole: padding is memory, and FSDP1 lets gradients go at the next forward
         only, whenever they were dropped. What an engine keeps beside these (DDP's buckets, say) and what a step needs
@@ -227,7 +227,7 @@ class ShardedModule(nn.Module):
     # ------------------------------------------------------------------------------------------ training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's forward, under the engine."""
+        """Run the user's forward under the engine."""
         try:
             return self._forward(args, kwargs)
         except RuntimeError as error:
@@ -354,7 +354,7 @@ class ShardedModule(nn.Module):
 
     @property
     def is_silenced(self) -> bool:
-        """Whether this is within :meth:`no_sync`."""
+        """Return whether this is within :meth:`no_sync`."""
         return self._silenced > 0
 
     @property
@@ -371,7 +371,7 @@ class ShardedModule(nn.Module):
             )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The autocast context of the mixed-precision policy: nothing, in float32.
+        """Return the autocast context of the mixed-precision policy: one that does nothing, in float32.
 
         Not needed where every floating-point tensor of the forward comes from a unit's inputs or parameters; a forward
         that makes float32 tensors of its own and multiplies them with weights needs it. Float32 units are excluded.
@@ -401,7 +401,7 @@ class ShardedModule(nn.Module):
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Gradients were dropped."""
+        """Note that gradients were dropped."""
         self._unsynchronised = False
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
@@ -469,7 +469,7 @@ class ShardedModule(nn.Module):
         self._same_gradients = None
 
     def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
-        """The norm of the gradients of ``entries`` as in :meth:`clip_grad_norm_`, once they are final. Collective."""
+        """Return the norm of final gradients of ``entries`` as in :meth:`clip_grad_norm_`. Collective."""
         return norm_of(self.backend, entries, norm_type)
 
     # ------------------------------------------------------------------------------------------ optimizers
@@ -488,7 +488,7 @@ class ShardedModule(nn.Module):
             log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
 
     def find_entry(self, item: Any) -> Entry:
-        """The parameter that ``item`` means: a name, a parameter or view of this model, or a (name, parameter) pair."""
+        """Return the entry for a name, a parameter or view of this model, or a (name, parameter) pair."""
         entries = self.backend.entries
         if isinstance(item, tuple) and len(item) == 2:
             item = item[0]
@@ -545,21 +545,21 @@ class ShardedModule(nn.Module):
         return self._views.show(entry)
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        """The user's modules under their names: the names of :meth:`named_parameters` begin with these."""
+        """Yield the user's modules under their names: the names of :meth:`named_parameters` begin with these."""
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children of the user's model."""
+        """Yield the children of the user's model."""
         return self.module.named_children()
 
     def children(self) -> Iterator[nn.Module]:
-        """The user's model, which ``train()`` and ``apply()`` of torch look for here."""
+        """Yield the user's model, which ``train()`` and ``apply()`` of torch look for here."""
         yield self.module
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The user's model's buffers under their original names."""
+        """Yield the buffers of the user's model under their original names."""
         with self.backend.bare() as module:
             found = list(module.named_buffers(prefix, recurse, remove_duplicate))
         yield from ((public_name(name), buffer) for name, buffer in found)
@@ -603,7 +603,7 @@ class ShardedModule(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, config: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The original model's state dict: names, order, shapes, complex dtypes, whole tensors. Collective.
+        """Return the original model's state dict: names, order, shapes, complex dtypes, whole tensors. Collective.
 
         Parameters are assembled one at a time. With ``rank0_only`` rank 0 receives the shards in place and needs one
         copy of the model for it (on a GPU with ``offload_to_cpu``: one parameter there, the copy in host memory), the
@@ -733,5 +733,5 @@ def register_forward_method(model: ShardedModule, method_name: str) -> None:
 
 
 def live_optimizers(model: ShardedModule) -> list[Any]:
-    """The optimizers that were built over ``model`` and are still used."""
+    """Return the optimizers that were built over ``model`` and are still used."""
     return [optimizer for reference in model._optimizers if (optimizer := reference()) is not None]

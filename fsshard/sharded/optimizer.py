@@ -87,7 +87,7 @@ class ShardedOptimizer(Optimizer):
         self.entries = self._list_entries()
 
     def __getattr__(self, name: str) -> Any:
-        """What ``torch.optim.Optimizer`` has not: refused, since it would act on this rank's parts.
+        """Refuse what ``torch.optim.Optimizer`` has not, since it would act on this rank's parts.
 
         Raises:
             NotPassedOn: the class that this was built of has it (``train`` of schedule-free optimizers, ``_get_lr``
@@ -109,7 +109,7 @@ class ShardedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Others in their place, as Lightning's BaseFinetuning does when it goes on from a checkpoint.
+        """Put other groups in their place, as Lightning's BaseFinetuning does when it goes on from a checkpoint.
 
         Raises:
             OptimizerError: no parameter, one in two groups, or one that is not the model's; nothing was changed.
@@ -182,7 +182,7 @@ class ShardedOptimizer(Optimizer):
         return self.inner.step(**kwargs)
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
-        """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
+        """Step with gradients that the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
         if self._closure_first is None:
             groups = probed_groups(self.model, self.param_groups)
@@ -234,14 +234,14 @@ class ShardedOptimizer(Optimizer):
         self.model.finish_gradients(self.entries)
 
     def local_gradients(self) -> list[Tensor]:
-        """This rank's parts of this optimizer's gradients, as stored (real)."""
+        """Return this rank's parts of this optimizer's gradients, as stored (real)."""
         backend = self.model.backend
         found = [g for e in self.entries if owned(backend, e) and (g := e.grad()) is not None]
         return [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in found]
 
     @contextlib.contextmanager
     def under_scaler(self) -> Iterator[None]:
-        """Within it :meth:`step` is called by a scaler that asks all ranks."""
+        """Context in which :meth:`step` is called by a scaler that asks all ranks."""
         self._under_scaler = True
         try:
             yield
@@ -282,7 +282,7 @@ class ShardedOptimizer(Optimizer):
     # -------------------------------------------------------------------------------------------- state
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The whole optimizer state by parameter name. Collective.
+        """Return the whole optimizer state by parameter name. Collective.
 
         Args:
             rank0_only: other ranks take part and get ``{}``.
@@ -390,7 +390,7 @@ def placed(value: Any, held: Any, local: Tensor, on_device: bool) -> Any:
 
 
 def _to_user(entry: Entry, value: Any) -> Any:
-    """The user's whole value. Collective where other mesh dimensions divide the parameter."""
+    """Return the user's whole value. Collective where other mesh dimensions divide the parameter."""
     same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.stored_shape
     return entry.put_together(entry.kind.to_user(value)) if same else value
 
@@ -404,7 +404,7 @@ def _to_stored(entry: Entry, value: Any) -> Any:
 
 
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups with names in place of parameters."""
+    """Return the optimizer's groups with names in place of parameters."""
     found = []
     for group in optimizer.param_groups:
         names = [optimizer._by_id[id(p)].name for p in group["params"]]
@@ -424,7 +424,7 @@ def build_optimizer(
     separable: bool | None = None,
     **defaults: Any,
 ) -> ShardedOptimizer:
-    """An optimizer over a wrapped model. Collective over the ranks that share the work.
+    """Build an optimizer over a wrapped model. Collective over the ranks that share the work.
 
     Args:
         model: what :func:`fsshard.wrap` returned.
@@ -507,7 +507,7 @@ def _named(model: ShardedModule, groups: list[dict[str, Any]]) -> list[dict[str,
 
 
 def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_complex: bool = True) -> list[ProbedGroup]:
-    """The groups, with shapes in place of parameters."""
+    """Return the groups, with shapes in place of parameters."""
     by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
     found = []
     for group in groups:
@@ -564,7 +564,7 @@ def check_unstepped(optimizer: object) -> None:
 
 
 def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """The groups of a torch optimizer with names (by id of parameter) in place of parameters."""
+    """Return the groups of a torch optimizer with names (by id of parameter) in place of parameters."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         unknown = [p for p in group["params"] if id(p) not in names]
@@ -578,7 +578,7 @@ def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str
 
 
 def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Those of ``optimizer.defaults`` that its constructor takes.
+    """Return those of ``optimizer.defaults`` that its constructor takes.
 
     ``defaults`` can hold more (torch 2.13: AdamW subclasses Adam and keeps ``decoupled_weight_decay``).
     """

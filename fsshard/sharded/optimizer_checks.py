@@ -107,7 +107,7 @@ def _try(
 
 
 def _is_fake() -> bool:
-    """Whether tensors that are made now have no values: an estimate is being made."""
+    """Return whether tensors that are made now have no values: an estimate is being made."""
     return type(torch.empty(0)) is not Tensor
 
 
@@ -130,7 +130,7 @@ def check_fused(defaults: Mapping[str, Any], *, has_complex: bool, see_complex: 
 def asked_of(
     optimizer_class: type[Optimizer], groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """What a rank asks for, as ranks compare it: (what, text that is the same on every rank).
+    """Return what a rank asks for, as ranks compare it: (what, text that is the same on every rank).
 
     Args:
         optimizer_class: of it.
@@ -145,7 +145,7 @@ def asked_of(
 
 
 def _text(value: object) -> str:
-    """A text that is the same on every rank: of what is no plain value, its type or its name."""
+    """Return a text that is the same on every rank: of what is no plain value, its type or its name."""
     if isinstance(value, Tensor):
         return (
             f"tensor({value.tolist()})" if value.numel() <= 16 and not value.is_meta else f"tensor{tuple(value.shape)}"

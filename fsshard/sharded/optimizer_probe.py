@@ -36,7 +36,7 @@ SMALLEST_LR = 1e-6
 
 
 class Untried(Exception):
-    """The class cannot be tried on small tensors; the text says what it raised."""
+    """Raised for a class that cannot be tried on small tensors; the text says what it raised."""
 
 
 class ProbedGroup(NamedTuple):

@@ -90,7 +90,7 @@ def _shares(elements: int, threads: int) -> int:
 
 
 def _evenly(block: _Block, by: int, threads: int) -> list[_Block]:
-    """The block moved ``by`` elements, and cut where threads would not share it at multiples of GRID."""
+    """Return the block moved ``by`` elements, and cut where threads would not share it at multiples of GRID."""
     start, stop = block.start + by, block.stop + by
     shares = _shares(stop - start, threads)
     even = max((stop - start) // (shares * GRID) * shares * GRID, (shares - 1) * GRAIN)
@@ -190,7 +190,7 @@ class _View:
                 piece.requires_grad_(parameter.requires_grad)
 
     def _in_place(self, local: Tensor) -> bool:
-        """Whether the one piece lies over ``local``.
+        """Return whether the one piece lies over ``local``.
 
         It keeps its memory alive, so that the same address is the same memory; what an engine has freed has none.
         """
@@ -217,7 +217,7 @@ class _View:
             self._rest, self._shown = dict(self.state), dict(optimizer.state[self.pieces[0]])
 
     def _shows_state(self) -> bool:
-        """Whether what was shown in the step before stands for the state of now, over the same memory."""
+        """Return whether what was shown in the step before stands for the state of now, over the same memory."""
         if len(self._rest) != len(self.state):
             return False
         for key, value in self.state.items():
@@ -243,7 +243,7 @@ class _View:
             optimizer.state[self.entry.parameter] = states[0]
 
     def _left_alone(self, state: Mapping[str, Any]) -> bool:
-        """Whether the optimizer has left in ``state`` the tensors that it was shown, and put in no others."""
+        """Return whether the optimizer has left in ``state`` the tensors that it was shown, and put in no others."""
         shown = self._shown if self.state else {}
         return len(shown) == len(state) and all(
             shown.get(key) is value and isinstance(value, Tensor) for key, value in state.items()
@@ -499,7 +499,7 @@ class _Shards:
 def viewing_class(
     optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, *, fused: bool = False
 ) -> type[Optimizer]:
-    """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts, by fused kernels or not."""
+    """Make a subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts, fused or not."""
     shards, base_step = _Shards(optimizer_class, backend, see_complex, fused), unhooked_step(optimizer_class)
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
@@ -525,7 +525,7 @@ _under_way: list[Optimizer] = []
 
 
 def is_stepping() -> bool:
-    """Whether an optimizer of ours is within its step: those that it keeps inside of it step the same parameters."""
+    """Return whether an optimizer of ours is within its step: those inside of it step the same parameters."""
     return bool(_under_way)
 
 

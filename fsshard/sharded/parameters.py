@@ -47,7 +47,7 @@ NO_VALUES = (
 
 
 def _refuse_hook(view: Any, hook: object) -> NoReturn:
-    """In place of the registering of hooks: a view takes no gradient, so that torch would never call them."""
+    """Refuse to register a hook: a view takes no gradient, so that torch would never call it."""
     _refuse_hook_on(view._fsshard_entry.name, view._fsshard_backend.name)
 
 
@@ -71,7 +71,7 @@ def refuse_hooks(entry: Entry, backend: Backend) -> None:
 
 
 def _attribute(view: Any, name: str) -> Any:
-    """An attribute that a user has set on a parameter: the engine's has it, so that the modules show it, too."""
+    """Return an attribute that a user has set: the engine's parameter has it, so that the modules show it, too."""
     entry = None if name.startswith(MARKS) else vars(view).get("_fsshard_entry")
     if entry is None or name not in vars(entry.parameter):
         raise AttributeError(f"{type(view).__name__!r} object has no attribute {name!r}")
@@ -124,7 +124,7 @@ class _ShapeOnly(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the shard is; ``next(model.parameters()).device`` is asked for that."""
+        """The device of the shard; ``next(model.parameters()).device`` is asked for that."""
         return self._fsshard_backend.settings.device
 
     @property
@@ -147,7 +147,7 @@ class _ShapeOnly(nn.Parameter):
 
 
 def _gradient(view: Any) -> Tensor | None:
-    """The gradient of a view is the engine's, as it is now: over the same memory, and never a copy that is kept."""
+    """Return the engine's gradient, as it is now: over the same memory, and never a copy that is kept."""
     entry: Entry = view._fsshard_entry
     gradient = even_gradient(entry.parameter) if entry.kind.is_complex else entry.parameter.grad
     return None if gradient is None else export_stored(gradient, entry.kind)
@@ -195,7 +195,7 @@ def _dtensor_view() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
     class DTensorView(DTensor):
-        """As :class:`_View`, of a DTensor."""
+        """A :class:`_View` of a DTensor."""
 
         __torch_function__: Any = classmethod(with_derivatives)
         __reduce_ex__ = refuse_parameter
@@ -224,7 +224,7 @@ class ParameterViews:
         self.moves = 0  # how often the engine has put parameters into other memory, the same on every rank
 
     def show(self, entry: Entry) -> nn.Parameter:
-        """The engine's own parameter where it is the user's, else the view."""
+        """Return the engine's own parameter where it is the user's, else the view."""
         parameter = entry.parameter
         as_stored = parameter.shape == entry.shape and not entry.kind.is_complex and not entry.kind.order
         if as_stored and not has_no_shapes(self._backend):
@@ -258,7 +258,7 @@ class ParameterViews:
 
     @contextlib.contextmanager
     def relocating_storage(self) -> Iterator[None]:
-        """Within it the engine puts its parameters elsewhere; views let go of the old memory and then hold the new.
+        """Context in which the engine moves its parameters; views let go of the old memory and then hold the new.
 
         The views themselves stay: who has a list of them goes on seeing the parameters, and keeps no second copy.
         """

@@ -54,7 +54,7 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
 
 
 def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any], str, Optimizer]]:
-    """Where a scheduler, and those within it, hold an optimizer."""
+    """Yield the places where a scheduler, and those within it, hold an optimizer."""
     for held in _nested(scheduler, seen):
         members = vars(held)
         for key, value in members.items():
@@ -63,7 +63,7 @@ def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any],
 
 
 def _nested(scheduler: object, seen: set[int]) -> Iterator[object]:
-    """The scheduler, and those that it calls: of SequentialLR, ChainedScheduler, and users' own warm-ups."""
+    """Yield the scheduler, and those that it calls: of SequentialLR, ChainedScheduler, and users' own warm-ups."""
     if id(scheduler) in seen or not hasattr(scheduler, "__dict__") or isinstance(scheduler, Optimizer):
         return
     seen.add(id(scheduler))

@@ -42,7 +42,7 @@ torch gives state dicts an attribute of this name, which is something else.
 
 
 def asked_for(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool, bool]:
-    """Both flags, of torch's ``FullStateDictConfig`` where one is given, here or by a context around the call."""
+    """Return both flags, from torch's ``FullStateDictConfig`` where one is given, here or by a context."""
     if config is None:
         return rank0_only, offload_to_cpu
     if not (hasattr(config, "rank0_only") and hasattr(config, "offload_to_cpu")):
@@ -67,7 +67,7 @@ def check_asked_alike(backend: Backend, rank0_only: bool, offload_to_cpu: bool) 
 def gather_state_dict(
     backend: Backend, buffers: ModelBuffers, *, rank0_only: bool, offload_to_cpu: bool
 ) -> dict[str, Any]:
-    """Whole tensors by the original keys; ``{}`` on the other ranks with ``rank0_only``. Collective.
+    """Return whole tensors by the original keys; ``{}`` on the other ranks with ``rank0_only``. Collective.
 
     One parameter after another, so that no rank needs room for two models.
     """
@@ -94,7 +94,7 @@ def gather_state_dict(
 
 
 def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch.device) -> Tensor | None:
-    """The user's whole parameter, or None on a rank that does not keep it. Collective."""
+    """Return the user's whole parameter, or None on a rank that does not keep it. Collective."""
     if not entry.divided_over:
         stored = stream(entry, backend.settings, rank0_only=rank0_only, device=device)
         return None if stored is None else entry.kind.to_user(stored)
@@ -107,7 +107,7 @@ def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch
 
 
 class LoadedStateDict(NamedTuple):
-    """What became of a state dict.
+    """The result of loading a state dict.
 
     Attributes:
         missing: keys that the model has and the dict has not.
@@ -149,7 +149,7 @@ def load_whole(
 
 
 def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
-    """Whether modules have code of their own that reads state dicts, and it may make a difference."""
+    """Return whether modules have code of their own that reads state dicts, and it may make a difference."""
     if any(entry.divided_over for entry in backend.entries.values()):
         return False  # no rank has room for, or is told of, the parts along other mesh dimensions
     with backend.bare() as module:
@@ -164,7 +164,7 @@ def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping
 
 
 def _load_code(module: nn.Module) -> Iterator[str]:
-    """The names of the Python modules in which what loads a module's state dict was written."""
+    """Yield the names of the Python modules whose code loads a module's state dict."""
     yield next(cls.__module__ for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
     for hook in (*load_state_dict_pre_hooks(module).values(), *load_state_dict_post_hooks(module).values()):
         yield str(getattr(getattr(hook, "func", hook), "__module__", ""))
@@ -215,7 +215,7 @@ def mark_filled(model: Any, names: Set[str]) -> None:
 def _agreed_keys(
     backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
 ) -> tuple[list[str], list[str], set[str]]:
-    """Missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
+    """Return missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
     found: Any = {key: tuple(v.shape) for key, v in raw.items() if key not in backend.keys and isinstance(v, Tensor)}
     if not from_rank0 or backend.settings.is_first:
         try:
@@ -293,7 +293,7 @@ def _whole_of(value: Any) -> Tensor:
 
 
 def _group(backend: Backend) -> dist.ProcessGroup:
-    """All ranks that the model is on."""
+    """Return the group of all ranks that the model is on."""
     group = backend.settings.everyone
     assert group is not None
     return group
