@@ -341,6 +341,15 @@ def case_optimizers_that_need_more() -> None:
         fsshard.build_optimizer(fsshard.wrap(plain(), backend="ddp"), torch.optim.SGD, lr=0.1 + dist.get_rank())
 
 
+class Numbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self) -> Any:
+        return self.weight.abs().sum()
+
+
 def case_matrices() -> None:
     """torch's Muon refuses by itself what is no real matrix, as it is shown it."""
     for backend in ("ddp", "fairscale"):
@@ -355,9 +364,7 @@ def case_matrices() -> None:
         square(model, batch()).backward()
         muon.step()
         others.step()
-        numbers = nn.ParameterList([nn.Parameter(torch.randn(3, dtype=torch.complex64))])
-        numbers.forward = lambda numbers=numbers: numbers[0].abs().sum()  # type: ignore[method-assign]
-        model = fsshard.wrap(numbers, backend=backend)
+        model = fsshard.wrap(Numbers(), backend=backend)
         muon = fsshard.build_optimizer(model, torch.optim.Muon)
         model().backward()
         with pytest.raises(RuntimeError, match="does not support complex"):
