@@ -20,7 +20,7 @@ from fsshard.sharded.optimizer import (
     resolve_groups,
     retire,
 )
-from fsshard.sharded.optimizer_checks import asked_of, check_fused, check_separable
+from fsshard.sharded.optimizer_checks import asked_of, check_fused, check_matrices, check_separable
 from fsshard.sharded.optimizer_probe import ProbedGroup
 from fsshard.sharded.schedulers import check_schedulers, point_at
 from fsshard.torch_private.tensors import LOCAL_TENSOR
@@ -78,8 +78,10 @@ class HandedOver:
             names.setdefault(id(held), slot.name)
         self._given = [_Given(o, name_groups(o, names), constructor_arguments(o)) for o in optimizers]
         has_complex = any(slot.parameter.is_complex() or slot.kind.is_complex for slot in slots)
-        for given in self._given:
-            check_fused(given.arguments, has_complex=has_complex, see_complex=True)
+        for optimizer, _, arguments in self._given:
+            check_fused(arguments, has_complex=has_complex, see_complex=True)
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            check_matrices(type(optimizer), ((names[id(p)], p.shape, p.is_complex()) for p in parameters))
         self._probed = [[_probed(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
     def asked(self) -> list[Any] | None:

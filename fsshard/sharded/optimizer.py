@@ -34,6 +34,7 @@ from fsshard.sharded.optimizer_checks import (
     asked_of,
     check_asked_alike,
     check_fused,
+    check_matrices,
     check_separable,
 )
 from fsshard.sharded.optimizer_probe import ProbedGroup, begins_with_closure
@@ -458,11 +459,14 @@ def build_optimizer(
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
+        by_id = {id(entry.parameter): entry for entry in backend.all}
         has_complex = any(entry.kind.is_complex for entry in backend.all)
         check_fused(defaults, has_complex=has_complex, see_complex=see_complex)
         groups = resolve_groups(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
+        entries = (by_id[id(parameter)] for group in groups for parameter in group["params"])
+        check_matrices(optimizer_class, ((e.name, e.full_shape, e.kind.is_complex) for e in entries))
         settings = {**defaults, "see_complex": see_complex, "separable": separable}
         kept[:] = groups, asked_of(optimizer_class, _named(model, groups), settings)
         return hashlib.sha256(repr(kept[1]).encode()).hexdigest()

@@ -24,6 +24,7 @@ __all__ = [
     "asked_of",
     "check_asked_alike",
     "check_fused",
+    "check_matrices",
     "check_separable",
 ]
 
@@ -122,6 +123,29 @@ def check_fused(defaults: Mapping[str, Any], *, has_complex: bool, see_complex: 
             "fused=True: torch's fused kernels take no complex numbers; use foreach=True, or see_complex=False, which "
             "shows the optimizer real pairs"
         )
+
+
+def check_matrices(optimizer_class: type[Optimizer], parameters: Iterable[tuple[str, torch.Size, bool]]) -> None:
+    """Raise for torch's Muon over anything but real matrices. Local.
+
+    torch itself raises too, but under OSS on the rank alone that owns the parameter, while the others go on.
+
+    Args:
+        optimizer_class: the user's.
+        parameters: the name, the shape and whether it is complex, of each.
+
+    Raises:
+        OptimizerError: names the first such parameter.
+    """
+    if optimizer_class.__name__ != "Muon" or not optimizer_class.__module__.startswith("torch.optim"):
+        return
+    for name, shape, is_complex in parameters:
+        if is_complex or len(shape) != 2:
+            raise OptimizerError(
+                f"Muon takes real matrices, and {name!r} is {'complex' if is_complex else 'real'}, of shape "
+                f"{tuple(shape)}; give it the names of matrices, fsshard.build_optimizer(model, torch.optim.Muon, "
+                "[...]), and another optimizer the rest"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ asked alike

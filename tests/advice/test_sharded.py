@@ -341,34 +341,25 @@ def case_optimizers_that_need_more() -> None:
         fsshard.build_optimizer(fsshard.wrap(plain(), backend="ddp"), torch.optim.SGD, lr=0.1 + dist.get_rank())
 
 
-class Numbers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-
-    def forward(self) -> Any:
-        return self.weight.abs().sum()
-
-
 def case_matrices() -> None:
-    """torch's Muon refuses by itself what is no real matrix, as it is shown it."""
     for backend in ("ddp", "fairscale"):
-        model = fsshard.wrap(net(), backend=backend)
         for see_complex in (True, False):
-            with pytest.raises(ValueError, match="only supports 2D parameters"):
-                fsshard.build_optimizer(model, torch.optim.Muon, ["middle.0.weight"], see_complex=see_complex)
-        matrices = ["first.weight", "last.weight"]
-        muon = fsshard.build_optimizer(model, torch.optim.Muon, matrices)
-        rest = [name for name, _ in model.named_parameters() if name not in matrices]
-        others = fsshard.build_optimizer(model, torch.optim.AdamW, rest)
-        square(model, batch()).backward()
-        muon.step()
-        others.step()
-        model = fsshard.wrap(Numbers(), backend=backend)
-        muon = fsshard.build_optimizer(model, torch.optim.Muon)
-        model().backward()
-        with pytest.raises(RuntimeError, match="does not support complex"):
+            model = fsshard.wrap(net(), backend=backend)
+            with refused("'first.bias' is real, of shape (6,); give it the names of matrices"):
+                fsshard.build_optimizer(model, torch.optim.Muon)
+            weight = "middle.0.weight"
+            with refused(f"{weight!r} is complex, of shape (6, 6); give it the names of matrices"):
+                fsshard.build_optimizer(model, torch.optim.Muon, [weight], see_complex=see_complex)
+            matrices = ["first.weight", "last.weight"]
+            muon = fsshard.build_optimizer(model, torch.optim.Muon, matrices)
+            rest = [name for name, _ in model.named_parameters() if name not in matrices]
+            others = fsshard.build_optimizer(model, torch.optim.AdamW, rest)
+            square(model, batch()).backward()
             muon.step()
+            others.step()
+        module = net()
+        with refused("'middle.0.weight' is complex, of shape (6, 6)"):
+            fsshard.wrap(module, torch.optim.Muon([module.middle[0].weight]), backend=backend)
 
 
 def case_copies_and_moves() -> None:
