@@ -80,19 +80,21 @@ def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ..
     """
     units = {unit.name: unit for unit in plan.units}
     small = {unit.name for unit in plan.units[1:] if unit.nbytes < merge_below}
-    owner = {name: _owner(name, units, small) for name in units}
-    for target in set(owner.values()):
-        members = [units[name] for name, found in owner.items() if found == target]
-        merged = sum(unit.nbytes for unit in members if unit.name != target)
-        if len(members) > 1 and (merged > MERGED_BYTES or not _may_merge(plan, members, ranks)):
-            owner |= {unit.name: unit.name for unit in members}
+    together: dict[str, list[Unit]] = {}
+    for name, unit in units.items():
+        together.setdefault(_owner(name, units, small), []).append(unit)
+    places = {name: place for place, name in enumerate(plan.parameters)}
     groups: dict[str, tuple[str, ...]] = {}
-    for name, found in owner.items():
-        groups[found] = (*groups.get(found, ()), *units[name].parameters)
-    return groups
+    for target, members in together.items():
+        merged = sum(unit.nbytes for unit in members if unit.name != target)
+        if len(members) > 1 and (merged > MERGED_BYTES or not _may_merge(plan, members, places, ranks)):
+            groups |= {unit.name: unit.parameters for unit in members}
+        else:
+            groups[target] = tuple(name for unit in members for name in unit.parameters)
+    return {name: groups[name] for name in units if name in groups}
 
 
-def _may_merge(plan: Plan, members: list[Unit], ranks: int) -> bool:
+def _may_merge(plan: Plan, members: list[Unit], places: Mapping[str, int], ranks: int) -> bool:
     if any(unit.compute is not None for unit in members):
         return False
     if len({real_dtype(dtype) for unit in members for dtype in unit.dtypes}) > 1:
@@ -100,11 +102,9 @@ def _may_merge(plan: Plan, members: list[Unit], ranks: int) -> bool:
     # A unit's gradients are views of one tensor, one after the other, each a multiple of its rows per rank. Those that
     # lie before a complex one must be even ("Tensor must have a storage_offset divisible by 2"), in any selection of
     # them, since those without gradient are left out.
-    names = {name for unit in members for name in unit.parameters}
     odd = False
-    for info in plan.parameters.values():
-        if info.name not in names:
-            continue
+    for name in sorted((name for unit in members for name in unit.parameters), key=places.__getitem__):
+        info = plan.parameters[name]
         if info.dtype.is_complex:
             if odd:
                 return False
