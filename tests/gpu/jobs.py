@@ -13,6 +13,7 @@ from torch.autograd import DeviceType
 
 import fsshard
 from fsshard.simulation.simulation import Job, measure
+from tests.gpu.recipes import STEPS
 
 __all__ = [
     "asynchronous_save",
@@ -26,7 +27,7 @@ __all__ = [
     "where",
 ]
 
-STEPS = 3
+TRAINED = 3
 
 
 class Spectral(nn.Module):
@@ -61,7 +62,7 @@ def train(sgd: bool = False, stream: bool = False, **settings: Any) -> dict[str,
     own = torch.cuda.Stream() if stream else torch.cuda.current_stream()
     own.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(own):
-        for step in range(STEPS):
+        for step in range(TRAINED):
             with model.autocast():
                 model(batch(step)).square().mean().backward()
             optimizer.step()
@@ -74,7 +75,7 @@ def native() -> dict[str, Tensor]:
     """The same in torch alone, for one rank."""
     model = net().cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
+    for step in range(TRAINED):
         model(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -144,9 +145,8 @@ def memory(recipe: Any, backend: str) -> tuple[int, int, int]:
         del a
     torch.cuda.synchronize()
     workspaces = torch.cuda.memory_allocated() - before
-    torch.cuda.reset_peak_memory_stats()
     job = Job(source=recipe, changes={}, backend=backend, mesh=(dist.get_world_size(),), device="cuda")
-    peak = measure(job).usage.peak
+    peak = measure(job, STEPS).usage.peak  # the recipe resets CUDA's peak before the last step
     return torch.cuda.max_memory_allocated() - before, workspaces, peak
 
 
