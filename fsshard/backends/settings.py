@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def all_ranks(self) -> int:
-        """How many ranks train: those along other mesh dimensions too."""
+        """Return how many ranks train: those along other mesh dimensions too."""
         return 1 if self.everyone is None else self.everyone.size()
 
     @property

@@ -44,7 +44,7 @@ log = logging.getLogger("fsshard")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What :func:`load` found.
+    """The result of :func:`load`.
 
     Attributes:
         path: the directory that was read.

@@ -85,7 +85,7 @@ class Part:
 
 @dataclass
 class Collected:
-    """What one rank brings to a checkpoint.
+    """The parts that one rank brings to a checkpoint.
 
     Attributes:
         parts: tensor's name -> this rank's part of it.

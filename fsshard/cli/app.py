@@ -83,7 +83,7 @@ def _complain(error: object) -> int:
 
 @contextmanager
 def _printable_log() -> Iterator[None]:
-    """What is logged can have names out of files, which a terminal must not obey."""
+    """Escape what is logged: it can have names out of files, which a terminal must not obey."""
 
     def spell(record: logging.LogRecord) -> bool:
         record.msg, record.args = printable(record.getMessage(), keep=_LAYOUT), ()

@@ -95,7 +95,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing fails that training on the CPU needs."""
+        """Return whether nothing fails that training on the CPU needs."""
         return not any(finding.needed and finding.status == FAILS for finding in self.findings)
 
     def to_json(self) -> str:
@@ -195,7 +195,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _private_names() -> Iterator[Finding]:
-    """What of torch's private names is missing, and what happens without."""
+    """Return what of torch's private names is missing, and what happens without."""
     names = private_torch()
     missing = [entry for entry in names if not entry.present]
     for entry in missing:
@@ -215,7 +215,7 @@ def _version(package: str) -> str | None:
 
 
 def _requirements() -> list[Requirement]:
-    """What the installed package says that it requires; nothing where it runs from a folder without being installed."""
+    """Return what the installed package says that it requires; nothing where it runs from a folder."""
     try:
         from packaging.requirements import Requirement
     except ImportError as error:
@@ -465,7 +465,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _packages(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
-    """What an extra requires, through others of ours that it names."""
+    """Return what an extra requires, through others of ours that it names."""
     for wanted in requirements:
         if (
             wanted.marker is None

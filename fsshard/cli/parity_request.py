@@ -18,7 +18,7 @@ __all__ = ["ParityRequest", "check_backends_and_json", "exit_code"]
 
 @dataclass(kw_only=True)
 class ParityRequest:
-    """What ``fsshard parity`` was asked for.
+    """The request that ``fsshard parity`` was given.
 
     Attributes:
         progress: whether to show a bar; None means if stderr is a terminal.
@@ -50,7 +50,7 @@ class ParityRequest:
 
     @property
     def out(self) -> TextIO:
-        """Where the tables go: not to stdout if the JSON goes there."""
+        """Return where the tables go: not to stdout if the JSON goes there."""
         return sys.stderr if self.json_file == "-" else sys.stdout
 
 
@@ -64,7 +64,7 @@ def check_backends_and_json(request: ParityRequest) -> None:
 
 
 def exit_code(result: ParityReport | BaseException) -> int:
-    """Of a report, or of what stopped the comparison."""
+    """Return the exit status of a report, or of what stopped the comparison."""
     if isinstance(result, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(result, BaseException):

@@ -69,7 +69,7 @@ def _recorded(request: ParityRequest) -> Trace:
 
 
 def _said(trace: Trace, request: ParityRequest) -> list[str]:
-    """What was kept, and what to do with it."""
+    """Return what was kept, and what to do with it."""
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size > 1)}"
     kept = [f"{trace.steps} steps of {request.recipes[0]} under {trace.backend} on {ranks}: {trace.file}"]
     if trace.tensors is not None:

@@ -75,7 +75,7 @@ class _StackFrame(NamedTuple):
 
 @dataclass(frozen=True)
 class StackLocation:
-    """Where a rank is.
+    """The place in the code where a rank is.
 
     Attributes:
         collective: the collective that it waits in, with the engine's step that called it, or "" if it is elsewhere.

@@ -209,7 +209,7 @@ def seen_waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """Where a rank is.
+    """The place where a rank is.
 
     Attributes:
         text: in words.
@@ -253,7 +253,7 @@ def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
 
 
 class _Questions:
-    """What one waiting rank asks the others, and makes of their answers."""
+    """The questions of one waiting rank to the others, and what it makes of the answers."""
 
     def __init__(self, watchdog: Watchdog, ranks: tuple[int, ...], what: str) -> None:
         # Where a rank is, is where its main thread is: one that saves in the background trains on meanwhile.
@@ -299,7 +299,7 @@ class _Questions:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What came of a meeting, the same on all ranks that have come.
+    """The result of a meeting, the same on all ranks that have come.
 
     Attributes:
         place: prefix of its keys in the store, for what these ranks tell each other until they meet again.
@@ -362,7 +362,7 @@ def leave(why: str) -> None:
 
 
 class Watchdog:
-    """What this rank tells the others of its job, and asks them.
+    """Tells the other ranks of the job about this one, and asks them.
 
     Attributes:
         rank: of this process in the job.
@@ -502,7 +502,7 @@ class Watchdog:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process group of the job was destroyed."""
+        """Return whether the process group of the job was destroyed."""
         return dist.group.WORLD is None or dist.group.WORLD is not self._world()
 
     # ------------------------------------------------------------------------------------------ meetings

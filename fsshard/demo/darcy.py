@@ -129,7 +129,7 @@ def solve_darcy(a: npt.ArrayLike, forcing: float = FORCING) -> Array:
 
 
 def _flow_operator(a: Array) -> Callable[[Array], Array]:
-    """What flows out of each cell, given the pressure in all of them."""
+    """Return what flows out of each cell, given the pressure in all of them."""
     down = 2 * a[:-1] * a[1:] / (a[:-1] + a[1:])
     across = 2 * a[:, :-1] * a[:, 1:] / (a[:, :-1] + a[:, 1:])
     diagonal = np.zeros_like(a)
@@ -204,7 +204,7 @@ def gaussian_random_field(n: int, rng: np.random.Generator, alpha: float = ALPHA
 
 
 def file_points(side: int = _FINE) -> Array:
-    """Where the ``side`` points of a picture lie on ``[0, 1]``, along either axis; ``side`` divides 512."""
+    """Return where the ``side`` points of a picture lie on ``[0, 1]``, along either axis; ``side`` divides 512."""
     return (np.arange(side) * (512 // side) + 0.5) / 512
 
 

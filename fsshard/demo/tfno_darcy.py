@@ -33,7 +33,7 @@ DATA_HELP = "solved here, or neuraloperator's own files, which pip fetches the f
 
 @dataclass
 class Outcome:
-    """What a run leaves behind, the same on every rank."""
+    """The result of a run, the same on every rank."""
 
     backend: str
     losses: list[float] = field(default_factory=list)
@@ -170,7 +170,7 @@ def data_processor(y: Tensor) -> Any:
 
 
 def job(ctx: fsshard.Context, args: argparse.Namespace) -> list[Outcome]:
-    """What every rank runs."""
+    """Return what every rank runs."""
     if ctx.rank == 0:
         load_data(args)  # so that one process solves and the others find the cache
     dist.barrier()

@@ -21,7 +21,7 @@ exported: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a process stands, and where the ranks meet (nowhere, for a job of one)."""
+    """The place of a process in its job, and where the ranks meet (nowhere, for a job of one)."""
 
     source: str
     rank: int

@@ -44,7 +44,7 @@ def is_consequence(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank, in a form that any process can read."""
+    """An error of a rank, in a form that any process can read."""
 
     rank: int
     time: float
@@ -82,12 +82,12 @@ class Failure:
 
     @property
     def is_echo(self) -> bool:
-        """Whether the rank raised nothing but what a collective raises when another rank is gone or late."""
+        """Return whether the rank raised nothing but what a collective raises when another rank is gone or late."""
         return self.consequence and ("gloo" in self.traceback or self.is_late)
 
     @property
     def is_late(self) -> bool:
-        """Whether a collective, or the store, waited too long."""
+        """Return whether a collective, or the store, waited too long."""
         return self.consequence and timed_out(self.traceback)
 
 
@@ -118,7 +118,7 @@ def _unpickled(data: bytes | None) -> BaseException | None:
 
 @dataclass
 class Outcome:
-    """What became of a job, rank by rank.
+    """The result of a job, rank by rank.
 
     Attributes:
         timeout: seconds that the job may take; once it is over, those for which its ranks were waited for.

@@ -79,7 +79,7 @@ def tell(value: Any) -> None:
 
 
 class Order(NamedTuple):
-    """What a worker is sent: a job, where its modules and files are found, and what the caller hands on."""
+    """The message to a worker: a job, where its modules and files are found, and what the caller hands on."""
 
     number: int
     world_size: int

@@ -25,7 +25,7 @@ EXIT_SECONDS = 2.0  # from a rank's last message to its exit code
 
 
 class Heard(enum.Flag):
-    """What a rank's message means to who waits for it."""
+    """The meaning of a rank's message to who waits for it."""
 
     NEWS = 0
     LAST = enum.auto()  # nothing more is awaited from this rank

@@ -139,7 +139,7 @@ def compare_with(
     device: str,
     progress: Progress | None,
 ) -> ParityReport:
-    """What :func:`fsshard.parity.compare` does with a recorded training; its arguments are explained there."""
+    """Return what :func:`fsshard.parity.compare` does with a recorded training; its arguments are explained there."""
     if steps > trace.steps:
         raise ConfigurationError(f"steps={steps}: {_named(trace)} has {trace.steps}; ask for as many or fewer")
     report = ParityReport(recipe=transportable(recipe), reference=_named(trace), steps=steps)
@@ -219,7 +219,7 @@ class _RecordWorld(World):
 
 
 def _first_bits(cell: Cell, parameters: list[str]) -> str:
-    """Where the first bits differ, if that is before the place that is named; and how many tensors differ there."""
+    """Return where the first bits differ, if before the place that is named, and how many tensors differ there."""
     first = first_divergence(cell.steps, parameters)
     if first is None:
         return ""

@@ -45,7 +45,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def reduction_roundings(world_size: int, reductions: int = 1) -> int:
-    """How many roundings one order of the mean over ranks commits at most; 0 where all orders agree.
+    """Return how many roundings one order of the mean over ranks commits at most; 0 where all orders agree.
 
     Args:
         world_size: N, summands per reduction.
@@ -61,7 +61,7 @@ def reduction_roundings(world_size: int, reductions: int = 1) -> int:
 
 
 def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float:
-    """What divisions of subnormal numbers may add, on both sides: half a unit before, or after the sum, each."""
+    """Return what divisions of subnormal numbers may add, on both sides: half a unit before, or after the sum, each."""
     if world_size == 1:
         return 0.0
     real = dtype.to_real() if dtype.is_complex else dtype
@@ -83,7 +83,7 @@ def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -> float:
-    """How far beyond the largest of the observed rounding errors the next draw of them may reach.
+    """Return how far beyond the largest of the observed rounding errors the next draw of them may reach.
 
     Model (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019: rounding errors as random variables of mean zero): the
     error of an element is normal with one sigma in all evaluations, whose draws are independent; elements may depend

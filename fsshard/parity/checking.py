@@ -176,7 +176,7 @@ class _RunComparison(StepComparison):
         return replace(found, verdict="different", note=note)
 
     def _bound(self, name: str, gradient: Tensor) -> Tensor | float:
-        """How far rounding may carry a gradient, as a number or element by element of the real view."""
+        """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
         if self.regrouped:
             return 0.0 if self.again else float(self.rounding.gradients.get(name, 0.0))
         world_size, magnitudes = self.run.job.world_size, self.rounding.magnitudes
@@ -191,7 +191,7 @@ class _RunComparison(StepComparison):
         return next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
 
     def _on_any_rank(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank. Collective."""
+        """Return whether the flag is up on any rank. Collective."""
         value = torch.tensor(float(flag), device=self.run.job.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value)

@@ -84,11 +84,11 @@ class StepComparison(ABC):
 
     @abstractmethod
     def owns(self, name: str, got: Any, difference: Difference) -> bool:
-        """Whether this rank updates the element that differs most."""
+        """Return whether this rank updates the element that differs most."""
 
     @abstractmethod
     def may_be_silent(self, quantity: str) -> bool:
-        """Whether the engine may show nothing of a quantity: then it is not compared."""
+        """Return whether the engine may show nothing of a quantity: then it is not compared."""
 
     @abstractmethod
     def batch(self, batches: Any) -> Found:

@@ -23,7 +23,7 @@ __all__ = ["Recipe", "Split", "check_loss", "join_batches"]
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """What ``recipe.split(model, mesh)`` has made of a model, where keyword arguments of ``wrap`` do not say it all.
+    """The result of ``recipe.split(model, mesh)``, where keyword arguments of ``wrap`` do not say it all.
 
     Attributes:
         settings: keyword arguments of :func:`fsshard.wrap`: ``device_mesh``, ``replicated``, ``sharded``.
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is trained, described without an engine.
+    """A training, described without an engine.
 
     Any object with the three functions ``build``, ``batches`` and ``loss`` is a recipe, and so is a function without
     arguments that returns one; the other attributes have defaults. One that is spelt almost like them raises.

@@ -83,7 +83,7 @@ def value_differences(
 
 
 def place_of(tensor: Tensor, index: tuple[int, ...]) -> int:
-    """Where in the real view of ``tensor`` the element at ``index`` begins."""
+    """Return where in the real view of ``tensor`` the element at ``index`` begins."""
     flat = 0
     for size, place in zip(tensor.shape, index, strict=False):
         flat = flat * size + place

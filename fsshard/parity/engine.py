@@ -238,7 +238,7 @@ EngineSpec = Any
 
 
 def engine_name(spec: EngineSpec) -> str:
-    """What reports call ``spec``.
+    """Return what reports call ``spec``.
 
     Raises:
         ConfigurationError: it names no engine.

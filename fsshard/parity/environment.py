@@ -70,7 +70,7 @@ def _version(package: str) -> str:
 
 
 def told(recipe: Recipe) -> dict[str, str]:
-    """What a recipe says of itself, as texts."""
+    """Return what a recipe says of itself, as texts."""
     found = {name: repr(getattr(recipe, name)) for name in TOLD if name != "name"}
     return {"name": recipe.name, "optimizer": recipe.optimizer.__qualname__, **found}
 

@@ -36,7 +36,7 @@ SEVERITY = {"exact": 0, "bound": 1, "different": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far one tensor (or number) is from the reference's.
+    """The distance of one tensor (or number) from the reference's.
 
     Attributes:
         verdict: ``"exact"``, ``"bound"`` (within the derived rounding bound) or ``"different"``.
@@ -68,7 +68,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where a run first differed from the reference: which step, which quantity, which parameter, which rank."""
+    """The place where a run first differed from the reference: step, quantity, parameter, rank."""
 
     step: int
     quantity: str
@@ -91,7 +91,7 @@ class Divergence:
 
 @dataclass(kw_only=True)
 class RankStep:
-    """What one rank saw in one step; ``owner`` holds the (quantity, name) whose worst element it owns."""
+    """The findings of one rank in one step; ``owner`` holds the (quantity, name) whose worst element it owns."""
 
     loss: float
     reference_loss: float
@@ -155,7 +155,7 @@ class Cell:
 
     @property
     def ok(self) -> bool:
-        """Whether it differs from the reference by rounding at most."""
+        """Return whether it differs from the reference by rounding at most."""
         return self.verdict in ("exact", "bound")
 
     def worst(self, quantity: str) -> Difference:
@@ -186,7 +186,7 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """Whether every backend agrees with the reference at every world size."""
+        """Return whether every backend agrees with the reference at every world size."""
         return bool(self.cells) and all(cell.ok for cell in self.cells)
 
     def __getitem__(self, key: tuple[str, int | str]) -> Cell:

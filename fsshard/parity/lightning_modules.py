@@ -101,7 +101,7 @@ class _Training:
         return _configured(asked.configure_optimizers())
 
     def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """What ``training_step`` returns, or its ``"loss"``."""
+        """Return what ``training_step`` returns, or its ``"loss"``."""
         wrapped: Any = model
         module: Any = next(part for part in wrapped.modules() if _lightnings(type(part)) is not None)
         given, number = batch
@@ -167,7 +167,7 @@ def _check(module: Any, without: tuple[str, ...]) -> None:
 
 
 def _configured(given: Any) -> Configured:
-    """What ``configure_optimizers`` may return, where it is one optimizer with one schedule or none.
+    """Return what ``configure_optimizers`` may return, where it is one optimizer with one schedule or none.
 
     Raises:
         RecipeError: it is not.
@@ -251,7 +251,7 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class _Order:
-    """As Lightning's Trainer: a ``DistributedSampler``, which shuffles where the loader does."""
+    """Samples as Lightning's Trainer does: by a ``DistributedSampler``, which shuffles where the loader does."""
 
     dataset: Any
     shuffle: bool

@@ -29,7 +29,7 @@ __all__ = ["perturbed"]
 
 @contextlib.contextmanager
 def perturbed(generator: torch.Generator) -> Iterator[None]:
-    """Within it, results of differentiated operations are one unit in the last place off.
+    """Move results of differentiated operations, within, by one unit in the last place.
 
     Args:
         generator: draws the directions; the global generators are left alone.
@@ -59,7 +59,7 @@ class _RoundedOtherwise(TorchDispatchMode):
 
 
 def _makes_new(func: Any) -> bool:
-    """Whether all that it returns lies in memory of its own."""
+    """Return whether all that it returns lies in memory of its own."""
     schema = schema_of(func)
     return not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
 

@@ -51,7 +51,7 @@ def plain(value: Any, special: Callable[[str], Any], other: Mapping[type, Callab
 
 
 def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[[Any, str], Any]] | None = None) -> Any:
-    """What :func:`plain` made JSON of, as an instance of ``kind``; of a dataclass each field has to be there.
+    """Return what :func:`plain` made JSON of, as an instance of ``kind``; of a dataclass each field has to be there.
 
     Args:
         kind: a dataclass, or what stands in a type hint of one.

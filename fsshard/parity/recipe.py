@@ -99,7 +99,7 @@ def _known_name(name: str) -> str:
 
 
 def _offered(module: Any, wanted: str) -> str:
-    """What can be asked for in place of a name that is not there."""
+    """Return what can be asked for in place of a name that is not there."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     recipes = [name for name, value in public.items() if _looks_like_recipe(value, module)]
     near = difflib.get_close_matches(wanted, recipes, n=1)
@@ -113,7 +113,7 @@ def _offered(module: Any, wanted: str) -> str:
 
 
 def _looks_like_recipe(value: Any, module: Any) -> bool:
-    """Whether it is sure to be one. Nothing is called, and of what is not the module's own nothing is asked."""
+    """Return whether it is sure to be one. Nothing is called, and of what is not the module's own nothing is asked."""
     if isinstance(value, Recipe):
         return True
     if _is_own_function(value, module):

@@ -105,7 +105,7 @@ def text(report: Findings) -> str:
 
 
 def head(report: Findings) -> str:
-    """What was compared with what."""
+    """Return what was compared with what."""
     return (
         f"parity of {report.recipe or 'a recipe'}: {len(report.cells)} {_plural('run', len(report.cells))} of "
         f"{report.steps} {_plural('step', report.steps)} against {report.reference}"
@@ -157,7 +157,7 @@ def _aligned(report: Findings) -> str:
 
 
 def caption(report: Findings) -> str:
-    """What the numbers of the table are."""
+    """Return what the numbers of the table are."""
     found = (
         d for cell in report.cells for step in cell.steps for named in step.differences.values() for d in named.values()
     )
@@ -420,7 +420,7 @@ GAPS: dict[str, Callable[[StepReport], float]] = {"loss": _loss_gap, "weight": _
 
 @dataclass(frozen=True)
 class Look:
-    """How a backend is drawn: wide and at the bottom first, narrow and on top last, so that equal curves all show."""
+    """The look of a backend's curve: wide and below first, narrow and on top last, so that equal curves all show."""
 
     colour: str
     marker: str

@@ -89,7 +89,7 @@ class Meter:
 
 
 def in_one_process(spec: EngineSpec) -> bool:
-    """Whether an engine trains on the joined batches of all ranks in one process."""
+    """Return whether an engine trains on the joined batches of all ranks in one process."""
     return spec is Bare or (bool(backend_of(spec)) and backend_class(backend_of(spec)).facts.one_process)
 
 
@@ -106,7 +106,7 @@ class Runner:
         self._ranks, self._timeout, self.meter = ranks, timeout, meter
 
     def run(self, function: Callable[..., Any], job: Job, *arguments: Any, text: str = "") -> list[Any]:
-        """What ``function(job, *arguments)`` returns on each rank of the job."""
+        """Return what ``function(job, *arguments)`` returns on each rank of the job."""
         samples = "the samples of " if job.engine is Bare else ""
         where = (
             f"{samples}{job.world_size} rank{'s' * (job.world_size > 1)}" if job.mesh is None else mesh_text(job.mesh)
@@ -115,7 +115,7 @@ class Runner:
         return self.call(function, _processes(job), job, *arguments, text=shown)
 
     def call(self, function: Callable[..., Any], count: int, *arguments: Any, text: str) -> list[Any]:
-        """What a function returns on each of ``count`` ranks; what the user did wrong is raised as it is."""
+        """Return what a function returns on each of ``count`` ranks; what the user did wrong is raised as it is."""
         with self.meter.run(text) as hear:
             try:
                 return self._ranks.run(function, count, *arguments, timeout=self._timeout, on_message=hear)

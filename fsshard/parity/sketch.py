@@ -28,7 +28,7 @@ CHUNK = 2**16  # elements at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Sketch:
-    """What is kept of a tensor; numbers are in float64, of the real view (a complex number is two).
+    """The record of a tensor; numbers are in float64, of the real view (a complex number is two).
 
     Attributes:
         digest: of dtype, shape and bits, the two zeros and all NaN being the same.
@@ -136,7 +136,7 @@ def _rms(values: Sequence[float]) -> float:
 
 
 def least_distance(one: Sketch, other: Sketch) -> float:
-    """What the L2 norm of the difference is at least, for certain: by the triangle and by Cauchy's inequality."""
+    """Return a lower bound of the L2 norm of the difference: by the triangle's and by Cauchy's inequality."""
     root = math.sqrt(max(1, one.elements))
     shares = [value / root for value in (*apart(one, other), abs(one.total - other.total))]
     found = max([abs(one.norm - other.norm), abs(one.largest - other.largest), *shares])

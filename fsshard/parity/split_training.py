@@ -44,12 +44,12 @@ def check_mesh(mesh: object) -> dict[str, int]:
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """As it is written on the command line: ``data=2,tp=2``."""
+    """Write it as on the command line: ``data=2,tp=2``."""
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def data_ranks(sizes: Mapping[str, int]) -> int:
-    """How many ranks see other samples."""
+    """Return how many ranks see other samples."""
     return math.prod(size for name, size in sizes.items() if role_of(name) != "model")
 
 
@@ -116,7 +116,7 @@ class SplitTraining(Training):
 
 
 def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:
-    """What the recipe makes of a model on a mesh.
+    """Return what the recipe makes of a model on a mesh.
 
     Raises:
         RecipeError: it returns something else than a :class:`Split` or a dict, or names dimensions that are not there.

@@ -187,7 +187,7 @@ class Tensors:
         self._keys = frozenset() if self._file is None else frozenset(self._file.keys())
 
     def get(self, step: int, quantity: str, rank: int, name: str) -> Tensor | None:
-        """What a rank had, or rank 0 where that is the same; None where it is not kept."""
+        """Return what a rank had, or rank 0 where that is the same; None where it is not kept."""
         for holder in (rank, 0):
             for mark in ("", _COMPLEX):
                 key = f"step{step}-{quantity}-rank{holder}/{mark}{name}"

@@ -36,7 +36,7 @@ def compare_traces(
     draws: Draws = (),
     exactly: bool = False,
 ) -> list[StepReport]:
-    """What differs in each step of ``now``, which may have fewer steps.
+    """Return what differs in each step of ``now``, which may have fewer steps.
 
     Args:
         before: the recorded training.
@@ -53,7 +53,7 @@ def compare_traces(
 
 
 def freedom(before: Trace, now: Trace) -> str:
-    """What may round between two trainings on the same samples: "nothing", "sum over ranks" or "everything".
+    """Return what may round between two trainings on the same samples: "nothing", "sum over ranks" or "everything".
 
     What changed says what may round; nothing else may differ. A commit with changed files, or an unknown one, counts as
     another one.
@@ -68,7 +68,7 @@ def freedom(before: Trace, now: Trace) -> str:
 
 
 def needs_bounds(steps: Sequence[StepReport]) -> bool:
-    """Whether something that kernels round differs before anything differs that they do not round."""
+    """Return whether something that kernels round differs before anything differs that they do not round."""
     for step in steps:
         for quantity in QUANTITIES:
             if any(d.verdict != "exact" for d in step.differences.get(quantity, {}).values()):
@@ -104,7 +104,7 @@ class _TraceComparison(StepComparison):
             yield self.compare_step(number, self._before.ranks[self.rank].steps[number], self._stages(number))
 
     def _stages(self, number: int) -> Iterator[Stage]:
-        """What a training yields, from the record of one."""
+        """Return what a training yields, from the record of one."""
         step = self._now.ranks[self.rank].steps[number]
         if number == 0:
             yield "initial weight", self._now.ranks[self.rank].initial.items()

@@ -35,7 +35,7 @@ class SampledBatches:
     _known: dict[tuple[int, int, int], list[list[int]]] = field(default_factory=dict, repr=False)
 
     def indices(self, rank: int, world_size: int, epoch: int) -> list[list[int]]:
-        """Of all batches of a rank in an epoch.
+        """Return the numbers of all batches of a rank in an epoch.
 
         Raises:
             RecipeError: there are none.
@@ -63,7 +63,7 @@ class SampledBatches:
 
 @dataclass
 class Configured:
-    """What a trainer makes of a whole model.
+    """The result of a trainer's set-up of a whole model.
 
     Attributes:
         optimizer: over its parameters, not stepped.

@@ -130,7 +130,7 @@ class Training:
         yield "random state", random_state()
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Of one batch, on this process."""
+        """Run one batch, on this process."""
         return self.recipe.loss(model, batch)
 
     def loss_of_all(self, value: float) -> float:
@@ -171,7 +171,7 @@ class Training:
         return found, self.reductions(found, shadow)
 
     def reductions(self, names: Iterable[str], shadow: Shadow) -> dict[str, int]:
-        """How many reductions make up a step's gradient of each parameter, at most, as the shadow's forwards ran."""
+        """Return how many reductions make up each parameter's gradient, at most, as the shadow's forwards ran."""
         recipe = self.recipe
         if recipe.accumulate == 1:
             return dict.fromkeys(names, 1)

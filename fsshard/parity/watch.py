@@ -44,7 +44,7 @@ class ForwardWatch:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Within it, outputs are recorded."""
+        """Record outputs, within."""
         self._on = True
         self._forwards.append(len(self._seen))
         try:
@@ -67,7 +67,7 @@ class ForwardWatch:
 
 
 def first_difference(expected: Sequence[Sequence[str]], got: Sequence[Sequence[str]]) -> str:
-    """What the forward did otherwise first, in words; "" if nothing."""
+    """Return what the forward did otherwise first, in words; "" if nothing."""
     for one, other in zip(expected, got, strict=False):
         if one[0] != other[0]:
             return f"module {other[0]!r} ran where {one[0]!r} does under the reference"

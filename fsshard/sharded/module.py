@@ -309,7 +309,7 @@ class ShardedModule(nn.Module):
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether weights are whole for the user's code: in a forward, its recomputation, and full_parameters()."""
+        """Return whether the user's code sees whole weights: in a forward, its recomputation, full_parameters()."""
         return self._runs or self._whole is not None or current_graph_task_id() != -1
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -340,7 +340,7 @@ class ShardedModule(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients; False is :meth:`no_sync` until it is True again. Set before a forward."""
+        """Tell whether backward reduces gradients: False is :meth:`no_sync`, until True. Set it before a forward."""
         return self._silent_until is None
 
     @require_backward_grad_sync.setter
@@ -359,7 +359,7 @@ class ShardedModule(nn.Module):
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
+        """Tell whether the latest backward passes were under :meth:`no_sync`: ranks hold different gradients."""
         return self._unsynchronised
 
     def check_synchronised(self) -> None:

@@ -85,7 +85,7 @@ def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[_Bloc
 
 
 def _shares(elements: int, threads: int) -> int:
-    """How many threads share an elementwise kernel."""
+    """Return how many threads share an elementwise kernel."""
     return max(1, min(threads, -(-elements // GRAIN)))
 
 

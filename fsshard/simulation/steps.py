@@ -53,7 +53,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step trains.
+    """The objects that a step trains.
 
     Attributes:
         recipe: the training.

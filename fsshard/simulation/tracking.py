@@ -82,7 +82,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a tracker saw since its last reset, on this rank.
+    """The bytes that a tracker has seen on this rank since its last reset.
 
     Attributes:
         peak: the most bytes alive at once.

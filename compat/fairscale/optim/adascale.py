@@ -217,7 +217,7 @@ class AdaScale(Optimizer):
 
     @property
     def scale(self) -> float:
-        """How many times larger the batch is than the one that the learning rate was chosen for."""
+        """Return how many times larger the batch is than the one that the learning rate was chosen for."""
         return self._scale
 
     @property

@@ -176,14 +176,14 @@ class ShardedGradScaler(GradScaler):
 
 
 def _is_fused(optimizer: Any) -> bool:
-    """Whether torch leaves it to the optimizer to look for infinities; not one that takes the scaler, and asks it."""
+    """Return whether torch leaves it to the optimizer to look for infinities, and that does not ask the scaler."""
     if not scales_itself(optimizer):
         return False
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 def _values(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What there is of an optimizer's gradients on this rank, as real tensors to be changed in place."""
+    """Return what there is of an optimizer's gradients on this rank, as real tensors to be changed in place."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient: Any = parameter.grad

@@ -11,7 +11,7 @@ __all__ = ["BY_FILE_NAME", "BY_NAME", "STORED", "Stored", "dtype_name"]
 
 
 class Stored(NamedTuple):
-    """How elements of a dtype lie in a file.
+    """The form in which elements of a dtype lie in a file.
 
     Attributes:
         name: what the file's header calls it.

@@ -94,7 +94,7 @@ class TensorInfo(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What wrote the checkpoint: versions, the backend's name, the number of ranks, and along which mesh dimensions.
+    """The writer of a checkpoint: versions, the backend's name, the number of ranks, along which mesh dimensions.
 
     The mesh is empty where data is the only one, and left out of the text.
     """

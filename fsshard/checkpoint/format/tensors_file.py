@@ -65,7 +65,7 @@ class Item(NamedTuple):
 
 
 class FileInfo(NamedTuple):
-    """What was written: the file's name, its size, and the CRC-32 (zlib's) of all its bytes."""
+    """A file that was written: its name, its size, and the CRC-32 (zlib's) of all its bytes."""
 
     name: str
     bytes: int

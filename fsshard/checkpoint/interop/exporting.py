@@ -149,7 +149,7 @@ def _chosen(index: Index, optimizer: bool | str) -> str | None:
 
 @dataclass
 class _Request:
-    """What to write, and where."""
+    """The contents to write, and the place for them."""
 
     path: Path
     format: str

@@ -230,7 +230,7 @@ def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int)
 
 
 class _Found:
-    """What the tree of somebody's checkpoint holds, under our names.
+    """The contents of somebody's checkpoint, under our names.
 
     Attributes:
         tensors: name -> tensor of the tree.

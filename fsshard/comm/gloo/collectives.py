@@ -183,7 +183,7 @@ class _Shared:
 
 
 class _Unread:
-    """What FSDP2 may do with a sum before it is made: put views of it into the gradients, and nothing else."""
+    """Watches that FSDP2 puts views of a sum into the gradients before it is made, and does nothing else with it."""
 
     def __init__(self, output: Tensor, entries: Sequence[Any]) -> None:
         self._output, self._entries = output, entries

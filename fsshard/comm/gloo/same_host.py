@@ -32,7 +32,7 @@ BACKLOG_SECONDS = 10.0  # for a connection, which the other side has made alread
 
 
 class _Note(NamedTuple):
-    """What a rank tells the others.
+    """The message of a rank to the others.
 
     Attributes:
         host: what is equal on one host; "" if this rank cannot.

@@ -90,7 +90,7 @@ class _MappedSegment:
 
 @dataclass(frozen=True)
 class _MessageLocation:
-    """Where a peer's message lies."""
+    """The place of a peer's message."""
 
     what: int
     segment: _MappedSegment | None

@@ -44,7 +44,7 @@ Progress = Callable[[float, float, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenResult:
-    """Whether one golden run came out again.
+    """The answer whether one golden run came out again.
 
     Attributes:
         name: of the recipe.
@@ -60,7 +60,7 @@ class GoldenResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it is the same training."""
+        """Return whether it is the same training."""
         return self.verdict != "different"
 
 

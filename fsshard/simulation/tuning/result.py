@@ -44,7 +44,7 @@ class Tried:
 
     @property
     def cost(self) -> tuple[int, int, bool]:
-        """What it costs to need less memory: bytes sent, collectives, and whether something is computed twice."""
+        """Return the price of needing less memory: bytes sent, collectives, and whether something is computed twice."""
         return self.estimate.sent, self.collectives, bool(self.recomputed)
 
 

@@ -30,7 +30,7 @@ __getattr__ = missing_from(__name__)
 
 
 class ThreadLocalCheckpointingState(threading.local):
-    """What a thread is doing; autograd recomputes in threads of its own where the device is not the CPU."""
+    """The state of a thread; autograd recomputes in threads of its own where the device is not the CPU."""
 
     is_checkpointing: bool = False
     is_recomputing: bool = False
@@ -72,17 +72,17 @@ def enable_recomputing() -> Iterator[None]:
 
 
 def is_checkpointing() -> bool:
-    """Whether this is the first forward of a wrapped module."""
+    """Return whether this is the first forward of a wrapped module."""
     return thread_local.is_checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether this is the second forward, in the backward pass. A module that counts its calls looks here."""
+    """Return whether this is the second forward, in the backward pass. A module that counts its calls looks here."""
     return thread_local.is_recomputing
 
 
 def is_checkpointing_disabled() -> bool:
-    """Whether this is inside of :func:`disable_checkpointing`."""
+    """Return whether this is inside of :func:`disable_checkpointing`."""
     return thread_local.is_checkpointing_disabled
 
 

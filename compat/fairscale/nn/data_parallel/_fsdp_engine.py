@@ -130,7 +130,7 @@ class InnerFSDP(TorchFSDP):
             hooks.clear()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As FairScale's ``wrapper.module.state_dict()``: the module's names, and parts of an unflattened wrapper.
+        """Return FairScale's ``wrapper.module.state_dict()``: the module's names, and parts of an unflattened wrapper.
 
         Raises:
             UnsupportedHere: the wrapper is flattened. In FairScale 0.4.13: "Incorrect numel of supplied data".
@@ -148,15 +148,15 @@ class InnerFSDP(TorchFSDP):
         return wrapper.local_state_dict(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """As of any module: the wrapper around has shown the parameters whole already."""
+        """Load as any module does: the wrapper around has shown the parameters whole already."""
         return nn.Module.apply(self, fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module."""
+        """Do what any module does."""
         return nn.Module.named_parameters(self, *args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module."""
+        """Do what any module does."""
         return nn.Module.named_buffers(self, *args, **kwargs)
 
     # ---------------------------------------------------------------------------------------- what is in it
@@ -192,7 +192,7 @@ class InnerFSDP(TorchFSDP):
 
     @property
     def broken_off(self) -> bool:
-        """Whether an exception has ended a forward or a backward; asked between them."""
+        """Return whether an exception has ended a forward or a backward; asked between them."""
         return self._post_backward_callback_queued or not is_idle(self)
 
     def abandon(self) -> None:

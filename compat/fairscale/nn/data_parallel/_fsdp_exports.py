@@ -29,5 +29,5 @@ def one_export() -> Iterator[bool]:
 
 
 def is_exporting() -> bool:
-    """Whether a wrapper's state dict is being made."""
+    """Return whether a wrapper's state dict is being made."""
     return copied.get() is not None

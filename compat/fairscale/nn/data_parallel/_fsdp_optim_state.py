@@ -49,7 +49,7 @@ class _Unit:
 
     @property
     def numbers(self) -> range:
-        """Of the original parameters, counted through the model."""
+        """Number the original parameters, counted through the model."""
         return range(self.first, self.first + len(self.names))
 
     def gather(self, local: Tensor) -> list[Tensor]:

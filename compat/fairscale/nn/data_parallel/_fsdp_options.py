@@ -29,18 +29,18 @@ _ENGINE = "fsdp"
 
 
 class ProcessGroupName(str, Enum):
-    """Which of its groups FairScale reduces gradients in."""
+    """The names of the groups in which FairScale reduces gradients."""
 
     default = "default"
     reduce_scatter = "reduce_scatter"
 
 
 class NotAllowed(FsshardError, RuntimeError):
-    """What FairScale 0.4.13 answers with a RuntimeError: a call at the wrong time."""
+    """A call at the wrong time, which FairScale 0.4.13 answers with a RuntimeError."""
 
 
 class UnsupportedHere(UnsupportedByBackend, NotImplementedError):
-    """What FairScale 0.4.13 answers with a NotImplementedError, and what FSDP1 cannot do."""
+    """A call that FairScale 0.4.13 answers with a NotImplementedError, or that FSDP1 cannot do."""
 
     def __init__(self, setting: str, alternative: str) -> None:
         super().__init__(setting, _ENGINE, alternative)
@@ -61,7 +61,7 @@ def default_group() -> Any:
 
 
 def compute_device(asked: Any, module: nn.Module, group: Any) -> torch.device:
-    """Where to compute: as asked, else where the parameters are, else on the device that the group is for."""
+    """Return where to compute: as asked, else where the parameters are, else on the device that the group is for."""
     if asked is not None:
         return _indexed(torch.device(asked))
     found = next((p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)

@@ -55,7 +55,7 @@ def _backing(instance: Wrapper) -> dict[str, list[tuple[str, torch.Size]]]:
 
 
 def padded_lengths(instance: Wrapper) -> list[int]:
-    """How many elements of each of a wrapper's tensors on this rank are padding."""
+    """Return how many elements of each of a wrapper's tensors on this rank are padding."""
     wholes = [sum(shape.numel() for _, shape in within) for within in _backing(instance).values()]
     return [_padding(numel, instance.rank, instance.world_size) for numel in wholes]
 
@@ -128,7 +128,7 @@ def _buffers(root: nn.Module) -> dict[str, Tensor]:
 
 
 def metadata(root: Wrapper) -> dict[str, Any]:
-    """What the parts of a rank mean."""
+    """Return what the parts of a rank mean."""
     described = []
     for path, instance in _instances(root):
         params = {

@@ -44,12 +44,12 @@ class Wrapper(nn.Module):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What optimizers see of this wrapper."""
+        """Return what optimizers see of this wrapper."""
         raise NotImplementedError
 
     @property
     def _has_params(self) -> bool:
-        """Whether this wrapper shards any parameter."""
+        """Return whether this wrapper shards any parameter."""
         raise NotImplementedError
 
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> AbstractContextManager[Any]:

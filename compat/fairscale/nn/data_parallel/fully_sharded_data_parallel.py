@@ -78,7 +78,7 @@ __getattr__ = missing_from(__name__)
 
 
 class TrainingState(Enum):
-    """What a wrapper is doing."""
+    """The state of a wrapper."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -247,7 +247,7 @@ class FullyShardedDataParallel(Wrapper):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What optimizers see of this wrapper: its flat parameter, or a flat part of each."""
+        """Return what optimizers see of this wrapper: its flat parameter, or a flat part of each."""
         flat = self._fsdp_wrapped_module.flat
         if flat is None:
             return []
@@ -259,16 +259,16 @@ class FullyShardedDataParallel(Wrapper):
 
     @property
     def num_params_managed(self) -> int:
-        """How many parameters were flattened."""
+        """Return how many parameters were flattened."""
         return len(self._fsdp_wrapped_module.own()) if self.flatten_parameters else 0
 
     @property
     def numel_padded_per_param(self) -> list[int]:
-        """How many elements of each of :attr:`params` on this rank are padding, as FairScale cuts them."""
+        """Return how many elements of each of :attr:`params` on this rank are padding, as FairScale cuts them."""
         return _fsdp_shards.padded_lengths(self)
 
     def non_shared_params(self) -> list[nn.Parameter]:
-        """As :attr:`params`."""
+        """Return the same as :attr:`params`."""
         return self.params
 
     def append_shared_param(self, p: nn.Parameter) -> None:
@@ -285,7 +285,7 @@ class FullyShardedDataParallel(Wrapper):
 
     @property
     def training_state(self) -> TrainingState:
-        """What this wrapper is doing."""
+        """Return what this wrapper is doing."""
         engine = self._fsdp_wrapped_module
         state = engine.training_state.name
         if state == "SUMMON_FULL_PARAMS":
@@ -306,7 +306,7 @@ class FullyShardedDataParallel(Wrapper):
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether shards are kept in host memory."""
+        """Return whether shards are kept in host memory."""
         return self.move_params_to_cpu
 
     @property
@@ -341,7 +341,7 @@ class FullyShardedDataParallel(Wrapper):
             instance.gradient_postdivide_factor = post
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the wrapper itself."""
+        """Return what ``repr`` says of the wrapper itself."""
         shown = ["world_size", "flatten_parameters", "mixed_precision"]
         if self.verbose:
             shown = ["rank", *shown, "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]

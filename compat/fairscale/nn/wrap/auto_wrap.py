@@ -109,7 +109,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 def _engine() -> str:
-    """What is reported to have served a call."""
+    """Return what is reported to have served a call."""
     return (
         "fsshard" if ConfigAutoWrap.in_autowrap_context else "fsshard; outside of enable_wrap, modules stay as they are"
     )
