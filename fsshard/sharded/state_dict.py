@@ -128,7 +128,7 @@ def load_whole(
     Raises:
         StateDictError: names every missing, unexpected or wrongly shaped key.
     """
-    from_rank0 = from_rank0 and _group_size(backend) > 1
+    from_rank0 = from_rank0 and backend.settings.all_ranks > 1
     backend.reshard()
     raw = raw_state_dict(backend)
     if not from_rank0 and isinstance(state_dict, Mapping) and _is_read_by_modules(backend, state_dict, raw):
@@ -297,8 +297,3 @@ def _group(backend: Backend) -> dist.ProcessGroup:
     group = backend.settings.everyone
     assert group is not None
     return group
-
-
-def _group_size(backend: Backend) -> int:
-    group = backend.settings.everyone
-    return 1 if group is None else group.size()
