@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 58_700,
+    "fsshard + compat": 57_150,
     "fsshard/backends": 4_450,
     "fsshard/checkpoint": 6_230,
-    "fsshard/parity": 6_300,
+    "fsshard/parity": 6_070,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 4_530,
     "fsshard/simulation": 4_060,
-    "fsshard/model": 2_640,
+    "fsshard/model": 2_480,
     "fsshard/oss": 2_345,
-    "fsshard/torch_private": 2_260,
+    "fsshard/torch_private": 2_150,
     "fsshard/complex_params": 2_030,
-    "compat": 9_450,
-    "tests": 63_500,
+    "compat": 9_410,
+    "tests": 62_450,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 141
