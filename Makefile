@@ -139,9 +139,9 @@ versions: $(READY)
 	$(MAKE) --no-print-directory .venv-$(NEWEST_TORCH)/.ready VENV=.venv-$(NEWEST_TORCH) TORCH=$(NEWEST_TORCH)
 	.venv-$(NEWEST_TORCH)/bin/python -m tests.parity.versions --against build/traces --table docs/parity.md
 
-# The table of FairScale's faults in docs/fairscale.md, from the tests that are marked with fairscale_row. Two minutes on two cores.
+# The table of FairScale's faults in docs/fairscale.md. What shows them: python -m pytest --long -m fairscale_row, two minutes.
 rows: $(READY)
-	$(BIN)/python -m pytest --long -m fairscale_row --fairscale-rows=docs/fairscale.md
+	$(BIN)/python -m tests.compat.fairscale.rows
 
 # Other libraries' own tests with ours put in, from checkouts of their repositories that FSSHARD_LIGHTNING_CHECKOUT,
 # FSSHARD_TRANSFORMERS_CHECKOUT and FSSHARD_ACCELERATE_CHECKOUT name. Lightning's take twenty minutes on two cores, and are

@@ -27,7 +27,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["pytester", "tests.sets", "tests.compat.fairscale.row_table"]
+pytest_plugins = ["pytester", "tests.sets"]
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,21 @@
 """What is wrong in FairScale 0.4.13 under torch 2.13, row by row, and what the same code does here.
 
-A test that shows a row is marked ``@pytest.mark.fairscale_row(number)``. The table of docs/fairscale.md is made of
-these rows and of the outcomes of those tests (:mod:`tests.compat.fairscale.row_table`).
+A test that shows a row is marked ``@pytest.mark.fairscale_row(number)``.
+
+    python -m tests.compat.fairscale.rows        # make rows: writes the table of docs/fairscale.md
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-__all__ = ["ROWS", "Row"]
+from tests.parity import page
+
+__all__ = ["PAGE", "PART", "ROWS", "Row", "table"]
+
+PAGE, PART = Path(__file__).parents[3] / "docs/fairscale.md", "FairScale's faults"
 
 Severity = Literal["silent", "hang", "crash", "warning"]
 
@@ -86,3 +92,13 @@ ROWS: dict[int, Row] = {
     ),
     34: Row("warning", "step hooks fire twice; no BatchNorm statistics from checkpointed no_grad", "once; equal"),
 }
+
+
+def table() -> str:
+    """Return the rows as a table in Markdown."""
+    lines = [f"| {number} | {row.severity} | {row.fault} | {row.here} |" for number, row in ROWS.items()]
+    return "\n".join(["| row | severity | in FairScale 0.4.13 on torch 2.13 | here |", "|--:|---|---|---|", *lines])
+
+
+if __name__ == "__main__":
+    page.write_part(PAGE, PART, table())
