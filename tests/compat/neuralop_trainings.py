@@ -16,9 +16,7 @@ from neuralop.data.transforms.data_processors import MGPatchingDataProcessor
 from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
 from neuralop.models import FNO, TFNO
 from neuralop.training.incremental import IncrementalFNOTrainer as TheirIncremental
-from neuralop.training.training_state import save_training_state
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -205,18 +203,6 @@ def fit(job: Fit) -> Outcome:
 def fits(jobs: list[Fit]) -> list[Outcome]:
     """One after another."""
     return [fit(job) for job in jobs]
-
-
-def save_with_the_parent(folder: str) -> tuple[int, int]:
-    """What neuralop's own checkpoint holds of a model under torch's FSDP, and what it should: counts of numbers."""
-    network = fsshard.tensorfy(model())
-    wrapped = FullyShardedDataParallel(network, device_id=torch.device("cpu"), use_orig_params=True)
-    if dist.get_rank() == 0:  # as neuralop.Trainer.checkpoint does
-        save_training_state(folder, "model", wrapped)
-    dist.barrier()
-    saved = torch.load(f"{folder}/model_state_dict.pt", weights_only=False)
-    count = sum(value.numel() for value in saved.values() if isinstance(value, Tensor))
-    return count, sum(parameter.numel() * (1 + parameter.is_complex()) for parameter in model().parameters())
 
 
 def refused(what: str, folder: str = "") -> tuple[str, str]:

@@ -6,12 +6,9 @@ compat/neuralop/training_state.py too.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import shutil
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +43,6 @@ from tests.compat.neuralop_trainings import (
     fits,
     model,
     refused_specials,
-    save_with_the_parent,
     special,
     specials,
 )
@@ -263,12 +259,6 @@ def test_the_best_value_survives_a_resume(ranks: RankPool, tmp_path: Path) -> No
     assert (tmp_path / "best_model_state_dict.pt").read_bytes() == before
 
 
-def test_the_parent_alone_writes_half_a_model_under_fsdp(ranks: RankPool, tmp_path: Path) -> None:
-    """Why checkpoint() is overridden: no error, and a file that from_checkpoint cannot use."""
-    written, whole = ranks.run(save_with_the_parent, 2, str(tmp_path))[0]
-    assert written < 0.6 * whole
-
-
 # ------------------------------------------------------------------------------------------------ refusals
 
 
@@ -361,15 +351,3 @@ def test_without_neuraloperator_the_extra_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "neuralop", None)
     with pytest.raises(MissingExtra, match=r"fsshard\[neuralop\]"):
         importlib.import_module("fsshard.compat.neuralop")
-
-
-def test_the_parent_repeats_the_saved_epoch(tmp_path: Path) -> None:
-    """Why resume_state_from_dir is overridden: one process, no fsshard, and an epoch more than was asked for."""
-    fit(Fit("plain", epochs=2, train={"save_every": 1, "save_dir": str(tmp_path)}))
-    with (
-        torch.serialization.safe_globals([(F.gelu, "torch._C._nn.gelu")]),  # type: ignore[misc]
-        contextlib.redirect_stdout(io.StringIO()),
-        warnings.catch_warnings(),
-    ):
-        outcome = fit(Fit("plain", epochs=3, train={"resume_from_dir": str(tmp_path)}))
-    assert len(outcome.epochs) == 2

@@ -284,33 +284,7 @@ if __name__ == "__main__":
     print(json.dumps(facts))
 """
 
-NAIVE = """
-import importlib, importlib.abc, importlib.machinery, runpy, sys
-class Alias(importlib.abc.Loader):
-    def __init__(self, name): self.name = name
-    def create_module(self, spec): return importlib.import_module(self.name)
-    def exec_module(self, module): pass
-class Hook(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "fairscale":
-            return importlib.machinery.ModuleSpec(name, Alias("standin" + name[9:]))
-sys.meta_path.insert(0, Hook())
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
 FRONT_HERE = ["front", "standin.optim.oss"]
-
-
-def test_a_hook_in_the_parent_alone_leaves_children_on_the_real_library(world: World) -> None:
-    """The fault that the redirect's other half is for: nothing warns."""
-    world.write("family.py", FAMILY)
-    world.write("naive.py", NAIVE)
-    done = world.run(str(world.folder / "naive.py"), "family.py", "spawn,forkserver,fork", FSSHARD_REDIRECT="")
-    assert done.returncode == 0 and done.stderr == ""
-    facts = _last(done)
-    assert facts["fork"][0] == "front"
-    assert facts["spawn"] == facts["forkserver"] == ["the real library", "fairscale.optim.oss"]
 
 
 def test_children_have_the_redirect(world: World) -> None:

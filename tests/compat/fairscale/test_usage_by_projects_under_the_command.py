@@ -87,15 +87,6 @@ from fairscale.optim import AdaScale
 names += (AdaScale,)
 """,
 }
-NOT_SERVED = {
-    "from fairscale.utils.testing import dist_init": "fairscale.utils",
-    "from fairscale.utils.containers import apply_to_tensor": "fairscale.utils",
-    "import fairscale.utils.parallel": "fairscale.utils",
-    "from fairscale.fair_dev.testing.testing import DummyProcessGroup": "fairscale.fair_dev",
-    "from fairscale.experimental.nn.offload import OffloadModel": "fairscale.experimental",
-    "from fairscale.optim.adam import Adam": "fairscale.optim.adam",
-}
-
 EACH = """
 import json, sys
 def modules(text):
@@ -105,15 +96,8 @@ def modules(text):
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     return sorted({each.__module__ for each in scope["names"]})
-def refusal(statement):
-    try:
-        exec(statement, {})
-    except ImportError as error:
-        return [type(error).__name__, error.name, str(error)]
-served, refused = json.loads(sys.argv[1])
 print(json.dumps({
-    "served": {name: modules(text) for name, text in served.items()},
-    "refused": {statement: refusal(statement) for statement in refused},
+    "served": {name: modules(text) for name, text in json.loads(sys.argv[1]).items()},
     "real": sorted(name for name in sys.modules if name.startswith("fsshard.compat.fall_through.")),
 }))
 """
@@ -160,8 +144,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def runs(world: World) -> list[subprocess.CompletedProcess[str]]:
     """Of what projects import, and of Llama's script."""
     run = functools.partial(world.run, *COMPAT, light=False, library=False, FSSHARD_REDIRECT="")
-    argument = json.dumps([SERVED, list(NOT_SERVED)])
-    return together(functools.partial(run, "each.py", argument), functools.partial(run, "llama.py"))
+    return together(functools.partial(run, "each.py", json.dumps(SERVED)), functools.partial(run, "llama.py"))
 
 
 @pytest.fixture(scope="module")
@@ -177,19 +160,6 @@ def test_what_a_project_imports_is_ours(facts: dict, project: str) -> None:
     assert facts["served"][project]
     assert all(module.startswith("fsshard.compat.fairscale.") for module in facts["served"][project])
     assert facts["real"] == []  # nothing of the library that is installed
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("statement", NOT_SERVED)
-def test_an_old_path_says_what_is_served(facts: dict, statement: str) -> None:
-    kind, name, text = facts["refused"][statement]
-    assert (kind, name) == ("NotServed", NOT_SERVED[statement])
-    assert text.startswith(f"{name} is not served: ")
-    assert "    fairscale.optim.oss: OSS" in text.splitlines()
-    if "OffloadModel" in statement:
-        assert "torch.distributed.fsdp.CPUOffloadPolicy" in text
-    if "Adam" in statement:
-        assert "  instead of Adam: torch.optim.Adam (with fused=True)" in text.splitlines()
 
 
 @pytest.mark.long

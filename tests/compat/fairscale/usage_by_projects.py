@@ -352,7 +352,7 @@ def x_vlm(fairscale: Any) -> Outcome:
     return outcome(model, [optimizer])
 
 
-def prompt_tuning(fairscale: Any, fp16: bool = False) -> Outcome:
+def prompt_tuning(fairscale: Any) -> Outcome:
     """Prompt tuning of BERT and T5: ``optimizer.zero_grad()``, and accumulation without no_sync."""
     model = net()
     for parameter in model[0].parameters():
@@ -364,8 +364,7 @@ def prompt_tuning(fairscale: Any, fp16: bool = False) -> Outcome:
         run: Any = DistributedDataParallel(model)
     else:
         optimizer = fairscale.optim.oss.OSS(parameters, optim=torch.optim.AdamW, lr=0.02)
-        sharded = fairscale.nn.data_parallel.ShardedDataParallel
-        run = sharded(model, optimizer, reduce_buffer_size=0 if fp16 else 2**23, reduce_fp16=fp16)
+        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
     for index, x in enumerate(batches(3 * STEPS)):
         (loss_of(run(x)) / 3).backward()
         if index % 3 == 2:

@@ -323,26 +323,6 @@ def test_sparse_gradients(dtype: torch.dtype) -> None:
     assert torch.equal(table.weight.detach(), expected) is (dtype is torch.float16)
 
 
-def test_state_travels_between_ours_and_torchs() -> None:
-    scaler = start(Scaler(init_scale=32.0, growth_interval=7))
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    scaler.step(torch.optim.SGD([parameter], lr=0.1))
-    scaler.update()
-    torchs = torch.amp.GradScaler("cpu")
-    torchs.load_state_dict(scaler.state_dict())
-    again = Scaler()
-    again.load_state_dict(torchs.state_dict())
-    assert again.state_dict() == scaler.state_dict()
-    assert again.state_dict() == {
-        "scale": 32.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 7,
-        "_growth_tracker": 1,
-    }
-
-
 def test_disabled() -> None:
     scaler = Scaler(enabled=False)
     parameter = nn.Parameter(torch.ones(1))
@@ -369,22 +349,6 @@ def test_no_new_scale(scale: Tensor) -> None:
     with pytest.raises(MisuseError, match=r"update\(new_scale=\): expected a number"):
         scaler.update(new_scale=scale)
     assert scaler.get_scale() == 2.0**16
-
-
-def test_the_order_of_calls_is_checked() -> None:
-    scaler = start(Scaler())
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.5)
-    with pytest.raises(RuntimeError, match="Closure"):
-        scaler.step(optimizer, closure=lambda: None)
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match="after step"):
-        scaler.unscale_(optimizer)
 
 
 # -- with OSS and ShardedDataParallel --------------------------------------------------------------------------------

@@ -1199,15 +1199,6 @@ def inner_calls() -> list[str]:
     return said
 
 
-def real_forward() -> str:
-    model = real_nested()
-    try:
-        model(torch.ones(2, 5))
-    except KeyError as error:
-        return str(error)
-    return ""
-
-
 def reported() -> tuple[int, str, str]:
     model = nested(bn=False, verbose=True)
     return model[3].out_features, repr(model), repr(nested(bn=False))

@@ -340,18 +340,14 @@ def test_a_group_to_reduce_in(ranks: RankPool) -> None:
         assert FullyShardedDataParallel(nn.Linear(2, 2), ONE, name).process_group_reduce_scatter is ONE
 
 
-def test_accepted_without_effect() -> None:
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 0}, {"move_params_to_cpu": True}, {"cpu_offload": True}, {"move_grads_to_cpu": True}]
+)
+def test_accepted_without_effect_on_the_cpu(options: dict[str, Any]) -> None:
     plain = nn.Linear(2, 2)
-    wrapped = FullyShardedDataParallel(copy.deepcopy(plain), ONE, bucket_cap_mb=0)
-    x = torch.ones(1, 2)
-    assert wrapped.bucket_cap_mb == 0 and torch.equal(wrapped(x), plain(x))
-
-
-@pytest.mark.parametrize("option", ["move_params_to_cpu", "cpu_offload", "move_grads_to_cpu"])
-def test_offload_on_the_cpu_is_how_it_is(option: str) -> None:
-    plain = nn.Linear(2, 2)
-    wrapped = FullyShardedDataParallel(copy.deepcopy(plain), ONE, **{option: True})
-    assert getattr(wrapped, option) and torch.equal(wrapped(torch.ones(1, 2)), plain(torch.ones(1, 2)))
+    wrapped = FullyShardedDataParallel(copy.deepcopy(plain), ONE, **options)
+    assert {name: getattr(wrapped, name) for name in options} == options
+    assert torch.equal(wrapped(torch.ones(1, 2)), plain(torch.ones(1, 2)))
     assert {parameter.device.type for parameter in wrapped.parameters()} == {"cpu"}
 
 
@@ -678,13 +674,6 @@ def test_the_state_of_another_rank_than_the_first() -> None:
     wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
     with pytest.raises(MisuseError, match=r"expected a dict, got NoneType; .*broadcast_object_list"):
         wrapped.get_shard_from_optim_state_dict(None)  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------------ the real one
-
-
-def test_raw_forward_on_the_cpu(ranks: RankPool) -> None:
-    assert ranks.run(trainings.real_forward, 2) == ["'all_gather'"] * 2
 
 
 def job_drops(kind: str) -> list[str]:
