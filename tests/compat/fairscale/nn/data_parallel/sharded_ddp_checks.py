@@ -181,12 +181,6 @@ def job_half(size: int) -> tuple[bool, bool]:
     )
 
 
-def job_half_refused() -> str | None:
-    module = nn.Linear(4, 4, dtype=torch.complex64)
-    optimizer = OSS(module.parameters(), lr=0.1)
-    return error_of(lambda: ShardedDataParallel(module, optimizer, reduce_buffer_size=0, reduce_fp16=True), MisuseError)
-
-
 # ------------------------------------------------------------------------------------------------ compiling, copies
 
 
@@ -289,15 +283,6 @@ def job_norm_on_one_rank() -> bool:
     return torch.isfinite(torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)).item() is True
 
 
-def job_clip_refused() -> str | None:
-    module = mlp()
-    wrapped = build("ours", mlp())  # torch's function knows of parts while a wrapper lives
-    next(module.parameters())._fsshard_clip_with = "call the wrapper's own method"
-    told = error_of(lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), FsshardError)
-    del wrapped
-    return told
-
-
 def job_zeroing_in_turns() -> list[bool]:
     """Gradients are zeroed and dropped in turns, and once come past the wrapper."""
     module, reference = mlp(), mlp()
@@ -352,9 +337,7 @@ def job_launches() -> list[list[str]]:
     launch = gradient_buckets.GradientBucket.launch
 
     def launched(self: Any, arrived: set[int]) -> None:
-        left = sum(p.grad is None for p in module.parameters())
         rounds[-1].append("backward" if len(arrived) < 24 else "end")
-        assert left is not None
         launch(self, arrived)
 
     gradient_buckets.GradientBucket.launch = launched  # type: ignore[method-assign]
@@ -450,12 +433,6 @@ def job_start() -> tuple[bool, bool]:
         return torch.equal(first.weight, module.weight) and torch.equal(module.kept, torch.randn(2))
 
     return start(True), start(False)
-
-
-def job_mismatch() -> str | None:
-    module = nn.Linear(8, 8 + dist.get_rank())
-    optimizer = OSS(module.parameters(), lr=0.1)
-    return error_of(lambda: ShardedDataParallel(module, optimizer), FsshardError)
 
 
 # ------------------------------------------------------------------------------------------------ errors, ends
@@ -609,22 +586,38 @@ def job_misuse() -> list[str]:
     return [name for name, (_, text) in calls.items() if text not in found[name]]
 
 
-def job_grad_grad() -> bool:
-    module = mlp()
-    first = next(module.parameters())
-    first.grad = torch.zeros_like(first).requires_grad_()
-    wrapped, _ = build("ours", module)
-    return "requires grad" in str(error_of(lambda: wrapped(batch(0)), RuntimeError))
+def job_refused() -> dict[str, str]:
+    """What two ranks are told, case by case."""
+    rank, module, alone = dist.get_rank(), mlp(), dist.new_group([0])
+    spectral, other = nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(8, 8 + rank)
+    half: dict[str, Any] = {"reduce_buffer_size": 0, "reduce_fp16": True}
 
+    def wrap(module: nn.Module, **options: Any) -> ShardedDataParallel:
+        return ShardedDataParallel(module, OSS(module.parameters(), lr=0.1), **options)
 
-def job_other_group() -> str | None:
-    alone = dist.new_group([0])
-    module = mlp()
-    optimizer = OSS(module.parameters(), lr=0.1)
-    group = alone if dist.get_rank() == 0 else None
-    if group is None:
-        return "[0] [0, 1]"
-    return error_of(lambda: ShardedDataParallel(module, optimizer, process_group=group), MisuseError)
+    def clip() -> None:
+        wrapped = wrap(mlp())  # torch's function knows of parts while a wrapper lives
+        next(module.parameters())._fsshard_clip_with = "call the wrapper's own method"
+        try:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        finally:
+            del wrapped
+
+    def with_graph() -> None:
+        made = mlp()
+        first = next(made.parameters())
+        first.grad = torch.zeros_like(first).requires_grad_()
+        wrap(made)(batch(0))
+
+    calls: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+        "float16": (lambda: wrap(spectral, **half), MisuseError),
+        "clip": (clip, FsshardError),
+        "mismatch": (lambda: wrap(other), FsshardError),
+        "graph": (with_graph, RuntimeError),
+    }
+    if rank == 0:
+        calls["group"] = (lambda: wrap(mlp(), process_group=alone), MisuseError)
+    return {name: error_of(call, kind) or "" for name, (call, kind) in calls.items()}
 
 
 def job_reduce() -> tuple[list[str], bool]:
