@@ -7,6 +7,7 @@ compat/lightning/precision.py, too.
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -106,20 +107,14 @@ def test_a_search_for_the_rate_puts_the_weights_back(ranks: Any, parts: bool) ->
 def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
     """Lightning's own DDP (2.6, torch 2.13) never reduces gradients of what was frozen as it began: ranks go apart."""
     (alone,) = ranks.run(trainings.finetuned, 1, "alone", str(tmp_path / "alone"))
-    for engine in ("ddp", "fsdp2"):
-        for mine in ranks.run(trainings.finetuned, 2, engine, str(tmp_path / engine)):
+    for engine, parts in itertools.product(("ddp", "fsdp2"), (False, True)):
+        path, settings = str(tmp_path / f"{engine} {parts}"), {"save_distributed_checkpoint": parts}
+        for mine in ranks.run(trainings.finetuned, 2, engine, path, **settings):
             for run, expected in zip(mine, alone, strict=True):
                 assert run["groups"] == expected["groups"] and len(run["groups"]) == 2
                 for name, value in expected["state"].items():
                     # Sums over eight samples in another order, in twelve steps.
                     torch.testing.assert_close(run["state"][name], value, rtol=1e-5, atol=1e-6)
-    parts = {"save_distributed_checkpoint": True}
-    for engine in ("ddp", "fsdp2"):
-        divided, _ = ranks.run(trainings.finetuned, 2, engine, str(tmp_path / f"{engine} parts"), **parts)
-        for run, expected in zip(divided, alone, strict=True):
-            assert len(run["groups"]) == 2
-            for name, value in expected["state"].items():
-                torch.testing.assert_close(run["state"][name], value, rtol=1e-5, atol=1e-6)
     one, other = ranks.run(trainings.finetuned, 2, "lightning", str(tmp_path / "lightning"))
     name = "backbone.0.weight"
     assert not torch.equal(one[0]["state"][name], other[0]["state"][name])

@@ -74,22 +74,6 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
-class Operator(Module):
-    """neuraloperator's TFNO, whose weights are complex Tucker factors."""
-
-    def __init__(self) -> None:
-        lightning.LightningModule.__init__(self)
-        from neuralop.models import TFNO
-
-        sizes: dict[str, Any] = {"in_channels": 1, "out_channels": 1, "hidden_channels": 4, "n_layers": 1}
-        self.operator = TFNO(n_modes=(4, 4), factorization="tucker", rank=0.5, **sizes)
-        self.losses, self.validations = [], []
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.operator(x[:, None, :, None] * x[:, None, None, :])
-        return found.mean(dim=(1, 2, 3))
-
-
 class Adversaries(lightning.LightningModule):
     """A generator with a complex weight and a discriminator, which take their steps themselves."""
 
@@ -265,9 +249,7 @@ class Weights(Callback):
 def fit(engine: str, arguments: dict[str, Any], epochs: int = 2, **more: Any) -> dict[str, Any]:
     """Losses, validations and, on rank 0, weights."""
     torch.manual_seed(0)
-    module = Operator() if arguments == {"operator": True} else Module(more.pop("complex_weight", True))
-    weights, arguments = Weights(), {key: value for key, value in arguments.items() if key != "operator"}
-    more.pop("complex_weight", None)
+    module, weights = Module(more.pop("complex_weight", True)), Weights()
     if scale := arguments.get("fp16"):
         arguments = {"plugins": [scaled(torch.amp.GradScaler("cpu", init_scale=scale))]}
     checkpoints = more.pop("callbacks", [])
@@ -293,7 +275,6 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate_grad_batches": 2},
     "bf16": {"precision": "bf16-mixed"},
     "fp16": {"fp16": 1024.0},  # precision="16-mixed" is bf16 to Lightning on a CPU
-    "operator": {"operator": True},
     "by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
 }
 
@@ -671,7 +652,7 @@ def again(engine: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module, units = Listed(), {"auto_wrap_policy": {nn.Linear}} if engine in ("fsdp", "fsdp2") else {}
     kind, parameters, members = type(module), dict(module.named_parameters()), set(vars(module))
-    found: dict[str, Any] = {"tested": [], "states": [], "optimizers": []}
+    found: dict[str, Any] = {"tested": [], "states": []}
 
     def trainer() -> lightning.Trainer:
         return trainer_of(strategy_of(engine, **units), 1)
@@ -683,7 +664,6 @@ def again(engine: str) -> dict[str, Any]:
     first = trainer()
     first.fit(module, loader(), loader())
     found["plain"] = [plain()]
-    found["optimizers"].append(first.strategy.optimizer_state(first.optimizers[0]))
     found["rates"] = [first.optimizers[0].param_groups[0]["lr"]]
     found["tested"] += [one.validate(module, loader(), verbose=False) for one in (first, trainer())]
     found["states"].append(copy.deepcopy(module).state_dict())
