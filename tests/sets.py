@@ -107,7 +107,7 @@ def _later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 def _fast(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     from tests.parity import matrix
 
-    rows = {(row.model, row.variant, row.optimizer): row for row in matrix.quick() if row in matrix.often()}
+    rows = {(row.model, row.variant, row.optimizer): row for row in matrix.covering() if row in matrix.often()}
     names = {FAST_TRAININGS.format(rows[few]) for few in matrix.fewest([*rows])}
     for item in items:
         if item.nodeid.partition("::")[0] in FAST or item.name in names:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,16 +268,10 @@ class Work:
     golden: tuple[str, ...]
 
 
-def rows_of(combinations: Iterable[matrix.Combination]) -> list[Row]:
-    """Those on two ranks, where all engines have one order of sums."""
-    return [(c.model, c.variant, c.optimizer) for c in combinations if c.world_size == 2]
-
-
-def whole_work(*, every_pair: bool = False) -> Work:
-    """What ``make machines`` runs: rows with every model, variant and optimizer; or all of the covering set."""
-    rows = rows_of(matrix.covering())
+def whole_work() -> Work:
+    """Return what ``make machines`` runs: on two ranks, where sums have one order, every model, variant, optimizer."""
     return Work(
-        rows=tuple(rows if every_pair else matrix.fewest(rows)),
+        rows=tuple(matrix.fewest([(c.model, c.variant, c.optimizer) for c in matrix.covering() if c.world_size == 2])),
         wide=tuple(matrix.OPTIMIZERS),
         cases=COMPLEX,
         trainings=tuple(name for name in TRAININGS if name.partition("-")[2] not in RECIPES),
@@ -480,10 +474,9 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run, print, write; 0 only where nothing is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.machines", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table here")
-    parser.add_argument("--all", action="store_true", help="all rows of the covering set on two ranks")
     options = parser.parse_args(given)
     console, cpu = Console(), this_cpu()
-    lines = run_all(cpu, whole_work(every_pair=options.all), console)
+    lines = run_all(cpu, whole_work(), console)
     text = document(cpu, lines)
     console.print(text, markup=False, soft_wrap=True)
     if options.table is not None:

@@ -128,44 +128,20 @@ def covering() -> list[Combination]:
 
     On two ranks sums have one order only, so there nothing but equality passes. Four ranks take longest.
     """
-    return _on_ranks(pairwise(MODELS, tuple(VARIANTS), tuple(OPTIMIZERS)))
-
-
-def quick() -> list[Combination]:
-    """Fewer: all pairs of variant and optimizer, shared out so that every model has six of them.
-
-    A model meets six of the variants and six of the optimizers, each once, where others leave it the choice.
-    """
-    met: set[tuple[str, str]] = set()
-    used: Counter[str] = Counter()
-    rows = []
-    for variant, choice in itertools.product(VARIANTS, OPTIMIZERS):
-        gains = {model: ((model, variant) not in met) + ((model, choice) not in met) for model in MODELS}
-        model = max(MODELS, key=lambda model: (-used[model] // 2, gains[model], -used[model]))
-        used[model] += 1
-        met |= {(model, variant), (model, choice)}
-        rows.append((model, variant, choice))
-    return _on_ranks(rows)
-
-
-@functools.cache
-def often() -> frozenset[Combination]:
-    """What every commit runs of :func:`quick`: every model, variant and optimizer on two ranks, and a row on others.
-
-    On two ranks nothing but equality passes, and four take longest.
-    """
-    rows = quick()
-    two = fewest([(row.model, row.world_size, row.variant, row.optimizer) for row in rows if row.world_size == 2])
-    others = [next(row for row in rows if row.world_size == size) for size in WORLD_SIZES if size != 2]
-    return frozenset([*(Combination(*row) for row in two), *others])
-
-
-def _on_ranks(rows: Sequence[tuple[Any, ...]]) -> list[Combination]:
-    """Two ranks, but for the fewest rows in which every value occurs once with each other number of ranks."""
+    rows = pairwise(MODELS, tuple(VARIANTS), tuple(OPTIMIZERS))
     sizes = dict.fromkeys(rows, 2)
     for size in (size for size in WORLD_SIZES if size != 2):
         sizes |= dict.fromkeys(fewest([row for row in rows if sizes[row] == 2]), size)
     return [Combination(model, sizes[model, variant, choice], variant, choice) for model, variant, choice in rows]
+
+
+@functools.cache
+def often() -> frozenset[Combination]:
+    """Return what every commit runs: every model, variant and optimizer on two ranks, one row on each other number."""
+    rows = covering()
+    two = fewest([(row.model, row.world_size, row.variant, row.optimizer) for row in rows if row.world_size == 2])
+    others = [next(row for row in rows if row.world_size == size) for size in WORLD_SIZES if size != 2]
+    return frozenset([*(Combination(*row) for row in two), *others])
 
 
 def fewest(rows: Sequence[tuple[Any, ...]], together: int = 1) -> list[tuple[Any, ...]]:

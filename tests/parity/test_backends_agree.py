@@ -17,10 +17,7 @@ from tests.training_runs import DISTRIBUTED, Run, compare
         ("Adam", {"weight_decay": 0.01, "amsgrad": True}),
         pytest.param("AdamW", {"foreach": True}, marks=pytest.mark.long),
         pytest.param("Adadelta", {"weight_decay": 0.01}, marks=pytest.mark.long),
-        pytest.param("Adagrad", {}, marks=pytest.mark.long),
         pytest.param("RMSprop", {"centered": True, "momentum": 0.9}, marks=pytest.mark.long),
-        pytest.param("NAdam", {}, marks=pytest.mark.long),
-        pytest.param("RAdam", {}, marks=pytest.mark.long),
     ],
 )
 def test_optimizers_keep_their_meaning(ranks: Any, optimizer: str, hyper: dict[str, Any]) -> None:

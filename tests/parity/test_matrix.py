@@ -18,7 +18,7 @@ from fsshard.parity import Cell, Difference, Divergence, ParityReport, Recipe
 from tests.parity import matrix
 from tests.parity.matrix import MODELS, OPTIMIZERS, VARIANTS, WORLD_SIZES, Combination, Result
 
-ROWS = matrix.quick()
+ROWS = matrix.covering()
 
 DISTRIBUTED = ("fairscale", "fsdp", "fsdp2", "ddp")
 
@@ -52,28 +52,14 @@ def allowed(row: Combination, backend: str) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ covering pairs
 
 
-def test_the_subset_covers_every_pair() -> None:
-    factors = (MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))
-    assert uncovered(ROWS_AS_TUPLES, factors) == set()
-    assert len(ROWS_AS_TUPLES) == len(MODELS) * len(OPTIMIZERS)  # two factors alone need as many, so fewer cannot do
+def test_the_rows_cover_every_pair_and_a_few_at_every_commit_every_value() -> None:
+    rows = [(row.model, row.world_size, row.variant, row.optimizer) for row in ROWS]
+    assert uncovered(rows, (MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))) == set()
+    assert len(rows) == len(MODELS) * len(OPTIMIZERS)  # two factors alone need as many, so fewer cannot do
     assert len(matrix.everything()) == 12 * 3 * 8 * 9
-
-
-ROWS_AS_TUPLES = [(row.model, row.world_size, row.variant, row.optimizer) for row in matrix.covering()]
-
-
-def test_the_rows_have_every_variant_with_every_optimizer_and_a_few_at_every_commit() -> None:
-    assert len({(row.variant, row.optimizer) for row in ROWS}) == len(ROWS) == len(VARIANTS) * len(OPTIMIZERS)
-    for model in MODELS:
-        mine = [row for row in ROWS if row.model == model]
-        assert len(mine) == 6 and len({row.variant for row in mine}) >= 5 and len({row.optimizer for row in mine}) >= 5
-        assert {row.world_size for row in mine} == set(WORLD_SIZES), model
     at_once = matrix.often()
-    assert (
-        at_once <= set(ROWS)
-        and len(at_once) <= len(ROWS) // 4
-        and {row.world_size for row in at_once} == set(WORLD_SIZES)
-    )
+    assert at_once <= set(ROWS) and len(at_once) <= len(ROWS) // 6
+    assert {row.world_size for row in at_once} == set(WORLD_SIZES)
     on_two = [row for row in at_once if row.world_size == 2]
     assert {row.model for row in on_two} == set(MODELS) and {row.variant for row in on_two} == set(VARIANTS)
     assert {row.optimizer for row in on_two} == set(OPTIMIZERS)
