@@ -143,28 +143,15 @@ def train_zeroing(kind: str, how: str, **kw: Any) -> list[Tensor]:
 
 
 def train_accumulating(kind: str, pattern: str, how: str = "optimizer", **kw: Any) -> list[Tensor]:
-    """``pattern``: a letter a micro-batch: ``s`` reduces, ``n`` is under no_sync, ``z`` zeroes, ``!`` steps."""
+    """Train by a pattern, a letter a micro-batch: ``s`` reduces, ``n`` is under no_sync.
+
+    ``z`` zeroes, ``!`` steps, ``m`` drops the module's gradients, ``h`` puts half of each in its place, ``c`` a copy.
+    """
     module = mlp()
     wrapped, optimizer = build(kind, module, **kw)
     for step, letter in enumerate(pattern * 2):
         if letter == "z":
             zero(wrapped, optimizer, how)
-        elif letter == "!":
-            optimizer.step()
-        else:
-            with wrapped.no_sync() if letter == "n" else contextlib.nullcontext():
-                loss_of(wrapped, step).backward()
-                after(wrapped)
-    return values(module)
-
-
-def train_replacing(kind: str, pattern: str, **kw: Any) -> list[Tensor]:
-    """``pattern`` as above; ``h`` puts half of each gradient in its place, ``c`` a copy, ``m`` drops the module's."""
-    module = mlp()
-    wrapped, optimizer = build(kind, module, **kw)
-    for step, letter in enumerate(pattern * 2):
-        if letter == "z":
-            optimizer.zero_grad()
         elif letter == "m":
             module.zero_grad()
         elif letter == "!":

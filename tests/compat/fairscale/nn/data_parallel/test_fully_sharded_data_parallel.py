@@ -260,13 +260,6 @@ def test_a_wrapped_model_under_autocast(ranks: RankPool, world_size: int) -> Non
     assert all(found and all(found) for found in ranks.run(trainings.smoke_under_autocast, world_size))
 
 
-def test_norms_in_float16_under_autocast_of_the_cpu(ranks: RankPool) -> None:
-    """torch's kernels of the CPU take no float16 beside bfloat16, the default there; on a GPU it is float16."""
-    assert ranks.run(trainings.norms_under_autocast, 2, torch.float16)[0] == ["", "", ""]
-    *told, in_float32 = ranks.run(trainings.norms_under_autocast, 2, torch.bfloat16)[0]
-    assert all("expect parameter to have scalar type of Float" in text for text in told) and in_float32 == ""
-
-
 def test_conversion_after_wrapping(ranks: RankPool) -> None:
     half, single = torch.float16, torch.float32
     assert ranks.run(trainings.converted, 2)[0] == [half, half, half, single, single]
@@ -579,7 +572,7 @@ def test_ties_in_parts(ranks: RankPool) -> None:
 def test_parts_that_do_not_fit(ranks: RankPool) -> None:
     first, second = ranks.run(trainings.local_misfit, 2)
     assert "missing: 1.flat_param_0" in second and "flat_param_0: expected (33,), got (32,)" in second
-    assert first == f"rank 1: {second}"
+    assert first == second.replace("Error: ", "Error: rank 1: ", 1)
 
 
 def test_consolidation_of_what_is_not_there() -> None:

@@ -113,7 +113,7 @@ def test_a_part_on_top_of_a_mean_is_changed(ranks: Any, change: str) -> None:
 @pytest.mark.parametrize("size", BUFFERS)
 @pytest.mark.parametrize("pattern", ["zshsh!", "zscs!", "zshns!", "mshs!", "mshsms!", "zsh!s!", "zsnhs!"])
 def test_gradients_replaced_between_backwards(ranks: Any, pattern: str, size: int) -> None:
-    same(ranks, trainings.train_replacing, pattern, reference="hand", reduce_buffer_size=size)
+    same(ranks, trainings.train_accumulating, pattern, reference="hand", reduce_buffer_size=size)
 
 
 # ------------------------------------------------------------------------------------------------ reentrancy (row 2)
