@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, RecipeError, UnknownBackend
-from fsshard.parity import Engine, Recipe, compare
+from fsshard.parity import Recipe, compare
 from tests.parity import faults
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, call
@@ -196,31 +196,7 @@ def test_a_recipe_that_cannot_travel(ranks: Any) -> None:
         compare(recipe, pool=ranks)
 
 
-class Silent(Engine):
-    """Shows its weights only, and cannot be put back."""
-
-    name = "silent"
-
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module)
-        self.module = module
-        self.model = nn.parallel.DistributedDataParallel(module)
-        self.optimizer = recipe.optimizer(module.parameters(), **recipe.hyper)
-
-    def gradients(self) -> Any:
-        yield from ()
-
-    def states(self) -> Any:
-        yield from ()
-
-
-def test_an_engine_of_ones_own_may_show_less(ranks: Any) -> None:
-    cell = compare(faults.adam_mlp, backends=[Silent], world_sizes=[2], steps=2, pool=ranks).cells[0]
-    assert cell.verdict == "exact"
-    assert "gradient" not in cell.steps[0].differences
-
-
-class Wrong(Silent):
+class Wrong(faults.RawDDP):
     """Shows a weight that the model does not have."""
 
     name = "wrong"
