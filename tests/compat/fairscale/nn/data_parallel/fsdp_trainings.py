@@ -545,6 +545,17 @@ def smoke_under_autocast() -> list[bool]:
     ]
 
 
+def norms_under_autocast(dtype: torch.dtype) -> list[str]:
+    """What a norm says under an autocast of the CPU: in float16, in a plain module too, and in float32."""
+    in_float32 = FSDP(mlp(), mixed_precision=True, compute_dtype=torch.float32)
+
+    def run(model: nn.Module) -> None:
+        with torch.autocast("cpu", dtype):
+            model(torch.rand(4, 5)).float().sum().backward()
+
+    return [said_by(lambda m=model: run(m)) for model in (FSDP(mlp(), mixed_precision=True), mlp().half(), in_float32)]
+
+
 def converted() -> list[Any]:
     """``half()`` and ``float()`` after wrapping, and between trainings."""
     model = nested(bn=False).half()

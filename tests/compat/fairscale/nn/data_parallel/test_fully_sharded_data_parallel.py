@@ -260,6 +260,13 @@ def test_a_wrapped_model_under_autocast(ranks: RankPool, world_size: int) -> Non
     assert all(found and all(found) for found in ranks.run(trainings.smoke_under_autocast, world_size))
 
 
+def test_norms_in_float16_under_autocast_of_the_cpu(ranks: RankPool) -> None:
+    """torch's kernels of the CPU take no float16 beside bfloat16, the default there; on a GPU it is float16."""
+    assert ranks.run(trainings.norms_under_autocast, 2, torch.float16)[0] == ["", "", ""]
+    *told, in_float32 = ranks.run(trainings.norms_under_autocast, 2, torch.bfloat16)[0]
+    assert all("expect parameter to have scalar type of Float" in text for text in told) and in_float32 == ""
+
+
 def test_conversion_after_wrapping(ranks: RankPool) -> None:
     half, single = torch.float16, torch.float32
     assert ranks.run(trainings.converted, 2)[0] == [half, half, half, single, single]
