@@ -196,12 +196,10 @@ def _check_numbers(optimizer: ShardedOptimizer, state: State, group: State, name
     entries = optimizer.model.backend.entries
     mine = [tuple(entries[name].shape) if name in entries else None for name in names]
     saved = [_shape_of(state["state"].get(number)) for number in numbers]
-    if None in saved:  # no state, no shape: what is over, counted from the end
-        missing = [f"{name} {shape}" for name, shape in list(zip(names, mine, strict=True))[len(numbers) :]]
-        unexpected = [f"parameter {number} of {saved[at]}" for at, number in enumerate(numbers) if at >= len(names)]
-        raise StateDictError("optimizer state", missing, unexpected)
+    known = None not in saved  # no state, no shape: then what is over is counted from the end
+    left, right = (mine, saved) if known else ([None] * len(mine), [None] * len(saved))
     missing, unexpected = [], []
-    for kind, at, end, start, stop in difflib.SequenceMatcher(None, mine, saved, autojunk=False).get_opcodes():
+    for kind, at, end, start, stop in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":
             missing += [f"{names[i]} {mine[i]}" for i in range(at, end)]
             unexpected += [f"parameter {numbers[i]} of shape {saved[i]}" for i in range(start, stop)]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
 from fsshard.checkpoint.format.dtypes import STORED, dtype_name
 from fsshard.checkpoint.format.index import (
-    FileEntry,
     Index,
     ModelInfo,
     OptimizerInfo,
@@ -46,7 +44,7 @@ from fsshard.checkpoint.interop.foreign_names import (
 )
 from fsshard.checkpoint.parts import class_name
 from fsshard.checkpoint.reader import TensorReader
-from fsshard.errors import CheckpointError, StateDictError
+from fsshard.errors import CheckpointError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -153,7 +151,7 @@ def open_foreign(
     opened = open_tree(path, kind, trust_pickle=trust_pickle)
     try:
         found = _Found(opened)
-        found.add_model_for(model)
+        found.add_model(model)
         found.add_optimizers_for(optimizers, strict)
         found.add_objects()
         return ForeignReader(opened, found.index(kind), found.tensors)
@@ -193,37 +191,15 @@ def import_checkpoint(
         if optimizer:
             found.add_named_optimizers()
         found.add_objects()
-        return CheckpointTarget(destination).write_alone(partial(_write, found, kind))
 
+        def write_into(identity: str, folder: Path, ordinal: int) -> None:
+            index = found.index(kind, found.encoded)
+            reader = ForeignReader(opened, index, found.tensors)
+            items = [reader.item(name, name) for name in found.tensors]
+            file = write(folder / FILE, items, {"format": "pt", "checkpoint": identity})
+            write_index(folder, dataclasses.replace(index, id=identity, ordinal=ordinal, files={FILE: file}))
 
-def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int) -> None:
-    """Write all tensors into one file, and the index with trees in place of values."""
-    encoded = found.encoded
-    extra = {key: encoded(value, f"model/{key}") for key, value in found.extra.items()}
-    optimizers = {
-        name: info._replace(
-            groups=[encoded(group, f"groups/{name}") for group in info.groups],
-            state={
-                parameter: {key: encoded(value, f"state/{name}/{parameter}/{key}") for key, value in item.items()}
-                for parameter, item in info.state.items()
-            },
-        )
-        for name, info in found.optimizers.items()
-    }
-    objects = {name: {"all": encoded(value, f"objects/{name}")} for name, value in found.objects.items()}
-    reader = ForeignReader(found.opened, found.index(kind), found.tensors)
-    items = [reader.item(name, name) for name in found.tensors]
-    file = write(partial / FILE, items, {"format": "pt", "checkpoint": identity})
-    index = dataclasses.replace(
-        reader.index,
-        id=identity,
-        ordinal=ordinal,
-        files={FILE: FileEntry(file.bytes, file.crc32)},
-        model=ModelInfo(found.keys, extra, {}),
-        optimizers=optimizers,
-        objects=objects,
-    )
-    write_index(partial, index)
+        return CheckpointTarget(destination).write_alone(write_into)
 
 
 # ------------------------------------------------------------------------------------------------ what is where
@@ -253,27 +229,29 @@ class _Found:
 
     # -- the model
 
-    def add_model_for(self, model: ShardedModule) -> None:
-        """Add the state dict in the tree that fits the model best, under the model's keys."""
-        expected = set(model.backend.key_order)
-        best = max(
-            self._candidates(),
-            key=lambda found: max(len(expected & set(each)) for each in _variants(found[1])),
-            default=None,
-        )
-        if best is None:
-            raise StateDictError(f"{self.opened.path}, which has no state dict of a model,", expected)
-        self._model_path, state = best
-        self._add_state_dict(plain_names(model, state))
+    def add_model(self, model: ShardedModule | None = None) -> None:
+        """Add the state dict in the tree that fits the model best, under the model's keys.
 
-    def add_model(self) -> None:
-        """Add the state dict that scripts call so, or the largest one."""
-        candidates = self._candidates()
-        named = [found for found in candidates if found[0] and found[0][-1] in MODEL_KEYS]
-        best = max(named or candidates, key=lambda found: len(_tensors_of(found[1])), default=None)
-        if best is None or not _tensors_of(best[1]):
+        Without a model: the one that scripts call so, or the largest.
+
+        Raises:
+            CheckpointError: there is none.
+            StateDictError: it is none of a whole model.
+        """
+        expected = set(model.backend.key_order) if model is not None else set()
+
+        def fitness(candidate: tuple[Path_, dict[str, Any]]) -> tuple[int, bool, int]:
+            path, node = candidate
+            shared = max(len(expected & set(each)) for each in _variants(node))
+            return shared, bool(path) and path[-1] in MODEL_KEYS, 0 if expected else len(_tensors_of(node))
+
+        best = max(self._candidates(), key=fitness, default=None)
+        if best is None or (model is None and not _tensors_of(best[1])):
             raise CheckpointError(f"{self.opened.path} has no state dict of a model")
         self._model_path, state = best
+        if model is not None:
+            self._add_state_dict(plain_names(model, state))
+            return
         *_, plain = _variants(state)
         self._add_state_dict(plain)
         for key, first in self.opened.tied.items():
@@ -281,13 +259,12 @@ class _Found:
                 self.keys.setdefault(key, self.keys[first])
 
     def _candidates(self) -> list[tuple[Path_, dict[str, Any]]]:
-        inside = tuple(self._optimizer_nodes)
-        found = [
+        return [
             (path, node)
             for path, node in _mappings(self.opened.tree)
-            if not any(path[: len(outer)] == outer for outer in inside) and all(isinstance(key, str) for key in node)
+            if not any(path[: len(outer)] == outer for outer in self._optimizer_nodes)
+            and all(isinstance(key, str) for key in node)
         ]
-        return sorted(found, key=lambda each: not each[0] or each[0][-1] not in MODEL_KEYS)
 
     def _add_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add every key; those that were saved over the same memory share a tensor."""
@@ -304,7 +281,7 @@ class _Found:
 
     def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
         """Add the state of each optimizer, by the names of the model's parameters."""
-        for name, path in (self._matched(list(optimizers)) if optimizers else {}).items():
+        for name, path in self._matched(list(optimizers)).items():
             self._add_optimizer(name, optimizers[name], self._optimizer_nodes[path], strict)
 
     def _matched(self, wanted: list[str]) -> dict[str, Path_]:
@@ -350,25 +327,19 @@ class _Found:
         """
         for path, node in self._optimizer_nodes.items():
             name = str(path[-1]).replace("/", ".") if path else "optimizer"
-            named = _is_nested(node) and all(
-                isinstance(each, str) for group in node["param_groups"] for each in _members(group)
-            )
-            if not named:
+            if not _is_nested(node) or not all(isinstance(m, str) for g in node["param_groups"] for m in _members(g)):
                 raise CheckpointError(
                     f"{self.opened.path}: the optimizer state {name!r} numbers its parameters, and only the model "
                     "knows which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
                     "optimizer states out (optimizer=False, --no-optimizer)"
                 )
-            self._add_named(name, node)
-
-    def _add_named(self, name: str, node: Mapping[str, Any]) -> None:
-        groups: list[Any] = []
-        state: dict[str, Any] = {}
-        for group in node["param_groups"]:
-            members = [clean_path(each) for each in _members(group)]
-            groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
-            state |= {m: node["state"].get(n, {}) for n, m in zip(group["params"], members, strict=True)}
-        self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
+            groups: list[Any] = []
+            state: dict[str, Any] = {}
+            for group in node["param_groups"]:
+                members = [clean_path(member) for member in _members(group)]
+                groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
+                state |= {m: node["state"].get(n, {}) for n, m in zip(group["params"], members, strict=True)}
+            self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
 
     # -- the rest
 
@@ -389,8 +360,26 @@ class _Found:
 
         return encode(self.opened.value(value), put, place)
 
-    def index(self, kind: str) -> Index:
-        """Return an index over all that was found, with values in place of trees."""
+    def index(self, kind: str, tree: Callable[[Any, str], Any] = lambda value, place: value) -> Index:
+        """Return an index over all that was found, with values in place of trees, or with what ``tree`` makes of them.
+
+        Args:
+            kind: of the checkpoint.
+            tree: gets a value and a name for its place, and may add tensors to those that were found.
+        """
+        model = ModelInfo(self.keys, {key: tree(value, f"model/{key}") for key, value in self.extra.items()}, {})
+        optimizers = {
+            name: OptimizerInfo(
+                optimizer,
+                [tree(group, f"groups/{name}") for group in groups],
+                {
+                    parameter: {key: tree(value, f"state/{name}/{parameter}/{key}") for key, value in item.items()}
+                    for parameter, item in state.items()
+                },
+            )
+            for name, (optimizer, groups, state) in self.optimizers.items()
+        }
+        objects = {name: {"all": tree(value, f"objects/{name}")} for name, value in self.objects.items()}
         return Index(
             id=self._digest(),
             # Saves of this run come after whatever is there: loading tells them this number.
@@ -399,9 +388,9 @@ class _Found:
             origin=Origin("unknown", "unknown", kind, 1),
             files={},
             tensors={name: _info(self.opened.path, name, tensor) for name, tensor in self.tensors.items()},
-            model=ModelInfo(self.keys, self.extra, {}),
-            optimizers=self.optimizers,
-            objects={name: {"all": value} for name, value in self.objects.items()},
+            model=model,
+            optimizers=optimizers,
+            objects=objects,
         )
 
     def _digest(self) -> str:
