@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import from_home, leftovers, newest_whole
-from fsshard.checkpoint.format.index import INDEX_NAME, Index, ModelInfo, Origin, check_files, read_index
-from fsshard.checkpoint.format.pieces import RANK_FILE
+from fsshard.checkpoint.format.index import Index, ModelInfo, Origin, check_files, read_index
+from fsshard.checkpoint.format.pieces import INDEX_FILE, RANK_FILE
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
@@ -167,7 +167,7 @@ def inspect(
 
 
 def _looks_like_one(path: Path) -> bool:
-    return any(entry.name == INDEX_NAME or RANK_FILE.fullmatch(entry.name) for entry in os.scandir(path))
+    return any(entry.name == INDEX_FILE or RANK_FILE.fullmatch(entry.name) for entry in os.scandir(path))
 
 
 def inspect_directory(path: Path) -> Listing:
@@ -192,28 +192,26 @@ def inspect_directory(path: Path) -> Listing:
 
 
 def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] | None) -> Inspection:
-    try:
-        index = read_index(path, files=False)
-    except CorruptCheckpoint as error:
-        nothing = Index("", 0, "", Origin("", "", "", 0), {}, {}, ModelInfo({}, {}, {}), format_version=0)
-        return Inspection(path, str(error).splitlines(), False, {**_contents(nothing), "origin": {}})
-    total, done = sum(file.bytes for file in index.files.values()), 0
+    index = Index("", 0, "", Origin("", "", "", 0), {}, {}, ModelInfo({}, {}, {}), format_version=0)  # where it is lost
+    problems: list[str] = []
+    done = 0
 
     def count(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
-            progress(done, total)
+            progress(done, sum(file.bytes for file in index.files.values()))
 
-    problems: list[str] = []
     try:
+        index = read_index(path, files=False)
         with Reader(path) as reader:
             reader.check_headers()
             if verify:
                 reader.verify(progress=count)
     except CorruptCheckpoint as error:
         problems = str(error).splitlines()
-    return Inspection(path, problems, verify and not problems, _contents(index))
+    contents = _contents(index) if index.id else {**_contents(index), "origin": {}}
+    return Inspection(path, problems, verify and not problems, contents)
 
 
 def _contents(index: Index) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import fsshard
-from fsshard.checkpoint.format.directory import CheckpointTarget, whole
-from fsshard.checkpoint.format.index import sealed
+from fsshard.checkpoint.format.directory import CheckpointTarget
+from fsshard.checkpoint.format.index import read_index, sealed
 from fsshard.launching.pool import RankPool
 from tests.checkpoint import faults
 
@@ -93,7 +93,7 @@ def test_two_jobs_at_one_path(ranks: RankPool, tmp_path: Path) -> None:
     for error in found:
         assert isinstance(error, fsshard.errors.CheckpointError)
         assert re.search(rf"rank 0: another process is saving to .*last \(process {os.getpid()} on", str(error))
-    assert whole(tmp_path / "ckpt" / "last").ordinal == 2
+    assert read_index(tmp_path / "ckpt" / "last").ordinal == 2
 
 
 # ------------------------------------------------------------------------------------------------ in the background
@@ -101,7 +101,7 @@ def test_two_jobs_at_one_path(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_a_job_that_ends_waits_for_its_save(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(faults.job_leaves_while_it_saves, 2, str(tmp_path))
-    assert whole(tmp_path / "last").origin.world_size == 2
+    assert read_index(tmp_path / "last").origin.world_size == 2
 
 
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(tmp_path / "last")], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0
-    assert sum(file.bytes for file in whole(tmp_path / "last").files.values()) > 64 << 20
+    assert sum(file.bytes for file in read_index(tmp_path / "last").files.values()) > 64 << 20
 
 
 def test_the_oldest_of_a_pattern_go(ranks: RankPool, tmp_path: Path) -> None:

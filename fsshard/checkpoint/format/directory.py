@@ -22,14 +22,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from fsshard.checkpoint.format.pieces import RANK_FILE
+from fsshard.checkpoint.format.index import read_index, says_ours
+from fsshard.checkpoint.format.pieces import INDEX_FILE, RANK_FILE
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
-
-if TYPE_CHECKING:
-    from fsshard.checkpoint.format.index import Index
 
 __all__ = [
     "CheckpointTarget",
@@ -43,14 +41,12 @@ __all__ = [
     "read_unreplaced",
     "resolve",
     "sync",
-    "whole",
 ]
 
 log = logging.getLogger("fsshard")
 
-INDEX = "index.json"
 PREVIOUS = ".previous"
-OURS = re.compile(rf"(index\.json|{RANK_FILE.pattern})(\.\w+)?")  # the files of a checkpoint
+OURS = re.compile(rf"({re.escape(INDEX_FILE)}|{RANK_FILE.pattern})(\.\w+)?")  # the files of a checkpoint
 STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
 LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
 HOLDER = re.compile(r"(process|sweeper) [0-9]+ on (?P<host>.*)", re.DOTALL)  # in a lock file
@@ -171,7 +167,7 @@ class CheckpointTarget:
             CheckpointError: it is not whole, or a rename failed; what was here is as it was.
         """
         try:
-            whole(partial)
+            read_index(partial)
         except CheckpointError as error:
             raise CheckpointError(f"the new checkpoint is incomplete, {self.path} is as it was: {error}") from error
         self.check()
@@ -189,8 +185,7 @@ class CheckpointTarget:
                 with suppress(OSError):
                     os.rename(target, source)
             raise
-        if os.path.lexists(old):
-            _remove(old)
+        self.discard(old)
         return self.path
 
     def _moves(self, old: Path) -> list[tuple[Path, Path]]:
@@ -201,7 +196,7 @@ class CheckpointTarget:
             return []  # a rename replaces an empty directory
         if not os.path.lexists(self.previous):
             return [(self.path, self.previous)]
-        if _problem(self.path) and not _problem(self.previous):
+        if not _by_age([self.path]) and _by_age([self.previous]):
             return [(self.path, old)]  # a damaged one does not push out one that is whole
         return [(self.previous, old), (self.path, self.previous)]
 
@@ -343,7 +338,7 @@ def latest(directory: StrPath) -> Path | None:
         CheckpointError: ``directory`` is a file, or cannot be read.
     """
     path = _absolute(directory)
-    clear(path.parent if not path.is_dir() or os.path.lexists(path / INDEX) else path)
+    clear(path.parent if not path.is_dir() or os.path.lexists(path / INDEX_FILE) else path)
     return newest_whole(path)
 
 
@@ -357,7 +352,7 @@ def newest_whole(directory: StrPath, *, warn: bool = True) -> Path | None:
         if not path.is_dir():
             raise CheckpointError(f"{path} is {_kind(path)}; latest() takes a directory of checkpoints")
         entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != ".")
-        if os.path.lexists(path / INDEX) or (own and not entries):
+        if os.path.lexists(path / INDEX_FILE) or (own and not entries):
             return _newest([path, *own], warn=warn)
     return _newest([path / name for name in entries if not _is_alias(path / name)], warn=warn)
 
@@ -400,16 +395,17 @@ def _resolved(path: StrPath) -> Path:
     if place.is_symlink():
         place = Path(os.path.realpath(place))
     try:
-        _read(place, files=False)  # loading says which file is damaged, and what was in it
+        read_index(place, files=False)  # loading says which file is damaged, and what was in it
         return place
     except CheckpointError as error:
-        cut_short = not os.path.lexists(place / INDEX)  # else something has happened to it, which is to be heard of
+        # With an index something has happened to it, which is to be heard of.
+        cut_short = not os.path.lexists(place / INDEX_FILE)
         before = _newest(_versions(place)) if cut_short else None
         if before is not None:
             log.warning("loading %s instead of %s: %s", before, place, error)
             return before
         with suppress(OSError):
-            if place.is_dir() and not os.path.lexists(place / INDEX):
+            if place.is_dir() and not os.path.lexists(place / INDEX_FILE):
                 newest = _newest([child for child in sorted(place.iterdir()) if child.name[0] != "."])
                 if newest is not None:
                     raise CheckpointError(
@@ -419,41 +415,13 @@ def _resolved(path: StrPath) -> Path:
         raise
 
 
-def whole(directory: Path) -> Index:
-    """Read the index of a checkpoint whose files are all there, with their sizes.
-
-    Raises:
-        CheckpointError: it is no checkpoint.
-        CorruptCheckpoint: a file is missing or of another size, or the index is damaged.
-    """
-    return _read(directory, files=True)
-
-
 def newest_ordinal(directory: StrPath) -> int:
     """Return the highest count of saves among the whole checkpoints in a directory; 0 where there is none."""
     path = _absolute(directory)
     with _errors(f"list {path}"):
         children = sorted(path.iterdir()) if path.is_dir() else []
     newest = _newest([child for child in children if child.is_dir()])
-    return whole(newest).ordinal if newest is not None else 0
-
-
-def _read(directory: Path, *, files: bool) -> Index:
-    from fsshard.checkpoint.format.index import read_index
-
-    if not os.path.lexists(directory):
-        raise CheckpointError(f"there is no checkpoint at {directory}")
-    with _errors(f"read {directory}"):
-        return read_index(directory, files=files)
-
-
-def _problem(directory: Path) -> str:
-    """Say why a directory holds no whole checkpoint; empty if it does."""
-    try:
-        whole(directory)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    return read_index(newest).ordinal if newest is not None else 0
 
 
 def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[Path]:
@@ -461,7 +429,7 @@ def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[Path]:
     found = []
     for directory in directories:
         try:
-            index = whole(directory)
+            index = read_index(directory)
         except CheckpointError as error:
             if warn:
                 log.warning("%s is not a complete checkpoint and is skipped: %s", directory, error)
@@ -543,8 +511,6 @@ def _check_link(path: Path) -> None:
 
 
 def _check_replaceable(path: Path) -> None:
-    from fsshard.checkpoint.format.index import says_ours
-
     if not os.path.lexists(path):
         return
     _check_link(path)
@@ -556,7 +522,7 @@ def _check_replaceable(path: Path) -> None:
     names = sorted(os.listdir(path))
     others = [name for name in names if not OURS.fullmatch(name)]
     # Many programs call a file index.json. Where ours is damaged there are only names to go by.
-    if names and not says_ours(path) and (others or names == [INDEX]):
+    if names and not says_ours(path) and (others or names == [INDEX_FILE]):
         things = ", ".join(map(printable, (others or names)[:5]))
         raise CheckpointError(
             f"{path} holds no checkpoint but other files ({things}), which a save would replace; save to a directory "
@@ -605,7 +571,8 @@ def _remove(directory: Path) -> None:
         if directory.is_symlink():
             directory.unlink()
             return
-        names = sorted(os.listdir(directory), key=lambda name: name != INDEX)  # without an index it is none at once
+        # The index first: without one it is no checkpoint at once.
+        names = sorted(os.listdir(directory), key=lambda name: name != INDEX_FILE)
         others = [name for name in names if not OURS.fullmatch(name) or (directory / name).is_dir()]
         for name in names:
             if name not in others:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fsshard.checkpoint.format import tree
 from fsshard.checkpoint.format.dtypes import BY_NAME
-from fsshard.checkpoint.format.pieces import Piece, piece_key
-from fsshard.checkpoint.format.tensors_file import new_file, open_regular, parse_json
+from fsshard.checkpoint.format.pieces import INDEX_FILE, Piece, piece_key
+from fsshard.checkpoint.format.tensors_file import FileEntry, new_file, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -31,7 +31,6 @@ from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
-    "INDEX_NAME",
     "FileEntry",
     "Index",
     "ModelInfo",
@@ -53,7 +52,6 @@ READ_VERSIONS = (1, 2)
 WROTE_IN_MEMORY_ORDER = "fsdp"
 """Name of the backend that wrote format version 1 as :attr:`Index.may_be_permuted` says: a fact about old files, which
 no class of today can tell."""
-INDEX_NAME = "index.json"
 MAX_BYTES = 1_000_000_000
 """Bytes that an index can have."""
 
@@ -61,13 +59,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
-
-
-class FileEntry(NamedTuple):
-    """Size and CRC-32 of a file."""
-
-    bytes: int
-    crc32: int
 
 
 class TensorInfo(NamedTuple):
@@ -249,12 +240,14 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
 
     Raises:
         CorruptCheckpoint: the index, or a file, is missing, no regular file, or not sound.
-        CheckpointError: ``directory`` is a file, or cannot be read.
+        CheckpointError: ``directory`` does not exist, is a file, or cannot be read.
     """
     directory = Path(directory)
-    if os.path.lexists(directory) and not directory.is_dir():
+    if not os.path.lexists(directory):
+        raise CheckpointError(f"there is no checkpoint at {directory}")
+    if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
-    path = directory / INDEX_NAME
+    path = directory / INDEX_FILE
     descriptor = open_regular(path)
     with os.fdopen(descriptor, "rb") as stream:
         size = os.fstat(descriptor).st_size
@@ -301,7 +294,7 @@ def says_ours(directory: str | os.PathLike[str]) -> bool:
         CheckpointError: it cannot be read.
     """
     try:
-        with os.fdopen(open_regular(Path(directory) / INDEX_NAME), "rb") as stream:
+        with os.fdopen(open_regular(Path(directory) / INDEX_FILE), "rb") as stream:
             return _HEAD.match(stream.read(4096)) is not None
     except CorruptCheckpoint:  # there is none, or a link, a pipe or a folder of that name
         return False
@@ -313,7 +306,7 @@ def write_index(directory: str | os.PathLike[str], index: Index) -> None:
     Raises:
         CheckpointError: there is one, or it cannot be written.
     """
-    with new_file(Path(directory) / INDEX_NAME) as stream:
+    with new_file(Path(directory) / INDEX_FILE) as stream:
         stream.write(memoryview(index.to_json()))
 
 
@@ -358,7 +351,7 @@ def _index(value: Any, whole: bool) -> Index:
         raise ValueError("the checksum at its end is missing: it is cut short, or has been altered")
     files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
     for name in files:
-        if not _FILE_NAME.fullmatch(name) or name == INDEX_NAME:
+        if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
             raise ValueError(f"files: {name!r:.100} is no name of a file beside the index")
     found = Index(
         id=value["id"],

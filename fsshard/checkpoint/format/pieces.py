@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 __all__ = [
+    "INDEX_FILE",
     "RANK_FILE",
     "Held",
     "Piece",
@@ -25,6 +26,7 @@ __all__ = [
     "steps",
 ]
 
+INDEX_FILE = "index.json"
 RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
 """The files of a checkpoint beside its index."""
 

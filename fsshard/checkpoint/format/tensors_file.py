@@ -26,7 +26,7 @@ from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 __all__ = [
     "MAX_HEADER",
-    "FileInfo",
+    "FileEntry",
     "Item",
     "TensorEntry",
     "TensorsFile",
@@ -64,10 +64,9 @@ class Item(NamedTuple):
     data: Tensor | Callable[[], Tensor | Iterable[Tensor]]
 
 
-class FileInfo(NamedTuple):
-    """A file that was written: its name, its size, and the CRC-32 (zlib's) of all its bytes."""
+class FileEntry(NamedTuple):
+    """The size of a file, and the CRC-32 (zlib's) of all its bytes."""
 
-    name: str
     bytes: int
     crc32: int
 
@@ -88,7 +87,7 @@ def write(
     *,
     sync: bool = True,
     progress: Progress | None = None,
-) -> FileInfo:
+) -> FileEntry:
     """Write a new file; wider dtypes come first, as safetensors readers want them aligned, else in the order given.
 
     complex128 and complex32, which safetensors does not know, become float64 and float16 with one more dimension of 2.
@@ -112,7 +111,7 @@ def write(
             for tensor in _tensors(item):
                 for piece in _pieces(tensor):
                     stream.write(_view(piece))
-    return FileInfo(Path(path).name, stream.bytes, stream.crc32)
+    return FileEntry(stream.bytes, stream.crc32)
 
 
 @contextlib.contextmanager
@@ -234,8 +233,10 @@ def _view(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading; a link, pipe, device or directory under its name is refused.
+def open_regular(path: Path, *, follow: bool = False) -> int:
+    """Open a regular file for reading; a pipe, device or directory under its name is refused.
+
+    A link is refused too, unless ``follow``: the Hub's cache holds links, which a checkpoint of ours may not.
 
     Raises:
         CorruptCheckpoint: there is no such file, or it is something else.
@@ -243,7 +244,7 @@ def open_regular(path: Path) -> int:
     """
     try:
         # Without O_NONBLOCK the open of a pipe waits for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
             if isinstance(error, FileNotFoundError):
@@ -305,8 +306,8 @@ class TensorsFile:
             os.close(descriptor)
             raise
 
-    def checksum(self, progress: Progress | None = None) -> tuple[int, int]:
-        """Return the file's size and CRC-32.
+    def checksum(self, progress: Progress | None = None) -> FileEntry:
+        """Read the whole file, for its size and CRC-32.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -321,7 +322,7 @@ class TensorsFile:
                     progress(count)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
-        return size, crc32
+        return FileEntry(size, crc32)
 
     def read(
         self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None

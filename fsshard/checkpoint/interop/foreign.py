@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsshard.checkpoint.format.index import INDEX_NAME
-from fsshard.checkpoint.format.pieces import RANK_FILE, Range
+from fsshard.checkpoint.format.pieces import INDEX_FILE, RANK_FILE, Range
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
@@ -54,11 +53,11 @@ def foreign(path: str | os.PathLike[str]) -> str | None:
 
 def _kind_of_directory(path: Path) -> str | None:
     names = {entry.name for entry in os.scandir(path)}
-    if INDEX_NAME in names:
+    if INDEX_FILE in names:
         return None
     if ".metadata" in names:
         return "dcp"
-    if any((path / name / INDEX_NAME).is_file() for name in names):
+    if any((path / name / INDEX_FILE).is_file() for name in names):
         return None  # checkpoints of ours, and what was exported beside them
     if any(name in HF_FILES or HF_INDEXES.fullmatch(name) for name in names) or len(_single_file(names)) == 1:
         return "hf"
@@ -102,11 +101,23 @@ class Opened(ExitStack):
         self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
 
     def read(self, tensor: Tensor, wanted: Range | None = None) -> Tensor:
-        """Return elements [start, stop) of a tensor of the tree, flat; all by default."""
+        """Return elements [start, stop) of a tensor of the tree, flat; all by default.
+
+        Raises:
+            CheckpointError: it is no plain tensor.
+            CorruptCheckpoint: it was saved without its numbers.
+        """
         start, stop = wanted if wanted is not None else (0, tensor.numel())
         reader = self._readers.get(id(tensor))
         if reader is not None:
             return reader((start, stop))
+        if tensor.is_meta:
+            raise CorruptCheckpoint(f"{self.path}: a tensor on the meta device, which has no numbers")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            what = f"{tensor.dtype}, {tensor.layout}"
+            raise CheckpointError(
+                f"{self.path}: a tensor of {what}; only plain ones are read: save it as such (tensor.to_dense())"
+            )
         return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[start:stop].clone()
 
     def value(self, node: Any) -> Any:
@@ -197,7 +208,7 @@ def _open_hf(opened: Opened, path: Path, trust_pickle: bool) -> None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    with os.fdopen(_opened_regular(index), "rb") as stream:
+    with os.fdopen(open_regular(index, follow=True), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > MAX_INDEX:
             raise CorruptCheckpoint(f"{index}: {size} bytes; an index has at most {MAX_INDEX}")
@@ -238,7 +249,7 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
 
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if not entry.is_dir():
-            os.close(_opened_regular(path / entry.name))
+            os.close(open_regular(path / entry.name, follow=True))
     directory = DcpDirectory(path)
     opened.tree = directory.tree
     for tensor, name in directory.stands:
@@ -254,7 +265,7 @@ def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
 
     Plain tensors and containers are read by torch's own restricted unpickler, which runs no code.
     """
-    with os.fdopen(_opened_regular(path), "rb") as stream:
+    with os.fdopen(open_regular(path, follow=True), "rb") as stream:
         zipped = stream.read(4) == ZIP
     if zipped:
         _check_archive(path)
@@ -264,7 +275,6 @@ def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
         value = value.state_dict() if isinstance(value, nn.Module) else value
         if not isinstance(value, dict):
             raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
-        _check_plain(path, value, set())
         return value
 
     try:
@@ -283,18 +293,6 @@ def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
         raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def _opened_regular(path: Path) -> int:
-    """Open a file that is no pipe and no device for reading; a link to one is followed.
-
-    The Hub's cache holds links, which a checkpoint of ours may not.
-    """
-    real = os.path.realpath(path)
-    try:
-        return open_regular(Path(real))
-    except CorruptCheckpoint as error:
-        raise CorruptCheckpoint(f"{path}: {str(error).removeprefix(f'{real}: ')}") from None
-
-
 def _check_archive(path: Path) -> None:
     """Raise for a compressed archive, which could unfold without end; torch.save writes none."""
     try:
@@ -306,28 +304,9 @@ def _check_archive(path: Path) -> None:
         raise CorruptCheckpoint(f"{path}: a compressed archive; torch.save writes none: it could unfold without end")
 
 
-def _check_plain(path: Path, node: Any, seen: set[int]) -> None:
-    """Raise for tensors without numbers, and for those that are not plain; of a tree that holds itself Python raises.
-
-    Raises:
-        CheckpointError: there is such a tensor.
-        RecursionError: the tree is nested without end.
-    """
-    if isinstance(node, Tensor):
-        if node.is_meta:
-            raise CorruptCheckpoint(f"{path}: a tensor on the meta device, which has no numbers")
-        if node.layout is not torch.strided or node.is_quantized:
-            what = "a quantized tensor" if node.is_quantized else f"a tensor of {node.layout}"
-            raise CheckpointError(f"{path}: {what}; only plain ones are read: save it as such (tensor.to_dense())")
-    elif isinstance(node, (dict, list, tuple)) and id(node) not in seen:
-        for item in node.values() if isinstance(node, dict) else node:
-            _check_plain(path, item, seen)
-        seen.add(id(node))
-
-
 def memory_of(tensor: Tensor) -> Any:
     """Return a key that differs between tensors of a tree which show other memory, or the same in another way."""
-    if tensor.is_meta or not tensor.numel():
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 

@@ -17,8 +17,8 @@ from unittest import mock
 import pytest
 
 from fsshard.checkpoint.format import directory as module
-from fsshard.checkpoint.format.directory import CheckpointTarget, latest, newest_ordinal, resolve, whole
-from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin
+from fsshard.checkpoint.format.directory import CheckpointTarget, latest, newest_ordinal, resolve
+from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin, read_index
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -119,7 +119,7 @@ def test_a_save_replaces_the_last_and_keeps_it_as_previous(tmp_path: Path) -> No
     path = tmp_path / "made" / "too" / "last"
     for ordinal in (1, 2, 3):
         assert save(path, ordinal) == path
-        assert whole(path).ordinal == ordinal == newest_ordinal(path.parent)
+        assert read_index(path).ordinal == ordinal == newest_ordinal(path.parent)
     assert listed(path.parent) == {"last": 3, "last.previous": 2}
 
 
@@ -169,12 +169,12 @@ def test_killed_at_any_change_of_the_disk(tmp_path: Path, start: Any, caplog: py
         if newest is None:
             assert start is start_none and ended != path
         else:
-            assert whole(newest).ordinal in ((2, 3) if start is not start_none else (3,))
-            assert whole(resolve(path)).ordinal == whole(newest).ordinal and latest(path) == newest
+            assert read_index(newest).ordinal in ((2, 3) if start is not start_none else (3,))
+            assert read_index(resolve(path)).ordinal == read_index(newest).ordinal and latest(path) == newest
         assert save(path, 4) == path
         left = listed(folder)
         assert left.pop("last") == 4 and left in ([{}, {"last.previous": 3}] if newest is None else [
-            {"last.previous": whole(path.with_name("last.previous")).ordinal}])  # fmt: skip
+            {"last.previous": read_index(path.with_name("last.previous")).ordinal}])  # fmt: skip
         assert newest is None or left["last.previous"] in (2, 3)
         if ended == path:
             break
@@ -194,12 +194,12 @@ def test_refused_at_any_change_of_the_disk(tmp_path: Path, start: Any) -> None:
         write(partial, 3)
         ended = interrupted(at, full, lambda p=partial, place=place: place.commit(p), ("rename", "fsync"))
         if ended == path:
-            assert whole(path).ordinal == 3
+            assert read_index(path).ordinal == 3
             break
         assert str(ended) == (
             f"cannot put the new checkpoint into {path}; what was there is as it was: No space left on device"
         )
-        assert whole(partial).ordinal == 3
+        assert read_index(partial).ordinal == 3
         place.discard(partial)
         assert {entry.name: sorted(os.listdir(entry)) for entry in folder.iterdir()} == before
     assert at >= 3
@@ -281,7 +281,7 @@ def test_crashes_leak_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             assert newest_ordinal(folder) in (3, 4)
             if by == "latest":
                 newest = latest(folder)
-                assert newest is not None and whole(newest).ordinal in (3, 4)
+                assert newest is not None and read_index(newest).ordinal in (3, 4)
                 names = set(os.listdir(folder))
                 names -= unsigned(folder)
                 assert names <= {"step-2", "step-3", "step-4"} and len(names) >= 2
@@ -360,7 +360,7 @@ def test_a_file_system_without_locks(tmp_path: Path, code: int) -> None:
         with pytest.raises(CheckpointError, match=r"has no locks \(flock\)(.|\n)*the option flock(.|\n)*another file"):
             save(path, 2)
         assert latest(tmp_path) == path
-    assert sorted(os.listdir(tmp_path)) == [".gone.partial-1", "last"] and whole(path).ordinal == 1
+    assert sorted(os.listdir(tmp_path)) == [".gone.partial-1", "last"] and read_index(path).ordinal == 1
 
 
 def test_two_processes_save_to_one_path(tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ def test_where_no_checkpoint_can_be(tmp_path: Path, what: str) -> None:
 def test_a_damaged_one_of_ours_is_replaced(tmp_path: Path, text: str) -> None:
     path = save(tmp_path / "last", 1)
     (path / "index.json").write_text(text)
-    assert save(path, 2) == path and whole(path).ordinal == 2
+    assert save(path, 2) == path and read_index(path).ordinal == 2
 
 
 def test_a_link_to_a_checkpoint_beside_it_is_replaced(tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ def test_a_link_to_a_checkpoint_beside_it_is_replaced(tmp_path: Path) -> None:
     step_1, last = save(tmp_path / "step-1", 1), tmp_path / "last"
     last.symlink_to("step-1")
     assert save(last, 2) == last == resolve(last) == latest(tmp_path) and not last.is_symlink()
-    assert whole(last).ordinal == 2 and whole(step_1).ordinal == 1
+    assert read_index(last).ordinal == 2 and read_index(step_1).ordinal == 1
     assert sorted(os.listdir(tmp_path)) == ["last", "step-1"]
 
 
@@ -538,9 +538,9 @@ def test_a_save_through_a_link_may_be_killed_at_any_moment(tmp_path: Path) -> No
         last.symlink_to("step-1")
         outcome = interrupted(at, Killed(), lambda: save(last, 2))  # noqa: B023
         newest = latest(last)
-        assert newest is not None and whole(newest).ordinal == whole(resolve(last)).ordinal
-        seen.add(whole(newest).ordinal)
-        assert save(last, 3) == last and whole(last).ordinal == 3 and whole(step_1).ordinal == 1
+        assert newest is not None and read_index(newest).ordinal == read_index(resolve(last)).ordinal
+        seen.add(read_index(newest).ordinal)
+        assert save(last, 3) == last and read_index(last).ordinal == 3 and read_index(step_1).ordinal == 1
         assert set(os.listdir(folder)) <= {"last", "last.previous", "step-1"}
         if not isinstance(outcome, Killed):
             break
@@ -553,7 +553,7 @@ def test_refusals_of_the_operating_system(tmp_path: Path, call: str) -> None:
     with mock.patch.object(os, call, side_effect=OSError(errno.EROFS, "Read-only file system")):
         with pytest.raises(CheckpointError, match="Read-only file system"):
             save(path, 2)
-    assert whole(path).ordinal == 1 and save(path, 3) == path and "last.previous" in os.listdir(tmp_path)
+    assert read_index(path).ordinal == 1 and save(path, 3) == path and "last.previous" in os.listdir(tmp_path)
 
 
 def test_file_systems_that_cannot_sync_directories(tmp_path: Path) -> None:

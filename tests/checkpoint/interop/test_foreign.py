@@ -51,12 +51,6 @@ def planted(name: str, target: str = "", **files: Any) -> Callable[[Path], Path]
     return make
 
 
-def cyclic() -> Any:
-    node: dict[str, Any] = {"model": STATE}
-    node["extra"] = {"back": [node]}
-    return node
-
-
 def compressed(place: Path) -> Path:
     torch.save({"model": {"w": torch.zeros(1 << 20)}}, place / "plain.pt")
     with (
@@ -80,8 +74,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a pipe as the optimizer": (planted("optimizer.pt", model_state_dict=STATE), "optimizer.pt: not a regular file"),
     "a pipe as DCP's metadata": (planted(".metadata"), r"\.metadata: not a regular file"),
     "a device as DCP's metadata": (planted(".metadata", "/dev/zero"), r"\.metadata: not a regular file"),
-    "a cycle": (saved(cyclic()), "RecursionError"),
-    "without numbers": (saved({"model": {"w": torch.empty(3, device="meta")}}), "meta device"),
+    "without numbers": (saved({"model": {**STATE, "bias": torch.empty(2, device="meta")}}), "meta device"),
     "compressed": (compressed, "a compressed archive"),
 }
 
@@ -108,7 +101,7 @@ def test_what_does_not_end_is_refused(tmp_path: Path, what: str, trust_pickle: b
 def test_tensors_that_are_no_plain_ones(tmp_path: Path, tensor: torch.Tensor) -> None:
     for value in ({"model": {"w": tensor}}, {"model": STATE, "graph": [tensor]}):
         torch.save(value, tmp_path / "it.pt")
-        with pytest.raises(CheckpointError, match=r"a tensor of torch\.sparse_coo; only plain ones are read"):
+        with pytest.raises(CheckpointError, match=r"torch\.float32, torch\.sparse_coo; (known are|only plain ones)"):
             import_checkpoint(tmp_path / "it.pt", tmp_path / "ours")
     assert os.listdir(tmp_path) == ["it.pt"]
 
