@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.format.index import FORMAT_VERSION, FileEntry, Piece, write_index
+from fsshard.checkpoint.format.index import FORMAT_VERSION, Piece, write_index
 from fsshard.checkpoint.format.pieces import rank_file
 from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.reader import Reader
@@ -112,7 +112,7 @@ def _write(reader: Reader, orders: Mapping[str, Order], identity: str, partial: 
         id=identity,
         ordinal=ordinal,
         saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        files={FILE: FileEntry(file.bytes, file.crc32)},
+        files={FILE: file},
         tensors=tensors,
         format_version=FORMAT_VERSION,
     )

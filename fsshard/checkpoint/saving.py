@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -247,7 +247,7 @@ class _Save:
             trees = self.collected.trees(self.alike)
             if self.channel.rank:
                 return {"trees": trees}
-            until_written.enter_context(self._locked())
+            self._lock(until_written)
             self.place.sweep()
             id = uuid.uuid4().hex
             partial = self.place.partial(id)
@@ -270,20 +270,17 @@ class _Save:
         trees = [answer["trees"] for answer in answers]
         return id, partial, make_index(self.origin, self.collected, self.tensors, trees, self.alike)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(self.place.lock())
-            except CheckpointError as error:
-                if self.knows_all_ranks:
-                    raise
-                raise CheckpointError(
-                    f"{error}. This model is on a part of the ranks, and wrap was told nothing of the others: if they "
-                    "save their parts of it, say so (fsshard.wrap(..., replicated={...}, sharded={...})), and all "
-                    "write one checkpoint; if theirs is another model, give it a path of its own"
-                ) from error
-            yield
+    def _lock(self, until_written: contextlib.ExitStack) -> None:
+        try:
+            until_written.enter_context(self.place.lock())
+        except CheckpointError as error:
+            if self.knows_all_ranks:
+                raise
+            raise CheckpointError(
+                f"{error}. This model is on a part of the ranks, and wrap was told nothing of the others: if they "
+                "save their parts of it, say so (fsshard.wrap(..., replicated={...}, sharded={...})), and all "
+                "write one checkpoint; if theirs is another model, give it a path of its own"
+            ) from error
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""
@@ -324,7 +321,7 @@ class _Save:
             index,
             ordinal=_next_ordinal(self.place.path.parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            files={name: FileEntry(size, crc) for name, size, crc in files},
+            files={rank_file(rank, len(files)): FileEntry(*file) for rank, file in enumerate(files)},
         )
         write_index(partial, index)
         self.place.commit(partial)

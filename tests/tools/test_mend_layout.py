@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.checkpoint.format.index import FileEntry, Piece, read_index
+from fsshard.checkpoint.format.index import Piece, read_index
 from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, StateDictError
@@ -81,12 +81,12 @@ def as_of_then(good: Path, path: Path, strides: dict[str, tuple[int, ...]]) -> N
                     items[file].append(Item(key, flat.dtype, (stop - start,), flat[start:stop].clone()))
                     pieces.append(Piece(file, key, start, stop))
             tensors[name] = info._replace(pieces=tuple(pieces))
-    written = [write(path / file, of, {"checkpoint": index.id}) for file, of in items.items()]
+    written = {file: write(path / file, of, {"checkpoint": index.id}) for file, of in items.items()}
     then = dataclasses.replace(
         index,
         tensors=tensors,
         origin=index.origin._replace(backend="fsdp", world_size=2),
-        files={info.name: FileEntry(info.bytes, info.crc32) for info in written},
+        files=written,
         rng=None,
         objects={},
     )

@@ -16,7 +16,7 @@ from fsshard.checkpoint.arguments import TIMEOUT, name_optimizers
 from fsshard.checkpoint.format.directory import from_home, sync
 from fsshard.checkpoint.format.dtypes import STORED
 from fsshard.checkpoint.format.index import Index
-from fsshard.checkpoint.format.tensors_file import write
+from fsshard.checkpoint.format.tensors_file import new_file, write
 from fsshard.checkpoint.interop.live import LiveReader
 from fsshard.checkpoint.interop.torch_file import Placeholder, write_torch
 from fsshard.checkpoint.reader import Reader, TensorReader
@@ -273,10 +273,8 @@ class _Request:
 
 
 def _write_text(path: Path, value: Any) -> None:
-    with path.open("x", encoding="utf-8") as stream:
-        stream.write(json.dumps(value, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    with new_file(path) as stream:
+        stream.write(memoryview((json.dumps(value, indent=2) + "\n").encode()))
 
 
 def _is_dcp(path: Path) -> bool:
