@@ -10,7 +10,8 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,6 @@ class DcpDirectory:
     Args:
         path: of the directory.
 
-    Attributes:
-        tree: what was saved, nested as it was; a tensor is one on the meta device, unless it is a single number.
-        stands: the tensors on the meta device, and their names.
-
     Raises:
         CorruptCheckpoint: it cannot be read.
     """
@@ -170,12 +167,10 @@ class DcpDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reader = dcp.FileSystemReader(path)
-        self.stands: list[tuple[Tensor, str]] = []
         with self._faults():
             self._metadata: Metadata = self._reader.read_metadata()
             self._check_places()
             self._reader.set_up_storage_reader(self._metadata, True)
-            self.tree: dict[str, Any] = self._nested()
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
@@ -192,20 +187,30 @@ class DcpDirectory:
             if name != os.path.basename(name):
                 raise CorruptCheckpoint(f"{self._path}: {name!r:.100} is no file of it")
 
-    def _nested(self) -> dict[str, Any]:
+    def tree(
+        self, stand: Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Tensor]
+    ) -> dict[str, Any]:
+        """Return what was saved, nested as it was.
+
+        Args:
+            stand: makes what stands for a tensor that is no single number: of its dtype, its shape, and how to read it.
+
+        Raises:
+            CorruptCheckpoint: a single number, or a value that is no tensor, cannot be read.
+        """
         tree: dict[Any, Any] = {}
         places = self._metadata.planner_data or {}
-        for name, info in self._metadata.state_dict_metadata.items():
-            node, path = tree, places.get(name) or (name,)
-            for step in path[:-1]:
-                node = node.setdefault(step, {})
-            if isinstance(info, TensorStorageMetadata):
-                stand = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
-                if stand.dim():
-                    self.stands.append((stand, name))
-                node[path[-1]] = stand if stand.dim() else self.read(name, (0, 1)).reshape(())
-            else:
-                node[path[-1]] = self._read_bytes(name)
+        with self._faults():
+            for name, info in self._metadata.state_dict_metadata.items():
+                node, path = tree, places.get(name) or (name,)
+                for step in path[:-1]:
+                    node = node.setdefault(step, {})
+                if not isinstance(info, TensorStorageMetadata):
+                    node[path[-1]] = self._read_bytes(name)
+                elif info.size:
+                    node[path[-1]] = stand(info.properties.dtype, tuple(info.size), partial(self.read, name))
+                else:
+                    node[path[-1]] = self.read(name, (0, 1)).reshape(())
         found: dict[str, Any] = _listed(tree)
         return found
 

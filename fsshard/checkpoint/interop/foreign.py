@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +137,9 @@ class Opened(ExitStack):
     def stand(self, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
         """Return a tensor on the meta device for one that is read by and by."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
-        self.known(tensor, read)
-        return tensor
-
-    def known(self, tensor: Tensor, read: Callable[[Range], Tensor]) -> None:
-        """Say how the numbers of a tensor on the meta device are read."""
         self._stands.append(tensor)
         self._readers[id(tensor)] = read
+        return tensor
 
 
 def open_tree(path: str | os.PathLike[str], kind: str, *, trust_pickle: bool) -> Opened:
@@ -182,14 +179,14 @@ def open_tree(path: str | os.PathLike[str], kind: str, *, trust_pickle: bool) ->
 def _open_safetensors(opened: Opened, path: Path, trust_pickle: bool) -> None:
     # The Hub's cache holds links, which a checkpoint of ours may not.
     file = opened.enter_context(TensorsFile.open(os.path.realpath(path)))
+
+    def read(key: str, wanted: Range) -> Tensor:
+        return file.read(key, *wanted)
+
     for key, entry in file.entries.items():
         if key in opened.tree:
             raise CorruptCheckpoint(f"{path}: has {key!r}, which another file has too")
-
-        def read(wanted: Range, key: str = key) -> Tensor:
-            return file.read(key, *wanted)
-
-        opened.tree[key] = opened.stand(entry.dtype, entry.shape, read)
+        opened.tree[key] = opened.stand(entry.dtype, entry.shape, partial(read, key))
     opened.tied |= {key: first for key, first in file.metadata.items() if first in file.entries}
 
 
@@ -250,14 +247,7 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if not entry.is_dir():
             os.close(open_regular(path / entry.name, follow=True))
-    directory = DcpDirectory(path)
-    opened.tree = directory.tree
-    for tensor, name in directory.stands:
-
-        def read(wanted: Range, name: str = name) -> Tensor:
-            return directory.read(name, wanted)
-
-        opened.known(tensor, read)
+    opened.tree = DcpDirectory(path).tree(opened.stand)
 
 
 def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:

@@ -19,6 +19,7 @@ import pytest
 from fsshard.checkpoint.format import directory as module
 from fsshard.checkpoint.format.directory import CheckpointTarget, latest, newest_ordinal, resolve
 from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin, read_index
+from fsshard.checkpoint.format.pieces import INDEX_FILE
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -33,7 +34,7 @@ def write(folder: Path, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00
     index = Index(
         f"{ordinal:032x}", ordinal, saved_at, origin, {DATA: FileEntry(len(data), 0)}, {}, ModelInfo({}, {}, {})
     )
-    (folder / module.INDEX).write_bytes(index.to_json())
+    (folder / INDEX_FILE).write_bytes(index.to_json())
 
 
 def save(path: Any, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00") -> Path:
@@ -143,7 +144,7 @@ def start_two(path: Path) -> None:
 
 def start_damaged(path: Path) -> None:
     save(path, 2), save(path, 1)
-    (path / module.INDEX).unlink()
+    (path / INDEX_FILE).unlink()
 
 
 def start_moved(path: Path) -> None:
@@ -619,8 +620,8 @@ def test_the_latest_is_the_newest_whole_one(tmp_path: Path, warned: Callable[[],
     assert warned() == []
     save(tmp_path / "9", 9), save(tmp_path / "8", 8), save(tmp_path / "7", 7), (tmp_path / "logs").mkdir()
     (tmp_path / "9" / DATA).write_bytes(b"short")
-    (tmp_path / "8" / module.INDEX).write_bytes(b"{")
-    (tmp_path / "7" / module.INDEX).unlink()
+    (tmp_path / "8" / INDEX_FILE).write_bytes(b"{")
+    (tmp_path / "7" / INDEX_FILE).unlink()
     assert latest(tmp_path) == tmp_path / "c"
     told = warned()
     assert [text.partition(" is not a complete")[0] for text in told] == [
@@ -632,7 +633,7 @@ def test_the_latest_is_the_newest_whole_one(tmp_path: Path, warned: Callable[[],
 def test_a_count_of_saves_that_lost_a_bit_does_not_win(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     for number in (1, 2, 3):
         save(tmp_path / f"step-{number}", number)
-    index = tmp_path / "step-2" / module.INDEX
+    index = tmp_path / "step-2" / INDEX_FILE
     text = index.read_bytes()
     index.write_bytes(text.replace(b'"ordinal":2', b'"ordinal":6'))
     assert latest(tmp_path) == tmp_path / "step-3" and newest_ordinal(tmp_path) == 3
@@ -657,14 +658,14 @@ def test_what_is_loaded_where_a_save_was_cut_short(tmp_path: Path, warned: Calla
     save(path, 1), save(path, 2)
     (path / DATA).unlink()
     assert resolve(path) == path and warned() == [], "loading names the file"
-    (path / module.INDEX).write_bytes(b"{")
+    (path / INDEX_FILE).write_bytes(b"{")
     with pytest.raises(CorruptCheckpoint, match="not valid JSON"):  # something happened to it: not older numbers
         resolve(path)
-    (path / module.INDEX).unlink()
+    (path / INDEX_FILE).unlink()
     assert resolve(path) == path.with_name("last.previous")
     assert warned()[0].startswith(f"loading {path}.previous instead of {path}: ")
     (path.with_name("last.previous") / DATA).unlink()
-    with pytest.raises(CorruptCheckpoint, match=module.INDEX):
+    with pytest.raises(CorruptCheckpoint, match=INDEX_FILE):
         resolve(path)
     with pytest.raises(CheckpointError, match="is a file"):
         resolve(_file(tmp_path / "x"))
