@@ -23,7 +23,7 @@ from fsshard.checkpoint.format.pieces import INDEX_FILE, RANK_FILE, Range
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["KINDS", "Opened", "foreign", "memory_of", "open_tree"]
+__all__ = ["KINDS", "Opened", "check_plain", "foreign", "memory_of", "open_tree"]
 
 KINDS = ("safetensors", "hf", "torch", "dcp", "neuralop")
 
@@ -114,11 +114,7 @@ class Opened(ExitStack):
             return reader((start, stop))
         if tensor.is_meta:
             raise CorruptCheckpoint(f"{self.path}: a tensor on the meta device, which has no numbers")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            what = f"{tensor.dtype}, {tensor.layout}"
-            raise CheckpointError(
-                f"{self.path}: a tensor of {what}; only plain ones are read: save it as such (tensor.to_dense())"
-            )
+        check_plain(self.path, tensor)
         return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[start:stop].clone()
 
     def value(self, node: Any) -> Any:
@@ -292,6 +288,13 @@ def _check_archive(path: Path) -> None:
         raise CorruptCheckpoint(f"{path}: no sound archive: {error}") from None
     if compressed:
         raise CorruptCheckpoint(f"{path}: a compressed archive; torch.save writes none: it could unfold without end")
+
+
+def check_plain(path: Path, tensor: Tensor) -> None:
+    """Raise for a tensor that is sparse or quantized."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
+        raise CheckpointError(f"{path}: {what}; only plain ones are read: save it as such (tensor.to_dense())")
 
 
 def memory_of(tensor: Tensor) -> Any:

@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
@@ -31,7 +30,7 @@ from fsshard.checkpoint.format.index import (
 from fsshard.checkpoint.format.pieces import Range, rank_file
 from fsshard.checkpoint.format.tensors_file import write
 from fsshard.checkpoint.format.tree import encode
-from fsshard.checkpoint.interop.foreign import KINDS, Opened, foreign, memory_of, open_tree
+from fsshard.checkpoint.interop.foreign import KINDS, Opened, check_plain, foreign, memory_of, open_tree
 from fsshard.checkpoint.interop.foreign_names import (
     NumberedState,
     as_this_torch,
@@ -473,10 +472,9 @@ def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any])
 
 
 def _info(path: Path, name: str, tensor: Tensor) -> TensorInfo:
-    if tensor.dtype not in STORED or tensor.layout is not torch.strided:
-        raise CheckpointError(
-            f"{path}: {name} is of {tensor.dtype}, {tensor.layout}; known are {', '.join(map(dtype_name, STORED))}"
-        )
+    check_plain(path, tensor)
+    if tensor.dtype not in STORED:
+        raise CheckpointError(f"{path}: {name} is of {tensor.dtype}; known are {', '.join(map(dtype_name, STORED))}")
     shape, numel = tuple(tensor.shape), tensor.numel()
     pieces = (Piece(FILE, name, 0, numel),) if numel else ()
     return TensorInfo(dtype_name(tensor.dtype), shape, pieces)

@@ -101,7 +101,7 @@ def test_what_does_not_end_is_refused(tmp_path: Path, what: str, trust_pickle: b
 def test_tensors_that_are_no_plain_ones(tmp_path: Path, tensor: torch.Tensor) -> None:
     for value in ({"model": {"w": tensor}}, {"model": STATE, "graph": [tensor]}):
         torch.save(value, tmp_path / "it.pt")
-        with pytest.raises(CheckpointError, match=r"torch\.float32, torch\.sparse_coo; (known are|only plain ones)"):
+        with pytest.raises(CheckpointError, match=r"a tensor of torch\.sparse_coo; only plain ones are read"):
             import_checkpoint(tmp_path / "it.pt", tmp_path / "ours")
     assert os.listdir(tmp_path) == ["it.pt"]
 
