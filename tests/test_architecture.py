@@ -447,6 +447,9 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/portability/test_any_to_any.py": [
         "fsshard/checkpoint/loading.py",
     ],
+    "tests/sharded/test_optimizer_step.py": [
+        "fsshard/backends/none.py",
+    ],
     "tests/sharded/test_memory_report.py": [
         "fsshard/simulation/memory_tracker.py",
     ],

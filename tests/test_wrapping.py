@@ -31,8 +31,6 @@ from fsshard.errors import (
 from tests.models import Net, batch, net
 from tests.training_runs import DISTRIBUTED, differences, ranks_of
 
-CPU_MESH = "cpu"
-
 
 class OnGpu(nn.Parameter):
     """Says that it is on a GPU, on machines that have none."""

@@ -90,21 +90,6 @@ def test_one_optimizer_over_several_dtypes(ranks: Any) -> None:
         assert "implementation='native'" in str(error)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
-def steps(run: Run, model: Any, optimizer: Any, numbers: range) -> list[float]:
-    losses = []
-    for number in numbers:
-        generator = torch.Generator().manual_seed(7 * number + dist.get_rank())
-        loss = model(torch.randn(5, 6, generator=generator)).abs().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
-
-
 # ------------------------------------------------------------------------------------------------ which one
 
 

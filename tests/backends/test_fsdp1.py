@@ -10,7 +10,7 @@ from torch import nn
 
 import fsshard
 from tests.models import net
-from tests.training_runs import DISTRIBUTED, Run, compare
+from tests.training_runs import DISTRIBUTED
 
 
 def job_raw(tensorfied: bool) -> str:
@@ -91,12 +91,6 @@ def job_unsharded_on_one_rank() -> tuple[float, float]:
 def test_one_rank(ranks: Any) -> None:
     one, other = ranks.run(job_unsharded_on_one_rank, 1)[0]
     assert one == other
-
-
-@pytest.mark.parametrize("case", ["zero_dim"])
-def test_scalar_parameters(ranks: Any, case: str) -> None:
-    """FSDP1 and FSDP2 refuse 0-dim parameters; they travel as vectors of one element."""
-    assert ranks.run(compare, 2, [Run(case, backend) for backend in DISTRIBUTED]) == [[], []]
 
 
 class Frozen(nn.Module):

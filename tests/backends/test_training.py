@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
 from tests.models import Spectral, batch
+from tests.optimizers import average
 from tests.training_runs import differences
 
 ENGINES: tuple[dict[str, Any], ...] = (
@@ -64,19 +64,12 @@ def preferences(model: Any, module: Adapted, number: int, reference_grad: bool) 
     return (policy - reference).square().mean()
 
 
-def averaged(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-
 def bare(head: bool, reference_grad: bool) -> dict[str, Tensor]:
     module = adapted(head)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
     for number in range(4):
         preferences(module, module, number, reference_grad).backward()
-        averaged(module)
+        average(module)
         optimizer.step()
         optimizer.zero_grad()
     return module.state_dict()
@@ -131,7 +124,7 @@ def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, T
                 parameter.requires_grad_(number in (3, 5))
         model(batch(number)).square().mean().backward()
         if engine is None:
-            averaged(module)
+            average(module)
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())

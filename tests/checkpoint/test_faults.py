@@ -183,12 +183,6 @@ def no_generators(index: dict[str, Any]) -> None:
     index["rng"]["per_rank"][1] = {"torch": 3, "was": index["rng"]["per_rank"][1]}
 
 
-def _set(index: dict[str, Any], value: Any, *keys: Any) -> None:
-    for key in keys[:-1]:
-        index = index[key]
-    index[keys[-1]] = value
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "missing": (lambda p: (p / RANK_1).unlink(), rf"{RANK_1}: missing; it holds model/", {}),
     "missing-0": (lambda p: (p / RANK_0).unlink(), rf"{RANK_0}: missing; it holds model/", {}),

@@ -378,15 +378,6 @@ def test_a_parameter_with_hooks_is_no_replacement() -> None:
     assert torch.equal(model.w, before)
 
 
-def test_replacing_under_an_engine_is_refused() -> None:
-    """fully_shard puts a subclass of its own on the module, which a replacement must not take off."""
-    model = tensorfy(ComplexAffine())
-    model.__class__ = type("FSDPComplexAffine", (type(model),), {})
-    with pytest.raises(ModelError, match="'w' cannot be replaced now: an engine has sharded FSDPComplexAffine"):
-        model.w = number(4, 4)
-    assert type(model).__name__ == "FSDPComplexAffine" and model.w.is_complex()
-
-
 def through_pickle(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
@@ -485,15 +476,6 @@ def test_channels_last() -> None:
         model.to(memory_format=torch.channels_last)
     assert flat.weight.stride() == native.weight.stride()
     assert torch.equal(flat.weight, native.weight)
-
-
-def test_functions_applied_to_every_module() -> None:
-    def initialise(module: nn.Module) -> None:
-        if isinstance(module, ComplexAffine):
-            nn.init.constant_(module.w, 0.5)
-
-    model = tensorfy(ZOO["tied"].build()).apply(initialise)
-    assert torch.equal(model.first.w, torch.full((4, 4), 0.5 + 0j))
 
 
 @pytest.fixture

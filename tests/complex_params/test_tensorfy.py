@@ -73,12 +73,6 @@ def test_untensorfy_restores_everything(name: str) -> None:
     train(model, name)  # no hook is left
 
 
-def test_values_trained_while_tensorfied_stay() -> None:
-    native, model = ZOO["odd_first"].build(), tensorfy(ZOO["odd_first"].build())
-    train(native, "odd_first"), train(model, "odd_first")
-    assert equal(weights(untensorfy(model)), weights(native))
-
-
 @pytest.mark.parametrize("name", COMPLEX)
 def test_twice_is_once(name: str) -> None:
     model = tensorfy(ZOO[name].build())

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -84,11 +83,6 @@ def tensors() -> dict[str, Any]:
         "list": [base[0], (base[1],)],
         "complex": torch.complex(base[:1], base[1:2]),
     }
-
-
-def threads_in_use() -> int:
-    dist.all_reduce(torch.ones(1))
-    return threading.active_count() if not os.path.isdir("/proc/self/task") else len(os.listdir("/proc/self/task"))
 
 
 def rank_one_raises_while_the_others_wait() -> None:
@@ -303,14 +297,6 @@ def test_tensors_come_back_as_copies_of_their_own(ranks: RankPool) -> None:
         assert not any(tensor.is_shared() for tensor in (parameter, pair.left, result["complex"]))
 
 
-def test_groups_of_past_jobs_do_not_pile_up(ranks: RankPool) -> None:
-    ranks.run(threads_in_use, 2), ranks.run(threads_in_use, 2), ranks.run(threads_in_use, 2)
-    before = ranks.run(threads_in_use, 2)
-    for _ in range(40):
-        after = ranks.run(threads_in_use, 2)
-    assert max(after) <= max(before) + 3  # one group's threads, at most
-
-
 def test_a_ddp_model_that_outlives_its_job_does_not_lock_up_the_worker(ranks: RankPool) -> None:
     ranks.run(trains_under_ddp, 2)
     workers = [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
@@ -469,29 +455,6 @@ def test_no_ranks_while_a_main_script_is_being_imported(monkeypatch: pytest.Monk
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(LaunchError, match="__main__"):
         RankPool().run(summed, 1, 0.0)
-
-
-SCRIPT = """
-from fsshard.launching.pool import RankPool
-def job():
-    pass
-with RankPool() as pool:
-    pool.run(job, 1)
-"""
-
-
-def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(text)
-    words, root = [sys.executable, "script.py"], str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.long
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    done = run_script(tmp_path, SCRIPT)
-    assert done.returncode == 1 and 'put the call under: if __name__ == "__main__":' in done.stderr
-    assert "rank 0 failed with exit code 1: while it started" in done.stderr.splitlines()[-1]
 
 
 # Deaths and hangs ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from fsshard.errors import LaunchError
 from fsshard.launching.outcome import Failure
-from fsshard.launching.supervisor import Heard, Supervisor, check_importable
+from fsshard.launching.supervisor import Heard, Supervisor
 from tests.forked import forking
 
 
@@ -100,9 +100,3 @@ def test_what_cannot_be_pickled_starts_nothing(supervisor: Supervisor) -> None:
     with forking(forks=False), pytest.raises(LaunchError, match="cannot be pickled"):
         supervisor.start(0, say, (threading.Lock(),))
     assert supervisor.ranks == []
-
-
-def test_functions_of_functions_are_refused() -> None:
-    check_importable(say)
-    with pytest.raises(LaunchError, match="cannot be pickled; spawned ranks import it by name"):
-        check_importable(lambda: None)

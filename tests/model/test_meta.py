@@ -20,14 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsshard
 from fsshard.errors import ModelError
 from fsshard.launching.pool import RankPool
-from tests.training_runs import DISTRIBUTED, call, differences, zoo
+from tests.training_runs import DISTRIBUTED, call, differences, ranks_of, zoo
 
 ALL = (*DISTRIBUTED, "none")
 CASES = ("tied", "buffered", "tfno_tucker", "zero_dim", "t5", "conv_batchnorm", "frozen")
-
-
-def ranks_for(backend: str) -> int:
-    return 1 if backend == "none" else 2
 
 
 def on_meta(case: str) -> nn.Module:
@@ -84,7 +80,7 @@ def job_from_state_dict(case: str, backend: str) -> dict[str, list[str]]:
     ("case", "backend"), [*itertools.product(["tied", "tfno_tucker", "t5", "conv_batchnorm"], ALL)]
 )
 def test_from_a_state_dict(ranks: RankPool, case: str, backend: str) -> None:
-    for found in ranks.run(job_from_state_dict, ranks_for(backend), case, backend):
+    for found in ranks.run(job_from_state_dict, ranks_of(backend), case, backend):
         assert found == {"everywhere": [], "from rank 0": []}
 
 
@@ -125,7 +121,7 @@ def reset_all(module: nn.Module) -> None:
 @pytest.mark.parametrize("init", ["reset_parameters", reset_all], ids=["name", "function"])
 @pytest.mark.parametrize("backend", ALL)
 def test_by_reset_parameters(ranks: RankPool, backend: str, init: object) -> None:
-    results = ranks.run(job_reset, ranks_for(backend), backend, init)
+    results = ranks.run(job_reset, ranks_of(backend), backend, init)
     for state, table, finite in results:
         assert finite == [True] and torch.equal(table, torch.arange(4.0))
         assert not list(differences(results[0][0], state))  # ranks with other seeds hold rank 0's numbers
@@ -202,7 +198,7 @@ def whole(model: Any) -> Iterable[Any]:
 @pytest.mark.parametrize("what", LEFT_ALONE)
 def test_what_an_init_leaves_alone_is_named(ranks: RankPool, tmp_path: Path, backend: str, what: str) -> None:
     """At the first forward, and where numbers would be handed out or saved."""
-    for told in ranks.run(job_left_alone, ranks_for(backend), backend, what, str(tmp_path)):
+    for told in ranks.run(job_left_alone, ranks_of(backend), backend, what, str(tmp_path)):
         assert len(told) == 4 and len(set(told)) == 1
         assert all(text in told[0] for text in (*LEFT_ALONE[what][1], *LEFT_ALONE[what][2]))
     assert list(tmp_path.iterdir()) == []
@@ -257,7 +253,7 @@ def test_an_init_may_assign_new_parameters(ranks: RankPool, backend: str) -> Non
         "two.weight": torch.arange(16.0).view(4, 4).t(),
         "two.table": torch.arange(4.0),
     }
-    for state, facts in ranks.run(job_assigned, ranks_for(backend), backend):
+    for state, facts in ranks.run(job_assigned, ranks_of(backend), backend):
         assert list(differences(expected, state)) == []
         assert facts == [True, True, True, ["scale"]]
 
@@ -290,7 +286,7 @@ def job_drawn(backend: str, policy: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", [{Parent}, None], ids=["units", "one unit"])
 def test_numbers_are_drawn_alike_under_every_backend(ranks: RankPool, policy: Any) -> None:
-    found = {backend: ranks.run(job_drawn, ranks_for(backend), backend, policy) for backend in ALL}
+    found = {backend: ranks.run(job_drawn, ranks_of(backend), backend, policy) for backend in ALL}
     expected = found["none"][0]
     assert torch.equal(expected["1.two.bias"], torch.full((4,), 0.25))  # parents come after their children
     for states in found.values():
@@ -395,7 +391,7 @@ def job_transformer(name: str, backend: str, init: str) -> tuple[str, list[str]]
     [*(("llama", backend, "its own") for backend in ALL), ("llama", "fsdp2", "constants"), ("bert", "fsdp", "its own")],
 )
 def test_a_transformer_starts_from_a_checkpoint(ranks: RankPool, name: str, backend: str, init: str) -> None:
-    assert not any(told or found for told, found in ranks.run(job_transformer, ranks_for(backend), name, backend, init))
+    assert not any(told or found for told, found in ranks.run(job_transformer, ranks_of(backend), name, backend, init))
 
 
 def test_constants_that_no_state_dict_has_are_named_as_such(ranks: RankPool) -> None:
@@ -453,6 +449,3 @@ def test_no_rank_holds_the_whole_model(ranks: RankPool, backend: str, way: str) 
         unit = whole / 12
         # Its half, and a unit or a parameter on the way: whole, flattened or padded, received and copied.
         assert whole / 2 <= peak <= whole / 2 + 4 * unit
-
-
-# ------------------------------------------------------------------------------------------------ refusals

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ import fsshard
 from fsshard.errors import ModelError, OptimizerError, RankMismatch
 from tests.models import Spectral, batch, net, two_heads
 from tests.training_runs import DISTRIBUTED, differences
-
-Loop = Callable[[Any, Any], list[Any]]
 
 
 def start(backend: str, module: nn.Module | None = None, **settings: Any) -> tuple[Any, Any]:

@@ -17,7 +17,6 @@ from tests.portability import runs
 
 WORLDS = (1, 2, 3, 4)
 SAVERS = [(backend, world) for world in WORLDS for backend in runs.SHARDED] + [("none", 1)]
-LOADERS = SAVERS
 
 
 @pytest.fixture(scope="module")

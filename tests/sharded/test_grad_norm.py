@@ -13,8 +13,8 @@ import fsshard
 from fsshard.backends.whole import gather_grads
 from tests.models import batch, net
 from tests.optimizers import average
-from tests.sharded.training import ALL, ranks_for
-from tests.training_runs import DISTRIBUTED, lost_by_saving
+from tests.sharded.training import ALL
+from tests.training_runs import DISTRIBUTED, lost_by_saving, ranks_of
 
 
 def job_norm(backend: str, norm_type: float) -> tuple[float, float]:
@@ -40,7 +40,7 @@ def test_norm_counts_complex_numbers(ranks: Any, backend: str, norm_type: float)
 
     1e-5: torch sums in float32 over some hundred numbers, and 0.5 takes the square of a sum.
     """
-    ours = ranks.run(job_norm, ranks_for(backend), backend, norm_type)
+    ours = ranks.run(job_norm, ranks_of(backend), backend, norm_type)
     assert len({value for value, _ in ours}) == 1
     assert ours[0][0] == pytest.approx(ours[0][1], rel=1e-5)
 

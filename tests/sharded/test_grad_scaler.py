@@ -14,13 +14,9 @@ import fsshard
 from fsshard.errors import OptimizerError, RankMismatch
 from fsshard.launching.pool import RankPool
 from tests.models import batch, net
-from tests.training_runs import DISTRIBUTED
+from tests.training_runs import DISTRIBUTED, ranks_of
 
 ALL = (*DISTRIBUTED, "none")
-
-
-def ranks_for(backend: str) -> int:
-    return 1 if backend == "none" else 2
 
 
 def weights(model: fsshard.ShardedModule) -> torch.Tensor:
@@ -54,8 +50,8 @@ def job_overflow(backend: str, where: int, explicit: bool) -> list[Any]:
 @pytest.mark.parametrize("explicit", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("backend", ALL)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, backend: str, explicit: bool) -> None:
-    where = ranks_for(backend) - 1
-    results = ranks.run(job_overflow, ranks_for(backend), backend, where, explicit)
+    where = ranks_of(backend) - 1
+    results = ranks.run(job_overflow, ranks_of(backend), backend, where, explicit)
     for *found, values in results:
         assert found == [(1024.0, True), (512.0, False), (512.0, True), (1024.0, True)]
         assert torch.equal(values, results[0][-1]) and torch.isfinite(values).all()
@@ -84,7 +80,7 @@ def job_two_optimizers(backend: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_several_optimizers(ranks: RankPool, backend: str) -> None:
-    for result in ranks.run(job_two_optimizers, ranks_for(backend), backend):
+    for result in ranks.run(job_two_optimizers, ranks_of(backend), backend):
         assert result == [False, True, 32.0]
 
 
@@ -149,7 +145,7 @@ def job_plain_scaler(backend: str) -> str:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_torchs_own_scaler_is_refused_where_ranks_could_disagree(ranks: RankPool, backend: str) -> None:
-    for told in ranks.run(job_plain_scaler, ranks_for(backend), backend):
+    for told in ranks.run(job_plain_scaler, ranks_of(backend), backend):
         assert ("use fsshard.GradScaler(model)" in told) == (backend not in ("none", "ddp"))
 
 

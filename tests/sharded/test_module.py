@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import Tensor
 
 import fsshard
 from fsshard.errors import FsshardError, OptimizerError
-from fsshard.torch_private.fsdp1 import handle_of, let_go
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
 from tests.parity.bare import average
-from tests.sharded.training import ALL, ranks_for, train, trained
-from tests.training_runs import DISTRIBUTED, differences, lost_by_saving
+from tests.sharded.training import ALL, train, trained
+from tests.training_runs import DISTRIBUTED, differences, lost_by_saving, ranks_of
 
 # ------------------------------------------------------------------------------------------------ what it is
 
@@ -46,12 +43,12 @@ def job_attributes(backend: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ALL)
 def test_attributes_fall_through(ranks: Any, backend: str) -> None:
     name, is_net, linear, width, written, custom, units, head, nonsense = ranks.run(
-        job_attributes, ranks_for(backend), backend
+        job_attributes, ranks_of(backend), backend
     )[0]
     assert (name, is_net, linear, width, written, custom, nonsense) == (backend, True, "Linear", 4, 7, 7, False)
     assert units == ["", "middle.0", "middle.1"]
     whose = " (FairScale 0.4.13, patched)" if backend == "fairscale" else ""
-    assert head.startswith(f"backend {backend!r}{whose} on {ranks_for(backend)} rank")
+    assert head.startswith(f"backend {backend!r}{whose} on {ranks_of(backend)} rank")
 
 
 def job_names(backend: str) -> tuple[list[Any], list[Any], list[str]]:
@@ -64,7 +61,7 @@ def job_names(backend: str) -> tuple[list[Any], list[Any], list[str]]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_named_parameters_are_the_original_ones(ranks: Any, backend: str) -> None:
-    for want, got, buffers in ranks.run(job_names, ranks_for(backend), backend):
+    for want, got, buffers in ranks.run(job_names, ranks_of(backend), backend):
         assert got == want
         assert buffers == ["steps"]
 
@@ -85,7 +82,7 @@ def job_copies(backend: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_copying_and_casting_say_what_to_do(ranks: Any, backend: str) -> None:
-    copied, pickled, cast, laid = ranks.run(job_copies, ranks_for(backend), backend)[0]
+    copied, pickled, cast, laid = ranks.run(job_copies, ranks_of(backend), backend)[0]
     assert "state_dict()" in copied and "state_dict()" in pickled
     assert "before fsshard.wrap" in cast and "memory_format" in laid
 
@@ -117,7 +114,7 @@ def job_full(backend: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ALL)
 def test_full_parameters(ranks: Any, backend: str) -> None:
     reference = [(n, tuple(p.shape), p.dtype) for n, p in net().named_parameters()]
-    for same, seen, names, refused, kept, losses in ranks.run(job_full, ranks_for(backend), backend):
+    for same, seen, names, refused, kept, losses in ranks.run(job_full, ranks_of(backend), backend):
         assert (same, seen, names, refused, kept) == ([], True, reference, True, [True, 5.0])
         assert all(loss == loss for loss in losses)
 
@@ -160,7 +157,7 @@ def job_flag(backend: str) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_ddps_attribute_is_no_sync(ranks: Any, backend: str) -> None:
-    size = ranks_for(backend)
+    size = ranks_of(backend)
     assert ranks.run(job_flag, size, backend) == [([], False)] * size
 
 
@@ -181,7 +178,7 @@ def job_writes(backend: str) -> int:
 @pytest.mark.parametrize("backend", ALL)
 def test_attribute_writes_reach_the_units(ranks: Any, backend: str) -> None:
     """FSDP1 swallows ``fno_blocks.n_modes = ...``: its wrapper takes the write that is meant for the convolution."""
-    assert ranks.run(job_writes, ranks_for(backend), backend)[0] == 4
+    assert ranks.run(job_writes, ranks_of(backend), backend)[0] == 4
 
 
 # ------------------------------------------------------------------------------------------------ views of parameters
@@ -248,21 +245,7 @@ def job_drops_one(backend: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_a_gradient_that_is_dropped_by_hand_moves_nothing(ranks: Any, backend: str, tmp_path: Any) -> None:
-    assert set(map(tuple, ranks.run(job_drops_one, ranks_for(backend), backend, str(tmp_path / "saved")))) == {()}
-
-
-def job_torch_clipping(backend: str) -> tuple[float, float]:
-    model = fsshard.wrap(net(), backend=backend)
-    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    model(batch(0)).square().mean().backward()
-    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), float(model.clip_grad_norm_(1e9))
-
-
-def test_flat_shards_refuse_what_they_cannot_show(ranks: Any) -> None:
-    """FSDP1: a gradient that reads as None would be skipped in silence."""
-    for error in ranks.run_expecting_errors(job_torch_clipping, 2, "fsdp"):
-        assert isinstance(error, FsshardError) and "model.clip_grad_norm_" in str(error)
+    assert set(map(tuple, ranks.run(job_drops_one, ranks_of(backend), backend, str(tmp_path / "saved")))) == {()}
 
 
 # ------------------------------------------------------------------------------------------------ saving themselves
@@ -309,31 +292,8 @@ def job_drops(backend: str, kind: str) -> list[str]:
     return known.left()
 
 
-def job_drops_raw(kind: str) -> tuple[int, list[str]]:
-    real = net()
-    real.middle = nn.ModuleList([nn.Linear(6, 6)])
-    model = FullyShardedDataParallel(real, use_orig_params=True, device_id=torch.device("cpu"))
-    flat = weakref.ref(handle_of(model).flat_param)
-    known = Known(**{name.replace(".", " "): parameter for name, parameter in model.named_parameters()})
-    run_pass(model, kind)
-    dist.barrier()
-    del model, real
-    left = len(known.left())
-    found: Any = flat()
-    let_go(found)
-    found.__dict__.clear()  # with the modules that it knows, and so that none of this stays in the pool
-    del found
-    return left, known.left()
-
-
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_a_dropped_model_is_freed(ranks: Any, backend: str, kind: str) -> None:
     """With its shards, whatever it was in the middle of."""
     assert ranks.run(job_drops, 2, backend, kind) == [[], []]
-
-
-@pytest.mark.parametrize("kind", ["no gradient", "forward", "broken"])
-def test_raw_fsdp1_is_not_freed(ranks: Any, kind: str) -> None:
-    """Its flat parameter and what it shows of that keep each other in C++, where no collector looks (torch 2.13)."""
-    assert ranks.run(job_drops_raw, 2, kind) == [(6, []), (6, [])]

@@ -13,15 +13,11 @@ import torch
 from torch import nn
 
 import fsshard
-from fsshard.errors import OptimizerError, StaleParameter, StateDictError, UnsupportedByBackend
+from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from tests.models import Net, batch, net, two_heads
-from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, wrapped
+from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, ranks_of, wrapped
 
 ALL = (*DISTRIBUTED, "none")
-
-
-def ranks_for(backend: str) -> int:
-    return 1 if backend == "none" else 2
 
 
 def step(model: Any, optimizer: Any, number: int = 0) -> float:
@@ -66,7 +62,7 @@ def job_hand_over(backend: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_a_live_optimizer_is_repointed(ranks: Any, backend: str) -> None:
-    for found, kept, used in ranks.run(job_hand_over, ranks_for(backend), backend):
+    for found, kept, used in ranks.run(job_hand_over, ranks_of(backend), backend):
         assert found == []
         assert kept == [
             {"lr": 0.01, "weight_decay": 0.01, "betas": (0.8, 0.95)},
@@ -142,19 +138,8 @@ def job_foreign(backend: str, when: str) -> str:
 @pytest.mark.parametrize("backend", ALL)
 def test_a_plain_optimizer_over_managed_parameters_raises(ranks: Any, backend: str, when: str) -> None:
     """Otherwise it would update stale parameters, or one shard by its local gradient, and say nothing."""
-    for message in ranks.run(job_foreign, ranks_for(backend), backend, when):
+    for message in ranks.run(job_foreign, ranks_of(backend), backend, when):
         assert "fsshard.build_optimizer" in message
-
-
-def job_captured() -> None:
-    module = net()
-    weight = module.middle[0].weight
-    fsshard.wrap(module, backend="ddp")
-    (weight.real.sum()).backward()
-
-
-def test_a_captured_complex_parameter_raises_in_backward(ranks: Any) -> None:
-    assert all(isinstance(error, StaleParameter) for error in ranks.run_expecting_errors(job_captured, 2))
 
 
 def job_algorithm(backend: str, name: str) -> str:

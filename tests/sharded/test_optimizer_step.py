@@ -1,4 +1,7 @@
-"""What an optimizer sees in its step: parts cut as kernels round, and gradients that a closure makes."""
+"""What an optimizer sees in its step: parts cut as kernels round, and gradients that a closure makes.
+
+Tests fsshard/backends/none.py too.
+"""
 
 from __future__ import annotations
 
@@ -141,14 +144,10 @@ def test_a_closure_sees_the_weights_as_they_are(ranks: Any, backend: str, name: 
     assert ranks.run(job_closure, size, backend, name, settings) == [[]] * size
 
 
-def job_sam(backend: str) -> list[str]:
-    return job_closure(backend, "Sam", {})
-
-
 @pytest.mark.parametrize("backend", ["ddp", "none"])
 def test_sam(ranks: Any, backend: str) -> None:
     size = 1 if backend == "none" else 2
-    assert ranks.run(job_sam, size, backend) == [[]] * size
+    assert ranks.run(job_closure, size, backend, "Sam", {}) == [[]] * size
 
 
 def job_last_in_closure(backend: str, name: str) -> list[str]:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import signal
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +20,9 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import ConfigurationError, StateDictError
-from tests.forked import run_script
 from tests.memory import LiveBytes
-from tests.models import Spectral, net
-from tests.sharded.training import ALL, ranks_for, trained
+from tests.models import Spectral
+from tests.sharded.training import ALL, trained
 from tests.training_runs import DISTRIBUTED, differences, ranks_of
 from tests.zoo import ZOO
 
@@ -169,16 +166,6 @@ def test_fsdps_context_is_honoured(ranks: Any, backend: str, policy: Any) -> Non
             assert "expected torch's FullStateDictConfig" in told and "fsshard.save" in told
 
 
-def test_torchs_own_context_ends_in_an_error_without_words() -> None:
-    """Around what has no wrapper of FSDP1 (torch 2.13)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        context = FullyShardedDataParallel.state_dict_type(layers(), StateDictType.FULL_STATE_DICT)
-        context.__enter__()
-        with pytest.raises(KeyError, match="None"):
-            context.__exit__(None, None, None)
-
-
 def job_lasting(backend: str) -> tuple[int, str]:
     """Without a context: until it is set to something else."""
     model = fsshard.wrap(layers(), backend=backend)
@@ -302,63 +289,7 @@ def test_modules_read_state_dicts_as_their_code_says(ranks: Any, backends: list[
         assert not found
 
 
-# ------------------------------------------------------------------------------------------ bad input
-
-
-# ------------------------------------------------------------------------------------------ torch alone
-
-RAW = """
-import faulthandler, os, sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel as FSDP, StateDictType
-
-faulthandler.enable()
-torch.set_num_threads(1)
-store, child = sys.argv[1], os.fork()
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(child == 0), world_size=2)
-model = FSDP(torch.nn.Linear(64, 64), device_id=torch.device("cpu"), use_orig_params=sys.argv[2] == "True")
-with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
-    state = model.state_dict()
-print({name: float(value.sum()) for name, value in state.items()}, flush=True)
-os.waitpid(child, 0) if child else os._exit(0)
-"""
-
-
-@pytest.mark.long
-def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
-    """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989)."""
-    outcomes = {
-        True: (-signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
-        False: (1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
-    }
-
-    (script := tmp_path / "raw.py").write_text(RAW)
-    runs = [run_script(script, [str(tmp_path / f"store {given}"), str(given)], {}) for given in outcomes]
-    if all(done.returncode == 0 for done in runs):
-        assert all("{'weight': " in done.stdout and "{}" in done.stdout for done in runs)
-        pytest.skip(f"torch {torch.__version__} has mended it")
-    for done, (status, text) in zip(runs, outcomes.values(), strict=True):
-        assert done.returncode == status, done.stderr
-        assert text in done.stderr
-
-
 # ------------------------------------------------------------------------------------------------ loading
-
-
-def job_state_dict(backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, _ = trained(backend)
-    return model.state_dict(), net().state_dict()
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_state_dict_is_the_models_own(ranks: Any, backend: str) -> None:
-    """Keys, order, dtypes and shapes; values equal on every rank; loads into the bare model."""
-    results = ranks.run(job_state_dict, ranks_for(backend), backend)
-    mine, native = results[0]
-    assert [(k, v.dtype, v.shape) for k, v in mine.items()] == [(k, v.dtype, v.shape) for k, v in native.items()]
-    assert [list(differences(mine, other)) for other, _ in results[1:]] == [[]] * (len(results) - 1)
-    bare = net()
-    bare.load_state_dict(mine)
-    assert list(differences(dict(bare.state_dict()), mine)) == []
 
 
 def job_rank0_only(backend: str) -> tuple[int, int]:
@@ -388,7 +319,7 @@ def job_bad_state(backend: str) -> tuple[list[Any], bool]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_load_lists_what_does_not_fit_and_changes_nothing(ranks: Any, backend: str) -> None:
-    for (missing, unexpected, mismatched, text), unchanged in ranks.run(job_bad_state, ranks_for(backend), backend):
+    for (missing, unexpected, mismatched, text), unchanged in ranks.run(job_bad_state, ranks_of(backend), backend):
         assert missing == ["first.bias"]
         assert unexpected == ["stranger"]
         assert mismatched == {"middle.0.weight": ((6, 6), (2, 2))}
@@ -406,6 +337,6 @@ def job_not_strict(backend: str) -> tuple[list[str], list[str], bool]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_load_not_strict(ranks: Any, backend: str) -> None:
-    missing, unexpected, loaded = ranks.run(job_not_strict, ranks_for(backend), backend)[0]
+    missing, unexpected, loaded = ranks.run(job_not_strict, ranks_of(backend), backend)[0]
     assert "first.weight" in missing and "last.bias" not in missing
     assert (unexpected, loaded) == (["stranger"], True)

@@ -1,4 +1,4 @@
-"""What several tests of wrapped models need: backends, ranks, and a training."""
+"""What several tests of wrapped models need: backends, and a training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from tests.models import batch, net
 from tests.training_runs import DISTRIBUTED
 
 ALL = (*DISTRIBUTED, "none")
-
-
-def ranks_for(backend: str) -> int:
-    return 1 if backend == "none" else 2
 
 
 def trained(backend: str, steps: int = 2, **settings: Any) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:

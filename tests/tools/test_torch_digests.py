@@ -12,8 +12,6 @@ from fsshard.torch_private import registry
 from fsshard.torch_private.registry import Area
 from tools.torch_digests import Change, Ground, Record, compare, ground, main, unsigned, users_of
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_what_we_stand_on_is_as_recorded() -> None:
     found = compare()

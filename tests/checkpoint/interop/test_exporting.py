@@ -212,9 +212,6 @@ def forget_high_water() -> int:
     return high_water()
 
 
-FILES = ("m.safetensors", "m.pt", "m")
-
-
 def job_memory(path: Path) -> list[float]:
     """The bytes that each export takes more, as a share of the parameters' bytes."""
     found = []

@@ -40,7 +40,6 @@ DOUBLE = 1e-13
 SINGLE = 2.0**-20
 """Of numbers of order 1 in float32: sixteen rounding units, for some transforms of up to 2^9 points."""
 
-ADA: dict[str, Any] = {"norm": "ada_in"}
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
     # settings, points, what else: n_modes of a trained operator, or the shape of its output
     "odd sizes, unequal slabs": (TWO, (17, 15), {}),
