@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 2_150,
     "fsshard/complex_params": 2_030,
     "compat": 9_410,
-    "tests": 61_600,
+    "tests": 61_230,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 141
