@@ -62,10 +62,6 @@ def job_refused(what: str) -> None:
         module, settings = module.bfloat16(), {"backend": "ddp", "mixed_precision": "bf16"}
     elif what == "float64 compute":
         settings = {"mixed_precision": fsshard.Precision(param=torch.float64)}
-    elif what == "float64 island":
-        settings = {"mixed_precision": fsshard.Precision(param=torch.bfloat16, island=torch.float64)}
-    elif what == "bf16 island":
-        settings = {"mixed_precision": fsshard.Precision(param=torch.bfloat16, island=torch.bfloat16)}
     elif what == "strategy":
         settings = {"backend": "ddp", "sharding_strategy": "FULL_SHARD"}
     elif what == "strategy type":
@@ -123,12 +119,10 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "float32 of a float64 model": (PrecisionError, "model.float"),
     "bf16 of a bf16 model": (PrecisionError, "stay float32"),
     "float64 compute": (PrecisionError, "param=torch.float64"),
-    "float64 island": (PrecisionError, "leave island=None"),
     "scripted": (ModelError, "the model is compiled by torch.jit"),
     "traced inside": (ModelError, "module '1' is compiled by torch.jit"),
     "no parameters": (ModelError, "no parameters"),
     "two devices": (ModelError, "several devices"),
-    "bf16 island": (PrecisionError, "island"),
     "strategy": (UnsupportedByBackend, "backend='fsdp2' or 'fsdp'"),
     "strategy type": (ConfigurationError, "ShardingStrategy"),
     "hybrid without mesh": (UnsupportedByBackend, "init_device_mesh"),

@@ -111,10 +111,6 @@ def check_precision(plan: Plan, device: torch.device) -> None:
             raise PrecisionError(
                 f"Precision({field}={dtype}): expected torch.bfloat16, torch.float16, torch.float32 or None"
             )
-    if precision.island not in (None, torch.float32):
-        raise PrecisionError(
-            f"Precision(island={precision.island}): modules with complex weights compute in float32; leave island=None"
-        )
     if precision == Precision():
         return
     other = {info.dtype: name for name, info in plan.parameters.items() if _is_number(info.dtype)}

@@ -441,7 +441,7 @@ def _unit(
     norm: bool,
 ) -> Unit:
     fp32 = norm or any(info.name in numbers for info in own)
-    compute = None if precision.is_full else precision.island or torch.float32 if fp32 else precision.param
+    compute = None if precision.is_full else torch.float32 if fp32 else precision.param
     reduce_dtype = precision.reduce if precision.reduce is not None else compute
     return Unit(
         name=name,

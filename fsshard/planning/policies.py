@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import InitVar, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -44,25 +45,31 @@ class Precision:
             or a unit's float32.
         buffer: dtype of floating-point buffers outside of fp32 units. None: the model's own.
         output: dtype of the model's floating-point outputs. None: as they come.
-        island: dtype in which modules compute that own complex weights or are BatchNorms. There is no complex
-            bfloat16, and a complex32 has no matrix product on CPU, so nothing but float32 is accepted.
+        fp32_units: dtype in which modules compute that own complex weights or are BatchNorms: None, or float32 by name.
+            There is no complex bfloat16, and a complex32 has no matrix product on the CPU.
+        island: what ``fp32_units`` was called before 0.1.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     buffer: torch.dtype | None = None
     output: torch.dtype | None = None
-    island: torch.dtype | None = None
+    fp32_units: torch.dtype | None = None
+    island: InitVar[torch.dtype | None] = None
 
-    def __post_init__(self) -> None:
-        for field in ("param", "reduce", "buffer", "output", "island"):
+    def __post_init__(self, island: torch.dtype | None) -> None:
+        if island is not None:
+            told = "fsshard.Precision(island=...) is called fp32_units=; the old word goes with the next release"
+            warnings.warn(told, FutureWarning, stacklevel=3)
+            object.__setattr__(self, "fp32_units", island)
+        for field in ("param", "reduce", "buffer", "output", "fp32_units"):
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise PrecisionError(f"Precision({field}=...) must be a floating-point dtype or None, got {dtype!r}")
-        if self.island is not None and torch.finfo(self.island).bits < 32:
+        if self.fp32_units not in (None, torch.float32):
             raise PrecisionError(
-                f"Precision(island={self.island}) would round complex weights to a dtype without a complex "
-                "counterpart; leave island=None, which keeps modules with complex weights in float32"
+                f"Precision(fp32_units={self.fp32_units}): modules with complex weights, and BatchNorms, compute in "
+                "float32 under every backend; leave fp32_units=None"
             )
 
     @property
@@ -74,7 +81,7 @@ class Precision:
     @property
     def is_full(self) -> bool:
         """Return whether nothing is cast anywhere."""
-        return {self.param, self.reduce, self.buffer, self.output, self.island} <= {None, torch.float32}
+        return {self.param, self.reduce, self.buffer, self.output, self.fp32_units} <= {None, torch.float32}
 
 
 def resolve_precision(value: object) -> Precision:

@@ -258,11 +258,9 @@ def case_dtypes_of_gradients() -> None:
 
 
 def case_precisions() -> None:
-    with refused("leave island=None"):
-        fsshard.wrap(net(), backend="ddp", mixed_precision=fsshard.Precision(island=torch.float64))
-    with refused("leave island=None, which keeps modules with complex weights in float32"):
-        fsshard.wrap(net(), backend="ddp", mixed_precision=fsshard.Precision(island=torch.bfloat16))
-    precision = fsshard.Precision(param=torch.bfloat16, island=None)
+    with refused("leave fp32_units=None"):
+        fsshard.Precision(fp32_units=torch.bfloat16)
+    precision = fsshard.Precision(param=torch.bfloat16, fp32_units=None)
     trains(fsshard.wrap(net(), backend="ddp", mixed_precision=precision))
     with refused("call model.float() before wrap, or leave mixed_precision=None"):
         fsshard.wrap(plain().bfloat16(), backend="ddp", mixed_precision="bf16")

@@ -368,7 +368,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
         ("fp32", Precision()),
         ("bf16", Precision(param=BF16, reduce=FP32, output=FP32)),
         ("fp16", Precision(param=FP16, reduce=FP32, output=FP32)),
-        (Precision(param=BF16, island=FP64), Precision(param=BF16, island=FP64)),
+        (Precision(param=BF16, fp32_units=FP32), Precision(param=BF16, fp32_units=FP32)),
         (MixedPrecision(), Precision()),
         (MixedPrecision(BF16, FP32, FP16), Precision(param=BF16, reduce=FP32, buffer=FP16)),
         (MixedPrecisionPolicy(), Precision()),
@@ -400,14 +400,19 @@ def test_settings_of_torchs_policies_that_would_be_lost_are_refused(value: objec
         resolve_precision(value)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp32_units_stay_at_or_above_float32(dtype: torch.dtype) -> None:
-    with pytest.raises(PrecisionError, match="would round complex weights"):
-        Precision(island=dtype)
-    assert Precision(island=FP32).is_full
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP64, torch.float8_e4m3fn])
+def test_fp32_units_compute_in_float32(dtype: torch.dtype) -> None:
+    with pytest.raises(PrecisionError, match="compute in float32 under every backend; leave fp32_units=None"):
+        Precision(fp32_units=dtype)
+    assert Precision(fp32_units=FP32).is_full
 
 
-@pytest.mark.parametrize("field", ["param", "reduce", "buffer", "output", "island"])
+def test_the_old_word_for_fp32_units_is_taken() -> None:
+    with pytest.warns(FutureWarning, match="is called fp32_units="):
+        assert Precision(island=FP32) == Precision(fp32_units=FP32)
+
+
+@pytest.mark.parametrize("field", ["param", "reduce", "buffer", "output", "fp32_units"])
 @pytest.mark.parametrize("value", [torch.int32, torch.complex64, "bf16", 16])
 def test_precisions_are_floating_point_dtypes(field: str, value: Any) -> None:
     with pytest.raises(PrecisionError, match=rf"Precision\({field}=\.\.\.\) must be a floating-point dtype or None"):
