@@ -516,7 +516,7 @@ class Watchdog:
 
         Raises:
             RuntimeError: the store does not answer.
-        RankMismatch: the rank that decides has died before it could write.
+            RankMismatch: the rank that decides has died before it could write.
         """
         if group not in self._meetings:
             # torch numbers groups anew after some were destroyed, so that a name can come twice.
