@@ -48,7 +48,7 @@ def _settle(number: int) -> None:
     """
     if number == STEPS - 1 and dist.is_initialized() and dist.get_backend() == "nccl":
         assert dist.group.WORLD is not None
-        dist.group.WORLD._get_backend(torch.device("cuda"))._wait_for_pending_works()
+        dist.group.WORLD._wait_for_pending_works()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
