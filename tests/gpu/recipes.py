@@ -43,8 +43,8 @@ STEPS = 6
 def _settle(number: int) -> None:
     """Count the memory of the last step alone, on a GPU.
 
-    DDP makes its buckets anew in the second step, and NCCL keeps the first ones until its watchdog has looked (torch
-    2.13, every 100 ms).
+    DDP makes its buckets anew in the second step, and in a process that has trained before the first ones were seen to
+    live on for some steps (torch 2.11); probably NCCL holds them until its watchdog has looked, every 100 ms.
     """
     if number == STEPS - 1 and dist.is_initialized() and dist.get_backend() == "nccl":
         assert dist.group.WORLD is not None
