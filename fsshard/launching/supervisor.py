@@ -49,7 +49,7 @@ class Supervisor:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that were started and not ended."""
+        """Return those that were started and not ended."""
         return list(self._ranks)
 
     def start(self, rank: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:

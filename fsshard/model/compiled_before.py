@@ -114,7 +114,7 @@ def _compiled(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def _outermost(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that lie in no other."""
+    """Return those that lie in no other."""
     return tuple(
         name
         for name in names

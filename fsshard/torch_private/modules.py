@@ -135,7 +135,7 @@ def is_policy(value: object) -> bool:
 
 
 def classes_of_policy(policy: Any) -> Collection[type[nn.Module]]:
-    """Those that a ModuleWrapPolicy picks; of other policies none."""
+    """Return those that a ModuleWrapPolicy picks; of other policies none."""
     found: Collection[type[nn.Module]] = getattr(policy, _CLASSES, ())
     return found
 
