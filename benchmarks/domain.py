@@ -30,7 +30,7 @@ import fsshard
 from benchmarks.pairs import Step, measure
 from examples.domain_fno import Kept
 from fsshard.parallel import shard_domain
-from fsshard.simulation.fake_ranks import fake_ranks
+from fsshard.simulation.fakes import fake_ranks
 
 GIB, RANKS = 2**30, 16
 MEMORY_TARGET, SENT_TARGET, TIME_TARGET = 1.05, 1.05, 1.25

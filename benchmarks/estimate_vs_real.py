@@ -26,8 +26,7 @@ from fsshard.parity.recipe import Recipe
 from fsshard.planning.text import size
 from fsshard.simulation.estimating import estimate
 from fsshard.simulation.result import Estimate
-from fsshard.simulation.simulation import Job, measure
-from fsshard.simulation.steps import Measured
+from fsshard.simulation.simulation import Job, Measured, measure
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 PEAK, BYTES = 0.03, 0.01

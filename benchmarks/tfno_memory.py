@@ -118,7 +118,7 @@ def main() -> int:
         ]
         print(f"- {samples}: " + ", ".join(f"{n} {peak / 2**30:.3f}" for n, peak in zip(TUTORIAL, peaks, strict=True)))
     if options.plot:
-        from fsshard.simulation.pictures import plot
+        from fsshard.simulation.result import plot
 
         plot([one for name, one in found.items() if name in ("ddp", "fairscale", "fsdp", "fsdp2")], options.plot)
     return 0

@@ -462,21 +462,13 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/simulation/test_estimating.py": [
         "fsshard/cli/estimate.py",
         "fsshard/simulation/collectives.py",
-        "fsshard/simulation/fake_ranks.py",
-        "fsshard/simulation/pictures.py",
         "fsshard/simulation/planned.py",
-        "fsshard/simulation/render.py",
         "fsshard/simulation/result.py",
         "fsshard/simulation/simulation.py",
-        "fsshard/simulation/steps.py",
         "fsshard/simulation/worker.py",
     ],
     "tests/simulation/tuning/test_tuning.py": [
         "fsshard/cli/tune.py",
-        "fsshard/simulation/tuning/evaluator.py",
-        "fsshard/simulation/tuning/pictures.py",
-        "fsshard/simulation/tuning/profile.py",
-        "fsshard/simulation/tuning/render.py",
         "fsshard/simulation/tuning/result.py",
     ],
     "tests/test_wrapping.py": [

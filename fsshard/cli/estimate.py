@@ -81,8 +81,7 @@ def command(
         sizes = sizes if world_size else [math.prod(arguments["mesh"].values())]
     from fsshard.parity.render import check_picture
     from fsshard.simulation.estimating import estimate
-    from fsshard.simulation.pictures import plot
-    from fsshard.simulation.render import overview
+    from fsshard.simulation.result import overview, plot
 
     for name in names:
         backend_class(name, 2)

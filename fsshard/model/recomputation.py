@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
 from fsshard.nested import map_containers
-from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
+from fsshard.planning.plan import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.tensors import lazy_clone, version_of

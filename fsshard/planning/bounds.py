@@ -30,9 +30,8 @@ from typing import NamedTuple
 import torch
 
 from fsshard.planning.plan import Plan
-from fsshard.planning.traffic import sent
 
-__all__ = ["Bounds", "Circumstances", "bounds_of"]
+__all__ = ["Bounds", "Circumstances", "bounds_of", "sent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,3 +195,12 @@ def _scaled(nbytes: int, dtype: torch.dtype | None) -> int:
 
 def _travelling(plan: Plan, nbytes: int) -> int:
     return _scaled(nbytes, plan.precision.reduce_dtype)
+
+
+def sent(kind: str, nbytes: int, ranks: int) -> float:
+    """Return the bytes that a rank has to send at least for a payload of ``nbytes``, on average over the ranks."""
+    share = (ranks - 1) / ranks if ranks else 0.0
+    if kind in ("send", "receive"):
+        return float(nbytes) if kind == "send" else 0.0
+    # An all_reduce is at least a reduce_scatter and an all_gather: each rank sends its share of the payload twice.
+    return nbytes * share * (2.0 if kind == "all_reduce" else 1.0)

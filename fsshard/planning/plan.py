@@ -6,6 +6,7 @@ touching the model, and every backend executes it as it stands; that is why they
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,19 +19,28 @@ from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.policies import (
     Precision,
-    UnitChoice,
     is_container,
+    never_called,
     resolve_blocks,
     resolve_checkpointing,
     resolve_precision,
     resolve_units,
 )
-from fsshard.planning.recomputed_before import recognised
 from fsshard.planning.text import aligned, size, wrapped
-from fsshard.torch_private.modules import BatchNorm
+from fsshard.torch_private.modules import CHECKPOINTED, BatchNorm
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = ["ParameterInfo", "Plan", "Unit", "explain_plan", "make_plan", "plan"]
+__all__ = [
+    "ParameterInfo",
+    "Plan",
+    "RecomputingForward",
+    "Unit",
+    "explain_plan",
+    "is_fairscale_forward",
+    "make_plan",
+    "plan",
+    "recomputed_by",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +128,7 @@ class Plan:
         return tuple(sorted((u.name for u in self.units[1:]), key=lambda name: -name.count(".")))
 
     def explain(self) -> str:
-        """The plan as a table for people: unit, bytes, share, dtypes and why; then ties, recomputed blocks, and what
-        was not taken."""
+        """Return a table of the units, and below it ties, recomputed blocks and what cannot be a unit."""
         return explain_plan(self)
 
 
@@ -189,13 +198,13 @@ def make_plan(
     names = {id(module): name for name, module in model.named_modules()}
     owners = _complex_owners(model, slots)
     precision = resolve_precision(mixed_precision)
-    choices = resolve_units(model, auto_wrap_policy, owners)
+    picked = resolve_units(model, auto_wrap_policy, owners)
     if not precision.is_full:
-        choices += _fp32_units(model, owners, {choice.module for choice in choices})
-    choices = [choice for choice in choices if choice.module is not model]
+        for module, reason in _fp32_units(model, owners).items():
+            picked.setdefault(module, reason)
     ties = _ties(slots)
     leaks = _leaking(model, ties)
-    kept, dropped = _keep(model, choices, names, leaks, mixed=not precision.is_full)
+    kept, dropped = _keep(model, picked, names, leaks, mixed=not precision.is_full)
     kept = _split_dtypes(model, kept, names, leaks)
     recomputed, before = _recomputed(model, activation_checkpointing, kept)
     made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped, precision)
@@ -205,15 +214,15 @@ def make_plan(
 def _recomputed(
     model: nn.Module, activation_checkpointing: object, units: Mapping[nn.Module, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The blocks to recompute, and those that the user has seen to; both by name, outermost only, with the reason."""
+    """Return the blocks to recompute, and those that recompute already; by name, outermost only, with the reason."""
     policy = resolve_checkpointing(activation_checkpointing).policy
     if policy is True:
         picked = dict.fromkeys(units, "a unit of the plan")
     elif policy is None or policy is False:
         picked = {}
     else:
-        picked = {choice.module: choice.reason for choice in resolve_blocks(model, policy)}
-    read = _only_read(model)
+        picked = resolve_blocks(model, policy)
+    read = never_called(model)
     reasons = {module: reason for module, reason in picked.items() if module not in read}
     for module in reasons:
         if is_container(module) or isinstance(module, torch.jit.ScriptModule):
@@ -224,16 +233,17 @@ def _recomputed(
             )
     recomputed, before = _outermost(model, reasons)
     if policy and not recomputed and not before:
+        classes = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
         hint = "this plan has the root as its only unit" if policy is True else "it matches no block below the root"
         raise ConfigurationError(
             f"activation_checkpointing={policy!r}: {hint}; name the classes of the blocks to recompute, for example "
-            f"{{torch.nn.TransformerEncoderLayer}}. The model has {', '.join(_class_names(model))}"
+            f"{{torch.nn.TransformerEncoderLayer}}. The model has {classes}"
         )
     return recomputed, before
 
 
 def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """By public name, in the model's order; a module in several places counts if one of them is in no other block."""
+    """Return both by public name, in the model's order; a module counts at its first place outside of other blocks."""
     recomputed: dict[str, str] = {}
     before: dict[str, str] = {}
     seen: set[nn.Module] = set()
@@ -242,8 +252,7 @@ def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[
         above = {name, *_above(name)}
         if module in seen or not above.isdisjoint(recomputed) or not above.isdisjoint(before):
             continue
-        known = recognised(module)
-        if known:
+        if known := recomputed_by(module):
             before[name] = known
         elif module in picked:
             recomputed[name] = picked[module]
@@ -253,13 +262,31 @@ def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[
     return recomputed, before
 
 
-def _class_names(model: nn.Module) -> list[str]:
-    return sorted({type(module).__name__ for module in model.modules()})
+class RecomputingForward:
+    """Base of what stands in the place of a module's ``forward`` and computes it again in the backward pass."""
+
+    origin: str  # who put it there, in words
 
 
-def _only_read(model: nn.Module) -> set[nn.Module]:
-    """nn.MultiheadAttention reads its projections' weights itself, and never calls them."""
-    return {m for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
+def recomputed_by(module: nn.Module) -> str:
+    """Return what recomputes ``module`` already, by whatever library; ``""`` if nothing that is known here does."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, RecomputingForward):
+        return f"{forward.origin}, before wrap"
+    if is_fairscale_forward(forward):
+        return "FairScale's checkpoint_wrapper, before wrap"
+    if CHECKPOINTED in module._modules:
+        return "torch's checkpoint_wrapper, before wrap"
+    kinds = {cls.__name__ for cls in type(module).__mro__}  # transformers, told without importing it
+    if "GradientCheckpointingLayer" in kinds and getattr(module, "gradient_checkpointing", False):
+        return "the model's own gradient checkpointing"
+    return ""
+
+
+def is_fairscale_forward(forward: object) -> bool:
+    """Return whether this is what FairScale 0.4.13's ``checkpoint_wrapper`` puts in the place of ``forward``."""
+    function = forward.func if isinstance(forward, functools.partial) else None
+    return getattr(function, "__module__", "").startswith("fairscale.nn.checkpoint.")
 
 
 def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Module]:
@@ -283,12 +310,13 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
     return list(found)
 
 
-def _fp32_units(model: nn.Module, owners: list[nn.Module], chosen: Collection[nn.Module]) -> list[UnitChoice]:
-    """Return what stays in float32 beside other units. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
-    norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
+def _fp32_units(model: nn.Module, owners: list[nn.Module]) -> dict[nn.Module, str]:
+    """Return what stays in float32, without the root. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
     found = dict.fromkeys(owners, "owns complex weights")
+    norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
     found |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
-    return [UnitChoice(module=m, reason=why) for m, why in found.items() if m not in chosen]
+    found.pop(model, None)
+    return found
 
 
 def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
@@ -316,41 +344,38 @@ def _leaking(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> set[int]:
 
 
 def _above(name: str) -> list[str]:
-    """The names of all modules around what has ``name``, the root's included."""
+    """Return the names of all modules around what has ``name``, the root's included."""
     return [*(name.rsplit(".", steps)[0] for steps in range(1, name.count(".") + 1)), ""]
 
 
 def _keep(
-    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: Collection[int], *, mixed: bool
+    model: nn.Module, picked: Mapping[nn.Module, str], names: Mapping[int, str], leaks: Collection[int], *, mixed: bool
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
-    """Return which picked modules can be units, and why the others cannot.
-
-    One without parameters has nothing to gather; where dtypes are mixed, a BatchNorm without is a unit for what enters
-    and leaves it, at which its inputs and outputs are cast.
-    """
-    read = _only_read(model)  # units inside of it would be read while sharded
+    """Return which picked modules can be units, and why the others cannot."""
+    read = never_called(model)  # units among them would be read while sharded
     kept: dict[nn.Module, str] = {}
     dropped: dict[str, str] = {}
-    for choice in choices:
-        name = names[id(choice.module)]
-        if is_container(choice.module):
+    for module, reason in picked.items():
+        name = names[id(module)]
+        if is_container(module):
             raise ConfigurationError(
-                f"auto_wrap_policy picked {name!r}, a {type(choice.module).__name__}: it is never called, so nothing "
+                f"auto_wrap_policy picked {name!r}, a {type(module).__name__}: it is never called, so nothing "
                 "would gather its parameters; pick the class of the modules that are called"
             )
-        if next(choice.module.parameters(), None) is None and not (mixed and isinstance(choice.module, BatchNorm)):
+        # Where dtypes are mixed, a BatchNorm without parameters is a unit too: its inputs and outputs are cast.
+        if next(module.parameters(), None) is None and not (mixed and isinstance(module, BatchNorm)):
             dropped[name] = "has no parameters"
-        elif choice.module in read:
+        elif module in read:
             dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
-        elif id(choice.module) in leaks:
+        elif id(module) in leaks:
             dropped[name] = "holds a parameter tied to another module; it stays in the root"
         else:
-            kept[choice.module] = choice.reason
+            kept[module] = reason
     return kept, dropped
 
 
 def _region(unit: nn.Module, units: Mapping[nn.Module, str]) -> list[nn.Module]:
-    """``unit`` and the modules below it that belong to no unit further down."""
+    """Return ``unit`` and the modules below it that belong to no unit further down."""
     found = [unit]
     for child in unit.children():
         if child not in units:
@@ -460,7 +485,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> str:
-    """The plan as a table.
+    """Return the plan as a table.
 
     Args:
         plan: what to show.
@@ -490,21 +515,21 @@ def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> s
 
 
 def _unit_rows(plan: Plan, *, narrow: bool) -> list[list[str]]:
-    """After a head, for each unit its name below those that it is in, bytes, share, dtypes, what it computes in."""
+    """Return the table's head and rows, each unit's name indented below those that it is in."""
     mixed = not plan.precision.is_full
     cast = ["computes" if narrow else "computes in"] if mixed else []
     rows = [["unit", "bytes", *([] if narrow else ["share"]), "dtypes", *cast]]
-    depths = _depths(plan)
+    depths, total = _depths(plan), plan.nbytes
     for unit in plan.units:
         dtypes = "+".join(_short(d) for d in unit.dtypes) or "-"
-        share = [] if narrow else [f"{100 * unit.nbytes / plan.nbytes:.1f}%" if plan.nbytes else "-"]
+        share = [] if narrow else [f"{100 * unit.nbytes / total:.1f}%" if total else "-"]
         computes = [_short(unit.compute or torch.float32)] if mixed else []
         rows.append(["  " * depths[unit.name] + (unit.name or "(root)"), size(unit.nbytes), *share, dtypes, *computes])
     return rows
 
 
 def _depths(plan: Plan) -> dict[str, int]:
-    """In how many other units each one is."""
+    """Return in how many other units each one is."""
     names = {unit.name for unit in plan.units}
     found = {}
     for name in names:
@@ -532,7 +557,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _explain_recomputed(plan: Plan) -> list[str]:
-    """One line per reason: how many blocks, and which."""
+    """Return one line per reason: how many blocks, and which."""
     lines = []
     for blocks, what in ((plan.recomputed, ""), (plan.recomputed_before, "by ")):
         for reason in dict.fromkeys(blocks.values()):

@@ -1,7 +1,7 @@
 """The policies that a user may pass: small frozen objects, checked when they are created.
 
 torch's own objects are accepted wherever these are; :func:`resolve_units` turns every accepted form of
-``auto_wrap_policy`` into one list of modules, so that no backend interprets a policy of its own.
+``auto_wrap_policy`` into modules, so that no backend interprets a policy of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import InitVar, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ __all__ = [
     "AUTO_MIN_BYTES",
     "Checkpointing",
     "Precision",
-    "UnitChoice",
+    "is_container",
+    "never_called",
     "resolve_blocks",
     "resolve_checkpointing",
     "resolve_precision",
@@ -74,7 +75,7 @@ class Precision:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which dtype gradients are sent outside of fp32 units: ``reduce``, else ``param``; None is float32."""
+        """Return the dtype in which gradients are sent outside of fp32 units; None is float32."""
         chosen = self.reduce if self.reduce is not None else self.param
         return None if chosen == torch.float32 else chosen
 
@@ -85,7 +86,7 @@ class Precision:
 
 
 def resolve_precision(value: object) -> Precision:
-    """The :class:`Precision` that ``mixed_precision=`` names.
+    """Return the :class:`Precision` that ``mixed_precision=`` names.
 
     Args:
         value: None, ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype; gradients are sent and outputs
@@ -94,14 +95,12 @@ def resolve_precision(value: object) -> Precision:
     Raises:
         PrecisionError: anything else, or a torch policy with more settings than dtypes changed from their defaults.
     """
-    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if value is None:
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if value is None or value == "fp32":
         return Precision()
     if isinstance(value, Precision):
         return value
     if isinstance(value, str) and value in names:
-        if value == "fp32":
-            return Precision()
         return Precision(param=names[value], reduce=torch.float32, output=torch.float32)
     if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):
         _refuse_other_settings(value)
@@ -153,7 +152,7 @@ class Checkpointing:
 
 
 def resolve_checkpointing(value: object) -> Checkpointing:
-    """The :class:`Checkpointing` that ``activation_checkpointing=`` means; its form is checked, not its match."""
+    """Return the :class:`Checkpointing` that ``activation_checkpointing=`` means; only its form is checked."""
     found = value if isinstance(value, Checkpointing) else Checkpointing(policy=value)
     policy = found.policy
     known = policy is None or isinstance(policy, (bool, type)) or callable(policy) or is_policy(policy)
@@ -165,35 +164,20 @@ def resolve_checkpointing(value: object) -> Checkpointing:
     return found
 
 
-def resolve_blocks(model: nn.Module, policy: object) -> list[UnitChoice]:
-    """The modules that an ``activation_checkpointing`` other than None, False and True picks, without the root.
+def resolve_blocks(model: nn.Module, policy: object) -> dict[nn.Module, str]:
+    """Return the modules that ``activation_checkpointing`` picks, without the root, and why.
 
     Raises:
         ConfigurationError: a class set matches nothing.
     """
-    if isinstance(policy, type):
-        policy = {policy}
     try:
-        chosen = resolve_units(model, policy, ())
+        return resolve_units(model, {policy} if isinstance(policy, type) else policy, ())
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("auto_wrap_policy", "activation_checkpointing")) from None
-    return [choice for choice in chosen if choice.module is not model]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitChoice:
-    """A module that a policy picked as a sharding unit, and why."""
-
-    module: nn.Module
-    reason: str
-
-
-Unwrapped = dict[nn.Module, int]
-"""Per module, the bytes (or reals) that it would bring to a unit of its own."""
-
-
-def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> list[UnitChoice]:
-    """The modules that ``auto_wrap_policy`` picks as units, without the root.
+def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+    """Return the modules that ``auto_wrap_policy`` picks as units, without the root, and why.
 
     Args:
         model: the root.
@@ -203,21 +187,25 @@ def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[n
     Raises:
         ConfigurationError: the policy is of no accepted form, or a class set matches nothing.
     """
-    if policy is None:
-        return []
+    picked = {} if policy is None else _picked(model, policy, complex_owners)
+    picked.pop(model, None)
+    return picked
+
+
+def _picked(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+    if policy == "tuned":
+        raise ConfigurationError(
+            "auto_wrap_policy='tuned': expected settings that were found before; write "
+            "fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
+        )
     if isinstance(policy, str):
-        if policy == "tuned":
-            raise ConfigurationError(
-                "auto_wrap_policy='tuned': expected settings that were found before; write "
-                "fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
-            )
         if policy != "auto":
             raise ConfigurationError(f"auto_wrap_policy={policy!r}: the only string is 'auto'; see fsshard.plan")
         return _auto(model, complex_owners)
-    if isinstance(policy, bool) or (isinstance(policy, int) and policy <= 0):
-        raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
     if isinstance(policy, int):
-        return [UnitChoice(module=m, reason=f"holds at least {policy:,} bytes") for m in _by_size(model, policy)]
+        if policy is True or policy <= 0:
+            raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
+        return _by_size(model, policy)
     if isinstance(policy, type):
         raise ConfigurationError(f"auto_wrap_policy={policy.__name__}: put the class in a set, {{{policy.__name__}}}")
     if is_policy(policy):  # torch's ModuleWrapPolicy and CustomPolicy
@@ -245,39 +233,38 @@ def is_container(module: nn.Module) -> bool:
 _TLTORCH_HOLDERS = frozenset({"FactorizedTensor", "TensorizedTensor", "FactorList", "ParameterList"})
 
 
-def _names(names: object) -> Collection[str]:
-    """transformers 5 has a list on the class and a set on the instance; one name by itself is a mistake that works."""
-    return (names,) if isinstance(names, str) else names if isinstance(names, Collection) else ()
+def never_called(model: nn.Module) -> set[nn.Module]:
+    """Return the modules below each nn.MultiheadAttention, which reads their weights itself and never calls them."""
+    return {m for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
 
 
-def _auto(model: nn.Module, complex_owners: Collection[nn.Module]) -> list[UnitChoice]:
-    # A model may be a Hugging Face one, or hold some.
-    names = {name for module in model.modules() for name in _names(getattr(module, "_no_split_modules", None))}
+def _auto(model: nn.Module, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+    names: set[str] = set()
+    for module in model.modules():  # a model may be a Hugging Face one, or hold some
+        given = getattr(module, "_no_split_modules", None)  # a list, a set or, by a mistake that works, one name
+        names.update((given,) if isinstance(given, str) else given if isinstance(given, Collection) else ())
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    chosen: list[UnitChoice] = []
+    owners = set(complex_owners)
+    chosen: dict[nn.Module, str] = {}
     for module in model.modules():
-        if module in complex_owners:
-            chosen.append(UnitChoice(module=module, reason="owns complex weights"))
+        if module in owners:
+            chosen[module] = "owns complex weights"
         elif type(module).__name__ in names:
-            chosen.append(UnitChoice(module=module, reason=f"{type(module).__name__} in _no_split_modules"))
+            chosen[module] = f"{type(module).__name__} in _no_split_modules"
         elif isinstance(module, layers):
-            chosen.append(UnitChoice(module=module, reason=f"is an nn.{type(module).__name__}"))
-    if chosen:
-        return chosen
-    return [
-        UnitChoice(module=m, reason=f"holds at least {AUTO_MIN_BYTES:,} bytes") for m in _by_size(model, AUTO_MIN_BYTES)
-    ]
+            chosen[module] = f"is an nn.{type(module).__name__}"
+    return chosen or _by_size(model, AUTO_MIN_BYTES)
 
 
-def _by_class(model: nn.Module, policy: Collection[Any]) -> list[UnitChoice]:
+def _by_class(model: nn.Module, policy: Collection[Any]) -> dict[nn.Module, str]:
     wrong = [item for item in policy if not isinstance(item, (str, type))]
     if wrong or not policy:
         raise ConfigurationError(f"auto_wrap_policy={policy!r}: a set must hold module classes or class names")
     classes = tuple(item for item in policy if isinstance(item, type))
     names = {item for item in policy if isinstance(item, str)}
-    found = [m for m in model.modules() if isinstance(m, classes) or type(m).__name__ in names]
     _check_present(model, classes, names)
-    return [UnitChoice(module=m, reason=f"is a {type(m).__name__}") for m in found]
+    found = [m for m in model.modules() if isinstance(m, classes) or type(m).__name__ in names]
+    return {m: f"is a {type(m).__name__}" for m in found}
 
 
 def _check_present(model: nn.Module, classes: Collection[type], names: Collection[str] = ()) -> None:
@@ -291,20 +278,16 @@ def _check_present(model: nn.Module, classes: Collection[type], names: Collectio
         )
 
 
-def _by_callable(model: nn.Module, policy: Callable[..., bool]) -> list[UnitChoice]:
+def _by_callable(model: nn.Module, policy: Callable[..., bool]) -> dict[nn.Module, str]:
     name = getattr(policy, "__name__", None) or getattr(getattr(policy, "func", None), "__name__", "callable")
-    if isinstance(policy, functools.partial) and name == "transformer_auto_wrap_policy":  # torch's picks nothing then
-        _check_present(model, policy.keywords.get("transformer_layer_cls", ()))
+    classes = policy.keywords.get("transformer_layer_cls") if isinstance(policy, functools.partial) else None
+    if name == "transformer_auto_wrap_policy":  # torch's picks nothing if the model has none of the classes
+        _check_present(model, classes or ())
     if "recurse" in _argument_names(policy):
-        picked = list(_torch_recursion(model, policy))
+        picked = _torch_recursion(model, policy, containers=classes is not None)
     else:
         picked = [m for m in model.modules() if m is not model and policy(m)]
-    return [UnitChoice(module=m, reason=f"picked by {name}") for m in picked]
-
-
-def _names_classes(policy: Callable[..., bool]) -> bool:
-    """Return whether the policy is torch's for classes: one of these that is never called was named."""
-    return isinstance(policy, functools.partial) and "transformer_layer_cls" in policy.keywords
+    return dict.fromkeys(picked, f"picked by {name}")
 
 
 def _argument_names(function: Callable[..., Any]) -> set[str]:
@@ -315,65 +298,71 @@ def _argument_names(function: Callable[..., Any]) -> set[str]:
         return set()
 
 
-def _torch_recursion(root: nn.Module, policy: Callable[..., bool]) -> Iterator[nn.Module]:
-    """torch's protocol ``policy(module, recurse, nonwrapped_numel)``, bottom up, as in torch/distributed/fsdp/wrap.py.
+def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers: bool) -> list[nn.Module]:
+    """Ask a policy by torch's protocol ``policy(module, recurse, nonwrapped_numel)``, bottom up.
 
-    A complex number counts as two, since that is what FSDP gets to see. torch would put its wrapper around a container
-    of weights, too (a factorised tensor, a ParameterList), which is never called; here what it holds counts for the
-    module around it.
+    As in torch/distributed/fsdp/wrap.py, but that only ``containers=True`` puts containers of weights to the policy.
     """
-    classes = _names_classes(policy)
+
+    # A complex number counts as two reals, since that is what FSDP gets to see.
+    def reals(module: nn.Module) -> int:
+        return sum(p.numel() * (2 if p.is_complex() else 1) for p in module.parameters())
+
+    def enters(module: nn.Module, total: int) -> bool:
+        return policy(module=module, recurse=True, nonwrapped_numel=total)
+
+    def picks(module: nn.Module, rest: int) -> bool:
+        # torch would wrap a factorised tensor or a ParameterList, too, which is never called: what it holds counts for
+        # the module around it. Where classes are named, one that is never called was named, and is refused later.
+        return (containers or not is_container(module)) and policy(module=module, recurse=False, nonwrapped_numel=rest)
+
+    return _bottom_up(root, reals, enters, picks)
+
+
+def _by_size(root: nn.Module, minimum: int) -> dict[nn.Module, str]:
+    """Pick modules of which ``minimum`` bytes are left beside their own units."""
+    read = never_called(root)  # a unit among them would be read while sharded
+
+    def nbytes(module: nn.Module) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters())
+
+    picked = _bottom_up(
+        root,
+        nbytes,
+        lambda module, total: total >= minimum and module not in read,
+        lambda module, rest: rest >= minimum and not is_container(module),
+    )
+    return dict.fromkeys(picked, f"holds at least {minimum:,} bytes")
+
+
+def _bottom_up(
+    root: nn.Module,
+    size: Callable[[nn.Module], int],
+    enters: Callable[[nn.Module, int], bool],
+    picks: Callable[[nn.Module, int], bool],
+) -> list[nn.Module]:
+    """Return the modules that ``picks`` takes by what their own units leave over, children before their parents."""
     picked: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        total = _size(module, per_real=True)
-        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+        total = size(module)
+        if not enters(module, total):
             return 0
-        wrapped = sum(visit(child) for child in module.children())
-        rest = total - wrapped
-        skipped = is_container(module) and not classes
-        if module is not root and not skipped and policy(module=module, recurse=False, nonwrapped_numel=rest):
-            picked.append(module)
-            return total
-        return wrapped
-
-    visit(root)
-    yield from picked
-
-
-def _torch_policy(model: nn.Module, policy: Any) -> list[UnitChoice]:
-    _check_present(model, classes_of_policy(policy))  # ModuleWrapPolicy's; it picks nothing then
-    targets: dict[nn.Module, dict[str, Any]] = run_policy(policy, model)
-    if any(kwargs for kwargs in targets.values()):
-        raise ConfigurationError(
-            f"auto_wrap_policy={policy!r} returns settings per module, which not every backend supports; return a bool"
-        )
-    return [UnitChoice(module=m, reason=f"picked by {type(policy).__name__}") for m in targets if m is not model]
-
-
-def _size(module: nn.Module, *, per_real: bool) -> int:
-    total = 0
-    for parameter in module.parameters():
-        reals = parameter.numel() * (2 if parameter.is_complex() else 1)
-        total += reals if per_real else parameter.numel() * parameter.element_size()
-    return total
-
-
-def _by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
-    """Bottom up: a module becomes a unit when what its own units leave over reaches ``minimum`` bytes."""
-    picked: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> int:
-        total = _size(module, per_real=False)
-        if total < minimum:
-            return 0
-        # nn.MultiheadAttention reads its projections' weights itself: a unit inside it would be read while sharded.
-        children = () if isinstance(module, nn.MultiheadAttention) else module.children()
-        wrapped = sum(visit(child) for child in children)
-        if module is not root and not is_container(module) and total - wrapped >= minimum:
-            picked.append(module)
-            return total
-        return wrapped
+        inside = sum(visit(child) for child in module.children())
+        if module is root or not picks(module, total - inside):
+            return inside
+        picked.append(module)
+        return total
 
     visit(root)
     return picked
+
+
+def _torch_policy(model: nn.Module, policy: Any) -> dict[nn.Module, str]:
+    _check_present(model, classes_of_policy(policy))  # ModuleWrapPolicy's; it picks nothing then
+    targets: dict[nn.Module, dict[str, Any]] = run_policy(policy, model)
+    if any(targets.values()):
+        raise ConfigurationError(
+            f"auto_wrap_policy={policy!r} returns settings per module, which not every backend supports; return a bool"
+        )
+    return dict.fromkeys(targets, f"picked by {type(policy).__name__}")

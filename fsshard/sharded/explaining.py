@@ -12,10 +12,9 @@ from fsshard.backends.base import Backend
 from fsshard.backends.cost import Payload, UnitCost, divided_among, unit_cost
 from fsshard.errors import ConfigurationError
 from fsshard.model.compiling import explain_compilation
-from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
+from fsshard.planning.bounds import Bounds, Circumstances, bounds_of, sent
 from fsshard.planning.plan import Plan, explain_plan
 from fsshard.planning.text import ratio, size, wrapped
-from fsshard.planning.traffic import sent
 
 __all__ = ["Prediction", "explain"]
 

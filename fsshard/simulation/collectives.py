@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsshard.backends.cost import CALLS
 from fsshard.nested import leaves as tree_leaves
-from fsshard.planning.traffic import sent
+from fsshard.planning.bounds import sent
 from fsshard.torch_private.c10d import group_named
 from fsshard.torch_private.dispatch import schema_of
 
@@ -57,63 +57,47 @@ class Traffic:
     sent: int
 
 
-# Operator -> (kind, where its payload is: the number of an argument, or "result").
-OPERATORS: dict[str, tuple[str, int | str]] = {
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0),
-    "c10d::broadcast_": ("broadcast", 0),
-    "c10d::reduce_": ("reduce", 0),
-    "c10d::allgather_": ("all_gather", 0),
-    "c10d::allgather_coalesced_": ("all_gather", 0),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d::gather_": ("gather", 1),
-    "c10d::scatter_": ("scatter", 1),
-    "c10d::alltoall_": ("all_to_all", 1),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::send": ("send", 0),
-    "c10d::recv_": ("receive", 0),
-    "_c10d_functional::all_reduce": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
-    "_c10d_functional::broadcast": ("broadcast", 0),
-    "_c10d_functional::broadcast_": ("broadcast", 0),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", "result"),
-    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", "result"),
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", "result"),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+# Beginning of an operator's name, without underscores: its kind, and which argument of c10d's operator is the payload.
+KINDS: dict[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "allgather": ("all_gather", 0),
+    "alltoall": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "reducescatter": ("reduce_scatter", 1),
+    "reduce": ("reduce", 0),  # after reducescatter, which begins with it
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 1),
+    "send": ("send", 0),
+    "recv": ("receive", 0),
 }
-SILENT = ("wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier")
+SILENT = ("wraptensorautograd", "waittensor", "barrier", "monitoredbarrier")
 
 
 def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective | None:
-    """The collective that the call of an operator is, or None."""
-    name: str = schema_of(func).name
-    if not name.startswith(("c10d::", "_c10d_functional::")) or name.rstrip("_").endswith(SILENT):
+    """Return the collective that the call of an operator is, or None."""
+    library, _, name = schema_of(func).name.partition("::")
+    plain = name.replace("_", "")
+    if library not in ("c10d", "_c10d_functional") or plain in SILENT:
         return None
-    # What is not in the table counts with all that it was given, under its own name.
-    kind, place = OPERATORS.get(name, (name.partition("::")[2].strip("_"), "all"))
-    payload = result if place == "result" else args if place == "all" else args[int(place)]
+    kind, place = next((found for start, found in KINDS.items() if plain.startswith(start)), (name.strip("_"), None))
+    if place is None:  # an unknown one counts with all that it was given
+        payload: Any = args
+    elif library == "c10d":
+        payload = args[place]
+    else:  # functional ones have their payload in front, and return what an all_gather gives
+        payload = result if kind == "all_gather" else args[0]
     tensors = [leaf for leaf in tree_leaves(payload) if isinstance(leaf, Tensor)]
     travelling = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if name.startswith("c10d::alltoall_base"):
+    if plain == "alltoallbase":
         nbytes += _kept(args)
     calls = max((getattr(tensor, CALLS, 1) for tensor in tensors), default=1)
     return Collective(kind, nbytes, _ranks(args), travelling, calls)
 
 
 def _kept(args: tuple[Any, ...]) -> int:
-    """Bytes that belong to the payload of an all_to_all and that this rank keeps where they are: its own part.
-
-    Our OSS sends what others own, and receives from each of them as much as it owns itself.
-    """
+    """Return the bytes of an all_to_all's payload that this rank keeps where they are: its own part."""
+    # Our OSS sends what others own, and receives from each of them as much as it owns itself.
     received, _, _, sizes, splits, *_ = args
     ranks = _ranks(args)
     others = [size for size in sizes if size]
@@ -123,7 +107,7 @@ def _kept(args: tuple[Any, ...]) -> int:
 
 
 def _ranks(args: tuple[Any, ...]) -> int:
-    """The size of the group among the arguments: an object, or for functional collectives its name."""
+    """Return the size of the group among the arguments: an object, or for functional collectives its name."""
     for argument in reversed(args):
         if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError):  # it is an operation to reduce by
@@ -135,10 +119,10 @@ def _ranks(args: tuple[Any, ...]) -> int:
 
 
 def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
-    """The collectives by kind, the largest payload first."""
-    found: dict[str, list[Collective]] = {}
+    """Sum the collectives by kind, the largest payload first."""
+    by_kind: dict[str, list[Collective]] = {}
     for collective in collectives:
-        found.setdefault(collective.kind, []).append(collective)
+        by_kind.setdefault(collective.kind, []).append(collective)
     summed = (
         Traffic(
             kind=kind,
@@ -146,6 +130,6 @@ def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
             nbytes=sum(call.nbytes for call in calls),
             sent=round(sum(sent(kind, call.nbytes, call.ranks) for call in calls)),
         )
-        for kind, calls in found.items()
+        for kind, calls in by_kind.items()
     )
     return tuple(sorted(summed, key=lambda traffic: (-traffic.nbytes, traffic.kind)))

@@ -22,15 +22,12 @@ if TYPE_CHECKING:
     from fsshard.planning.bounds import Bounds
     from fsshard.simulation.collectives import Traffic
     from fsshard.simulation.result import Estimate
-    from fsshard.simulation.simulation import Job
-    from fsshard.simulation.steps import Measured
+    from fsshard.simulation.simulation import Job, Measured
 
 __all__ = ["estimate", "estimate_of", "job_of", "mesh_shape", "optimizer_settings", "recipe_source"]
 
 Subject = Any
 """A module, a :class:`~fsshard.Plan`, or a recipe as for ``fsshard.parity.compare``, by name too."""
-
-
 Several = list[Any] | tuple[Any, ...]
 
 
@@ -127,9 +124,9 @@ def estimate(
     if mesh is not None:
         jobs = [(size, replace(job, whole_mesh=dict(mesh))) for size, job in jobs]
     measured = simulate_all([job for _, job in jobs], progress)
-    found = [estimate_of(size, job, one) for (size, job), one in zip(jobs, measured, strict=True)]
+    estimates = [estimate_of(size, job, one) for (size, job), one in zip(jobs, measured, strict=True)]
     several = isinstance(backend, (list, tuple)) or isinstance(world_size, (list, tuple))
-    return found if several else found[0]
+    return estimates if several else estimates[0]
 
 
 # ------------------------------------------------------------------------------------------------ what is trained
@@ -139,26 +136,22 @@ def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
     """Return what the simulating process makes a recipe of."""
     from fsshard.nested import map_leaves
     from fsshard.parity.recipe import Recipe, resolve
-    from fsshard.simulation.planned import PlannedModel, planned_batch, planned_loss
+    from fsshard.simulation.planned import planned_recipe
     from fsshard.simulation.worker import packed
 
+    alone = batch is None and loss is None
     if isinstance(subject, Plan):
-        if batch is not None or loss is not None:
+        if not alone:
             raise ConfigurationError("a plan has no forward; leave out batch= and loss=, or pass the model")
-        return _of_plan(subject, PlannedModel(subject), planned_batch, planned_loss)
+        return planned_recipe(subject)
     if isinstance(subject, type) and issubclass(subject, nn.Module):
         raise ConfigurationError(f"{subject.__name__} is a class of models; pass a model, {subject.__name__}(...)")
     if not isinstance(subject, nn.Module):
         resolve(subject)
-        if batch is not None or loss is not None:
+        if not alone:
             raise ConfigurationError("a recipe has its own batches and loss; leave out batch= and loss=")
         return subject
-    from fsshard.backends.registry import wrapper_classes
-    from fsshard.model.checks import check_not_wrapped
-
-    check_not_wrapped(subject, wrapper_classes())
-    _check_not_compiled(subject)
-    _check_no_dtensors(subject)
+    _check_module(subject)
     if batch is None:
         raise ConfigurationError(
             "batch=None: the forward of a module needs one rank's batch: a tensor, a tuple, or a dict of keywords"
@@ -171,29 +164,12 @@ def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
     )
 
 
-def _of_plan(plan: Plan, build: Any, batches: Any, loss: Any) -> Any:
-    from fsshard.parity.recipe import Recipe
-    from fsshard.simulation.planned import unit_policy
+def _check_module(model: nn.Module) -> None:
+    """Raise for a module that is wrapped or compiled, or that a mesh of this job divides."""
+    from fsshard.backends.registry import wrapper_classes
+    from fsshard.model.checks import check_not_wrapped
 
-    policy = unit_policy if len(plan.units) > 1 else None
-    return Recipe(
-        build=build,
-        batches=batches,
-        loss=loss,
-        precision=plan.precision,
-        settings={"auto_wrap_policy": policy},
-        name=f"plan of {len(plan.parameters)} parameters",
-    )
-
-
-def _on_host(leaf: Any) -> Any:
-    """The process that simulates has no GPU; of a tensor without numbers the shape is all that is needed."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().to("cpu")
-
-
-def _check_not_compiled(model: nn.Module) -> None:
+    check_not_wrapped(model, wrapper_classes())
     for name, module in model.named_modules():
         if is_compiled(module):
             where = f"module {name!r}" if name else "the model"
@@ -201,9 +177,6 @@ def _check_not_compiled(model: nn.Module) -> None:
                 f"{where} is compiled, and what compiled code allocates cannot be estimated; pass it as it was before "
                 "torch.compile"
             )
-
-
-def _check_no_dtensors(model: nn.Module) -> None:
     names = [name for name, *_ in dtensor_parameters(model)]
     if names:
         raise ConfigurationError(
@@ -213,12 +186,19 @@ def _check_no_dtensors(model: nn.Module) -> None:
         )
 
 
+def _on_host(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    # The process that simulates has no GPU; of a tensor without numbers the shape is all that is needed.
+    return torch.empty_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().to("cpu")
+
+
 def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:
     return batch
 
 
 def default_loss(model: Any, batch: Any) -> Tensor:
-    """The output's own loss, as transformers' models give it with labels, or the mean square of what it holds."""
+    """Return the output's own loss, as transformers' models give it with labels, or the mean square of it."""
     from fsshard.model.outputs import grad_tensors
 
     output = model(**batch) if isinstance(batch, Mapping) else model(*(batch if isinstance(batch, tuple) else [batch]))
@@ -290,7 +270,7 @@ def job_of(
 
 
 def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
-    """The shape of the mesh of ranks that share the work."""
+    """Return the shape of the mesh of ranks that share the work."""
     if device_mesh is None:
         return (world_size,)
     shape = getattr(device_mesh, "shape", device_mesh)
@@ -312,12 +292,7 @@ def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
 
 
 def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dict[str, int]:
-    """A mesh's sizes by name, if the recipe can be divided over it.
-
-    Raises:
-        ConfigurationError: it is no mesh, or other arguments say something else.
-        RecipeError: the recipe does not say how it is divided.
-    """
+    """Return a mesh's sizes by name; raise if the recipe cannot be divided over it, or other arguments contradict."""
     from fsshard.parity.recipe import resolve
     from fsshard.parity.split_training import check_mesh, splits
 
@@ -336,7 +311,7 @@ def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dic
 
 
 def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of the ranks of data in a mesh: (ranks,), or (replicas, shards)."""
+    """Return the shape of the ranks of data in a mesh: (ranks,), or (replicas, shards)."""
     from fsshard.parallel.meshes import role_of
 
     data = {role_of(name): size for name, size in sizes.items() if role_of(name) != "model"}
@@ -392,11 +367,11 @@ def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
 
 
 STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "reduce": "all_to_all"}
-"""By what FSDP2 gathers and reduces over gloo, and our OSS over all backends: of a unit the payloads are the same."""
+"""Collective -> the one by which FSDP2 does it over gloo, and our OSS everywhere, with the same payload of a unit."""
 
 
 def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
-    """With the bounds of payloads under the kinds of collectives that are used."""
+    """Name the bounds of payloads by the kinds of collectives that are used."""
     payloads = {one.kind: one.nbytes for one in traffic}
     # Of a divided model also the layers use collectives: those of the engine are the ones that are large enough.
     chosen = {

@@ -1,4 +1,8 @@
-"""Tensors without memory: the fake mode of a simulation, and how a model and a batch are converted to it."""
+"""A rank of a job of any size in one process, on tensors without memory.
+
+:func:`fake_ranks` makes collectives return at once and send nothing; :class:`Fakes` is the fake mode of a simulation.
+What torch 2.13's own cannot do by itself is filled in here, for as long as the contexts are open.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.nested import map_leaves
-from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, TorchDispatchMode
+from fsshard.torch_private.autograd import current_graph_task_id
+from fsshard.torch_private.c10d import collectives_replaced, fake_store, forget_meshes
+from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, REDUCE_SCATTER_BASE, TorchDispatchMode
 from fsshard.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,14 +30,105 @@ from fsshard.torch_private.fake_tensors import (
     unset_fake_temporarily,
 )
 from fsshard.torch_private.patching import replaced
+from fsshard.torch_private.tensors import storage_key
 
-__all__ = ["Fakes"]
+__all__ = ["Fakes", "GlooBuffers", "UsedParameters", "fake_ranks"]
 
+
+FILL, RNN_LAYER = torch.ops.aten.fill_.Scalar, torch.ops.aten.mkldnn_rnn_layer.default
 KNOWN_NUMBERS = 2**16
 """Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""
 
 
-RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+@contextlib.contextmanager
+def fake_ranks(rank: int, world_size: int, backend: str = "fake") -> Iterator[None]:
+    """Be rank ``rank`` of ``world_size`` ranks, of which the others do exactly what this one does.
+
+    Engines that ask are told that the group's backend is ``backend``: over gloo FSDP2 has collectives of our own.
+
+    The process must have no process group yet; it has none afterwards.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
+    functions: dict[str, Any] = {
+        "all_gather_object": _all_gather_object,
+        "broadcast_object_list": lambda *_, **__: None,
+        "all_reduce": _finished(dist.all_reduce),
+        "get_backend": lambda *_: backend,
+    }
+    try:
+        with collectives_replaced(functions):
+            yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)  # the fake group would unpickle memory that nobody has written
+
+
+class GlooBuffers(TorchDispatchMode):
+    """Takes the memory that gloo takes: its reduce_scatter is an all_reduce of a copy of what goes in (torch 2.13)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _copy = torch.empty_like(args[1]) if func is REDUCE_SCATTER_BASE else None  # until func has returned
+        return func(*args, **(kwargs or {}))
+
+
+class UsedParameters(TorchDispatchMode):
+    """Remembers which parameters DDP has seen a gradient of, which it reads from memory under find_unused_parameters.
+
+    Its map is one int32 per parameter, written and read one by one in a backward (torch 2.13).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._written: dict[tuple[int, int], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (FILL, LOCAL_SCALAR_DENSE) or args[0].dtype is not torch.int32:
+            return func(*args, **(kwargs or {}))
+        storage, place = storage_key(args[0].untyped_storage()), args[0].storage_offset()
+        if func is LOCAL_SCALAR_DENSE and current_graph_task_id() != -1:
+            return self._written.get((storage, place), 0)
+        if func is FILL:
+            for number in range(place, place + args[0].numel()):
+                self._written[storage, number] = args[1]
+        return func(*args, **(kwargs or {}))
+
+
+class _Done:
+    """A collective that is over. The fake group's own has a future that is None (torch 2.13)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+
+def _finished(all_reduce: Any) -> Any:
+    def all_reduce_at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Control flow over small facts (which gradients are there) goes on: with equal ranks, MAX changes nothing.
+        # Fake tensors know such values, and would forget them when an operator writes.
+        known = getattr(tensor, "constant", None)
+        all_reduce(tensor, *args, **kwargs)
+        if known is not None:
+            tensor.constant = known  # type: ignore[attr-defined]
+        return _Done(tensor) if kwargs.get("async_op") else None
+
+    return all_reduce_at_once
+
+
+# ------------------------------------------------------------------------------------------------ tensors
 
 
 class Fakes(FakeTensorMode):

@@ -1,4 +1,4 @@
-""":class:`MemoryTracker`: live bytes by kind in a real training, step by step."""
+"""Counts live bytes by kind in a real training, step by step."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class MemoryTracker:
                 self.writer = None
 
     def inputs(self, batch: T) -> T:
-        """The batch itself; its tensors, however nested, count as inputs from now on."""
+        """Return the batch itself; its tensors, however nested, count as inputs from now on."""
         from fsshard.nested import leaves
 
         self._entered().mark(list(leaves(batch)), "inputs")
@@ -144,38 +144,37 @@ class MemoryTracker:
 
     def live(self) -> MemoryReport:
         """Return what lives now, by kind; what a forward has made are activations as long as it lives."""
-        return self._report("alive now", self._with_gradients().live(), {}, {})
+        return self._report("alive now", self._with_gradients().live(), highest={}, phases={})
 
     def step(self) -> MemoryReport:
         """End a training step: its peak, which is written where a writer was given, and the count starts again.
 
         Local: no other rank takes part.
         """
-        found = self._seen(f"peak of step {self.next_step}")
+        report = self._seen(f"peak of step {self.next_step}")
         if self.writer is not None:
-            found.write(self.writer, self.next_step, self.tag)
-        if self.highest is None or found.ranks[0].total > self.highest.ranks[0].total:
-            self.highest = found
+            report.write(self.writer, self.next_step, self.tag)
+        if self.highest is None or report.ranks[0].total > self.highest.ranks[0].total:
+            self.highest = report
         self.next_step += 1
         self._steps += 1
         self._reset()
-        return found
+        return report
 
     def _seen(self, what: str) -> MemoryReport:
         usage = self._with_gradients().usage()
-        return self._report(what, usage.by_kind, usage.highest, usage.phases, str(usage.moment))
+        more = {"highest": usage.highest, "phases": usage.phases, "moment": str(usage.moment)}
+        return self._report(what, usage.by_kind, **more)
 
     def _with_gradients(self) -> Tracker:
-        """Return the tracker, with all gradients known as such.
-
-        Until the optimizer's step one is known by the collective that reduced it, and not all are reduced so.
-        """
+        """Return the tracker, with all gradients known as such."""
+        # Until the optimizer's step one is known by the collective that reduced it, and not all are reduced so.
         tracker = self._entered()
         tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
         return tracker
 
     def report(self, *, all_ranks: bool = False) -> MemoryReport:
-        """The step with the highest peak so far; every rank has its own.
+        """Return the step with the highest peak so far; every rank has its own.
 
         Args:
             all_ranks: report every rank's; collective then, else local.
@@ -201,7 +200,7 @@ class MemoryTracker:
         return self._tracker
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of what the models and their optimizers hold now."""
+        """Yield (kind, tensor) of what the models and their optimizers hold now."""
         for model in self.models:
             if isinstance(model, ShardedModule):
                 yield from held_tensors(model.backend, live_optimizers(model))
@@ -220,24 +219,15 @@ class MemoryTracker:
                 return model.backend.settings.group
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
-    def _report(
-        self,
-        what: str,
-        by_kind: Mapping[str, int],
-        highest: Mapping[str, int],
-        phases: Mapping[str, int],
-        moment: str = "",
-    ) -> MemoryReport:
+    def _report(self, what: str, by_kind: Mapping[str, int], **more: Any) -> MemoryReport:
         group = self._group
         allocated, most = cuda_bytes(self.device)
         mine = RankMemory(
             rank=0 if group is None else group.rank(),
             by_kind=by_kind,
-            highest=highest,
-            phases=phases,
-            moment=moment,
             allocated=allocated,
             max_allocated=most,
+            **more,
         )
         return MemoryReport(
             what=what,
@@ -260,7 +250,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _check_not_compiled(model: nn.Module) -> None:
-    """Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing new under a tracker."""
+    # Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing new under a tracker.
     ours = isinstance(model, ShardedModule) and model.backend.settings.compilation is not None
     raw = any(is_compiled(module) for module in model.modules())
     if ours or raw:

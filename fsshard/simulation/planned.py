@@ -1,15 +1,29 @@
-"""Builds a model from a plan: its units and parameters, and a forward that uses each of them once."""
+"""Makes a recipe of a plan: a model of its units and parameters, and a forward that uses each parameter once."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsshard.parity.recipe import Recipe
 from fsshard.planning.plan import Plan
 
-__all__ = ["PlannedModel", "planned_batch", "planned_loss", "unit_policy"]
+__all__ = ["planned_recipe"]
+
+
+def planned_recipe(plan: Plan) -> Recipe:
+    """Return a training of the plan's parameters in the plan's units, without activations."""
+    return Recipe(
+        build=functools.partial(_built, plan),
+        batches=_one_number,
+        loss=_sum,
+        precision=plan.precision,
+        settings={"auto_wrap_policy": _is_unit if len(plan.units) > 1 else None},
+        name=f"plan of {len(plan.parameters)} parameters",
+    )
 
 
 class PlannedUnit(nn.Module):
@@ -44,21 +58,15 @@ class _Use(torch.autograd.Function):
 _use: Any = _Use.apply
 
 
-class PlannedModel:
-    """Builds it."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def __call__(self) -> nn.Module:
-        root = PlannedUnit()
-        for unit in self._plan.units:
-            _descend(root, unit.name).is_unit = bool(unit.name)
-        for name, info in self._plan.parameters.items():
-            owner, _, own = name.rpartition(".")
-            value = nn.Parameter(torch.empty(info.shape, dtype=info.dtype), info.requires_grad)
-            _descend(root, owner).register_parameter(own, value)
-        return root
+def _built(plan: Plan) -> nn.Module:
+    root = PlannedUnit()
+    for unit in plan.units:
+        _descend(root, unit.name).is_unit = bool(unit.name)
+    for name, info in plan.parameters.items():
+        owner, _, own = name.rpartition(".")
+        value = nn.Parameter(torch.empty(info.shape, dtype=info.dtype), info.requires_grad)
+        _descend(root, owner).register_parameter(own, value)
+    return root
 
 
 def _descend(root: PlannedUnit, name: str) -> PlannedUnit:
@@ -70,17 +78,14 @@ def _descend(root: PlannedUnit, name: str) -> PlannedUnit:
     return module
 
 
-def unit_policy(module: nn.Module) -> bool:
-    """The plan's own units."""
+def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, PlannedUnit) and module.is_unit
 
 
-def planned_batch(rank: int, world_size: int, number: int) -> Tensor:
-    """Return one number."""
-    return torch.ones(1, requires_grad=False)
+def _one_number(rank: int, world_size: int, number: int) -> Tensor:
+    return torch.ones(1)
 
 
-def planned_loss(model: Any, batch: Tensor) -> Tensor:
-    """Return the sum of what comes out, which is what goes in."""
+def _sum(model: Any, batch: Tensor) -> Tensor:
     loss: Tensor = model(batch).sum()
     return loss

@@ -1,4 +1,4 @@
-"""The simulation: the real engine on fake tensors, as one rank of a fake job, in a process of its own."""
+"""The simulation: the real engine on fake tensors, as one rank of a fake job, and the same step on real ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import inspect
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsshard.backends.cost import divided_among
+from fsshard.backends.whole import owned
 from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError
 from fsshard.model.recomputation import offloading_to
@@ -24,17 +26,25 @@ from fsshard.nested import map_leaves
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
-from fsshard.parity.recipe import Recipe, resolve
+from fsshard.parity.recipe import Recipe, check_loss, resolve
 from fsshard.parity.seeding import seed_all
 from fsshard.parity.split_training import split_by
-from fsshard.simulation.fake_ranks import GlooBuffers, UsedParameters, fake_ranks
-from fsshard.simulation.fakes import Fakes
-from fsshard.simulation.steps import STEPS, Measured, Trained, make_state, run_steps, under_backend
-from fsshard.simulation.tracking import GRANULARITY, Tracker
+from fsshard.planning.plan import Plan
+from fsshard.sharded.buffers import buffers_of
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
+from fsshard.simulation.fakes import Fakes, GlooBuffers, UsedParameters, fake_ranks
+from fsshard.simulation.tracking import GRANULARITY, Tracker, Usage
 from fsshard.torch_private.c10d import flattened
 from fsshard.torch_private.patching import replaced
+from fsshard.torch_private.tensors import LOCAL_TENSOR
+from fsshard.wrapping import wrap
 
-__all__ = ["Job", "batches_of", "measure", "shared_fakes", "simulate"]
+__all__ = ["Job", "Measured", "batches_of", "measure", "shared_fakes", "simulate", "under_backend"]
+
+STEPS = 2
+"""The optimizer makes its state in the first step, so the second one is as all that follow; one step is enough after
+:func:`_make_state`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +85,9 @@ class Job:
         return self.world_size if self.whole_mesh is None else math.prod(self.whole_mesh.values())
 
     def recipe(self) -> Recipe:
-        """The recipe with its changes, and with the optimizer as it would be on the device."""
+        """Return the recipe with its changes, and with the optimizer as it would be on the device."""
         recipe = resolve(self.source)
-        changed = Recipe(**{**vars(recipe), **self.changes, "settings": {**recipe.settings, **self.settings}})
+        changed = replace(recipe, **self.changes, settings={**recipe.settings, **self.settings})
         if compiled := changed.settings.get("compile"):
             raise ConfigurationError(
                 f"compile={compiled!r}: what compiled code allocates cannot be estimated; leave it out to estimate "
@@ -87,7 +97,39 @@ class Job:
         if self.device != "cuda" or "foreach" not in known or {"foreach", "fused", "capturable"} & set(changed.hyper):
             return changed
         # torch's default on a GPU, which on the CPU device that stands for it would be False (torch 2.13).
-        return Recipe(**{**vars(changed), "hyper": {**changed.hyper, "foreach": True}})
+        return replace(changed, hyper={**changed.hyper, "foreach": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One rank's training step.
+
+    Attributes:
+        rank: which.
+        usage: of the step with the highest peak; its collectives are the last step's.
+        state_ratio: bytes of optimizer state per byte of parameter, counters left out.
+        in_flight: payloads of the last step's reductions, largest first, where gradients are sent in buffers of their
+            own that go when they have arrived; else empty.
+        plan: what was executed.
+        comm_groups: unit -> the parameters that were sent with it.
+        optimizer: the optimizer and its settings, as text.
+    """
+
+    rank: int
+    usage: Usage
+    state_ratio: float
+    in_flight: tuple[int, ...]
+    plan: Plan
+    comm_groups: Mapping[str, tuple[str, ...]]
+    optimizer: str
+
+
+class Trained(NamedTuple):
+    """The objects that a step trains."""
+
+    recipe: Recipe
+    model: ShardedModule
+    optimizer: ShardedOptimizer
 
 
 def simulate(job: Job) -> Measured:
@@ -129,12 +171,12 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                         stack.enter_context(GlooBuffers())  # type: ignore[no-untyped-call]
                     if fakes and partly:
                         stack.enter_context(UsedParameters())
-                    # else only a step shows which parameters have states, or a second one what all that follow need
+                    # Else only a step shows which parameters have states, or a second one what all that follow need.
                     ahead = fakes is not None and not partly and not first
                     if ahead:
-                        make_state(trained, tracker)
+                        _make_state(trained, tracker)
                     steps = 1 if ahead else STEPS
-                    return rank, run_steps(trained, tracker, batch, rank, steps=steps, offloaded=job.cpu_offload)
+                    return rank, _run_steps(trained, tracker, batch, rank, steps=steps, offloaded=job.cpu_offload)
 
 
 def _flatten(mesh: Any) -> None:
@@ -143,18 +185,18 @@ def _flatten(mesh: Any) -> None:
 
 
 def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, Any, dict[str, Any]]:
-    """The recipe with this rank's loss, this rank's part of the model, and what wrap is told of it."""
+    """Return the recipe with this rank's loss, this rank's part of the model, and what wrap is told of it."""
     if job.whole_mesh is None:
         return recipe, module, {"device_mesh": mesh}
     split = split_by(recipe, module, mesh)
     divided = module if split.model is None else split.model
     _flatten(split.settings.get("device_mesh"))
-    return Recipe(**{**vars(recipe), "loss": split.loss or recipe.loss}), divided, dict(split.settings)
+    return replace(recipe, loss=split.loss or recipe.loss), divided, dict(split.settings)
 
 
 @contextlib.contextmanager
 def _slicing(fakes: Fakes | None) -> Iterator[None]:
-    """Let meshes be sliced: torch reads their ranks from memory, where this rank else is in no slice."""
+    """Let meshes be sliced: torch reads their ranks from memory, and without numbers this rank is in no slice."""
     from torch.distributed.device_mesh import DeviceMesh
 
     slice_of = DeviceMesh.__getitem__
@@ -176,12 +218,12 @@ def _rank_at(job: Job, number: int) -> int:
 
 @functools.cache
 def shared_fakes() -> Fakes:
-    """Return the one for all jobs of this process: what a recipe caches is of one kind then."""
+    """Return the fake mode of all jobs of this process: what a recipe caches is of one kind then."""
     return Fakes()
 
 
 def batches_of(job: Job, recipe: Recipe, rank: int, fakes: Fakes | None) -> Callable[[int], Any]:
-    """A function of the step's number: the batch that ``rank`` gets there."""
+    """Return a function of the step's number: the batch that ``rank`` gets there."""
 
     def batch(number: int) -> Any:
         if fakes is None:
@@ -194,7 +236,7 @@ def batches_of(job: Job, recipe: Recipe, rank: int, fakes: Fakes | None) -> Call
 
 
 def _mesh(job: Job) -> Any:
-    """Made outside of the fake mode: torch reads a mesh's ranks from memory (torch 2.13: a data-dependent error)."""
+    # Made outside of the fake mode: torch reads a mesh's ranks from memory (torch 2.13: a data-dependent error).
     from torch.distributed.device_mesh import init_device_mesh
 
     if job.whole_mesh is not None:
@@ -206,21 +248,22 @@ def _mesh(job: Job) -> Any:
 
 
 def _heaviest_rank(trained: Trained, rank: int) -> int:
-    """The rank that trains most of the parameters; where nothing is frozen, engines that cut them give rank 0 most."""
-    owned: dict[int, int] = {}
+    """Return the rank that trains most; where nothing is frozen, engines that cut parameters give rank 0 most."""
+    nbytes: dict[int, int] = {}
     optimizer = trained.optimizer.inner
     if isinstance(optimizer, PartitionedOptimizer):  # whole parameters
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             owner = optimizer.owner_of(parameter)
             if owner is not None:
-                owned[owner] = owned.get(owner, 0) + parameter.numel() * parameter.element_size()
+                nbytes[owner] = nbytes.get(owner, 0) + parameter.numel() * parameter.element_size()
     elif any(not entry.parameter.requires_grad for entry in trained.model.backend.entries.values()):
-        owned = _trained_by_rank(trained.model.backend)
-    return max(sorted(owned), key=lambda owner: owned[owner]) if owned else rank
+        nbytes = _trained_by_rank(trained.model.backend)
+    return max(sorted(nbytes), key=lambda owner: nbytes[owner]) if nbytes else rank
 
 
 def _trained_by_rank(backend: Any) -> dict[int, int]:
-    """Rank -> bytes that its optimizer keeps states of. A frozen layer can fill the whole shard of a rank of FSDP1."""
+    """Map ranks to the bytes that their optimizers keep states of."""
+    # A frozen layer can fill the whole shard of a rank of FSDP1.
     found: dict[int, int] = {}
     if backend.facts.divides != "elements":
         return found
@@ -235,6 +278,99 @@ def _trained_by_rank(backend: Any) -> dict[int, int]:
                 break
             found[rank] = found.get(rank, 0) + (stop - start) * entry.parameter.dtype.itemsize
     return found
+
+
+def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any], *, fake: bool) -> Trained:
+    """Wrap ``module`` and build its optimizer. Collective."""
+    given = {"mixed_precision": recipe.precision, "activation_checkpointing": recipe.activation_checkpointing}
+    model = wrap(module, **{**given, **recipe.settings, **settings})
+    groups = None if recipe.param_groups is None else recipe.param_groups(list(model.backend.entries))
+    optimizer = build_optimizer(model, recipe.optimizer, groups, **recipe.hyper)
+    model.scaled = True  # a loss scale adds a few numbers, and reads from memory whether a step is taken: left out
+    if fake:
+        model.simulate()
+    return Trained(recipe, model, optimizer)
+
+
+def _make_state(trained: Trained, tracker: Tracker) -> None:
+    """Let the optimizer make its state, by a step on gradients of zeros. Collective."""
+    backend, inner = trained.model.backend, trained.optimizer.inner
+    trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad and owned(backend, entry)]
+    entries = [entry for entry in trainable if entry.parameter.numel()]  # FSDP1 gives an empty part no gradient
+    for entry in entries:
+        entry.parameter.grad = torch.zeros_like(entry.parameter, requires_grad=False)
+    inner.step()
+    for entry in entries:
+        entry.parameter.grad = None
+    tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
+    buffers_of(trained.model).differ = True  # so that the forward sends them
+
+
+def _run_steps(
+    trained: Trained,
+    tracker: Tracker,
+    batch: Callable[[int], Any],
+    rank: int,
+    *,
+    steps: int = STEPS,
+    offloaded: bool = False,
+) -> Measured:
+    """Train ``steps`` steps within ``tracker``, on what ``batch`` returns for their numbers. Collective."""
+    recipe, model, optimizer = trained.recipe, trained.model, trained.optimizer
+    tracker.watch(model.module)
+    seen: list[Usage] = []
+    for step in range(steps):
+        batches = [batch(step * recipe.accumulate + number) for number in range(recipe.accumulate)]
+        tracker.mark(batches, "inputs")
+        tracker.reset()
+        _one_step(trained, batches)
+        seen.append(tracker.usage(offloaded=offloaded))
+    highest = max(reversed(seen), key=lambda usage: usage.peak)
+    backend = model.backend
+    copied = backend.facts.divides == "owners" or (
+        model.plan.precision.reduce_dtype is not None and backend.facts.divides != "elements"
+    )
+    reduced = (c.nbytes for c in tracker.collectives if copied and c.kind in ("reduce", "all_reduce"))
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return Measured(
+        rank=rank,
+        usage=replace(highest, traffic=seen[-1].traffic),
+        state_ratio=_state_ratio(optimizer),
+        in_flight=tuple(sorted(reduced, reverse=True)),
+        plan=model.plan,
+        comm_groups=backend.groups,
+        optimizer=_optimizer_text(recipe.optimizer, groups),
+    )
+
+
+def _one_step(trained: Trained, batches: list[Any]) -> None:
+    recipe, model = trained.recipe, trained.model
+    for number, parts in enumerate(batches):
+        silent = recipe.no_sync and number + 1 < len(batches)
+        with model.no_sync() if silent else contextlib.nullcontext():
+            with model.autocast():
+                loss = check_loss(recipe.loss(model, parts)) / len(batches)
+            loss.backward()
+        del loss
+    if recipe.clipping is not None:
+        model.clip_grad_norm_(*recipe.clipping)
+    trained.optimizer.step()
+    model.zero_grad()
+
+
+def _state_ratio(optimizer: ShardedOptimizer) -> float:
+    held = state = 0
+    for parameter, values in optimizer.state.items():
+        local: Any = getattr(parameter, LOCAL_TENSOR, parameter)
+        held += local.numel() * local.element_size()
+        tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.dim()]
+        state += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return state / held if held else 0.0
+
+
+def _optimizer_text(optimizer: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> str:
+    chosen = {key: groups[0].get(key) for key in ("foreach", "fused", "capturable") if groups and groups[0].get(key)}
+    return f"{optimizer.__name__}({', '.join(f'{key}={value}' for key, value in chosen.items())})"
 
 
 def measure(job: Job, steps: int = STEPS + 1) -> Measured:
@@ -255,4 +391,4 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
         if mesh is not None:
             recipe, module, settings = _divided(job, recipe, module, mesh)
         trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=False)
-        return run_steps(trained, tracker, batch, rank, steps=steps)
+        return _run_steps(trained, tracker, batch, rank, steps=steps)

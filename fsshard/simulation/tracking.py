@@ -46,17 +46,16 @@ KINDS = (
     "activations",
     "temporaries",
 )
-"""The first one that fits is what a storage is.
+"""A storage is of the first kind that fits.
 
-parameters: as they lie between steps. gradients: on their way too, in buckets and in what collectives
-reduce. gathered units: whole parameters of an engine that keeps shards, and what they are gathered with. activations:
-made in a forward and alive when the backward comes to need them, or made again for it. temporaries: all else.
+Parameters: as they lie between steps. Gradients: in buckets and in what collectives reduce too. Gathered units: whole
+parameters of an engine that keeps shards, and what they are gathered with. Activations: made in a forward and alive
+when the backward needs them, or made again for it. Temporaries: all else.
 """
 
 GRANULARITY = {"cuda": 512}
 """CUDA's caching allocator hands out multiples of so many bytes; on other devices sizes are what they are."""
 
-CAST = TO_COPY
 DEVICE = torch.ops.prim.device.default
 PHASES = ("forward", "backward", "step")
 
@@ -105,23 +104,17 @@ class Usage:
 
 @dataclass(eq=False)
 class _Life:
-    """Some bytes of one storage, from when they were taken until they were given back.
-
-    Attributes:
-        nbytes: how many.
-        born: number of the event at which they were taken.
-        died: number of the event at which they were given back; None as long as they are alive.
-        moment: when they were taken.
-        frame: the forward that took them, or None.
-        kind: what it was marked as, or "".
-    """
+    """Some bytes of one storage, from when they were taken until they were given back."""
 
     nbytes: int
-    born: int
+    born: int  # number of the event at which they were taken
     moment: Moment
-    frame: _ForwardSpan | None
-    kind: str = ""
-    died: int | None = None
+    frame: _ForwardSpan | None  # the forward that took them
+    kind: str = ""  # as it was marked
+    died: int | None = None  # number of the event at which they were given back
+
+    def alive_after(self, event: int) -> bool:
+        return self.born <= event and (self.died is None or self.died > event)
 
 
 @dataclass(eq=False)
@@ -171,13 +164,13 @@ class Tracker(TorchDispatchMode):
         self._phase = "forward"
         self._stepping = 0
         self._operation = ""
-        self._collectives: list[Collective] = []
+        self.collectives: list[Collective] = []  # since the last reset, in order
         self._frame: _ForwardSpan | None = None
         self._backwards: list[int] = []  # events at which one began
         self._steps: list[int] = []
         self._modules = _ModuleNames()
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> the hook through which its gradient is seen
-        self._undo: list[Callable[[], None]] = []
+        self._around = ExitStack()
 
     # ------------------------------------------------------------------------------------------ what is what
 
@@ -201,7 +194,7 @@ class Tracker(TorchDispatchMode):
     def reset(self) -> None:
         """Start anew: the peak is what is alive now, and no collective has been seen."""
         self._log = [held.life for held in self._held.values()]
-        self._collectives.clear()
+        self.collectives.clear()
         self._backwards.clear()
         self._steps.clear()
         self._start = self._event
@@ -212,9 +205,8 @@ class Tracker(TorchDispatchMode):
         """Bytes alive now by kind; what a forward has made counts as activations as long as it lives."""
         found = dict.fromkeys(KINDS, 0)
         for held in self._held.values():
-            found[held.life.kind or ("activations" if held.life.frame is not None else "temporaries")] += (
-                held.life.nbytes
-            )
+            kind = held.life.kind or ("activations" if held.life.frame is not None else "temporaries")
+            found[kind] += held.life.nbytes
         return found
 
     def usage(self, *, offloaded: bool = False) -> Usage:
@@ -240,27 +232,21 @@ class Tracker(TorchDispatchMode):
             phases=phases,
             saved=max((_alive_at(lives, start)["activations"] for start in self._backwards), default=0),
             moment=peak.moment if peak else Moment("forward", "", ""),
-            traffic=traffic_of(self._collectives),
+            traffic=traffic_of(self.collectives),
         )
 
     def _in_host_memory(self, life: _Life, kind: str) -> bool:
-        waiting = any(life.born <= step and (life.died is None or life.died > step) for step in self._steps)
+        waiting = any(map(life.alive_after, self._steps))
         in_step = life.moment.phase == "step" and kind == "temporaries"
         return kind in ("parameters", "optimizer state") or (kind == "gradients" and waiting) or in_step
-
-    def collectives(self) -> list[Collective]:
-        """The collectives since the last :meth:`reset`, in order."""
-        return list(self._collectives)
 
     def _kind(self, life: _Life) -> str:
         if life.kind:
             return life.kind
-        frame = life.frame
-        if frame is not None and frame.end is None:  # at work still, or an exception has ended it: as in live()
-            kept = life.died is None
-        else:
-            end = None if frame is None else frame.end
-            kept = end is not None and life.born <= end and (life.died is None or life.died > end)
+        if life.frame is None:
+            return "temporaries"
+        end = life.frame.end  # None: at work still, or an exception has ended it; as in live()
+        kept = life.died is None if end is None else life.alive_after(end)
         return "activations" if kept else "temporaries"
 
     # ------------------------------------------------------------------------------------------ the context
@@ -275,23 +261,20 @@ class Tracker(TorchDispatchMode):
             return result
 
         # FSDP1 and FSDP2 free a gathered unit by shrinking its storage, which no operator tells of (torch 2.13).
-        patch = ExitStack()
-        patch.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
-        hooks = [
+        self._around.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+        for hook in (
             register_optimizer_step_pre_hook(self._step_starts),
             register_optimizer_step_post_hook(self._step_ends),
             register_module_forward_pre_hook(self._module_starts),
             register_module_forward_hook(self._module_ends, always_call=True),
-        ]
-        self._undo = [hook.remove for hook in hooks]
-        self._undo.append(patch.close)
+        ):
+            self._around.callback(hook.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
-        while self._undo:
-            self._undo.pop()()
+        self._around.close()
         for hook in list(self._hooks.values()):
             hook.remove()
         self._hooks.clear()
@@ -310,7 +293,7 @@ class Tracker(TorchDispatchMode):
             self._count(collective)
         for tensor in _tensors(result):
             self._take(tensor)
-        if func is CAST and self._phase == "backward":
+        if func is TO_COPY and self._phase == "backward":
             self._follow_cast(args[0], result)
         return result
 
@@ -321,8 +304,14 @@ class Tracker(TorchDispatchMode):
         self._count(Collective(kind, payload.nbytes, ranks, [payload]))
 
     def _count(self, collective: Collective) -> None:
-        self._collectives.append(collective)
-        self._mark_travelling(collective)
+        """Count a collective, and mark what it sends."""
+        self.collectives.append(collective)
+        sent = [tensor for tensor in collective.tensors if tensor.is_floating_point()]
+        if self._phase == "backward" and "reduce" in collective.kind:
+            self.mark(sent, "gradients")
+        elif self._phase != "step" and collective.kind == "all_gather":
+            self.mark(sent, "gathered units")
+        collective.tensors.clear()
 
     # ------------------------------------------------------------------------------------------ storages
 
@@ -339,14 +328,15 @@ class Tracker(TorchDispatchMode):
         key = storage_key(storage)
         held = self._held.get(key)
         if held is None:
-            life = self._begin(self._rounded(storage.nbytes()), "")
+            life = self._begin(storage.nbytes())
             held = self._held[key] = _Held(life, weakref.ref(storage, lambda _: self._freed(key)))
         elif held.life.nbytes != self._rounded(storage.nbytes()):
             self._change(held, storage.nbytes())
         return held
 
-    def _begin(self, nbytes: int, kind: str) -> _Life:
+    def _begin(self, nbytes: int, kind: str = "") -> _Life:
         self._event += 1
+        nbytes = self._rounded(nbytes)
         module = "" if self._phase == "step" else self._modules.current()
         life = _Life(nbytes, self._event, Moment(self._phase, module, self._operation), self._frame, kind)
         self._log.append(life)
@@ -366,7 +356,7 @@ class Tracker(TorchDispatchMode):
 
     def _change(self, held: _Held, nbytes: int) -> None:
         self._end(held.life)
-        held.life = self._begin(self._rounded(nbytes), held.life.kind)
+        held.life = self._begin(nbytes, held.life.kind)
 
     def _resized(self, storage: Any) -> None:
         held = self._held.get(storage_key(storage))
@@ -389,7 +379,7 @@ class Tracker(TorchDispatchMode):
                 self._phase = "backward"
                 self._backwards.append(self._event)
                 self._close_frame()
-        elif self._modules.depth and self._phase != "forward":
+        elif self._modules.stack and self._phase != "forward":
             self._forward_starts()
 
     def _close_frame(self) -> None:
@@ -412,7 +402,7 @@ class Tracker(TorchDispatchMode):
 
     def _module_starts(self, module: nn.Module, args: Any) -> None:
         self._enter_phase()
-        outermost = not self._modules.depth
+        outermost = not self._modules.stack
         self._modules.push(module)
         if self._phase == "backward" and outermost and current_graph_task_id() != -1:  # recomputing
             self._frame = _ForwardSpan()
@@ -425,7 +415,7 @@ class Tracker(TorchDispatchMode):
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._watch_parameters(module)
         self._modules.pop(module)
-        if self._phase == "backward" and not self._modules.depth:
+        if self._phase == "backward" and not self._modules.stack:
             self._close_frame()
 
     # ------------------------------------------------------------------------------------------ gathered, gradients
@@ -435,7 +425,7 @@ class Tracker(TorchDispatchMode):
 
         Of a model that is not watched they are parameters as they lie.
         """
-        unknown = "gathered units" if self._modules.knows(module) else "parameters"
+        unknown = "gathered units" if module in self._modules.names else "parameters"
         for stored, parameter in stored_in(module).items():
             shown = module.__dict__.get(stored, parameter)  # FSDP1 shows views of its flat parameter there
             if not isinstance(shown, Tensor) or hasattr(shown, LOCAL_TENSOR):
@@ -455,27 +445,19 @@ class Tracker(TorchDispatchMode):
         elif cast is not None:
             cast.cast_of = held
 
-    def _mark_travelling(self, collective: Collective) -> None:
-        if self._phase == "backward" and "reduce" in collective.kind:
-            self.mark([t for t in collective.tensors if t.is_floating_point()], "gradients")
-        elif self._phase != "step" and collective.kind == "all_gather":
-            self.mark([t for t in collective.tensors if t.is_floating_point()], "gathered units")
-        collective.tensors.clear()
-
 
 def _marking(tracker: Any) -> Callable[[Tensor], None]:
-    """A hook that does not keep the tracker: what a parameter's hook holds could live forever (torch 2.13)."""
+    """Return a hook that does not keep the tracker: what a parameter's hook holds could live forever (torch 2.13)."""
 
     def arrived(gradient: Tensor) -> None:
-        found = tracker()
-        if found is not None:
-            found.mark(gradient, "gradients")
+        if (living := tracker()) is not None:
+            living.mark(gradient, "gradients")
 
     return arrived
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The plain tensors in a nested value: of a DTensor its local part, of what is still to arrive its own memory."""
+    """Yield the plain tensors in a nested value: of a DTensor its local part, of what is still to arrive its memory."""
     leaves: Iterable[object] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -488,36 +470,27 @@ class _ModuleNames:
     """Tells which module is at work: by the calls of a forward, by the numbers of autograd's nodes in a backward."""
 
     def __init__(self) -> None:
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._stack: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.stack: list[tuple[weakref.ref[nn.Module], str]] = []  # modules at work, the innermost last
         self._starts: list[int] = []  # number of the first node after a change of module, and which module that is
         self._at: list[str] = []
         self._last = ""
 
-    @property
-    def depth(self) -> int:
-        """Number of modules that are inside of each other."""
-        return len(self._stack)
-
     def learn(self, model: nn.Module, prefix: str) -> None:
         for name, module in reversed([*_tree(model)]):  # of a tied one the first name
-            self._names[module] = prefix + name
-
-    def knows(self, module: nn.Module) -> bool:
-        """Return whether it is in a model whose names were learnt."""
-        return module in self._names
+            self.names[module] = prefix + name
 
     def push(self, module: nn.Module) -> None:
-        name = self._names.get(module, self._stack[-1][1] if self._stack else "")
-        self._stack.append((weakref.ref(module), name))
+        name = self.names.get(module, self.stack[-1][1] if self.stack else "")
+        self.stack.append((weakref.ref(module), name))
         self._mark(name)
 
     def pop(self, module: nn.Module) -> None:
-        while self._stack:  # an exception may have left some on the stack
-            left, _ = self._stack.pop()
+        while self.stack:  # an exception may have left some on the stack
+            left, _ = self.stack.pop()
             if left() is module:
                 break
-        self._mark(self._stack[-1][1] if self._stack else "")
+        self._mark(self.stack[-1][1] if self.stack else "")
 
     def _mark(self, name: str) -> None:
         if current_graph_task_id() == -1:
@@ -526,8 +499,8 @@ class _ModuleNames:
 
     def current(self) -> str:
         """The innermost module."""
-        if self._stack:
-            return self._stack[-1][1]
+        if self.stack:
+            return self.stack[-1][1]
         node: Any = current_node()
         if node is None:  # not in a backward, or at its very end, where engines reduce what is left
             return ""
@@ -555,11 +528,7 @@ WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})
 
 
 def _replayed(lives: list[tuple[_Life, str]], start: int) -> tuple[dict[str, _Life], dict[str, int], dict[str, int]]:
-    """Go through all births and deaths in order.
-
-    Returns:
-        Per phase the birth after ``start`` at which most bytes were alive, and how many these were; per kind the most.
-    """
+    """Return per phase the birth after ``start`` at which most bytes were alive and their number; per kind the most."""
     changes: list[tuple[int, int, str, _Life | None]] = [(life.born, life.nbytes, kind, life) for life, kind in lives]
     changes += [(life.died, -life.nbytes, kind, None) for life, kind in lives if life.died is not None]
     at: dict[str, _Life] = {}
@@ -577,6 +546,6 @@ def _replayed(lives: list[tuple[_Life, str]], start: int) -> tuple[dict[str, _Li
 def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:
     found = dict.fromkeys(KINDS, 0)
     for life, kind in lives:
-        if life.born <= event and (life.died is None or life.died > event):
+        if life.alive_after(event):
             found[kind] += life.nbytes
     return found

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, FsshardError, ModelError
 from fsshard.launching.handing_on import Handed, handed_on, take_over
-from fsshard.simulation.simulation import Job, simulate
-from fsshard.simulation.steps import Measured
+from fsshard.simulation.simulation import Job, Measured, simulate
 
 __all__ = ["Sent", "Simulator", "SimulatorDied", "errors_in_words", "packed", "run_job", "simulate_all"]
 
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 
 class Sent:
-    """A model that is sent to another process: calling it rebuilds the model, of fake tensors within a fake mode."""
+    """A model on its way to another process: a call rebuilds it, of fake tensors within a fake mode."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -39,12 +38,12 @@ class Sent:
     def __call__(self) -> nn.Module:
         try:
             model: nn.Module = pickle.loads(self._data)
+            return model
         except (AttributeError, ImportError) as error:  # such as "Can't get attribute 'Net' on <module '__main__'"
             raise ConfigurationError(
                 f"the process that estimates cannot build the model: {error}; it cannot see what is defined in a "
                 "notebook or at a prompt, so put the model into a module of its own and import it"
             ) from None
-        return model
 
 
 class _Packer(pickle.Pickler):
@@ -69,11 +68,7 @@ def _tensor_of(value: Any, requires_grad: bool, is_parameter: bool) -> Tensor:
 
 
 def packed(model: nn.Module, *, real: bool) -> Sent:
-    """``model`` ready to be sent, without its values unless ``real``.
-
-    Raises:
-        ConfigurationError: it cannot be pickled.
-    """
+    """Return ``model`` ready to be sent, without its values unless ``real``; raise if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         _Packer(buffer, real).dump(model)
@@ -87,12 +82,7 @@ class SimulatorDied(FsshardError):
 
 
 class Simulator:
-    """Context with a process of its own, so that nothing changes in this one.
-
-    Args:
-        function: the user's call for which it runs, for messages.
-        quiet: leave out what ``wrap`` logs.
-    """
+    """Context with a process of its own, for the user's call of ``function``; ``quiet``: without what ``wrap`` logs."""
 
     def __init__(self, function: str, *, quiet: bool = False) -> None:
         self._function = function
@@ -106,12 +96,7 @@ class Simulator:
         self._pool.shutdown(cancel_futures=True)
 
     def ask(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run ``function`` there.
-
-        Raises:
-            ConfigurationError: an argument cannot be sent.
-            SimulatorDied: the process has died.
-        """
+        """Run ``function`` there; raise ConfigurationError if an argument cannot be sent, SimulatorDied if it dies."""
         try:
             pickle.dumps(arguments)
         except Exception as error:
@@ -134,18 +119,14 @@ def _unsendable(what: str, error: BaseException) -> str:
 
 
 def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | None = None) -> list[Measured]:
-    """Run the jobs one after the other, in a process of their own.
-
-    Raises:
-        FsshardError: the first error of a job.
-    """
-    found: list[Measured] = []
+    """Run the jobs one after the other, in a process of their own; raise the first error."""
+    measured: list[Measured] = []
     with Simulator("fsshard.estimate") as simulator:
         for job in jobs:
             if progress is not None:
-                progress(len(found), len(jobs))
-            found.append(simulator.ask(run_job, job))
-    return found
+                progress(len(measured), len(jobs))
+            measured.append(simulator.ask(run_job, job))
+    return measured
 
 
 def _prepare_process(handed: Handed, quiet: bool) -> None:

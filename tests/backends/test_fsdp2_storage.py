@@ -20,7 +20,7 @@ import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError
-from fsshard.simulation.fake_ranks import fake_ranks
+from fsshard.simulation.fakes import fake_ranks
 from tests.training_runs import Run, compare, differences
 
 NUMBER = 8

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
 import fsshard
 from fsshard.backends import backend_class
-from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
+from fsshard.planning.bounds import Bounds, Circumstances, bounds_of, sent
 
 
 def model() -> nn.Module:
@@ -85,3 +86,20 @@ def test_offloaded_shards_leave_the_device() -> None:
 def test_accumulation_gathers_for_each_batch_and_replicas_reduce_once_more() -> None:
     assert bounds("fsdp2", micro_batches=3).payloads["all_gather"] == 3 * (2 * P - U)
     assert bounds("fsdp2", replicas=2).payloads["all_reduce"] == P // 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"),
+    [
+        ("all_gather", 4, 750),
+        ("reduce_scatter", 4, 750),
+        ("all_reduce", 4, 1500),
+        ("broadcast", 2, 500),
+        ("send", 4, 1000),
+        ("receive", 4, 0),
+        ("all_reduce", 1, 0),
+        ("all_gather", 0, 0),
+    ],
+)
+def test_a_rank_sends_its_share(kind: str, ranks: int, expected: float) -> None:
+    assert sent(kind, 1000, ranks) == expected

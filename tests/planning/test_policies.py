@@ -55,13 +55,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def picked(model: nn.Module, policy: object, owners: tuple[nn.Module, ...] = ()) -> set[str]:
     """Names of the modules that a policy picks."""
-    names = {module: name for name, module in model.named_modules()}
-    return {names[choice.module] for choice in resolve_units(model, policy, owners) if choice.module is not model}
+    return set(reasons(model, policy, owners))
 
 
 def reasons(model: nn.Module, policy: object, owners: tuple[nn.Module, ...] = ()) -> dict[str, str]:
     names = {module: name for name, module in model.named_modules()}
-    return {names[choice.module]: choice.reason for choice in resolve_units(model, policy, owners)}
+    return {names[module]: reason for module, reason in resolve_units(model, policy, owners).items()}
 
 
 # ------------------------------------------------------------------------------------------ as torch does it
@@ -157,32 +156,22 @@ def test_these_policies_and_models_tell_wrong_rules_apart() -> None:
     assert nested
 
 
-def test_a_custom_policy_with_settings_per_module_is_refused() -> None:
-    policy = torch_wrap.CustomPolicy(lambda m: {"sharding_strategy": 2} if isinstance(m, Block) else False)
-    with pytest.raises(ConfigurationError, match="returns settings per module"):
-        resolve_units(blocks(), policy, ())
-
-
 # ------------------------------------------------------------------------------------------ fsshard's own forms
 
 
 def test_none_is_the_root_alone() -> None:
-    assert resolve_units(blocks(), None, ()) == []
+    assert resolve_units(blocks(), None, ()) == {}
 
 
-@pytest.mark.parametrize("kind", [set, frozenset, list, tuple])
+@pytest.mark.parametrize("kind", [set, list])
 def test_classes_and_their_subclasses(kind: Any) -> None:
     assert picked(blocks(), kind([Block])) == {"0.0", "0.1", "0.2", "1.x"}
-    assert picked(blocks(), kind([Wide])) == {"0.2"}
     assert reasons(blocks(), kind([Wide])) == {"0.2": "is a Wide"}
 
 
 def test_class_names_are_exact() -> None:
     assert picked(blocks(), {"Block"}) == {"0.0", "0.1", "1.x"}
     assert picked(blocks(), {"Wide", nn.ModuleDict}) == {"0.2", "1"}
-
-
-def test_classes_are_found_under_tensorfied_models() -> None:
     model = tensorfy(ZOO["mlp_complex"].build())
     assert picked(model, {ComplexAffine}) == picked(model, {"ComplexAffine"}) == {"1"}
 
@@ -205,27 +194,23 @@ def test_absent_classes_of_torchs_policies_are_named_too(name: str, classes: Any
         resolve_blocks(blocks(), policy)
 
 
-@pytest.mark.parametrize("policy", [set(), [], {3}, [Block, None], [nn.Linear(1, 1)]])
-def test_sets_of_anything_else_are_refused(policy: Any) -> None:
-    with pytest.raises(ConfigurationError, match="a set must hold module classes or class names"):
-        resolve_units(blocks(), policy, ())
+BARE = r"put the class in a set, \{Block\}"  # it is callable: it would be called once per module, as a constructor
+SET = "a set must hold module classes or class names"
+SIZE = "a size must be a positive number of bytes"
 
 
-def test_a_bare_class_is_refused_with_the_fix() -> None:
-    """A class is callable: it would be called once per module, as a constructor."""
-    with pytest.raises(ConfigurationError, match=r"put the class in a set, \{Block\}"):
-        resolve_units(blocks(), Block, ())
-
-
-@pytest.mark.parametrize("policy", ["all", "", 1e8, object(), b"auto"])
-def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ConfigurationError, match="auto_wrap_policy="):
-        resolve_units(blocks(), policy, ())
-
-
-@pytest.mark.parametrize("policy", [0, -1, True, False])
-def test_sizes_are_positive_numbers(policy: int) -> None:
-    with pytest.raises(ConfigurationError, match="a size must be a positive number of bytes"):
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        *((policy, SET) for policy in (set(), [], {3}, [Block, None], [nn.Linear(1, 1)])),
+        (Block, BARE),
+        *((policy, "auto_wrap_policy=") for policy in ("all", "", 1e8, object(), b"auto")),
+        *((policy, SIZE) for policy in (0, -1, True, False)),
+        (torch_wrap.CustomPolicy(lambda m: {"sharding_strategy": 2} if isinstance(m, Block) else False), "per module"),
+    ],
+)
+def test_what_is_no_policy_is_refused(policy: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
         resolve_units(blocks(), policy, ())
 
 
@@ -288,14 +273,10 @@ def test_callables_of_torchs_three_arguments() -> None:
 
 def test_callable_objects() -> None:
     class Policy:
-        def __call__(self, module: nn.Module) -> bool:
-            return isinstance(module, Wide)
-
-    class Three:
         def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
             return recurse or isinstance(module, Wide)
 
-    assert picked(blocks(), Policy()) == picked(blocks(), Three()) == {"0.2"}
+    assert picked(blocks(), Policy()) == {"0.2"}
     assert picked(blocks(), functools.partial(lambda cls, module: isinstance(module, cls), Wide)) == {"0.2"}
 
 
@@ -400,33 +381,22 @@ def test_settings_of_torchs_policies_that_would_be_lost_are_refused(value: objec
         resolve_precision(value)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP64, torch.float8_e4m3fn])
-def test_fp32_units_compute_in_float32(dtype: torch.dtype) -> None:
+def test_fp32_units_compute_in_float32() -> None:
     with pytest.raises(PrecisionError, match="compute in float32 under every backend; leave fp32_units=None"):
-        Precision(fp32_units=dtype)
+        Precision(fp32_units=BF16)
     assert Precision(fp32_units=FP32).is_full
-
-
-def test_the_old_word_for_fp32_units_is_taken() -> None:
     with pytest.warns(FutureWarning, match="is called fp32_units="):
         assert Precision(island=FP32) == Precision(fp32_units=FP32)
 
 
 @pytest.mark.parametrize("field", ["param", "reduce", "buffer", "output", "fp32_units"])
-@pytest.mark.parametrize("value", [torch.int32, torch.complex64, "bf16", 16])
+@pytest.mark.parametrize("value", [torch.complex64, "bf16"])
 def test_precisions_are_floating_point_dtypes(field: str, value: Any) -> None:
     with pytest.raises(PrecisionError, match=rf"Precision\({field}=\.\.\.\) must be a floating-point dtype or None"):
         Precision(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["param", "reduce", "buffer", "output"])
-def test_full_precision_is_full_in_every_field(field: str) -> None:
-    assert Precision(**{field: FP32}).is_full
-    assert not Precision(**{field: BF16}).is_full
-    assert not Precision(**{field: FP64}).is_full
-
-
-def test_policies_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        Precision().param = BF16  # type: ignore[misc]
-    assert len({Precision(), Precision(), Precision(param=BF16)}) == 2
+def test_full_precision_is_full_in_every_field() -> None:
+    for field in ("param", "reduce", "buffer", "output"):
+        assert Precision(**{field: FP32}).is_full
+        assert not Precision(**{field: BF16}).is_full and not Precision(**{field: FP64}).is_full

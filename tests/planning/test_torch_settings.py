@@ -25,7 +25,6 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import fsshard
 from fsshard.errors import ConfigurationError, FsshardError
-from fsshard.planning.policies import is_container
 from fsshard.planning.torch_settings import in_our_words
 from tests.models import batch, net
 from tests.sets import often
@@ -217,17 +216,6 @@ def test_every_refusal_has_a_way_out(ranks: Any, backend: str) -> None:
 
 def size_policy(minimum: int) -> Any:
     return functools.partial(size_based_auto_wrap_policy, min_num_params=minimum)
-
-
-@pytest.mark.parametrize("minimum", [20, 100, 400, 2000])
-@pytest.mark.parametrize("case", ["tfno_tucker", "fno_dense", "holders"])
-def test_torchs_size_policy_on_what_is_never_called(case: str, minimum: int) -> None:
-    """Factorised weights are modules that nothing calls; they go with the module that does."""
-    model = ZOO[case].build()
-    modules = dict(model.named_modules())
-    found = fsshard.plan(model, auto_wrap_policy=size_policy(minimum))
-    assert not any(is_container(modules[unit.name]) for unit in found.units)
-    assert found.units[1:] or minimum > 20 or case == "holders"
 
 
 def job_size_policy(backend: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fsshard
 from fsshard.backends.cost import unit_cost
-from fsshard.planning.traffic import sent
+from fsshard.planning.bounds import sent
 from fsshard.simulation.tracking import Tracker
 from tests.models import batch, net
 from tests.training_runs import DISTRIBUTED
@@ -41,7 +41,7 @@ def job_costs(backend: str, settings: dict[str, Any]) -> tuple[float, float, int
     with Tracker() as tracker:
         model(batch(0)).float().square().mean().backward()
         optimizer.step()
-    seen = [c for c in tracker.collectives() if c.kind in KINDS[backend]]
+    seen = [c for c in tracker.collectives if c.kind in KINDS[backend]]
     held = model.memory_report().ranks[0].by_kind["parameters"]
     really = sum(sent(c.kind, c.nbytes, c.ranks) for c in seen)
     return told, really, sum(cost.held for cost in costs), held, text

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from fsshard.comm import watchdog
 from fsshard.parity.recipe import Recipe
-from fsshard.simulation.simulation import Job, measure
-from fsshard.simulation.steps import Measured
+from fsshard.simulation.simulation import Job, Measured, measure
 
 
 def real_run(job: Job) -> Measured:

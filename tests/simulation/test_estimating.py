@@ -1,8 +1,6 @@
 """estimate() against real ranks, and what it says of what it cannot estimate.
 
-Tests fsshard/cli/estimate.py, fsshard/simulation/collectives.py,
-fsshard/simulation/fake_ranks.py, fsshard/simulation/planned.py, fsshard/simulation/result.py,
-fsshard/simulation/steps.py too.
+Tests fsshard/cli/estimate.py, fsshard/simulation/collectives.py and fsshard/simulation/planned.py too.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from fsshard.backends import fsdp2
 from fsshard.cli import app as cli
 from fsshard.errors import ConfigurationError, ModelError, RecipeError, UnknownBackend, UnsupportedByBackend
 from fsshard.simulation.estimating import estimate
-from fsshard.simulation.pictures import figure
-from fsshard.simulation.render import overview
+from fsshard.simulation.result import figure, overview
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.worker import Sent, run_job, simulate_all
 from tests.forked import run_script

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint.parts import collect
 from fsshard.checkpoint.staging import Staging
-from fsshard.simulation.fake_ranks import fake_ranks
-from fsshard.simulation.fakes import Fakes
+from fsshard.simulation.fakes import Fakes, fake_ranks
 from fsshard.torch_private.patching import replaced
 
 __all__ = ["CASES"]

@@ -1,12 +1,8 @@
-"""The search: from a fixed set of usual plans to finer ones, each judged by a simulation.
-
-It is greedy and has no chance in it: the same model and settings give the same plans in the same order.
-"""
+"""The search: from a fixed set of usual plans to finer ones, each judged by a simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fsshard.backends import backend_class
@@ -14,21 +10,31 @@ from fsshard.backends.facts import Tunable
 from fsshard.errors import FsshardError
 from fsshard.planning.plan import Plan
 from fsshard.planning.policies import resolve_checkpointing
-from fsshard.simulation.tuning.evaluator import Judge
+from fsshard.simulation.estimating import estimate_of, job_of, mesh_shape
+from fsshard.simulation.result import Estimate
+from fsshard.simulation.simulation import Job
 from fsshard.simulation.tuning.result import Tried
 from fsshard.simulation.tuning.search_space import (
     DEFAULT,
     Candidate,
     Choice,
+    ModelProfile,
     Settings,
     classes,
+    plans_of,
+    profile_of,
     recomputations,
     units,
     written,
 )
-from fsshard.simulation.worker import SimulatorDied
+from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
-__all__ = ["Search"]
+__all__ = ["Judge", "Search"]
+
+Progress = Callable[[int, str], None]
+
+WORLDS_AHEAD = 3
+"""How often the ranks are doubled to find out how many would do."""
 
 PATIENCE, LESS = 2, 0.99
 """Finer units are tried until so many have not brought the peak down to this share of what it was."""
@@ -38,38 +44,120 @@ WORK, FEWEST, MOST = 24_000, 12, 40
 seconds' worth: the same search finds the same everywhere."""
 
 
-@dataclass(kw_only=True)
-class Search:
-    """One search.
+class Judge:
+    """Asks the process that simulates about candidates.
 
-    Attributes:
+    Args:
+        asked: what is trained, and where: arguments of :func:`~fsshard.simulation.estimating.job_of` but for the
+            backend and the settings.
+        simulator: the process.
+        progress: called with each simulation's number and text.
+    """
+
+    def __init__(self, asked: Mapping[str, Any], simulator: Simulator, progress: Progress | None = None) -> None:
+        self._asked, self._simulator, self._progress = asked, simulator, progress
+        self._done = 0
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that share a unit."""
+        return mesh_shape(self._asked["device_mesh"], self._asked["world_size"])[-1]
+
+    @property
+    def on_gloo(self) -> bool:
+        """Return whether ``wrap`` joins small units by itself."""
+        return self._asked["device"] == "cpu" and self.ranks > 1
+
+    def job(self, backend: Any, settings: Mapping[str, Any], **changed: Any) -> Job:
+        """Return one simulation, checked, with some arguments changed."""
+        asked = {**self._asked, **changed}
+        plain = {name: value for name, value in settings.items() if name not in ("mixed_precision", "cpu_offload")}
+        if "mixed_precision" in settings:
+            asked["changes"] = {**asked["changes"], "precision": settings["mixed_precision"]}
+        return job_of(**asked, backend=backend, settings=plain)
+
+    def profile(self) -> ModelProfile:
+        """Return what the search has to know of the model."""
+        self._tell("the model")
+        profile: ModelProfile = self._answer(profile_of, self.job("none", {}, cpu_offload=False))
+        return profile
+
+    def plans(self, changes: list[dict[str, Any]]) -> list[Plan | str]:
+        """Return, for settings of wrap(), the plan for each, or what is wrong with them."""
+        plans: list[Plan | str] = self._answer(plans_of, self.job("none", {}, cpu_offload=False), changes)
+        return plans
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Simulate what the candidate needs and sends."""
+        self._tell(candidate.code())
+        estimate = self._estimate(candidate.backend, candidate.arguments())
+        self._done += 1
+        return estimate
+
+    def ways_down(self, leanest: Tried, bound: int) -> Iterator[tuple[str, int]]:
+        """Yield what lowers the peak, and to how many bytes: more ranks until they do, a narrower dtype, offloading."""
+        asked, candidate = self._asked, leanest.candidate
+        chosen, arguments = backend_class(candidate.backend, self.ranks), candidate.arguments()
+        tried: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        if "mixed_precision" not in arguments:
+            tried.append(("mixed_precision='bf16'", {**arguments, "mixed_precision": "bf16"}, {}))
+        if chosen.facts.divides == "elements" and asked["device"] == "cuda" and not asked["cpu_offload"]:
+            tried.append(("cpu_offload=True", arguments, {"cpu_offload": True}))
+        for text, settings, changed in tried:
+            try:
+                yield text, self._estimate(candidate.backend, settings, **changed).interval[1]
+            except SimulatorDied:
+                raise
+            except FsshardError:  # not under this backend, or not with this model: no way
+                continue
+        if chosen.facts.divides == "nothing" or asked["device_mesh"] is not None:
+            return
+        for power in range(1, WORLDS_AHEAD + 1):
+            ranks = asked["world_size"] * 2**power
+            peak = self._estimate(candidate.backend, arguments, world_size=ranks).interval[1]
+            if peak <= bound or power == WORLDS_AHEAD:
+                yield f"world_size={ranks}", peak
+                return
+
+    def _estimate(self, backend: str, arguments: Mapping[str, Any], **changed: Any) -> Estimate:
+        job = self.job(backend, arguments, **changed)
+        return estimate_of({**self._asked, **changed}["world_size"], job, self._answer(run_job, job))
+
+    def _tell(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress(self._done, text)
+
+    def _answer(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._simulator.ask(function, *arguments)
+
+
+class Search:
+    """A greedy search from usual plans to finer ones, with no chance in it.
+
+    Args:
         judge: of the candidates.
         fixed: arguments that are not searched.
         limit: simulations after which only those are made that always are; None: as many as the model's size allows.
-        tried: what was simulated, in order.
-        aliases: names of candidates that are always tried -> the plans that they turned out to be.
-        failed: candidates that cannot be, and why.
     """
 
-    judge: Judge
-    fixed: Settings
-    limit: int | None
-    tried: list[Tried] = field(default_factory=list)
-    aliases: dict[str, Tried] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    error: FsshardError | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, judge: Judge, fixed: Settings, limit: int | None) -> None:
+        self.judge, self.fixed = judge, fixed
+        self.tried: list[Tried] = []  # in order
+        self.aliases: dict[
+            str, Tried
+        ] = {}  # names of those that are always tried -> the plans that they turned out to be
+        self.failed: dict[str, str] = {}  # candidates that cannot be, and why
+        self.error: FsshardError | None = None  # the first one of a simulation
         self._seen: dict[Any, Tried | None] = {}
         self._space = Tunable()  # of the backend that is searched, and whether it divides parameters
         self._divides = False
-        self.profile = self.judge.profile()
-        self._most = self.limit or max(FEWEST, min(MOST, WORK // self.profile.operators))
+        self.profile = judge.profile()
+        self._most = limit or max(FEWEST, min(MOST, WORK // self.profile.operators))
         always, others = units(self.profile)
         again = recomputations(self.profile)
-        if given := self.fixed.get("auto_wrap_policy"):
+        if given := fixed.get("auto_wrap_policy"):
             always, others = {"as given": given}, []
-        if "activation_checkpointing" in self.fixed:
+        if "activation_checkpointing" in fixed:
             again = []
         self.always, self.others, self.again = always, others, again
         self._plans = self._planned()
@@ -89,46 +177,45 @@ class Search:
     # ------------------------------------------------------------------------------------------ the steps
 
     def _replicated(self, start: Candidate) -> None:
-        """Units mean nothing there: buckets and recomputation are left."""
-        first = [self._consider(start, "default")]
+        # Units mean nothing there: buckets and recomputation are left.
+        first = [(start, "default")]
         for name, options in self._space.variants.items():
             if not options.keys() & start.settings.keys():
-                first.append(self._consider(start.changed(**_written(options)), name))
-        for one in [one for one in first if one is not None]:
+                first.append((start.changed(**_written(options)), name))
+        for one in self._all(first):
             for choice in self.again if _has_activations(one) else ():
                 self._consider(one.candidate.changed(activation_checkpointing=choice))
 
     def _sharded(self, start: Candidate) -> None:
-        known = [self._consider(start.changed(auto_wrap_policy=c), name) for name, c in self.always.items()]
-        found = [one for one in known if one is not None]
-        if not found:
+        usual = self._all((start.changed(auto_wrap_policy=c), name) for name, c in self.always.items())
+        if not usual:
             return
         if self.judge.on_gloo and (joined := self._joined()):
             for name, units_ in self.always.items():  # as wrap() does it there, so that the winner is no worse
                 if name in ("auto", "as given"):
                     self._consider(start.changed(auto_wrap_policy=units_, **joined), f"{name}, small ones joined")
-        leanest = _leanest(found)
+        leanest, recomputing = _leanest(usual), list[Tried]()
         if _has_activations(leanest):
-            found += self._all(leanest.candidate.changed(activation_checkpointing=c) for c in self.again)
-        leanest = self._refined(_leanest(found))
+            recomputing = self._all((leanest.candidate.changed(activation_checkpointing=c), "") for c in self.again)
+        leanest = self._refined(_leanest([*usual, *recomputing]))
         again = leanest.candidate.settings.get("activation_checkpointing")
-        kinds = [*(one.candidate for one in known if one is not None), leanest.candidate]
+        kinds = [*(one.candidate for one in usual), leanest.candidate]
         kept = _written(self._space.kept_gathered)
         if kept and not {*kept, "sharding_strategy"} & self.fixed.keys():
-            self._all(kind.changed(**kept) for kind in self._with(kinds, again))
-        self._all(self._with(kinds, again))
+            self._all((kind.changed(**kept), "") for kind in self._with(kinds, again))
+        self._all((kind, "") for kind in self._with(kinds, again))
         if joined := self._joined():
             lean = sorted(self.tried, key=lambda one: (one.peak, one.cost))
             mine = [one.candidate for one in lean if one.candidate.backend == start.backend]
-            self._all(candidate.changed(**joined) for candidate in mine)
+            self._all((candidate.changed(**joined), "") for candidate in mine)
 
     def _joined(self) -> Settings:
-        """The option with which small units travel together, unless it is given or there is none."""
+        """Return the option with which small units travel together, unless it is given or there is none."""
         joining = self._space.joining
         return {} if joining is None or joining.option in self.fixed else _written({joining.option: joining.value})
 
     def _refined(self, leanest: Tried) -> Tried:
-        """Finer units, as long as that helps."""
+        """Try finer units, as long as that helps."""
         failures = 0
         finer = [c for c in self.others if self._count(c) > self._count(_units_of(leanest.candidate))]
         for choice in sorted(finer, key=self._count):
@@ -150,13 +237,13 @@ class Search:
             if again is not None:
                 yield kind.changed(activation_checkpointing=again)
 
-    def _all(self, candidates: Iterable[Candidate]) -> list[Tried]:
-        return [one for one in [self._consider(candidate) for candidate in candidates] if one is not None]
+    def _all(self, candidates: Iterable[tuple[Candidate, str]]) -> list[Tried]:
+        return [one for one in [self._consider(candidate, name) for candidate, name in candidates] if one is not None]
 
     # ------------------------------------------------------------------------------------------ one candidate
 
     def _planned(self) -> dict[tuple[str, str], Plan | str]:
-        """All plans at once: the model is built once for them."""
+        # All plans at once: the model is built once for them.
         given = self.fixed.get("activation_checkpointing")
         blocks = self.again if given is None else [] if _its_units(given) else [given]
         wanted = {("auto_wrap_policy", c.code): c for c in [*self.always.values(), *self.others]}
@@ -202,7 +289,7 @@ class Search:
         return found
 
     def _shortest(self, candidate: Candidate) -> Candidate:
-        """Without the option that joins units where that means nothing: its code is no longer than it must be."""
+        """Leave out the option that joins units where that means nothing: the code is no longer than it must be."""
         planned, joining = self._plan_of(candidate), self._space.joining
         if joining is None or joining.option in self.fixed or isinstance(planned, str):
             return candidate

@@ -1,20 +1,48 @@
-"""Lists what the search chooses from: values of wrap()'s arguments, each with the code that writes it."""
+"""Reads off a model what a search can choose from: values of wrap()'s arguments, each with the code that writes it."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from fsshard.planning.policies import Checkpointing, Precision
-from fsshard.simulation.tuning.profile import ModelProfile, ModuleFacts
+from fsshard.complex_params.slots import public_name
+from fsshard.errors import FsshardError
+from fsshard.nested import leaves as tree_leaves
+from fsshard.parity.recipe import check_loss
+from fsshard.parity.seeding import seed_all
+from fsshard.planning.plan import Plan, plan
+from fsshard.planning.policies import Checkpointing, Precision, is_container
+from fsshard.simulation.fakes import fake_ranks
+from fsshard.simulation.simulation import Job, batches_of, shared_fakes, under_backend
+from fsshard.simulation.worker import errors_in_words
+from fsshard.torch_private.dispatch import TorchDispatchMode
+from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-__all__ = ["DEFAULT", "SEARCHED", "Candidate", "Choice", "Settings", "classes", "recomputations", "units", "written"]
+__all__ = [
+    "DEFAULT",
+    "SEARCHED",
+    "Candidate",
+    "Choice",
+    "ModelProfile",
+    "ModuleFacts",
+    "Settings",
+    "classes",
+    "plans_of",
+    "profile_of",
+    "recomputations",
+    "units",
+    "written",
+]
 
-SEARCHED = ("auto_wrap_policy", "activation_checkpointing")
+PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
+SEARCHED = tuple(PLAIN)
 """Arguments of which a plan is made."""
 
 COARSEST, STEP = 8, 8
@@ -31,19 +59,182 @@ CLASSES = 3
 """At most so many of them."""
 
 
+# ------------------------------------------------------------------------------------------------ the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleFacts:
+    """One module of a model, and how a step uses it."""
+
+    name: str  # the first fully qualified one
+    kind: str  # name of its class
+    calls: int  # of its forward, in a step
+    nbytes: int  # of all parameters in it
+    own: int  # bytes of the parameters that it holds itself
+    saved: int  # bytes that its forward keeps for the backward, beyond what it was given and parameters
+    container: bool  # it is never called, by its nature
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model's modules, and what a forward calls."""
+
+    modules: tuple[ModuleFacts, ...]  # the root first, in the model's order
+    operators: int = 1  # how many a forward calls
+    layers: frozenset[str] = frozenset()  # classes of a transformer's layers: the model says so, or they are torch's
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return self.modules[0].nbytes
+
+    @property
+    def saved(self) -> int:
+        """Bytes that a forward keeps for the backward."""
+        return self.modules[0].saved
+
+    def once(self, facts: ModuleFacts) -> bool:
+        """Return whether a forward of the model calls the module once."""
+        return facts.calls == max(1, self.modules[0].calls)
+
+    def units_of(self, planned: Plan) -> list[ModuleFacts]:
+        """Return the modules that are units of the plan, without the root."""
+        known = {facts.name: facts for facts in self.modules}
+        return [known[unit.name] for unit in planned.units[1:]]
+
+    def classes_of_units(self, planned: Plan) -> frozenset[str]:
+        """Return the classes of the plan's units, without those of which a module is not called once."""
+        often = {facts.kind for facts in self.modules if facts.nbytes and not self.once(facts)}
+        return frozenset(facts.kind for facts in self.units_of(planned)) - often
+
+    def gathered_once(self, planned: Plan) -> bool:
+        """Return whether each unit is a module that a forward calls once."""
+        return all(map(self.once, self.units_of(planned)))
+
+
+def profile_of(job: Job) -> ModelProfile:
+    """Run one forward on fake tensors, without an engine."""
+    with errors_in_words(job), _model(job) as module:
+        recipe = job.recipe()
+        before = {id(m): (public_name(name), type(m).__name__) for name, m in module.named_modules()}
+        layers = _layers(module)
+        trained = under_backend(recipe, module, {**PLAIN, "backend": "none"}, fake=True)
+        profiler = _Profiler(trained.model.module)
+        batch = batches_of(job, recipe, 0, None if job.real else shared_fakes())(0)
+        with profiler, profiler.watching(), trained.model.autocast():
+            check_loss(recipe.loss(trained.model, batch))
+        modules = [m for m in trained.model.module.modules() if id(m) in before]
+        facts = tuple(profiler.facts(m, *before[id(m)]) for m in modules)
+        return ModelProfile(modules=facts, operators=max(1, profiler.operators), layers=layers)
+
+
+def plans_of(job: Job, changes: list[dict[str, Any]]) -> list[Plan | str]:
+    """Return what would be simulated with each of several settings; where one has no meaning, what is wrong with it."""
+    recipe, plans = job.recipe(), list[Plan | str]()
+    with errors_in_words(job), _model(job) as module:
+        for change in changes:
+            settings = {**recipe.settings, **change}
+            chosen = {name: settings[name] for name in PLAIN if name in settings}
+            try:
+                plans.append(plan(module, mixed_precision=recipe.precision, **chosen))
+            except FsshardError as error:
+                plans.append(str(error))
+    return plans
+
+
+@contextlib.contextmanager
+def _model(job: Job) -> Iterator[nn.Module]:
+    recipe, fakes = job.recipe(), None if job.real else shared_fakes()
+    gc.collect()
+    with fake_ranks(0, 1), fakes or contextlib.nullcontext():
+        seed_all(recipe.seed)
+        module = fakes.built(recipe.build) if fakes else recipe.build()
+        with fakes.wrapping(module) if fakes else contextlib.nullcontext():
+            yield module
+
+
+def _layers(model: nn.Module) -> frozenset[str]:
+    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    known = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    kinds = (type(m).__name__ for m in model.modules() if type(m).__name__ in names or isinstance(m, known))
+    return frozenset(kinds)
+
+
+class _Profiler(TorchDispatchMode):
+    """Counts operators, calls of modules, and what each module's forward keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self.operators = 0
+        self._calls: dict[int, int] = {}
+        self._saved: dict[int, dict[int, int]] = {}  # module -> storage -> bytes
+        self._stack: list[tuple[int, set[int]]] = []  # module at work, and the storages that it was given
+        self._kept: list[Tensor] = []  # so that no storage is freed, and its address given to another
+        self._parameters = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for module in self._model.modules():
+                stack.callback(module.register_forward_pre_hook(self._starts, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._ends, always_call=True).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept))
+            yield
+
+    def _starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls[id(module)] = self._calls.get(id(module), 0) + 1
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._kept += given
+        self._stack.append((id(module), set(map(_storage, given))))
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        key = _storage(tensor)
+        if key not in self._parameters:
+            self._kept.append(tensor)
+            for module, given in self._stack:
+                if key not in given:
+                    self._saved.setdefault(module, {}).setdefault(key, tensor.untyped_storage().nbytes())
+        return tensor
+
+    def facts(self, module: nn.Module, name: str, kind: str) -> ModuleFacts:
+        return ModuleFacts(
+            name=name,
+            kind=kind,
+            calls=self._calls.get(id(module), 0),
+            nbytes=_nbytes(module, True),
+            own=_nbytes(module, False),
+            saved=sum(self._saved.get(id(module), {}).values()),
+            container=is_container(module),
+        )
+
+
+def _storage(tensor: Tensor) -> int:
+    local: Any = getattr(tensor, LOCAL_TENSOR, tensor)
+    return int(storage_key(local.untyped_storage()))
+
+
+def _nbytes(module: nn.Module, recurse: bool) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=recurse))
+
+
+# ------------------------------------------------------------------------------------------------ choices
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A value of one argument.
-
-    Attributes:
-        value: as :func:`fsshard.wrap` takes it.
-        code: the expression that gives it.
-        imports: statements that the expression needs.
-    """
+    """A value of one argument, as :func:`fsshard.wrap` takes it, and the expression that gives it."""
 
     value: Any
     code: str
-    imports: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()  # statements that the expression needs
 
 
 Settings = Mapping[str, Choice]
@@ -54,9 +245,9 @@ DEFAULT = Choice(None, "None")
 
 
 def written(name: str, value: object) -> Choice:
-    """``value`` as a user gave it for the argument ``name``; what has no expression is referred to by that name."""
-    found = _expression(value)
-    return Choice(value, name if found is None else found, _imports(value) if found is not None else ())
+    """Write ``value`` as a user gave it for the argument ``name``, by that name if it has no expression."""
+    code = _expression(value)
+    return Choice(value, name if code is None else code, ("import torch",) if "torch." in (code or "") else ())
 
 
 def _expression(value: object) -> str | None:
@@ -69,22 +260,14 @@ def _expression(value: object) -> str | None:
         if all(part is not None for part in parts.values()):
             return f"fsshard.{type(value).__name__}({', '.join(f'{key}={part}' for key, part in parts.items())})"
     if isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(item, (str, type)) for item in value):
-        names = sorted({item if isinstance(item, str) else item.__name__ for item in value})
-        return f"{{{', '.join(map(_quoted, names))}}}" if names else None
+        names = {item if isinstance(item, str) else item.__name__ for item in value}
+        return classes(names).code if names else None
     return None
 
 
-def _imports(value: object) -> tuple[str, ...]:
-    return ("import torch",) if "torch." in (_expression(value) or "") else ()
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
-
-
-def classes(names: frozenset[str]) -> Choice:
-    """The modules of these classes."""
-    return Choice(set(names), f"{{{', '.join(map(_quoted, sorted(names)))}}}")
+def classes(names: Iterable[str]) -> Choice:
+    """Return the choice of the modules of these classes."""
+    return Choice(set(names), "{" + ", ".join(f'"{name}"' for name in sorted(names)) + "}")
 
 
 # ------------------------------------------------------------------------------------------------ units
@@ -123,7 +306,7 @@ def _sizes(profile: ModelProfile) -> Iterator[int]:
 
 
 def _repeated(profile: ModelProfile, weight: Any, total: int) -> list[str]:
-    """Classes of several modules that are called once and together weigh much; the largest modules first."""
+    """Return classes of several modules that are called once and together weigh much; the largest modules first."""
     by_class: dict[str, list[ModuleFacts]] = {}
     for facts in profile.modules[1:]:
         if facts.nbytes and not facts.container:
@@ -164,27 +347,22 @@ def _pieces(profile: ModelProfile) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way to call wrap().
-
-    Attributes:
-        backend: its name.
-        settings: its other arguments.
-    """
+    """A way to call wrap(): the backend's name, and the other arguments."""
 
     backend: str
     settings: Settings = field(default_factory=dict)
 
     def changed(self, **settings: Choice) -> Candidate:
-        """With some arguments replaced; :data:`DEFAULT` is left out."""
+        """Return it with some arguments replaced; :data:`DEFAULT` is left out."""
         kept = {**self.settings, **settings}
         return Candidate(backend=self.backend, settings={k: c for k, c in kept.items() if c is not DEFAULT})
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of wrap(), without the backend."""
+        """Return keyword arguments of wrap(), without the backend."""
         return {name: choice.value for name, choice in self.settings.items()}
 
     def code(self, *, lines: bool = False) -> str:
-        """The arguments as they are written."""
+        """Return the arguments as they are written."""
         given = [f'backend="{self.backend}"', *(f"{name}={choice.code}" for name, choice in self.settings.items())]
         return "".join(f"    {text},\n" for text in given) if lines else ", ".join(given)
 

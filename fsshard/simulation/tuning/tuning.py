@@ -11,9 +11,8 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError
 
 if TYPE_CHECKING:
-    from fsshard.simulation.tuning.evaluator import Judge
     from fsshard.simulation.tuning.result import TuneResult
-    from fsshard.simulation.tuning.search import Search
+    from fsshard.simulation.tuning.search import Judge, Search
 
 __all__ = ["tune"]
 
@@ -83,9 +82,8 @@ def tune(
     from fsshard.parity.recipe import resolve
     from fsshard.planning.plan import Plan
     from fsshard.simulation.estimating import optimizer_settings, recipe_source
-    from fsshard.simulation.tuning.evaluator import Judge
     from fsshard.simulation.tuning.result import TuneResult, best
-    from fsshard.simulation.tuning.search import Search
+    from fsshard.simulation.tuning.search import Judge, Search
     from fsshard.simulation.tuning.search_space import DEFAULT, SEARCHED, written
     from fsshard.simulation.worker import Simulator
 
@@ -100,10 +98,8 @@ def tune(
     given = {"auto_wrap_policy": auto_wrap_policy, "mixed_precision": mixed_precision, **settings}
     fixed = {name: written(name, value) for name, value in given.items() if value is not ...}
     if activation_checkpointing is not ...:
-        none = activation_checkpointing is None or activation_checkpointing is False
-        fixed["activation_checkpointing"] = (
-            DEFAULT if none else written("activation_checkpointing", activation_checkpointing)
-        )
+        choice = written("activation_checkpointing", activation_checkpointing)
+        fixed["activation_checkpointing"] = DEFAULT if choice.value in (None, False) else choice
     source = recipe_source(subject, batch, loss, real)
     recipe = resolve(source)
     changes: dict[str, Any] = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
@@ -126,7 +122,7 @@ def tune(
     with Simulator("fsshard.tune", quiet=True) as simulator:
         judge = Judge(asked, simulator, progress)
         names = [judge.job(name, {}).backend for name in backends]
-        search = Search(judge=judge, fixed={**{n: written(n, v) for n, v in own.items()}, **fixed}, limit=limit)
+        search = Search(judge, {**{n: written(n, v) for n, v in own.items()}, **fixed}, limit)
         search.run(list(dict.fromkeys(names)))
         winner = best(search.tried, bound)
         if winner is None:
@@ -166,7 +162,7 @@ UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def _bytes(memory: object) -> int | None:
-    """``"40GiB"`` in bytes; without the ``i`` the units are powers of 1000."""
+    """Return ``"40GiB"`` in bytes; without the ``i`` the units are powers of 1000."""
     if memory is None:
         return None
     whole = isinstance(memory, int) or (isinstance(memory, float) and memory.is_integer())  # 40e9 is a float

@@ -8,8 +8,16 @@ import pytest
 import torch
 
 import fsshard
-from fsshard.simulation.tuning.profile import ModelProfile, ModuleFacts
-from fsshard.simulation.tuning.search_space import DEFAULT, Candidate, Choice, recomputations, units, written
+from fsshard.simulation.tuning.search_space import (
+    DEFAULT,
+    Candidate,
+    Choice,
+    ModelProfile,
+    ModuleFacts,
+    recomputations,
+    units,
+    written,
+)
 
 
 def facts(name: str, kind: str, nbytes: int, saved: int, own: int = 0) -> ModuleFacts:

@@ -20,11 +20,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 import fsshard
 from fsshard.cli import app as cli
 from fsshard.errors import ConfigurationError, DoesNotFit, RecipeError, UnknownBackend
-from fsshard.simulation.simulation import Job, simulate
-from fsshard.simulation.steps import Measured
-from fsshard.simulation.tuning.evaluator import Judge
-from fsshard.simulation.tuning.pictures import figure
-from fsshard.simulation.tuning.result import Tried, TuneResult, best
+from fsshard.simulation.simulation import Job, Measured, simulate
+from fsshard.simulation.tuning.result import Tried, TuneResult, best, figure
+from fsshard.simulation.tuning.search import Judge
 from fsshard.simulation.tuning.search_space import written
 from fsshard.simulation.worker import SimulatorDied, run_job
 from tests.forked import forking
