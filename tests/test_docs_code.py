@@ -166,7 +166,14 @@ RUN: dict[str, Shown] = {
         (("devices=2)", 'devices=2, max_epochs=1, logger=False, enable_progress_bar=False, default_root_dir=".")'),),
         "lightning",
     ),
-    "docs/lightning.md 1": Shown(1, LIGHTNING, "assert recipe.batches(0, 2, 0) is not None", needs="lightning"),
+    "docs/lightning.md 1": Shown(
+        2,
+        f"{LIGHTNING}\nimport fsshard.compat.lightning\nmodel = nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        "fabric.backward(model(torch.randn(2, 4)).square().mean()); optimizer.step()",
+        needs="lightning",
+    ),
+    "docs/lightning.md 2": Shown(1, LIGHTNING, "assert recipe.batches(0, 2, 0) is not None", needs="lightning"),
     "docs/meshes.md 0": Shown(
         4,
         after=STEP,
