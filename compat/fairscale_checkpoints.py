@@ -38,7 +38,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.sharded.state_dict import check_keys
 
 from .fairscale_shards import join_model_shards, join_optimizer_shards, names_in_metadata
-from .native_state import by_number
+from .trainers import by_number
 
 __all__ = [
     "fsdp_names",

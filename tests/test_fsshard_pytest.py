@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,17 +92,20 @@ def session(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
+MARK = "@pytest.mark.fsshard_parity(backends=['fsdp2'])"
+IMPORTS = "import dataclasses, pytest, torch, unittest, model\n"
+
+
+def write(session: pytest.Pytester, text: str) -> None:
+    """Write test_them.py; MARK stands for a marker with one backend."""
+    session.makepyfile(test_them=IMPORTS + textwrap.dedent(text).replace("MARK", MARK))
+
+
 def output(result: pytest.RunResult) -> str:
     return "\n".join(result.outlines)
 
 
 # Nothing for those who do not ask -----------------------------------------------------------------------------------
-
-
-def test_importing_the_plugin_imports_neither_torch_nor_fsshard() -> None:
-    code = "import fsshard_pytest, sys; print(sorted({'torch', 'fsshard', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_session_without_parity_tests_pays_nothing(pytester: pytest.Pytester) -> None:
@@ -277,19 +281,19 @@ def test_all_that_the_marker_takes(session: pytest.Pytester, made_up: MadeUp) ->
 
 
 def test_fixtures_parameters_and_methods(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile(
+    write(
+        session,
         """
-        import dataclasses, functools, pytest, torch, model
         @pytest.fixture
         def rate(): return 0.5
-        @pytest.mark.fsshard_parity(backends=["fsdp2"])
+        MARK
         @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
         def test_it(optimizer, rate):
             return dataclasses.replace(model.recipe(), optimizer=optimizer, hyper={"lr": rate})
         class TestThese:
-            @pytest.mark.fsshard_parity(backends=["fsdp2"])
+            MARK
             def test_method(self): return model.recipe()
-        """
+        """,
     )
     session.runpytest_inprocess().assert_outcomes(passed=3)
     recipes = [recipe for recipe, _ in made_up.calls]
@@ -348,106 +352,71 @@ def test_ranks_find_a_test_that_was_imported_by_its_path(session: pytest.Pyteste
     ],
 )
 def test_wrong_arguments_of_the_marker(session: pytest.Pytester, made_up: MadeUp, arguments: str, text: str) -> None:
-    session.makepyfile(
-        f"import pytest, model\n@pytest.mark.fsshard_parity({arguments})\ndef test_it(): return model.recipe()\n"
-    )
+    write(session, f"@pytest.mark.fsshard_parity({arguments})\ndef test_it(): return model.recipe()\n")
     result = session.runpytest_inprocess()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"@pytest.mark.fsshard_parity {text}*"])
     assert not made_up.calls
 
 
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ("model.recipe()", "*test_it is marked with fsshard_parity and returned None; it must return a recipe"),
-        ("return 3", "*test_it: *is not a recipe: expected build*"),
-        ("return object", "*test_it: *is not a recipe: expected build*"),
-    ],
-)
-def test_what_is_no_recipe(session: pytest.Pytester, made_up: MadeUp, body: str, text: str) -> None:
-    session.makepyfile(
-        f"import pytest, model\n@pytest.mark.fsshard_parity(backends=['fsdp2'])\ndef test_it(): {body}\n"
-    )
+REFUSED: dict[str, tuple[str, dict[str, int], str]] = {
+    "nothing returned": (
+        "MARK\ndef test_it(): model.recipe()",
+        {"failed": 1},
+        "*test_it is marked with fsshard_parity and returned None; it must return a recipe*",
+    ),
+    "a number": ("MARK\ndef test_it(): return 3", {"failed": 1}, "*test_it: *is not a recipe: expected build*"),
+    "a class": ("MARK\ndef test_it(): return object", {"failed": 1}, "*test_it: *is not a recipe: expected build*"),
+    "cannot be sent": (
+        "MARK\ndef test_it(tmp_path): return model.with_lambdas()",
+        {"failed": 1},
+        "the recipe that *test_it returned cannot be sent to the ranks (*partial*",
+    ),
+    "a recipe is marked": (
+        f"test_it = {MARK[1:]}(model.recipe())",
+        {"errors": 1},
+        "*test_it: pytest.mark.fsshard_parity(...) was given a Recipe; give it a function*",
+    ),
+    "marked twice": (  # both tests would share both markers, which sit on the function
+        f"test_one = {MARK[1:]}(model.recipe)\ntest_two = {MARK[1:]}(model.recipe)",
+        {"failed": 2},
+        "@pytest.mark.fsshard_parity is set 2 times on the function recipe; put all backends into*",
+    ),
+    "a method of unittest": (
+        "class Tests(unittest.TestCase):\n    MARK\n    def test_it(self): return model.recipe()\n"
+        "    def test_other(self): pass",
+        {"passed": 1, "failed": 1},
+        "*::test_it: a parity test cannot be a method of unittest.TestCase; use a function*",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_compared(session: pytest.Pytester, made_up: MadeUp, what: str) -> None:
+    text, outcomes, told = REFUSED[what]
+    write(session, text)
     result = session.runpytest_inprocess()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([text + "*"])
+    result.assert_outcomes(**outcomes)
+    result.stdout.fnmatch_lines([told])
     assert not made_up.calls and "Traceback" not in output(result) and "another exception" not in output(result)
 
 
-def test_a_recipe_that_cannot_be_sent(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile(
-        """
-        import pytest, model
-        @pytest.mark.fsshard_parity(backends=["fsdp2"])
-        def test_it(tmp_path): return model.with_lambdas()
-        """
-    )
-    result = session.runpytest_inprocess()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["the recipe that *test_it returned cannot be sent to the ranks (*partial*"])
-    assert not made_up.calls
-
-
-def test_a_marker_around_a_recipe_is_not_lost(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile(
-        "import pytest, model\ntest_it = pytest.mark.fsshard_parity(backends=['fsdp2'])(model.recipe())\n"
-    )
-    result = session.runpytest_inprocess()
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*test_it: pytest.mark.fsshard_parity(...) was given a Recipe; give it a function*"])
-
-
-def test_a_function_marked_twice(session: pytest.Pytester, made_up: MadeUp) -> None:
-    """Both tests would share both markers, which sit on the function."""
-    session.makepyfile(
-        """
-        import pytest
-        from model import recipe
-        test_one = pytest.mark.fsshard_parity(backends=["fsdp"])(recipe)
-        test_two = pytest.mark.fsshard_parity(backends=["fsdp2"])(recipe)
-        """
-    )
-    result = session.runpytest_inprocess()
-    result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(
-        ["@pytest.mark.fsshard_parity is set 2 times on the function recipe; put all backends into*"]
-    )
-
-
-def test_a_method_of_a_unittest_class(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile(
-        """
-        import pytest, unittest, model
-        class Tests(unittest.TestCase):
-            @pytest.mark.fsshard_parity(backends=["fsdp2"])
-            def test_it(self): return model.recipe()
-            def test_other(self): pass
-        @pytest.mark.fsshard_parity(backends=["fsdp2"])
-        def test_function(): return model.recipe()
-        """
-    )
-    result = session.runpytest_inprocess()
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["*::test_it: a parity test cannot be a method of unittest.TestCase; use a function*"])
-
-
 def test_a_fixture_or_a_parameter_named_ranks_is_the_users(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile(
+    write(
+        session,
         """
-        import pytest, model
         @pytest.fixture
         def ranks(): return 3
-        @pytest.mark.fsshard_parity(backends=["fsdp2"])
+        MARK
         def test_fixture(ranks):
             assert ranks == 3
             return model.recipe()
-        @pytest.mark.fsshard_parity(backends=["fsdp2"])
+        MARK
         @pytest.mark.parametrize("ranks", [1, 2])
         def test_parameter(ranks): return model.recipe()
-        @pytest.mark.fsshard_parity(backends=["fsdp2"])
+        MARK
         def test_neither(): return model.recipe()
-        """
+        """,
     )
     session.runpytest_inprocess().assert_outcomes(passed=4)
     assert all(isinstance(settings["pool"], RankPool) for _, settings in made_up.calls) and len(made_up.calls) == 4

@@ -17,14 +17,12 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.sharded.schedulers import point_at
 from fsshard.torch_private.modules import compiled_within
 
-from ..gradients import check_scaler, scaler_like
+from ..trainers import check_scaler, scaler_like
 from .arguments import check_arguments, check_batches, check_samples, check_state, on_cpu, wrap_settings
-from .checkpoints import world
 from .clipping import clip_norm, find_chosen
 from .clipping import clip_value as clip_value_of
-from .files import StateFiles
-from .optimizer import PreparedOptimizer
-from .preparing import Names, Share, adopted, check_shares, late, shares_of, wrapped
+from .files import StateFiles, world
+from .preparing import Names, PreparedOptimizer, Share, adopted, check_shares, late, shares_of, wrapped
 
 __all__ = ["Accelerator"]
 

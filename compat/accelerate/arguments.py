@@ -1,4 +1,4 @@
-"""Which of Accelerate's arguments an engine of ours cannot honour, and what to ask for instead."""
+"""Arguments of Accelerate that no engine of ours can honour: each refusal says what to ask for instead."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 
-import fsshard
 from fsshard.backends.registry import backend_class
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
+
+from ..trainers import data_rank_of
 
 __all__ = [
     "check_arguments",
@@ -66,11 +67,7 @@ SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 def check_settings(settings: Any) -> None:
-    """Raise if what was passed as ``fsshard=`` is no dict of arguments of ``fsshard.wrap``.
-
-    Raises:
-        ConfigurationError: shows it.
-    """
+    """Raise ConfigurationError if what was passed as ``fsshard=`` is no dict of arguments of ``fsshard.wrap``."""
     taken = ("model", "optimizer", "scheduler")  # which the library hands over
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key not in taken for key in settings):
         raise ConfigurationError(
@@ -79,15 +76,7 @@ def check_settings(settings: Any) -> None:
 
 
 def check_one_precision(autocast: str, settings: Mapping[str, Any]) -> None:
-    """Raise if autocast is asked for, and units that are cast as a whole.
-
-    Args:
-        autocast: the argument that asks for it, as its users write it.
-        settings: what was passed as ``fsshard=``.
-
-    Raises:
-        ConfigurationError: names both.
-    """
+    """Raise ConfigurationError if ``autocast``, as its users write it, is asked for and units that are cast whole."""
     if settings.get("mixed_precision") is not None:
         raise ConfigurationError(
             f"{autocast} is autocast, fsshard={{'mixed_precision': {settings['mixed_precision']!r}}} casts whole "
@@ -142,16 +131,12 @@ def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> Non
 
 
 def on_cpu(given: Mapping[str, Any]) -> bool:
-    """Return whether to tell Accelerate ``cpu=True``: where nothing else is there, and it would see no other ranks."""
+    """Return whether to tell Accelerate ``cpu=True``, without which it sees no other ranks on a machine of CPUs."""
     return bool(given.get("cpu")) or not torch.accelerator.is_available()
 
 
 def check_state(accelerator: Any) -> None:
-    """Raise if Accelerate sees another job than there is, or has promised what nobody does.
-
-    Raises:
-        ConfigurationError: says what it sees.
-    """
+    """Raise ConfigurationError if Accelerate sees another job than there is, or has promised what nobody does."""
     kind, ranks = accelerator.distributed_type.value, accelerator.num_processes
     if kind not in SERVED:
         raise ConfigurationError(
@@ -169,11 +154,7 @@ def check_state(accelerator: Any) -> None:
 
 
 def check_scaled(accelerator: Any) -> None:
-    """Raise if fp16 is asked for where Accelerate makes no scaler and computes in float32.
-
-    Raises:
-        ConfigurationError: names the device.
-    """
+    """Raise ConfigurationError if fp16 is asked for where Accelerate makes no scaler and computes in float32."""
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ConfigurationError(
             f"fp16: Accelerate computes in float32 on {accelerator.device.type!r}, without a word; use bf16"
@@ -195,37 +176,22 @@ def warn_of_one_process() -> None:
 
 
 def check_samples(settings: Mapping[str, Any], ranks: int) -> None:
-    """Raise if ranks have to see the same samples, which Accelerate's loaders do not give them.
-
-    Args:
-        settings: what was passed as ``fsshard=``.
-        ranks: all of them.
-
-    Raises:
-        ConfigurationError: the mesh has other dimensions than those of data.
-    """
-    mesh = settings.get("device_mesh")
-    if mesh is None:
-        return
-    named = mesh.mesh_dim_names or mesh.ndim == 1  # replicas and shards need no names
-    parts = fsshard.data_rank(mesh).size if named else mesh.size()
-    if parts != ranks:
+    """Raise ConfigurationError if some of the ranks have to see the same samples, which Accelerate gives to no two."""
+    found = data_rank_of(settings)
+    if found is not None and found.size != ranks:
         raise ConfigurationError(
-            f"device_mesh: {parts} parts of the data for {ranks} ranks, so that some share samples, which Accelerate "
-            "gives to no two ranks and would count twice in gather_for_metrics; write the loop over fsshard.wrap with "
-            "samplers by fsshard.data_rank(mesh), or use fsshard.compat.lightning.FabricStrategy"
+            f"device_mesh: {found.size} parts of the data for {ranks} ranks, so that some share samples, which "
+            "Accelerate gives to no two ranks and would count twice in gather_for_metrics; write the loop over "
+            "fsshard.wrap with samplers by fsshard.data_rank(mesh), or use fsshard.compat.lightning.FabricStrategy"
         )
 
 
 def check_batches(loader: Any, settings: Mapping[str, Any]) -> None:
-    """Raise if ranks get several numbers of batches under an engine that gathers weights in every forward. Collective.
+    """Raise ConfigurationError if ranks get several numbers of batches and gather weights in each forward. Collective.
 
     Args:
         loader: Accelerate's, with or without a length.
         settings: what was passed as ``fsshard=``.
-
-    Raises:
-        ConfigurationError: says how many.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or backend_class(settings.get("backend", "auto"), world.size()).facts.divides != "elements":

@@ -14,7 +14,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
 
-from ..gradients import clip_by_value
+from ..trainers import clip_by_value
 
 __all__ = ["Chosen", "clip_norm", "clip_value", "find_chosen"]
 
@@ -85,10 +85,6 @@ def _covers(model: ShardedModule, entries: Sequence[Entry]) -> bool:
 
 
 def clip_value(chosen: Chosen, limit: float) -> None:
-    """Put every number of the gradients between -limit and limit. Collective.
-
-    Raises:
-        ConfigurationError: a parameter is complex; nothing of its model has changed.
-    """
+    """Put every number of the gradients between -limit and limit. Collective."""
     for model, entries in chosen:
         clip_by_value(model, limit, entries)

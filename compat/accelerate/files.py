@@ -1,27 +1,94 @@
-"""What Accelerate writes and reads, where ranks have parts of models and optimizers."""
+"""Files of Accelerate, written and read by ranks that have parts of models: as its own DDP writes them."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import accelerate
-from accelerate.utils import RNG_STATE_NAME
+import torch
+import torch.distributed as dist
+from accelerate.utils import MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
+from safetensors.torch import load_model
 from torch import nn
 
+import fsshard
 from fsshard.comm.agreement import agree
-from fsshard.errors import ConfigurationError
+from fsshard.comm.channel import Channel
+from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
-from ..native_state import by_number
-from .checkpoints import check_optimizers, load_models, meet, world
+from ..trainers import by_name, by_number
+from .preparing import PreparedOptimizer
 
-__all__ = ["StateFiles"]
+__all__ = ["StateFiles", "world"]
 
 log = logging.getLogger("fsshard")
+PATIENCE = 300.0
+"""Seconds that ranks wait for one another."""
+
+
+def world() -> dist.ProcessGroup | None:
+    """Return the group of all ranks."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def meet(call: str) -> None:
+    """Return when all ranks have come here. Accelerate's DDP lets one rank save by itself, and scripts do.
+
+    Args:
+        call: as users write it.
+
+    Raises:
+        CheckpointError: a rank did not come in time, or came for something else; it is named.
+    """
+    Channel.of(world()).arrive(f"accelerator.{call}()", PATIENCE)
+
+
+def check_optimizers(folder: Path, optimizers: Sequence[PreparedOptimizer]) -> None:
+    """Raise unless each has a file that fits. One collective.
+
+    Raises:
+        CheckpointError: there is none.
+        StateDictError: groups of other sizes, or state of another shape. Both on every rank.
+    """
+
+    def check() -> None:
+        for number, prepared in enumerate(optimizers):
+            saved = torch.load(_file(folder, [f"{OPTIMIZER_NAME}{{}}.bin"], number), "cpu", mmap=True)
+            prepared.optimizer.check_state_dict(by_name(saved, prepared.optimizer))
+
+    agree(world(), check)
+
+
+def load_models(folder: Path, models: Sequence[nn.Module], *, strict: bool = True) -> None:
+    """Give models their weights. Collective.
+
+    Raises:
+        CheckpointError: there is no file.
+        StateDictError: names every key that is missing, unexpected or of another shape.
+    """
+    kinds = [f"{SAFE_MODEL_NAME}{{}}.safetensors", f"{MODEL_NAME}{{}}.bin"]
+    paths = agree(world(), lambda: [_file(folder, kinds, number) for number in range(len(models))])
+    for path, model in zip(paths, models, strict=True):
+        if isinstance(model, ShardedModule):
+            fsshard.load(path, model, strict=strict, rng=False)
+        elif path.suffix == ".safetensors":  # of a model that was prepared for evaluation
+            load_model(model, path, strict=strict)
+        else:
+            model.load_state_dict(torch.load(path, "cpu"), strict=strict)
+
+
+def _file(folder: Path, kinds: Sequence[str], number: int) -> Path:
+    names = [kind.format(f"_{number}" if number else "") for kind in kinds]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f"{folder} has no {' and no '.join(names)}")
 
 
 class StateFiles(accelerate.Accelerator):

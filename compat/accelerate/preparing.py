@@ -1,4 +1,4 @@
-"""Which optimizer belongs to which model, and what prepare() makes of them."""
+"""Match optimizers with the models that prepare() is given, and put both under an engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,13 +17,53 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, constructor_arguments, retire
 from fsshard.wrapping import check_wrap
 
-from ..calls import name_calls
-from ..samples import split_over
+from ..trainers import by_name, by_number, name_calls, split_over
 
-__all__ = ["Late", "Names", "Share", "adopted", "check_shares", "late", "shares_of", "wrapped"]
+__all__ = ["Late", "Names", "PreparedOptimizer", "Share", "adopted", "check_shares", "late", "shares_of", "wrapped"]
 
 SAVE = "on every rank call accelerator.get_state_dict(model), or accelerator.save_model(model, folder)"
 LOAD = "load it before prepare(), or on every rank call accelerator.load_state(folder)"
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """Accelerate's, whose steps wait for gradients, over one of :func:`fsshard.wrap`.
+
+    Attributes:
+        held: its state while files are written, so that writing needs no other rank; None at other times.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, scaler: Any) -> None:
+        # Placing would send its state once around.
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
+        self.held: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a torch optimizer's state, with whole tensors and a number for each parameter. Collective."""
+        return by_number(self.optimizer) if self.held is None else self.held
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take a torch optimizer's, or one by name. Collective.
+
+        Raises:
+            StateDictError: groups of other sizes, or state of another shape; nothing has changed.
+        """
+        self.optimizer.load_state_dict(by_name(state_dict, self.optimizer))
+
+    def train(self) -> None:
+        """Do nothing, as for most optimizers.
+
+        Raises:
+            ConfigurationError: its class switches weights, of which a rank may have parts.
+        """
+        kind = self.optimizer.optimizer_class
+        for name in ("train", "eval"):
+            if callable(getattr(kind, name, None)):
+                raise ConfigurationError(
+                    f"{kind.__name__}.{name}() switches whole weights, which an engine keeps; use an optimizer without "
+                    "it"
+                )
+
+    eval = train
 
 
 @dataclass
@@ -64,7 +105,7 @@ class Names:
 
 
 def shares_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> tuple[list[Share], list[Optimizer]]:
-    """Each model with its optimizers, and optimizers of none of them. Local.
+    """Return each model with its optimizers, and optimizers of none of them. Local.
 
     Raises:
         ConfigurationError: an optimizer, or a parameter, of two models; or ranks that share a model's samples.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,9 @@ from fsshard.errors import OptimizerError
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.schedulers import point_at
 
-from ..taken import Taken as TakenModel
+from ..trainers import Taken as TakenModel
 
-__all__ = ["Taken", "free_memory", "hand_back", "lacking", "plain_scaler", "was_divided"]
+__all__ = ["Taken", "free_memory", "hand_back", "lacking", "named_after", "plain_scaler", "was_divided"]
 
 _divided: WeakSet[nn.Module] = WeakSet()
 
@@ -61,40 +62,47 @@ def hand_back(taken: Taken, *, with_states: bool) -> None:
         taken: what has it.
         with_states: in the optimizers' place comes what a checkpoint needs of them, their whole states, on rank 0.
     """
-    module = taken.wrapped.module
-    kept = [_Left(optimizer, type(optimizer).__name__) for optimizer in taken.optimizers] if with_states else []
+    states = [_saved(optimizer) for optimizer in taken.optimizers] if with_states else []
     taken.come_back()
     if not with_states:
         return
-    parameters = {slot.name: slot.parameter for slot in parameter_slots(module)}
-    for each in kept:
-        each.show(parameters)
-    replaced = [(old, _named(new)) for old, new in zip(taken.optimizers, kept, strict=True)]
+    parameters = {slot.name: slot.parameter for slot in parameter_slots(taken.wrapped.module)}
+    replaced = [
+        (old, EndedOptimizer(type(old).__name__, old.defaults, parameters, state))
+        for old, state in zip(taken.optimizers, states, strict=True)
+    ]
     point_at(taken.schedulers, replaced)
     taken.left = {id(old): new for old, new in replaced}
 
 
-class _Left(Optimizer):
-    """The remains of an optimizer after ``fit()``: its groups, and on rank 0 its whole state."""
+def _saved(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Return the whole state by name; empty but on rank 0, and ``{"refused": ...}`` where parts give none."""
+    found: dict[str, Any] = {"state": {}, "param_groups": groups_by_name(optimizer)}
+    try:
+        for name, state in optimizer.iterate_state():  # one at a time: they need not fit on a device together
+            if optimizer.model.backend.settings.is_first and state:
+                found["state"][name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+    except OptimizerError as error:  # on every rank; who saves nothing need not know
+        found["refused"] = str(error)
+    found["keeps"] = optimizer.model.backend.settings.is_first
+    return found
 
-    def __init__(self, optimizer: ShardedOptimizer, kind: str) -> None:
-        self.kind, self._refused = kind, ""
-        self._groups, self._defaults = groups_by_name(optimizer), dict(optimizer.defaults)
-        self._whole: dict[str, dict[str, Any]] = {}
-        self._keeps = optimizer.model.backend.settings.is_first
-        try:
-            for name, state in optimizer.iterate_state():  # one at a time: they need not fit on a device together
-                if self._keeps and state:
-                    self._whole[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-        except OptimizerError as error:  # on every rank; who saves nothing need not know
-            self._refused = str(error)
 
-    def show(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Be a torch optimizer over the plain parameters, by name."""
-        groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in self._groups]
-        super().__init__(groups, self._defaults)
-        for name, state in self._whole.items():
-            self.state[parameters[name]] = state
+class EndedOptimizer(Optimizer):
+    """The remains of an optimizer after ``fit()``: its groups over the plain module, and on rank 0 its whole state."""
+
+    def __init__(
+        self, kind: str, defaults: dict[str, Any], parameters: dict[str, nn.Parameter], saved: dict[str, Any]
+    ) -> None:
+        groups = [
+            {**group, "params": [parameters[name] for name in group["params"]]} for group in saved["param_groups"]
+        ]
+        super().__init__(groups, dict(defaults))
+        self.kind, self.saved = kind, saved
+        self.state.update({parameters[name]: state for name, state in saved["state"].items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "kind": self.kind, "saved": self.saved}
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the state by parameter name, as a checkpoint has it; empty but on rank 0.
@@ -102,9 +110,9 @@ class _Left(Optimizer):
         Raises:
             OptimizerError: it could not be put together from parts.
         """
-        if self._refused:
-            raise OptimizerError(self._refused)
-        return {"state": self._whole, "param_groups": self._groups} if self._keeps else {}
+        if "refused" in self.saved:
+            raise OptimizerError(self.saved["refused"])
+        return {name: self.saved[name] for name in ("state", "param_groups")} if self.saved["keeps"] else {}
 
     def step(self, closure: Any = None) -> Any:
         """Raise: nothing steps after ``fit()``."""
@@ -113,24 +121,20 @@ class _Left(Optimizer):
             "which makes optimizers anew, or make one over module.parameters()"
         )
 
-    def __reduce__(self) -> Any:  # its class is found by no name
-        members = ("kind", "_refused", "_groups", "_defaults", "_whole", "_keeps", "defaults", "state", "param_groups")
-        return _left_again, ({name: vars(self)[name] for name in members},)
+
+def named_after(optimizer: Any, kind: str) -> None:
+    """Let an optimizer's class have the name of the user's, which Lightning's LearningRateMonitor writes."""
+    base: Any = type(optimizer)
+    optimizer.__class__ = _named(kind, base)
 
 
-def _left_again(members: dict[str, Any]) -> _Left:
-    found = _Left.__new__(_Left)
-    found.__setstate__(members)
-    return _named(found)
-
-
-def _named(left: _Left) -> _Left:
-    left.__class__ = type(left.kind, (_Left,), {"__module__": _Left.__module__})
-    return left
+@functools.cache  # LearningRateMonitor counts optimizers of one class
+def _named(kind: str, base: Any) -> Any:
+    return type(kind, (base,), {"__module__": base.__module__})
 
 
 def plain_scaler(scaler: Any, device: torch.device) -> torch.amp.GradScaler:
-    """Torch's own in the place of one that knows an engine, at the same scale."""
+    """Return torch's own in the place of one that knows an engine, at the same scale."""
     found = torch.amp.GradScaler(device.type, enabled=scaler.is_enabled())
     found.load_state_dict(scaler.state_dict())
     return found
@@ -147,55 +151,36 @@ def lacking(taken: Taken, *, with_states: bool) -> str:
     if backend.facts.divides != "elements":
         return ""
     weights = sum(e.stored_shape.numel() * e.parameter.element_size() for e in backend.all)
-    states = sum(
-        value.nbytes
-        for optimizer in taken.optimizers
-        if with_states
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
+    tensors = [v for o in taken.optimizers for state in o.state.values() for v in state.values()] if with_states else []
+    states = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
     mine = (socket.gethostname(), weights, states, free_memory())
-    group = backend.settings.group
-    told = [mine] if group is None else per_rank(group, mine)
-    needed: dict[str, int] = {told[0][0]: sum(states for _, _, states, _ in told)}
-    free: dict[str, int] = {}
-    for host, bytes_, _, left in told:
-        needed[host] = needed.get(host, 0) + bytes_
-        if left is not None:
-            free[host] = min(left, free.get(host, left))
-    short = [host for host in free if needed[host] > free[host]]
-    if not short:
-        return ""
-    host = short[0]
-    return (
-        f"whole weights for all ranks of host {host} take {needed[host] / 1e9:.1f} GB, and {free[host] / 1e9:.1f} GB "
-        "are free"
-    )
+    told = [mine] if backend.settings.group is None else per_rank(backend.settings.group, mine)
+    for host in dict.fromkeys(host for host, *_ in told):
+        here = [each for each in told if each[0] == host]
+        needed = sum(bytes_ for _, bytes_, _, _ in here)
+        needed += sum(bytes_ for _, _, bytes_, _ in told) if host == told[0][0] else 0
+        free = min((left for *_, left in here if left is not None), default=needed)
+        if needed > free:
+            return (
+                f"whole weights for all ranks of host {host} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
+                "free"
+            )
+    return ""
 
 
 def free_memory() -> int | None:
     """Bytes that this process may still take of its host, or its container (cgroup 2); None where nobody says."""
-    found = [_available(), _left_in_container()]
-    return min((each for each in found if each is not None), default=None)
-
-
-def _available() -> int | None:
+    found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _left_in_container() -> int | None:
-    try:
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
         below = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
         folder = Path("/sys/fs/cgroup", below)
         folder = folder if (folder / "memory.max").exists() else Path("/sys/fs/cgroup")
         limit = (folder / "memory.max").read_text().strip()
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        used = int((folder / "memory.current").read_text())
+        used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        found += [] if limit == "max" else [int(limit) - used]
     except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))
+        pass  # another system, or no container
+    return min(found, default=None)

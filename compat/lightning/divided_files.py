@@ -47,12 +47,6 @@ def check_place(path: Any, strategy: Any) -> None:
 def save_divided(path: Any, model: ShardedModule, optimizers: list[Any], checkpoint: Mapping[str, Any]) -> None:
     """Write rank 0's checkpoint, and every rank's parts. Collective.
 
-    Args:
-        path: of the directory.
-        model: the wrapped module.
-        optimizers: all of its own, which are saved where the checkpoint has states of optimizers.
-        checkpoint: Lightning's, the same on every rank; only plain values and tensors, for nothing is pickled.
-
     Raises:
         CheckpointError: names the value that is something else (``hparams`` of a user's own class, say).
     """

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,14 +16,12 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from ..calls import name_calls
-from ..gradients import check_scaler, clip_by_value, scaler_like
-from ..native_state import by_name
-from ..samples import sampler_arguments, split_over
+from ..trainers import by_name, check_scaler, clip_by_value, name_calls, sampler_arguments, scaler_like, split_over
 from .divided_files import check_place
-from .environment import check_devices, launched
+from .environment import check_devices, lightnings
+from .precision import refuse_precision
 
-__all__ = ["FabricStrategy", "register_with_fabric"]
+__all__ = ["FabricStrategy"]
 
 # The state dict of what fabric.setup() gives is that of the module within (2.6).
 SAVE = "on every rank write fabric.save(file, {'model': model}), whose file has the whole weights"
@@ -37,46 +33,18 @@ class FabricStrategy(DDPStrategy):
 
     Args:
         backend: of :func:`fsshard.wrap`.
-        accelerator: this and the next four as for Lightning's strategies.
-        parallel_devices: see there.
-        cluster_environment: see there. In ranks that :func:`fsshard.launch` has started, those.
-        checkpoint_io: see there.
-        precision: see there.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None: as the device has it.
-        timeout: of the process group.
         start_method: how ranks start.
-        **settings: further arguments of :func:`fsshard.wrap`.
+        **settings: arguments of Lightning's DDPStrategy and of :func:`fsshard.wrap`, as for
+            :class:`fsshard.compat.lightning.Strategy`.
 
     Raises:
         ConfigurationError: a precision that is not served, an optimizer that is set up alone, or ``devices=`` that are
             not the ranks that run already.
     """
 
-    def __init__(
-        self,
-        backend: str = "fsdp2",
-        *,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: Any = "popen",
-        **settings: Any,
-    ) -> None:
+    def __init__(self, backend: str = "fsdp2", *, start_method: Any = "popen", **settings: Any) -> None:
         self.backend, self.settings = backend, settings
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or launched(),
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(start_method=start_method, **lightnings(settings))
         self._backward_sync_control: Any = _NoSync()
         self._model: nn.Module | None = None  # the first that is set up
         self._sampled = False  # a loader was set up before it
@@ -107,10 +75,7 @@ class FabricStrategy(DDPStrategy):
         """Wrap the model, and hand its live optimizers over. Collective."""
         precision = self.precision
         if type(precision) not in (Precision, MixedPrecision):
-            raise ConfigurationError(
-                f"precision plugin {type(precision).__name__}: fsshard's strategy takes precision='32-true', "
-                "'bf16-mixed' and '16-mixed'; for parameters in another dtype pass mixed_precision= to the strategy"
-            )
+            refuse_precision(precision)
         check_scaler(getattr(precision, "scaler", None))
         self._remember(module)
         given: Any = {"backend": self.backend, "device": self.root_device, **self.settings}
@@ -194,7 +159,7 @@ class FabricStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: :func:`register_with_fabric` registers ours."""
+        """Do nothing: :func:`fsshard.compat.lightning.register` registers ours."""
 
 
 class _NoSync:
@@ -221,12 +186,3 @@ def _ours(module: nn.Module) -> ShardedModule:
     if not isinstance(module, ShardedModule):
         raise ConfigurationError(f"expected what fabric.setup(model, optimizer) gave, got {type(module).__name__}")
     return module
-
-
-def register_with_fabric(engines: tuple[str, ...]) -> None:
-    """Put ``"fsshard_fsdp2"`` and the like into Fabric's registry."""
-    for engine in engines:
-        name = f"fsshard_{engine}"
-        if name not in STRATEGY_REGISTRY:
-            told = f"fsshard.wrap(backend={engine!r})"
-            STRATEGY_REGISTRY.register(name, FabricStrategy, description=told, backend=engine)

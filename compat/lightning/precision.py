@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -11,15 +11,16 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from fsshard.errors import ConfigurationError
 
-from ..gradients import check_scaler
+from ..trainers import check_scaler
 
-__all__ = ["Autocast", "Full", "plugin_for"]
+__all__ = ["Autocast", "plugin_for", "refuse_precision"]
 
 
 class _Clips(Precision):
-    """Clips by the norm, or value by value, what the strategy's model has."""
+    """``"32-true"``: clips by the norm, or value by value, what the strategy's model has."""
 
-    strategy: Any
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
 
     def clip_gradients(
         self,
@@ -28,18 +29,9 @@ class _Clips(Precision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip the final gradients, of all parameters. Collective."""
-        if clip_val <= 0:
-            return
-        self.strategy.check_clips_all()
-        by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-        self.strategy.clip_gradients(float(clip_val), by_value=by_value)
-
-
-class Full(_Clips):
-    """``"32-true"``."""
-
-    def __init__(self, strategy: Any) -> None:
-        self.strategy = strategy
+        if clip_val > 0:
+            by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+            self.strategy.clip_gradients(float(clip_val), by_value=by_value)
 
 
 class Autocast(_Clips, MixedPrecision):
@@ -64,13 +56,18 @@ def plugin_for(strategy: Any, asked: Any) -> Any:
         ConfigurationError: there is none, or none for its scaler.
     """
     if asked is None or type(asked) is Precision:
-        return Full(strategy)
-    if isinstance(asked, (Full, Autocast)):
+        return _Clips(strategy)
+    if isinstance(asked, _Clips):
         return asked
     if type(asked) is MixedPrecision:
         check_scaler(asked.scaler)
         kind: Any = asked.precision
         return Autocast(strategy, kind, torch.device(asked.device).type, asked.scaler)
+    refuse_precision(asked)
+
+
+def refuse_precision(asked: Any) -> NoReturn:
+    """Raise the error for a precision plugin, of the Trainer or of Fabric, that is not served."""
     raise ConfigurationError(
         f"precision plugin {type(asked).__name__}: fsshard's strategy takes precision='32-true', 'bf16-mixed' and "
         "'16-mixed'; for parameters in another dtype pass mixed_precision= to the strategy, which fsshard.wrap gets"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import Any, Literal
 
-import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import callbacks
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -23,17 +22,12 @@ from fsshard.model.checks import is_managed
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
-from ..calls import name_calls
-from ..gradients import clip_by_value, scaler_like
-from ..native_state import by_name
-from ..samples import sampler_arguments
-from ..taken import taken_of
-from .again import Taken, hand_back, lacking, plain_scaler, was_divided
+from ..trainers import by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, taken_of
+from .again import Taken, hand_back, lacking, named_after, plain_scaler, was_divided
 from .averaging import AVERAGING, average_whole
 from .divided_files import DividedState, check_place, is_divided, load_divided, read_others, save_divided
-from .environment import check_devices, launched
-from .fabric import register_with_fabric
-from .fitted import WholeLauncher, check_bare, named_after
+from .environment import WholeLauncher, check_devices, lightnings
+from .fabric import FabricStrategy
 from .manual import ThroughEngine
 from .precision import Autocast, plugin_for
 
@@ -56,21 +50,17 @@ class Strategy(DDPStrategy):
 
     Args:
         backend: of :func:`fsshard.wrap`.
-        accelerator: this and the next four as for Lightning's strategies.
-        parallel_devices: see there.
-        cluster_environment: see there. In ranks that :func:`fsshard.launch` has started, those.
-        checkpoint_io: see there.
-        precision_plugin: see there.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None: as the device has it.
-        timeout: of the process group.
         start_method: how ranks start: ``"popen"`` runs the script again, the others call the Trainer's method.
         save_distributed_checkpoint: write a directory, in which each rank's parts are its own files, in place of a file
             that rank 0 writes whole. Either kind is read whatever is said here.
-        **settings: further arguments of :func:`fsshard.wrap`.
+        **settings: ``accelerator``, ``parallel_devices``, ``cluster_environment`` (None: the ranks that
+            :func:`fsshard.launch` has started, if there are any), ``checkpoint_io``, ``precision_plugin``,
+            ``process_group_backend`` and ``timeout`` as for Lightning's DDPStrategy; all others go to
+            :func:`fsshard.wrap`.
 
     Raises:
-        ConfigurationError: a precision or a callback that is not served, or ``devices=`` that are
-            not the ranks that run already.
+        ConfigurationError: a precision or a callback that is not served, or ``devices=`` that are not the ranks that
+            run already.
     """
 
     strategy_name = "fsshard"
@@ -80,13 +70,6 @@ class Strategy(DDPStrategy):
         self,
         backend: str = "fsdp2",
         *,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         save_distributed_checkpoint: bool = False,
         **settings: Any,
@@ -96,16 +79,7 @@ class Strategy(DDPStrategy):
         self._taken: Taken | None = None  # what an engine has
         self._manual: ThroughEngine | None = None  # what its own steps go through
         self._waiting: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for what an engine will have
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or launched(),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(start_method=start_method, **lightnings(settings))
 
     # ------------------------------------------------------------------------------------ the model and its optimizers
 
@@ -163,7 +137,6 @@ class Strategy(DDPStrategy):
         module: Any = self._lightning_module
         taken = taken_of(module)
         if trainer.state.fn == TrainerFn.FITTING:
-            check_bare(module)
             self._check_fit(trainer)
         elif taken is not None or (self._divides and was_divided(module)):
             accelerator: Any = self.accelerator
@@ -187,37 +160,35 @@ class Strategy(DDPStrategy):
         return Taken(wrapped, bare)
 
     def _check_fit(self, trainer: Any) -> None:
+        module = trainer.lightning_module
+        if is_managed(module):
+            raise ConfigurationError(
+                "fit() of a module that fsshard.wrap, or Fabric, has put under an engine; pass the bare module, or "
+                "take a new one and its checkpoint, ckpt_path=..."
+            )
         if self._layer_sync is not None and self.root_device.type == "cpu":
             raise ConfigurationError(
                 "sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU, where "
                 "each rank's BatchNorm sees its own samples, or take GroupNorm"
             )
         for callback in trainer.callbacks:
-            if isinstance(callback, callbacks.StochasticWeightAveraging):
-                self._check_stochastic(trainer.lightning_module)
-        for callback in trainer.callbacks:
+            name = type(callback).__name__
+            parts = self._divides
+            whole = not parts and not any(parameter.is_complex() for parameter in module.parameters())
+            if isinstance(callback, callbacks.StochasticWeightAveraging) and not whole:
+                raise ConfigurationError(
+                    f"callback {name}: it averages whole parameters, of which a rank under {self.backend!r} keeps "
+                    f"{'parts' if parts else 'complex ones as pairs of reals'}; use EMAWeightAveraging or "
+                    "WeightAveraging" + ", or backend='ddp' for a model without complex weights" * parts
+                )
             if isinstance(callback, AVERAGING) and self.divides_files:
                 raise ConfigurationError(
-                    f"callback {type(callback).__name__} puts the average, which each rank has whole, in place of the "
-                    "weights of a checkpoint; leave out save_distributed_checkpoint=True"
+                    f"callback {name} puts the average, which each rank has whole, in place of the weights of a "
+                    "checkpoint; leave out save_distributed_checkpoint=True"
                 )
+        for callback in trainer.callbacks:
             if isinstance(callback, AVERAGING):
                 average_whole(callback, lambda: self._sharded)
-
-    def _check_stochastic(self, module: Any) -> None:
-        """Raise ConfigurationError where Lightning would read, or write, something else than whole weights."""
-        parts = self._divides
-        if parts or any(parameter.is_complex() for parameter in module.parameters()):
-            raise ConfigurationError(
-                "callback StochasticWeightAveraging: it averages whole parameters, of which a rank under "
-                f"{self.backend!r} keeps {'parts' if parts else 'complex ones as pairs of reals'}; use "
-                "EMAWeightAveraging or WeightAveraging"
-                + (
-                    ", or the strategy's backend 'ddp' or 'fairscale' for a model without complex weights"
-                    if parts
-                    else ""
-                )
-            )
 
     def model_to_device(self) -> None:
         """Move a module that is not trained; else ``fsshard.wrap`` moves, or makes, the parts that this rank keeps."""
@@ -288,22 +259,19 @@ class Strategy(DDPStrategy):
         with self._sharded.no_sync() if self._sharded is not None else contextlib.nullcontext():
             yield
 
-    def check_clips_all(self) -> None:
-        """Raise ConfigurationError where gradients of several optimizers would be clipped together."""
+    def clip_gradients(self, limit: float, *, by_value: bool) -> None:
+        """Clip the final gradients of all parameters, which one optimizer has. Collective."""
         if self._manual is not None and len(self.optimizers) > 1:
             raise ConfigurationError(
                 "self.clip_gradients(optimizer) with several optimizers: the strategy clips the gradients of all; call "
                 "torch.nn.utils.clip_grad_norm_(parameters of this optimizer, max_norm)"
             )
-
-    def clip_gradients(self, limit: float, *, by_value: bool) -> None:
-        """Clip the final gradients of all parameters. Collective."""
         model = self._sharded
         assert model is not None, "gradients come after setup"
-        if not by_value:
+        if by_value:
+            clip_by_value(model, limit)
+        else:
             model.clip_grad_norm_(limit)
-            return
-        clip_by_value(model, limit)
 
     # ------------------------------------------------------------------------------------ checkpoints
 
@@ -316,9 +284,9 @@ class Strategy(DDPStrategy):
         return False
 
     def _load_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._load_weights(*waiting)
+        if self._waiting is not None:
+            self._load_weights(*self._waiting)
+        self._waiting = None
 
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         if isinstance(checkpoint, DividedState):
@@ -455,12 +423,13 @@ class _Former(Strategy):
 
 
 def register() -> None:
-    """Put ``"fsshard_fsdp2"`` and the like, and the names of Lightning 1.x, into Lightning's registry."""
-    for engine in ENGINES:
-        name = f"fsshard_{engine}"
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(name, Strategy, description=f"fsshard.wrap(backend={engine!r})", backend=engine)
-    register_with_fabric(ENGINES)
+    """Put ``"fsshard_fsdp2"`` and the like into Lightning's and Fabric's registries, and the names of Lightning 1.x."""
+    registries: list[tuple[Any, Any]] = [(StrategyRegistry, Strategy), (STRATEGY_REGISTRY, FabricStrategy)]
+    for registry, kind in registries:
+        for engine in ENGINES:
+            if f"fsshard_{engine}" not in registry:
+                told = f"fsshard.wrap(backend={engine!r})"
+                registry.register(f"fsshard_{engine}", kind, description=told, backend=engine)
     for name, start in FORMER.items():
         if name not in StrategyRegistry:
             told = "FairScale's OSS and ShardedDDP, by fsshard"

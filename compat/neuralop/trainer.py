@@ -20,8 +20,7 @@ from fsshard.parallel.domain.sharding import domain_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from .loaders import EvaluationLoader, set_epoch, undivided
-from .losses import Reduction, WithValue, loss_reduction
+from .batches import EvaluationLoader, Reduction, WithValue, loss_reduction, set_epoch, undivided
 from .training_state import load_training_state, save_training_state
 
 __all__ = ["Trainer"]
@@ -251,21 +250,19 @@ class Trainer(neuralop.Trainer):
 
     def eval_one_batch(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         """Evaluate a batch; one of nothing but a repeated sample runs and does not count."""
-        counted = self.n_samples
-        losses, output = super().eval_one_batch(*args, **kwargs)
-        return self._counting(losses, counted), output
+        return self._counting(super().eval_one_batch, *args, **kwargs)
 
     def eval_one_batch_autoreg(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         """Evaluate as :meth:`eval_one_batch`."""
-        counted = self.n_samples
-        losses, output = super().eval_one_batch_autoreg(*args, **kwargs)
-        return self._counting(losses, counted), output
+        return self._counting(super().eval_one_batch_autoreg, *args, **kwargs)
 
-    def _counting(self, losses: dict[str, Any], counted: int) -> dict[str, Any]:
-        if self._eval_loader is None or not self._eval_loader.void:
-            return losses
-        self.n_samples = counted
-        return {name: torch.zeros((), device=self.model.backend.settings.device) for name in losses}
+    def _counting(self, evaluate: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        counted = self.n_samples
+        losses, output = evaluate(*args, **kwargs)
+        if self._eval_loader is not None and self._eval_loader.void:
+            self.n_samples = counted
+            losses = {name: torch.zeros((), device=self.model.backend.settings.device) for name in losses}
+        return losses, output
 
     # ------------------------------------------------------------------------------------------ checkpoints
 

@@ -23,7 +23,7 @@ from fsshard.model.checks import agree
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from ..native_state import by_name
+from ..trainers import by_name
 
 __all__ = ["load_training_state", "save_training_state"]
 

@@ -1,4 +1,4 @@
-"""Which of Hugging Face's training arguments an engine of ours cannot honour, and what to ask for instead."""
+"""Training arguments of Hugging Face that no engine of ours can honour: each refusal says what to ask for instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers
 from fsshard.errors import ConfigurationError
 
 from ..accelerate.arguments import MESH, check_one_precision, check_scaled, check_settings, warn_of_one_process
-from ..gradients import check_scaler
+from ..trainers import check_scaler
 
 __all__ = ["check_arguments", "check_launcher", "check_library"]
 
@@ -46,11 +46,7 @@ INSTEAD = {
 
 
 def check_library(trainer: type = transformers.Trainer) -> None:
-    """Raise if transformers' Trainer lacks a method that is overridden here.
-
-    Raises:
-        ConfigurationError: names it.
-    """
+    """Raise ConfigurationError if transformers' Trainer lacks a method that is overridden here."""
     lacking = [name for name in OVERRIDDEN if not callable(getattr(trainer, name, None))]
     if lacking:
         raise ConfigurationError(
@@ -60,15 +56,12 @@ def check_library(trainer: type = transformers.Trainer) -> None:
 
 
 def check_arguments(args: Any, model: Any, settings: Any) -> None:
-    """Raise before anything is changed.
+    """Raise ConfigurationError, before anything is changed, for an argument that is not served.
 
     Args:
         args: Hugging Face's TrainingArguments, or None for its defaults.
         model: the model, or None where ``model_init`` makes it.
         settings: what was passed as ``fsshard=``.
-
-    Raises:
-        ConfigurationError: names the argument.
     """
     check_settings(settings)
     for name, advice in INSTEAD.items():
@@ -99,11 +92,7 @@ def _check_placed(model: Any) -> None:
 
 
 def check_launcher(trainer: Any) -> None:
-    """Raise if ``accelerate launch`` has chosen an engine, or has promised what nobody does.
-
-    Raises:
-        ConfigurationError: names its setting.
-    """
+    """Raise ConfigurationError if ``accelerate launch`` has chosen an engine, or has promised what nobody does."""
     for name, chosen in (("use_fsdp", trainer.is_fsdp_enabled), ("use_deepspeed", trainer.is_deepspeed_enabled)):
         if chosen:
             raise ConfigurationError(f"accelerate's configuration has {name}: {ANOTHER_ENGINE}")

@@ -16,9 +16,9 @@ from fsshard.errors import CheckpointError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from ..native_state import by_name, by_number
+from ..trainers import by_name, by_number
 
-__all__ = ["PARTS", "clear", "load_optimizer", "load_parts", "parts_of", "save_optimizer", "save_scheduler"]
+__all__ = ["PARTS", "clear", "load_optimizer", "parts_of", "save_optimizer"]
 
 log = logging.getLogger("fsshard")
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -53,28 +53,31 @@ def clear(folder: Path, model: ShardedModule, *, whole: bool, writes: bool) -> N
     agree(model.backend.settings.group, remove)
 
 
-def save_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *, writes: bool) -> None:
-    """Write both files. Collective; an error of a rank that writes is raised on all.
+def save_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *, whole: bool, writes: bool) -> None:
+    """Write both files; an optimizer that is in parts needs none. Collective; a writer's error is raised on all.
 
     Args:
         folder: the checkpoint's.
         optimizer: its state is assembled one parameter at a time, in host memory.
         scheduler: anything with ``state_dict``.
+        whole: whether the optimizer is written.
         writes: whether this rank does.
     """
-    state = by_number(optimizer, keep=writes)
+    state = by_number(optimizer, keep=writes) if whole else None
 
     def write() -> None:
-        if writes:
-            folder.mkdir(parents=True, exist_ok=True)
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if state is not None:
             torch.save(state, folder / OPTIMIZER)
-            torch.save(scheduler.state_dict(), folder / SCHEDULER)
+        torch.save(scheduler.state_dict(), folder / SCHEDULER)
 
     agree(optimizer.model.backend.settings.group, write)
 
 
 def load_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any) -> None:
-    """Read what any engine, or Hugging Face's DDP, wrote. Collective.
+    """Read what any engine, or Hugging Face's DDP, wrote, whole or in parts, of which the model comes here. Collective.
 
     A checkpoint without them (``save_only_model=True``) leaves both as they are, as in Hugging Face's Trainer, with a
     warning.
@@ -82,23 +85,25 @@ def load_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any) ->
     Raises:
         StateDictError: groups of other sizes, or state of another shape.
     """
-    found = agree(optimizer.model.backend.settings.group, lambda: _read(folder, optimizer))
+    parts = parts_of(folder)
+
+    def read() -> Any:
+        paths = [folder / SCHEDULER, *([] if parts else [folder / OPTIMIZER])]
+        if not all(path.is_file() for path in paths):
+            return None
+        found = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
+        return (found[0], None if parts else by_name(found[1], optimizer))
+
+    found = agree(optimizer.model.backend.settings.group, read)
     if found is None:
-        log.warning("%s has no %s: optimizer and learning rate start anew", folder, OPTIMIZER)
-        return
-    optimizer.load_state_dict(found[0])
-    scheduler.load_state_dict(found[1])
-
-
-def _read(folder: Path, optimizer: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    paths = [folder / OPTIMIZER, folder / SCHEDULER]
-    if not all(path.is_file() for path in paths):
-        return None
-    saved = torch.load(paths[0], map_location="cpu", weights_only=True, mmap=True)
-    return by_name(saved, optimizer), torch.load(paths[1], map_location="cpu", weights_only=True)
-
-
-# ------------------------------------------------------------------------------------------------ in parts
+        name = SCHEDULER if parts else OPTIMIZER
+        log.warning("%s has no %s: optimizer and learning rate start anew", folder, name)
+    if parts:
+        library.load(parts, optimizer.model, None if found is None else optimizer, rng=False)
+    elif found is not None:
+        optimizer.load_state_dict(found[1])
+    if found is not None:
+        scheduler.load_state_dict(found[0])
 
 
 def parts_of(folder: str | Path) -> Path | None:
@@ -116,28 +121,3 @@ def parts_of(folder: str | Path) -> Path | None:
             "written there; remove the files of one of them, or go on from another checkpoint"
         )
     return found
-
-
-def save_scheduler(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *, writes: bool) -> None:
-    """Write what is not in the parts. Collective."""
-
-    def write() -> None:
-        if writes:
-            torch.save(scheduler.state_dict(), folder / SCHEDULER)
-
-    agree(optimizer.model.backend.settings.group, write)
-
-
-def load_parts(folder: Path, optimizer: ShardedOptimizer, scheduler: Any) -> None:
-    """Load model, optimizer and scheduler from parts; what ``save_only_model=True`` wrote is the model. Collective."""
-
-    def read() -> Any:
-        path = folder / SCHEDULER
-        return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
-
-    state = agree(optimizer.model.backend.settings.group, read)
-    if state is None:
-        log.warning("%s has no %s: optimizer and learning rate start anew", folder, SCHEDULER)
-    library.load(folder / PARTS, optimizer.model, None if state is None else optimizer, rng=False)
-    if state is not None:
-        scheduler.load_state_dict(state)

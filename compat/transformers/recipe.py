@@ -65,7 +65,7 @@ def from_transformers(
     """
     args = transformers.TrainingArguments() if args is None else args
     _check(args, dataset)
-    training = _Training(model, args)
+    training = _Training(model)
     with kept_random_numbers():
         facts = _Facts.of(training.build(), args)
     batches = _Batches(_sampled(dataset, collator, args, facts), args, facts)
@@ -141,7 +141,6 @@ class _Training:
     """Makes the model."""
 
     model: Any
-    args: transformers.TrainingArguments
 
     def build(self) -> nn.Module:
         """Make a fresh one."""

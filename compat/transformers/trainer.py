@@ -21,12 +21,10 @@ from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
 from ..accelerate.arguments import check_samples, wrap_settings
-from ..accelerate.optimizer import PreparedOptimizer
-from ..calls import name_calls
-from ..gradients import scaler_like
-from ..taken import Taken, taken_of
+from ..accelerate.preparing import PreparedOptimizer
+from ..trainers import Taken, name_calls, scaler_like, taken_of
 from .arguments import check_arguments, check_launcher, check_library
-from .checkpoints import PARTS, clear, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
+from .checkpoints import PARTS, clear, load_optimizer, parts_of, save_optimizer
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 
@@ -268,8 +266,8 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        write = save_scheduler if self.divides_files else save_optimizer
-        write(Path(output_dir), self._stepped, self.lr_scheduler, writes=self.args.should_save)
+        whole, writes = not self.divides_files, self.args.should_save
+        save_optimizer(Path(output_dir), self._stepped, self.lr_scheduler, whole=whole, writes=writes)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._sharded is not None:
@@ -278,9 +276,7 @@ class Trainer(transformers.Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and parts_of(checkpoint):
-            load_parts(Path(checkpoint), self._stepped, self.lr_scheduler)
-        elif checkpoint is not None:
+        if checkpoint is not None:
             load_optimizer(Path(checkpoint), self._stepped, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

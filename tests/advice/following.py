@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import FsshardError
+from tests import by_hand
 
 DIVIDED = ("fsdp", "fsdp2")
 
@@ -60,24 +61,39 @@ def square(model: Any, x: Tensor) -> Tensor:
     return result
 
 
-def is_right(model: Any, build: Callable[[], Any] = plain, loss: Loss = square, reference: Loss | None = None) -> None:
-    """Train what ``wrap`` returned for two steps, and hold its weights against those of replicas averaged by hand."""
+def train(model: Any, loss: Loss = square, steps: int = 2) -> Any:
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    for step in range(2):
+    for step in range(steps):
         loss(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    return model
+
+
+def refuse(advice: str, build: Callable[[], Any] = plain, loss: Loss = square, **settings: Any) -> None:
+    """Expect the advice when a model is wrapped, or at the latest when it is trained."""
+    with refused(advice):
+        train(fsshard.wrap(build(), **settings), loss)
+
+
+def is_trained(state: Any, build: Callable[[], Any] = plain, loss: Loss = square, steps: int = 2) -> None:
+    """Compare weights with those of replicas averaged by hand."""
     bare = build()
-    trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
-    for step in range(2):
-        parts = []
-        for rank in range(dist.get_world_size()):
-            (reference or loss)(bare, batch(step, rank)).backward()
-            parts.append([parameter.grad for parameter in trained])
-            bare.zero_grad()
-        for parameter, *gradients in zip(trained, *parts, strict=True):
-            if gradients[0] is not None:
-                parameter.data -= 0.1 * (sum(gradients) / len(gradients))
-    state = model.state_dict()
+    optimizer = torch.optim.SGD([parameter for parameter in bare.parameters() if parameter.requires_grad], lr=0.1)
+
+    def loss_of(model: Any, rank: int, step: int) -> Tensor:
+        return loss(model, batch(step, rank))
+
+    by_hand.train(bare, optimizer, loss_of, steps=steps, ranks=dist.get_world_size())
     for name, value in bare.named_parameters():
         assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def is_right(model: Any, build: Callable[[], Any] = plain, loss: Loss = square, reference: Loss | None = None) -> None:
+    """Train what ``wrap`` returned for two steps, and compare its weights with those of replicas averaged by hand."""
+    is_trained(train(model, loss).state_dict(), build, reference or loss)
+
+
+def right(build: Callable[[], Any] = plain, judge: Callable[[], Any] | None = None, **settings: Any) -> None:
+    """Wrap a model as the advice says, and train it; ``judge`` builds what it is compared with, if that differs."""
+    is_right(fsshard.wrap(build(), **settings), judge or build)

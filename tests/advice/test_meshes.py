@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
-from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refused, square
+from tests.advice.following import DIVIDED, cases, is_trained, plain, refuse, refused, right, square, train
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
@@ -20,30 +20,28 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
 
 
 def case_replicas_and_shards() -> None:
-    two = mesh_of(1, 2, names=("replicate", "shard"))
-    with refused("leave device_mesh out where these are all ranks, else pass process_group=torch.distributed.new_grou"):
-        fsshard.wrap(plain(), backend="ddp", device_mesh=two)
-    is_right(fsshard.wrap(plain(), backend="ddp"))
-    is_right(fsshard.wrap(plain(), backend="ddp", process_group=dist.new_group([0, 1])))
+    two, turned = mesh_of(1, 2, names=("replicate", "shard")), mesh_of(1, 2, names=("shard", "replicate"))
+    replicas, world = mesh_of(2, 1, names=("replicate", "shard")), dist.group.WORLD
+    given = "pass device_mesh=init_device_mesh(device, (replicas, shards))"
+    told: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("leave device_mesh out where these are all ranks, else pass process_group=", "ddp", {"device_mesh": two}),
+        ("make it with mesh_dim_names=(", "fsdp2", {"device_mesh": turned}),
+        ("use backend='ddp', without a mesh", "fairscale", {"device_mesh": replicas}),
+        (f"for replicas and shards {given}", "fsdp2", {"process_group": (world, world)}),
+        (
+            "or leave it out, with a mesh of replicas and shards",
+            "fsdp",
+            {"sharding_strategy": "FULL_SHARD", "device_mesh": two},
+        ),
+        *((given, backend, {"sharding_strategy": "HYBRID_SHARD"}) for backend in DIVIDED),
+    )
+    for advice, backend, settings in told:
+        refuse(advice, backend=backend, **settings)
+    right(backend="ddp", process_group=dist.new_group([0, 1]))
     for backend in (*DIVIDED, "fairscale"):
-        is_right(fsshard.wrap(plain(), backend=backend, device_mesh=two))
-    for backend in DIVIDED:
-        for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-            with refused("pass device_mesh=init_device_mesh(device, (replicas, shards))"):
-                fsshard.wrap(plain(), backend=backend, sharding_strategy=strategy)
-    mesh = mesh_of(1, 2)
-    is_right(fsshard.wrap(plain(), backend="fsdp2", sharding_strategy="HYBRID_SHARD", device_mesh=mesh))
-    with refused("make it with mesh_dim_names=("):
-        fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh_of(1, 2, names=("shard", "replicate")))
-    for implementation in ("native", "real"):
-        for mesh in (two, two["shard"], None):
-            is_right(fsshard.wrap(plain(), backend="fairscale", implementation=implementation, device_mesh=mesh))
-    with refused("use backend='ddp', without a mesh"):
-        fsshard.wrap(plain(), backend="fairscale", device_mesh=mesh_of(2, 1, names=("replicate", "shard")))
-    with refused("for replicas and shards pass device_mesh=init_device_mesh(device, (replicas, shards))"):
-        fsshard.wrap(plain(), backend="fsdp2", process_group=(dist.group.WORLD, dist.group.WORLD))
-    with refused("or leave it out, with a mesh of replicas and shards"):
-        fsshard.wrap(plain(), backend="fsdp", sharding_strategy="FULL_SHARD", device_mesh=two)
+        right(backend=backend, device_mesh=two)
+    right(backend="fsdp2", sharding_strategy="HYBRID_SHARD", device_mesh=mesh_of(1, 2))
+    right(backend="fairscale", implementation="real", device_mesh=two)
 
 
 def case_names_of_dimensions() -> None:
@@ -62,9 +60,8 @@ def case_names_of_dimensions() -> None:
         (("dp_replicate", "dp_shard", "tp"), "mesh['dp_replicate', 'dp_shard']"),
     ):
         mesh = mesh_of(1, 2, 1, names=names)
-        with refused(f"pass device_mesh={slice_of}"):
-            fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh)
-    is_right(fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["dp_replicate", "dp_shard"]))
+        refuse(f"pass device_mesh={slice_of}", backend="fsdp2", device_mesh=mesh)
+    right(backend="fsdp2", device_mesh=mesh["dp_replicate", "dp_shard"])
     with refused("pass a 1-D slice such as mesh['a'], or name the dimensions (data, replicate, shard; tp, cp, pp"):
         fsshard.data_rank(mesh_of(2, 1, names=("a", "tp")))
     assert fsshard.data_rank(mesh_of(2, 1, names=("a", "tp"))["a"]).size == 2
@@ -73,8 +70,11 @@ def case_names_of_dimensions() -> None:
 
 def case_ranks_beside_those_of_data() -> None:
     mesh = mesh_of(1, 2, names=("data", "cp"))
-    with refused("such as mesh['data'], and name the other dimensions in replicated= and sharded="):
-        fsshard.wrap(plain(), backend="fsdp2", replicated={".": mesh["cp"]})
+    refuse(
+        "such as mesh['data'], and name the other dimensions in replicated= and sharded=",
+        backend="fsdp2",
+        replicated={".": mesh["cp"]},
+    )
     summed(fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"], replicated={".": mesh["cp"]}))
     model = fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"])
     with refused("say which: fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither"):
@@ -84,13 +84,7 @@ def case_ranks_beside_those_of_data() -> None:
 
 def summed(model: Any) -> None:
     """The ranks' gradients are added up."""
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    square(model, batch()).backward()
-    optimizer.step()
-    bare = plain()
-    sum(square(bare, batch(0, rank)) for rank in range(2)).backward()
-    for name, parameter in bare.named_parameters():
-        assert torch.allclose(model.state_dict()[name], parameter - 0.1 * parameter.grad, atol=1e-6)
+    is_trained(train(model, steps=1).state_dict(), loss=lambda bare, x: 2 * square(bare, x), steps=1)
 
 
 def split_by_columns(mesh: Any) -> Any:

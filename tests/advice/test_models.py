@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,46 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from tests.advice.following import DIVIDED, Scale, batch, cases, is_right, plain, refused, square
+from tests.advice.following import DIVIDED, Scale, batch, cases, is_right, plain, refuse, refused, right, square
 from tests.models import net
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)
+FSDP2 = {"backend": "fsdp2"}
+COMPILED: dict[str, Any] = {**FSDP2, "compile": {"backend": "aot_eager"}}
 
 
 def with_third(module: nn.Module) -> Any:
     return nn.Sequential(*plain(), module)
 
 
-def case_shapes_and_places() -> None:
-    lazy = with_third(nn.LazyLinear(3))
-    with refused("run one forward first"):
-        fsshard.wrap(lazy, backend="fsdp2")
-    lazy(torch.ones(1, 4))
-    bare = copy.deepcopy(lazy)
-    is_right(fsshard.wrap(lazy, backend="fsdp2"), lambda: copy.deepcopy(bare))
-    split = with_third(nn.Linear(2, 2))
-    split[0].to("meta")
-    with refused("build the whole model under torch.device('meta'), or all of it outside"):
-        fsshard.wrap(split, backend="fsdp2")
+def hollow(build: Callable[[], Any] = plain) -> Any:
     with torch.device("meta"):
-        hollow = plain()
-    with refused("no such method in 1 (Scale); pass a function that initialises a module"):
-        fsshard.wrap(hollow, backend="fsdp2", param_init_fn="reset_parameters")
-    fsshard.wrap(hollow, backend="fsdp2", param_init_fn=fill)
-    model = fsshard.wrap(plain() if dist.get_rank() == 0 else hollow_plain(), backend="fsdp2")
-    is_right(model)
-    model = fsshard.wrap(hollow_plain(), backend="fsdp2")
-    with refused("load a state dict that has them, or wrap with a param_init_fn that sets them"):
-        model(batch())
-    model.load_state_dict(plain().state_dict())
-    is_right(model)
-    with refused("make rank 0's the real one"):
-        fsshard.wrap(plain() if dist.get_rank() == 1 else hollow_plain(), backend="fsdp2")
-
-
-def hollow_plain() -> Any:
-    with torch.device("meta"):
-        return plain()
+        return build()
 
 
 def fill(module: Any) -> None:
@@ -69,31 +45,51 @@ class Table(nn.Module):
         return x * self.table
 
 
+def case_shapes_and_places() -> None:
+    lazy = with_third(nn.LazyLinear(3))
+    refuse("run one forward first", lambda: lazy, **FSDP2)
+    lazy(torch.ones(1, 4))
+    right(lambda: copy.deepcopy(lazy), **FSDP2)
+    split = plain()
+    split[0].to("meta")
+    refuse("build the whole model under torch.device('meta'), or all of it outside", lambda: split, **FSDP2)
+    told = "no such method in 1 (Scale); pass a function that initialises a module"
+    refuse(told, hollow, param_init_fn="reset_parameters", **FSDP2)
+    fsshard.wrap(hollow(), param_init_fn=fill, **FSDP2)
+    first = dist.get_rank() == 0
+    right(lambda: plain() if first else hollow(), plain, **FSDP2)
+    refuse("make rank 0's the real one", lambda: hollow() if first else plain(), **FSDP2)
+    model = fsshard.wrap(hollow(), **FSDP2)
+    with refused("load a state dict that has them, or wrap with a param_init_fn that sets them"):
+        model(batch())
+    model.load_state_dict(plain().state_dict())
+    is_right(model)
+
+
 def case_buffers_without_values() -> None:
-    with torch.device("meta"):
-        hollow, table = with_third(Table()), Table()
-    model = fsshard.wrap(hollow, backend="fsdp2")
+    def build() -> Any:
+        return with_third(Table())
+
+    model = fsshard.wrap(hollow(build), **FSDP2)
     model.load_state_dict(plain().state_dict())
     with refused("wrap with a param_init_fn that sets them (what it leaves alone can come from a state dict"):
         model(batch())
-    with torch.device("meta"):
-        hollow = with_third(Table())
-    model = fsshard.wrap(hollow, backend="fsdp2", param_init_fn=lambda m: fill(m) if isinstance(m, Table) else None)
+    model = fsshard.wrap(hollow(build), param_init_fn=lambda m: fill(m) if isinstance(m, Table) else None, **FSDP2)
     model.load_state_dict(plain().state_dict())
-    is_right(model, lambda: with_third(Table()))
-    half = with_third(table)
-    with refused("materialise them before wrap, or build the whole model under torch.device('meta')"):
-        fsshard.wrap(half, backend="fsdp2")
+    is_right(model, build)
+    half = with_third(hollow(Table))
+    told = "materialise them before wrap, or build the whole model under torch.device('meta')"
+    refuse(told, lambda: half, **FSDP2)
     half[3].table = torch.ones(2)
-    is_right(fsshard.wrap(half, backend="fsdp2"), lambda: with_third(Table()))
+    right(lambda: half, build, **FSDP2)
 
 
 class Fills(nn.Module):
     """Initialises another unit's weight."""
 
-    def __init__(self, layers: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers, self.scale = layers, nn.Parameter(torch.ones(2))
+        self.layers, self.scale = plain(), nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Any:
         return self.layers(x) * self.scale
@@ -106,94 +102,62 @@ def reaches(module: Any) -> None:
 
 
 def case_initialisers() -> None:
-    with torch.device("meta"):
-        hollow = [Fills(plain()) for _ in range(3)]
     units = {"auto_wrap_policy": {nn.Linear}, "merge_below": 0}
     with refused("initialise only the module's own parameters (children are called first), put both into one unit"):
-        fsshard.wrap(hollow[0], backend="fsdp2", param_init_fn=reaches, **units)
-    fsshard.wrap(hollow[1], backend="fsdp2", param_init_fn=fill, **units)
-    one_unit = fsshard.wrap(hollow[2], backend="fsdp2", param_init_fn=reaches, auto_wrap_policy=None)
+        fsshard.wrap(hollow(Fills), param_init_fn=reaches, **FSDP2, **units)
+    one_unit = fsshard.wrap(hollow(Fills), param_init_fn=reaches, auto_wrap_policy=None, **FSDP2)
     assert one_unit.state_dict()["layers.0.weight"].eq(2).all()
-    with torch.device("meta"):
-        hollow[0] = plain()
     with refused("do that before fsshard.wrap"):
-        fsshard.wrap(hollow[0], backend="fsdp2", param_init_fn=lambda m: m.register_buffer("more", torch.ones(1)))
-    hollow = [hollow_plain()]
-    for module in hollow[0].modules():
-        module.register_buffer("more", torch.ones(1, device="meta"))
-    fsshard.wrap(hollow[0], backend="fsdp2", param_init_fn=fill)
+        fsshard.wrap(hollow(), param_init_fn=lambda m: m.register_buffer("more", torch.ones(1)), **FSDP2)
 
 
-def case_compiled_models() -> None:
-    scripted = with_third(torch.jit.script(nn.Linear(2, 2)))
-    with refused("wrap the module that torch.jit was given (fsshard.wrap(..., compile=True)"):
-        fsshard.wrap(scripted, backend="fsdp2")
-    model = fsshard.wrap(plain(), backend="fsdp2", compile={"backend": "aot_eager"})
-    is_right(model)
-    bare = plain()
-    bare.load_state_dict(model.state_dict())
-    assert torch.jit.script(bare)(batch()).shape == (3, 2)
-
-    compiled = torch.compile(plain(), backend="aot_eager")
-    with refused("leave one out"):
-        fsshard.wrap(compiled, backend="fsdp2", compile={"backend": "aot_eager"})
-    is_right(fsshard.wrap(compiled, backend="fsdp2"))
-    hooked: Any = torch.compile(plain(), backend="aot_eager")
-    hooked.register_forward_hook(lambda module, _, output: output * 2)
-    with refused("register them on the module before torch.compile, or on what wrap returns"):
-        fsshard.wrap(hooked, backend="fsdp2")
-    is_right(fsshard.wrap(torch.compile(doubled(), backend="aot_eager"), backend="fsdp2"), doubled)
-    model = fsshard.wrap(torch.compile(plain(), backend="aot_eager"), backend="fsdp2")
-    model.register_forward_hook(lambda module, _, output: output * 2)
-    is_right(model, doubled)
-    with refused("wrap the bare module"):
-        fsshard.wrap(torch.compiler.disable(plain()), backend="fsdp2")
-    both = plain()
-    both[0] = torch.compile(both[0], backend="aot_eager")
-    both[2] = torch.compile(both[2], backend="eager")
-    with refused("compile them alike, or wrap the bare model with compile="):
-        fsshard.wrap(both, backend="fsdp2")
-    both = plain()
-    both[0], both[2] = (torch.compile(layer, backend="aot_eager") for layer in (both[0], both[2]))
-    is_right(fsshard.wrap(both, backend="fsdp2"))
-
-
-def doubled() -> Any:
-    model = plain()
+def doubled(model: Any = None) -> Any:
+    model = plain() if model is None else model
     model.register_forward_hook(lambda module, _, output: output * 2)
     return model
 
 
-def case_compiled_and_recomputed() -> None:
+def compiled(build: Callable[[], Any] = plain) -> Any:
+    return torch.compile(build(), backend="aot_eager")
+
+
+def two_compiled(other: str) -> Any:
+    both = plain()
+    both[0], both[2] = torch.compile(both[0], backend="aot_eager"), torch.compile(both[2], backend=other)
+    return both
+
+
+def case_compiled_models() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    eager = {"compile": {"backend": "aot_eager"}}
+    scripted = with_third(torch.jit.script(nn.Linear(2, 2)))
+    refuse("wrap the module that torch.jit was given (fsshard.wrap(..., compile=True)", lambda: scripted, **FSDP2)
+    right(**COMPILED)
+    refuse("leave one out", compiled, **COMPILED)
+    right(compiled, plain, **FSDP2)
+    told = "register them on the module before torch.compile, or on what wrap returns"
+    refuse(told, lambda: doubled(compiled()), **FSDP2)
+    right(lambda: compiled(doubled), doubled, **FSDP2)
+    is_right(doubled(fsshard.wrap(compiled(), **FSDP2)), doubled)
+    refuse("wrap the bare module", lambda: torch.compiler.disable(plain()), **FSDP2)
+    refuse("compile them alike, or wrap the bare model with compile=", lambda: two_compiled("eager"), **FSDP2)
+    right(lambda: two_compiled("aot_eager"), plain, **FSDP2)
     before = with_third(checkpoint_wrapper(nn.Linear(2, 2)))
-    with refused("remove it and use activation_checkpointing="):
-        fsshard.wrap(before, backend="fsdp2", auto_wrap_policy=None, **eager)
-    settings = {"activation_checkpointing": {nn.Linear}, **eager}
-    with refused("name the blocks in auto_wrap_policy, too, so that each is compiled by itself"):
-        fsshard.wrap(plain(), backend="fsdp2", auto_wrap_policy=None, **settings)
-    is_right(fsshard.wrap(plain(), backend="fsdp2", auto_wrap_policy={nn.Linear}, **settings))
-
-
-def case_shared_memory() -> None:
-    expanded = with_third(Scale(torch.ones(1).expand(2)))
-    with refused("nn.Parameter(value.resolve_neg().contiguous()) before wrap"):
-        fsshard.wrap(expanded, backend="fsdp2")
-    expanded[3].weight = nn.Parameter(expanded[3].weight.detach().resolve_neg().contiguous())
-    is_right(fsshard.wrap(expanded, backend="fsdp2"), lambda: with_third(Scale(torch.ones(2))))
-    for backend in (*DIVIDED, "fairscale"):
-        twins = two_scales()
-        twins[4].weight.data = twins[3].weight.data
-        with refused("assign one nn.Parameter to both places (tied weights), or a clone to one of them"):
-            fsshard.wrap(twins, backend=backend)
-        is_right(fsshard.wrap(tied(), backend=backend), tied)
-        is_right(fsshard.wrap(two_scales(), backend=backend), two_scales)
+    refuse("remove it and use activation_checkpointing=", lambda: before, auto_wrap_policy=None, **COMPILED)
+    settings = {"activation_checkpointing": {nn.Linear}, **COMPILED}
+    told = "name the blocks in auto_wrap_policy, too, so that each is compiled by itself"
+    refuse(told, auto_wrap_policy=None, **settings)
+    right(auto_wrap_policy={nn.Linear}, **settings)
 
 
 def two_scales() -> Any:
     return nn.Sequential(*plain(), Scale(torch.ones(2)), Scale(torch.ones(2)))
+
+
+def sharing() -> Any:
+    model = two_scales()
+    model[4].weight.data = model[3].weight.data
+    return model
 
 
 def tied() -> Any:
@@ -202,29 +166,20 @@ def tied() -> Any:
     return model
 
 
-def case_hooks_and_gradients() -> None:
-    hooked = plain()
-    hooked[2].bias.register_hook(lambda gradient: gradient * 2)
-    for backend in DIVIDED:
-        with refused("hook the module's output, or use backend='ddp' or 'fairscale'"):
-            fsshard.wrap(hooked, backend=backend)
-    model = net()
-    model.middle[0].weight.register_hook(lambda gradient: gradient * 2)
-    with refused("register them after fsshard.wrap, on the module's output, or remove them"):
-        fsshard.wrap(model, backend="ddp")
+def expanded() -> Any:
+    return with_third(Scale(torch.ones(1).expand(2)))
 
-    def twice() -> Any:
-        build = plain()
-        build[2].bias.register_hook(lambda gradient: gradient * 2)
-        return build
 
-    for backend in ("ddp", "fairscale"):
-        is_right(fsshard.wrap(twice(), backend=backend), twice)
-    seen: list[Tensor] = []
-    model = fsshard.wrap(plain(), backend="fsdp2")
-    model.module[0].register_forward_hook(lambda module, _, output: output.register_hook(seen.append) and None)
-    is_right(model)
-    assert len(seen) == 2
+def hooked() -> Any:
+    model = plain()
+    model[2].bias.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def with_grad_dtype() -> Any:
+    model = plain()
+    model[0].weight.grad_dtype = torch.bfloat16
+    return model
 
 
 class Embeds(nn.Module):
@@ -237,35 +192,27 @@ class Embeds(nn.Module):
         return self.table(x.abs().long().clamp(max=3))
 
 
-def case_sparse_gradients() -> None:
+def case_parameters() -> None:
+    refuse("nn.Parameter(value.resolve_neg().contiguous()) before wrap", expanded, **FSDP2)
+    told = "register them after fsshard.wrap, on the module's output, or remove them"
+    model = net()
+    model.middle[0].weight.register_hook(lambda gradient: gradient * 2)
+    refuse(told, lambda: model, backend="ddp")
+    for backend in (*DIVIDED, "fairscale"):
+        refuse(
+            "assign one nn.Parameter to both places (tied weights), or a clone to one of them", sharing, backend=backend
+        )
+        right(tied, backend=backend)
     for backend in DIVIDED:
-        with refused("build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients"):
-            fsshard.wrap(Embeds(sparse=True), backend=backend)
-        is_right(fsshard.wrap(Embeds(sparse=False), backend=backend), lambda: Embeds(sparse=False))
-    is_right(fsshard.wrap(Embeds(sparse=True), backend="ddp"), lambda: Embeds(sparse=False))
-
-
-def case_dtypes_of_gradients() -> None:
-    def build() -> Any:
-        model = plain()
-        model[0].weight.grad_dtype = torch.bfloat16
-        return model
-
+        refuse("hook the module's output, or use backend='ddp' or 'fairscale'", hooked, backend=backend)
+        told = "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients"
+        refuse(told, lambda: Embeds(sparse=True), backend=backend)
+        right(lambda: Embeds(sparse=False), backend=backend)
+    for backend in ("ddp", "fairscale"):
+        right(hooked, backend=backend)
+    right(lambda: Embeds(sparse=True), lambda: Embeds(sparse=False), backend="ddp")
     for backend in ENGINES:
-        with refused("leave grad_dtype as it is"):
-            fsshard.wrap(build(), backend=backend)
-        is_right(fsshard.wrap(plain(), backend=backend))
-
-
-def case_precisions() -> None:
-    with refused("leave fp32_units=None"):
-        fsshard.Precision(fp32_units=torch.bfloat16)
-    precision = fsshard.Precision(param=torch.bfloat16, fp32_units=None)
-    trains(fsshard.wrap(net(), backend="ddp", mixed_precision=precision))
-    with refused("call model.float() before wrap, or leave mixed_precision=None"):
-        fsshard.wrap(plain().bfloat16(), backend="ddp", mixed_precision="bf16")
-    trains(fsshard.wrap(plain().bfloat16().float(), backend="ddp", mixed_precision="bf16"))
-    trains(fsshard.wrap(plain().bfloat16(), backend="ddp"), torch.bfloat16)
+        refuse("leave grad_dtype as it is", with_grad_dtype, backend=backend)
 
 
 def trains(model: Any, dtype: torch.dtype = torch.float32) -> None:
@@ -289,14 +236,6 @@ class SharedBuffer(nn.Module):
         return self.net(x)
 
 
-def case_buffers_of_two_dtypes() -> None:
-    narrow = {"mixed_precision": fsshard.Precision(param=torch.bfloat16, buffer=torch.bfloat16)}
-    with refused("leave buffer=None, or give each its own tensor"):
-        fsshard.wrap(SharedBuffer(shared=True), backend="ddp", **narrow)
-    trains(fsshard.wrap(SharedBuffer(shared=False), backend="ddp", **narrow))
-    trains(fsshard.wrap(SharedBuffer(shared=True), backend="ddp", mixed_precision="bf16"))
-
-
 class Box:
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -307,37 +246,36 @@ class MakesFloats(nn.Module):
         super().__init__()
         self.layers = plain()
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return self.layers(x["value"] if isinstance(x, dict) else x.value)
         return self.layers(x.float() + torch.ones(4))
 
 
-class TakesBox(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain()
-
-    def forward(self, box: Any) -> Any:
-        return self.layers(box["value"] if isinstance(box, dict) else box.value)
-
-
-def case_dtypes_that_meet() -> None:
-    for backend in ENGINES:
-        model = fsshard.wrap(MakesFloats(), backend=backend, mixed_precision="bf16", auto_wrap_policy=None)
-        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        with refused("call the model under `with model.autocast():`, which casts per operation too"):
-            model(batch())
-        model = fsshard.wrap(MakesFloats(), backend=backend, mixed_precision="bf16", auto_wrap_policy=None)
-        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        with model.autocast():
-            loss = model(batch()).square().mean()
-        loss.backward()
-        model = fsshard.wrap(TakesBox(), backend=backend, mixed_precision="bf16", auto_wrap_policy=None)
-        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        with refused("pass them in a dict, list, tuple or dataclass"):
-            model(Box(batch()))
-        model = fsshard.wrap(TakesBox(), backend=backend, mixed_precision="bf16", auto_wrap_policy=None)
-        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        model({"value": batch()}).square().mean().backward()
+def case_precisions() -> None:
+    with refused("leave fp32_units=None"):
+        fsshard.Precision(fp32_units=torch.bfloat16)
+    precision = fsshard.Precision(param=torch.bfloat16, fp32_units=None)
+    trains(fsshard.wrap(net(), backend="ddp", mixed_precision=precision))
+    with refused("call model.float() before wrap, or leave mixed_precision=None"):
+        fsshard.wrap(plain().bfloat16(), backend="ddp", mixed_precision="bf16")
+    trains(fsshard.wrap(plain().bfloat16().float(), backend="ddp", mixed_precision="bf16"))
+    trains(fsshard.wrap(plain().bfloat16(), backend="ddp"), torch.bfloat16)
+    narrow = {"mixed_precision": fsshard.Precision(param=torch.bfloat16, buffer=torch.bfloat16)}
+    with refused("leave buffer=None, or give each its own tensor"):
+        fsshard.wrap(SharedBuffer(shared=True), backend="ddp", **narrow)
+    trains(fsshard.wrap(SharedBuffer(shared=False), backend="ddp", **narrow))
+    trains(fsshard.wrap(SharedBuffer(shared=True), backend="ddp", mixed_precision="bf16"))
+    with torch.no_grad():
+        for backend in ENGINES:
+            model = fsshard.wrap(MakesFloats(), backend=backend, mixed_precision="bf16", auto_wrap_policy=None)
+            with refused("call the model under `with model.autocast():`, which casts per operation too"):
+                model(batch())
+            with model.autocast():
+                model(batch())
+            with refused("pass them in a dict, list, tuple or dataclass"):
+                model(Box(batch()))
+            model({"value": batch()})
 
 
 class Cache(list[Tensor]):
@@ -347,72 +285,35 @@ class Cache(list[Tensor]):
         return len(self)
 
 
-class Appends(Scale):
-    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+class Recomputed(Scale):
+    """Sums its inputs, and may append to a cache."""
+
+    def forward(self, xs: Any, cache: Any = None) -> Tensor:
+        x = sum(xs)
         if cache is not None:
             cache.append(x)
-        return super().forward(x)
+        return super().forward(x)  # type: ignore[arg-type]
 
 
-class CallsWith(nn.Module):
-    def __init__(self, use_cache: bool) -> None:
+class CallsBlock(nn.Module):
+    def __init__(self, use_cache: bool = False, iterator: bool = False) -> None:
         super().__init__()
         self.first, _, self.last = plain()
-        self.block, self.use_cache = Appends(torch.linspace(0.5, 1.5, 6)), use_cache
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.block(self.first(x), Cache() if self.use_cache else None))
-
-
-def case_blocks_that_cannot_run_again() -> None:
-    def build() -> Any:
-        return CallsWith(use_cache=False)
-
-    settings: dict[str, Any] = {"backend": "ddp", "activation_checkpointing": {Appends}}
-    model = fsshard.wrap(CallsWith(use_cache=True), **settings)
-    with refused("call the model with use_cache=False, or leave the block out of activation_checkpointing"):
-        square(model, batch()).backward()
-    is_right(fsshard.wrap(CallsWith(use_cache=True), backend="ddp"), build)
-    is_right(fsshard.wrap(CallsWith(use_cache=False), **settings), build)
-    model = fsshard.wrap(TakesIterator(iterator=True), **{**settings, "activation_checkpointing": {Sums}})
-    with refused("pass a list, or leave the block out of activation_checkpointing"):
-        square(model, batch()).backward()
-    for settings in ({"activation_checkpointing": {Sums}}, {}):
-        iterator = not settings
-        is_right(
-            fsshard.wrap(TakesIterator(iterator=iterator), backend="ddp", **settings),
-            lambda: TakesIterator(iterator=False),
-        )
-
-
-class Sums(Scale):
-    def forward(self, xs: Any) -> Tensor:
-        return super().forward(sum(xs))  # type: ignore[arg-type]
-
-
-class TakesIterator(nn.Module):
-    def __init__(self, iterator: bool) -> None:
-        super().__init__()
-        self.first, _, self.last = plain()
-        self.block, self.iterator = Sums(torch.linspace(0.5, 1.5, 6)), iterator
+        self.block, self.use_cache, self.iterator = Recomputed(torch.linspace(0.5, 1.5, 6)), use_cache, iterator
 
     def forward(self, x: Tensor) -> Any:
         xs = [self.first(x), self.first(x * 2)]
-        return self.last(self.block(iter(xs) if self.iterator else xs))
+        return self.last(self.block(iter(xs) if self.iterator else xs, Cache() if self.use_cache else None))
 
 
-def case_derivatives() -> None:
-    model = fsshard.wrap(plain(), backend="fsdp")
-    with refused("use loss.backward() and parameter.grad, or backend='ddp' or 'fairscale' (there each rank gets"):
-        torch.autograd.grad(square(model, batch()), list(model.parameters()))
-    is_right(fsshard.wrap(plain(), backend="fsdp"))
-    bare = plain()
-    expected = torch.autograd.grad(square(bare, batch()), list(bare.parameters()))
-    for backend in ("ddp", "fairscale"):
-        model = fsshard.wrap(plain(), backend=backend)
-        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        found = torch.autograd.grad(square(model, batch()), list(model.parameters()))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+def case_blocks_that_cannot_run_again() -> None:
+    settings: dict[str, Any] = {"backend": "ddp", "activation_checkpointing": {Recomputed}}
+    told = "call the model with use_cache=False, or leave the block out of activation_checkpointing"
+    refuse(told, lambda: CallsBlock(use_cache=True), **settings)
+    told = "pass a list, or leave the block out of activation_checkpointing"
+    refuse(told, lambda: CallsBlock(iterator=True), **settings)
+    right(CallsBlock, **settings)
+    right(lambda: CallsBlock(use_cache=True, iterator=True), CallsBlock, backend="ddp")
 
 
 class Yields(nn.Module):
@@ -425,32 +326,25 @@ class Yields(nn.Module):
         return list(items) if self.listed else items
 
 
-def case_generators() -> None:
+def case_forwards() -> None:
+    model = fsshard.wrap(plain(), backend="fsdp")
+    with refused("use loss.backward() and parameter.grad, or backend='ddp' or 'fairscale' (there each rank gets"):
+        torch.autograd.grad(square(model, batch()), list(model.parameters()))
+    bare = plain()
+    expected = torch.autograd.grad(square(bare, batch()), list(bare.parameters()))
+    for backend in ("ddp", "fairscale"):
+        model = fsshard.wrap(plain(), backend=backend)
+        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        found = torch.autograd.grad(square(model, batch()), list(model.parameters()))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     for backend in DIVIDED:
-        model = fsshard.wrap(Yields(listed=False), backend=backend)
-        with refused("return its items: list(...)"):
-            model(batch())
+        refuse("return its items: list(...)", lambda: Yields(listed=False), backend=backend)
         model = fsshard.wrap(Yields(listed=True), backend=backend)
         is_right(model, lambda: Yields(listed=True), lambda m, x: m(x)[0].square().mean())
-
-
-def case_changed_models() -> None:
-    model = fsshard.wrap(plain(), backend="fsdp2")
+    model = fsshard.wrap(plain(), **FSDP2)
     model.module[2] = nn.Linear(6, 2)
     with refused("Change the model first and wrap it then; to change values, use model.load_state_dict, or write in"):
         model(batch())
-
-    def changed() -> Any:
-        build = plain()
-        build[2] = Scale(torch.ones(6))
-        return build
-
-    is_right(fsshard.wrap(changed(), backend="fsdp2"), changed)
-    for backend in ENGINES:
-        model = fsshard.wrap(plain(), backend=backend)
-        state = {name: torch.zeros_like(value) for name, value in plain().state_dict().items()}
-        model.load_state_dict(state)
-        assert not any(value.any() for value in model.state_dict().values())
 
 
 def case_complex_parameters() -> None:
@@ -467,26 +361,23 @@ def case_complex_parameters() -> None:
     model(batch()).square().mean().backward()
     with refused("or build the optimizer with fsshard.build_optimizer"):
         optimizer.step()
-    is_right(fsshard.wrap(net(), backend="ddp"), net)
+    right(net, backend="ddp")
 
 
 def case_policies() -> None:
-    with refused("put the class in a set, {Linear}"):
-        fsshard.wrap(plain(), backend="fsdp2", auto_wrap_policy=nn.Linear)
-    with refused("expected 'auto', None, a set of module classes or their names, a number of bytes, a callable"):
-        fsshard.wrap(plain(), backend="fsdp2", auto_wrap_policy=1.5)
-    with refused("the only string is 'auto'; see fsshard.plan"):
-        fsshard.wrap(plain(), backend="fsdp2", auto_wrap_policy="size")
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    refuse("put the class in a set, {Linear}", auto_wrap_policy=nn.Linear)
+    told = "expected 'auto', None, a set of module classes or their names, a number of bytes, a callable"
+    refuse(told, auto_wrap_policy=1.5)
+    refuse("the only string is 'auto'; see fsshard.plan", auto_wrap_policy="size")
     policies: list[Any] = ["auto", None, {nn.Linear}, {"Linear"}, 64, lambda m: isinstance(m, nn.Linear)]
     for policy in [*policies, ModuleWrapPolicy({nn.Linear})]:
         fsshard.plan(plain(), auto_wrap_policy=policy)
-        fsshard.wrap(plain(), backend="ddp", auto_wrap_policy=policy)
-    with refused("expected None, True (the plan's units), a module class, a set of classes or their names, a callable"):
-        fsshard.wrap(plain(), backend="fsdp2", activation_checkpointing="always")
-    with refused("name the classes of the blocks to recompute, for example {torch.nn.TransformerEncoderLayer}"):
-        fsshard.wrap(plain(), backend="fsdp2", activation_checkpointing=True, auto_wrap_policy=None)
+    told = "expected None, True (the plan's units), a module class, a set of classes or their names, a callable"
+    refuse(told, activation_checkpointing="always")
+    told = "name the classes of the blocks to recompute, for example {torch.nn.TransformerEncoderLayer}"
+    refuse(told, activation_checkpointing=True, auto_wrap_policy=None)
     choices = [None, nn.Linear, {nn.Linear}, {"Linear"}, lambda m: isinstance(m, nn.Linear), fsshard.Checkpointing()]
     for choice in [*choices, ModuleWrapPolicy({nn.Linear})]:
         fsshard.wrap(plain(), backend="ddp", auto_wrap_policy={nn.Linear}, activation_checkpointing=choice)

@@ -29,8 +29,7 @@ from neuralop.losses.data_losses import MSELoss
 from neuralop.models import TFNO
 from neuralop.training.training_state import load_training_state
 
-from fsshard.compat.neuralop.loaders import EvaluationLoader, undivided
-from fsshard.compat.neuralop.losses import loss_reduction
+from fsshard.compat.neuralop.batches import EvaluationLoader, loss_reduction, undivided
 from fsshard.errors import MissingExtra
 from fsshard.launching.pool import RankPool
 from tests.compat.neuralop_trainings import (

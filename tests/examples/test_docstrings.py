@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,34 +67,6 @@ def test_first_lines_of_every_kind_of_docstring(tmp_path: Path) -> None:
     }
 
 
-def test_what_says_too_little_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path / "a.py", "Too short.")
-    write(tmp_path / "b.py", "Long enough but with no text.", rest="Next to none.")
-    write(tmp_path / "c.py", "Too long " * 20)
-    (tmp_path / "d.py").write_text("x = 1\n")
-    assert not list(docstrings.find_pairs(tmp_path))
-
-
-def test_tests_and_what_is_no_python_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("test/a.py", "pkg/tests/a.py", "site-packages/p/a.py", "idlelib/a.py"):
-        write(tmp_path / name, "Never to be found here.")
-    (tmp_path / "bad.py").write_text("def (:\n")
-    (tmp_path / "null.py").write_bytes(b'"""A null byte\0 in a file."""')
-    write(tmp_path / "old.py", "Encoded in Latin 1: é.", encoding="latin-1")
-    with caplog.at_level(logging.INFO):
-        assert [(m, summary) for m, (_, summary) in docstrings.find_pairs(tmp_path)] == [
-            ("old", "Encoded in Latin 1: é.")
-        ]
-    assert "bad.py" in caplog.text and "null.py" in caplog.text
-
-
-def test_a_module_is_trained_with_or_judged_by(library: Path) -> None:
-    data = docstrings.load()
-    chosen = {f"Do the thing number {n}." for n in range(20) if docstrings.is_validation(f"module{n}")}
-    assert {summary for _, summary in data.validation} == chosen and chosen
-    assert len(data.train) == 20 - len(chosen)
-
-
 def described(first: int, count: int) -> str:
     """The source of functions with docstrings that are all of one paragraph."""
     lines = [f'def f{n}():\n    """Do the thing number {n},\n\n    {REST}"""' for n in range(first, first + count)]
@@ -120,35 +90,11 @@ def test_a_docstring_and_its_module_are_split_by_the_text(library: Path) -> None
     assert docstrings.load("modules") == data != docstrings.load()
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [("Of _ABC, then http.", "_abc"), ("An HTTP.client of abc", "http"), ("abcs", None), ("", None)],
-)
-def test_a_module_that_a_text_names(text: str, name: str | None) -> None:
-    assert docstrings.named(text, ["http", "_abc"]) == name
-
-
 def test_a_library_without_sources_raises(library: Path) -> None:
     for file in library.iterdir():
         file.unlink()
     with pytest.raises(ConfigurationError, match=r"has no docstrings to read .* choose --data aclsum"):
         docstrings.load()
-
-
-# The cache --------------------------------------------------------------------------------------------------------
-
-
-def test_the_library_is_read_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = docstrings.load()
-
-    def forbidden(_: Path) -> Iterator[object]:
-        raise AssertionError("the library was read again")
-
-    monkeypatch.setattr(docstrings, "find_pairs", forbidden)
-    assert docstrings.load() == first
-
-
-# Numbers and sources ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 import fsshard
 from examples import domain_fno
-from examples.domain_fno import MIB, Outcome, memory_limit, parse, picked, picture, solve, table
+from examples.domain_fno import MIB, Outcome, memory_limit, parse, picture, table
 
 pytest.importorskip("neuralop")
 SMALL = ["--points", "20", "--samples", "4", "--epochs", "1", "--width", "8", "--modes", "6", "--memory", "4096"]
@@ -52,9 +52,3 @@ def test_the_limit_is_real_and_goes_away() -> None:
     with memory_limit(torch.device("cpu"), 64), pytest.raises(RuntimeError, match="memory"):
         torch.empty(size)
     assert torch.empty(size).numel() == size
-
-
-def test_every_sample_is_picked_once_in_an_epoch() -> None:
-    assert sorted(torch.cat([picked(6, 2, step) for step in range(3, 6)]).tolist()) == list(range(6))
-    x, y = solve(2, 12, seed=3)
-    assert x.shape == y.shape == (2, 1, 12, 12) and set(x.unique().tolist()) <= {0, 1} and y.amax() == 1 and y.min() > 0

@@ -71,22 +71,6 @@ def test_a_split_model_has_the_loss_and_the_gradients_of_the_whole(ranks: Any, c
         assert loss < 1e-6 and gradient < 1e-4
 
 
-def hidden_values(rank_count: int) -> list[int]:
-    """How many tokens and heads the attention of a split model computes here."""
-    mesh = init_device_mesh("cpu", (rank_count // 2, 2), mesh_dim_names=("cp", "tp"))
-    model = build()
-    split_tensors(model, mesh["tp"])
-    split_sequence(model, mesh["cp"])
-    seen: list[Tensor] = []
-    model.blocks[0].attention.qkv.register_forward_hook(lambda module, args, out: seen.append(out))  # type: ignore
-    loss_of(model)
-    return list(seen[0].shape)
-
-
-def test_every_rank_computes_its_tokens_and_heads_alone(ranks: Any) -> None:
-    assert ranks.run(hidden_values, 4, 4) == [[3, 8 // 2, 3 * 16 // 2]] * 4
-
-
 def refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("any",))
     told = []

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from examples import shallow_water
 from examples.shallow_water import CORIOLIS, Solver, generate
-
-
-@pytest.fixture
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "fsshard" / "shallow_water"
 
 
 def start(shape: tuple[int, int] = (16, 32)) -> tuple[Solver, Any]:
@@ -38,13 +30,6 @@ def test_a_small_gravity_wave_moves_as_theory_says() -> None:
     # Left out: terms of the second order (1e-6), RK4's phase ((omega dt)^4 / 120 per step: 1e-6), viscosity (3e-4).
     assert np.abs(found - wave(time)).max() < 1e-3 * height
     assert np.abs(found - wave(0)).max() > height
-
-
-def test_a_balanced_start_has_the_wind_that_is_asked_for_and_no_divergence() -> None:
-    solver, state = start()
-    assert np.sqrt((solver.on_grid(state)[1] ** 2).mean()) == pytest.approx(shallow_water.WIND)
-    divergence = solver.on_grid(solver.ix * state[1] + solver.iy * state[2])
-    assert np.abs(divergence).max() < 1e-12
 
 
 def energy(solver: Solver, spectrum: Any) -> float:

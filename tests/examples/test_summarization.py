@@ -50,14 +50,6 @@ def test_a_batch_is_padded_and_the_decoder_reads_one_place_late() -> None:
     assert (batch["input_ids"] == 0).tolist() == (batch["attention_mask"] == 0).tolist()
 
 
-def test_what_fills_up_counts_nothing() -> None:
-    alone = parts.collate([parts.EMPTY])
-    assert alone["labels"].tolist() == [[-100]] and alone["decoder_input_ids"].tolist() == [[0]]
-    among = parts.collate([*parts.encode(PAIRS, 64, 64), parts.EMPTY])
-    assert among["labels"][2].tolist() == [-100] * 4
-    assert among["attention_mask"][2].sum() == 1  # a text without any token would have no attention to spread
-
-
 # The checkpoint ---------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +81,3 @@ def test_ranks_agree_on_the_data(ranks: Any) -> None:
     assert ranks.run(job_agree, 2, False) == [None, None]
     for error in ranks.run_expecting_errors(job_agree, 2, True):
         assert type(error) is RankMismatch and str(error) == "ranks [1] differ from rank 0 in the data"
-
-
-# The picture ------------------------------------------------------------------------------------------------------

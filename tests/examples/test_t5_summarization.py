@@ -98,17 +98,6 @@ def test_every_engine_gives_the_same_losses_and_weights(outcomes: tuple[list[lis
         assert all(torch.equal(outcome.best[key], value) for key, value in first.best.items()), outcome.backend
 
 
-def test_the_validation_loss_goes_down(outcomes: tuple[list[list[Outcome]], Path]) -> None:
-    first, last = outcomes[0][0][0].validation
-    assert last < 0.95 * first
-
-
-def test_engines_hold_parts(outcomes: tuple[list[list[Outcome]], Path]) -> None:
-    held = {outcome.backend: outcome.held for outcome in outcomes[0][0]}
-    assert held["fsdp"]["parameters"] < 0.6 * held["ddp"]["parameters"] and held["ddp"]["gradients"] > 0
-    assert 0 < held["fairscale"]["optimizer state"] < 0.8 * held["ddp"]["optimizer state"]
-
-
 def test_the_best_weights_are_on_rank_0_and_in_a_file(outcomes: tuple[list[list[Outcome]], Path]) -> None:
     results, folder = outcomes
     assert all(not outcome.best for outcome in results[1])
@@ -172,13 +161,6 @@ def test_low_precision_trains_the_same_under_every_engine(
     assert plain[0].losses != full.losses  # it did compute in that precision
     # Means of logits' losses that are each within a few ulps (2^-8 in bfloat16) of float32's: the same curve.
     assert plain[0].validation == pytest.approx(full.validation, rel=0.05)
-
-
-@pytest.mark.long
-def test_recomputed_blocks_change_no_bit(outcomes: tuple[list[list[Outcome]], Path], ranks: Any) -> None:
-    for outcome in ranks.run(train, 2, [*SMALL, "--activation-checkpointing", "--backend", *BACKENDS])[0]:
-        assert repr(outcome.losses) == repr(outcomes[0][0][0].losses), outcome.backend
-        assert repr(outcome.validation) == repr(outcomes[0][0][0].validation), outcome.backend
 
 
 def speak(backend: str) -> tuple[list[str], list[str]]:

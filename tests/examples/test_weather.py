@@ -22,12 +22,6 @@ def test_the_error_is_weighted_by_rows() -> None:
     assert weather.squared_error(forecast, truth, torch.ones(3, 1))[0].tolist() == pytest.approx([3.0, 3.0])
 
 
-def test_persistence_is_the_first_snapshot_at_every_lead() -> None:
-    window = torch.arange(4.0).reshape(1, 4, 1, 1, 1).expand(2, 4, 3, 2, 2)
-    errors = weather.persistence(window, torch.ones(2, 1))
-    assert errors.shape == (2, 3, 3) and errors[1, :, 2].tolist() == [1.0, 4.0, 9.0]
-
-
 def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
     factors = [weather.learning_rate(step, warmup=4, steps=12) for step in range(13)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.weather_data import Runs, era5_weather, latitude_weights, make_loader, shallow_water_weather
+from examples.weather_data import era5_weather, make_loader, shallow_water_weather
 
 SOLVED = {"n_train": 3, "n_validation": 2, "n_steps": 6, "shape": (8, 16), "progress": False}
 
@@ -33,13 +33,6 @@ def write_era5(folder: Path, rows: int = 9, channels: int = 2) -> np.ndarray:
 # Shallow water ----------------------------------------------------------------------------------------------------
 
 
-def test_windows_stay_within_their_run() -> None:
-    runs = torch.arange(2 * 5).reshape(2, 5, 1, 1, 1)
-    windows = Runs(runs, 3)
-    found = [windows[number].flatten().tolist() for number in range(len(windows))]
-    assert found == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [5, 6, 7], [6, 7, 8], [7, 8, 9]]
-
-
 def test_fields_are_normalised_and_runs_to_judge_by_are_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     weather = shallow_water_weather(leads=2, **SOLVED)
@@ -54,11 +47,6 @@ def test_fields_are_normalised_and_runs_to_judge_by_are_others(cache: Path, monk
 
 
 # ERA5 -------------------------------------------------------------------------------------------------------------
-
-
-def test_latitude_weights_are_cosines_with_mean_1() -> None:
-    weights = latitude_weights(torch.tensor([90.0, 60.0, 0.0, -60.0, -90.0]))
-    assert weights.flatten().tolist() == pytest.approx([0, 1.25, 2.5, 1.25, 0], abs=1e-6)
 
 
 def test_nerscs_layout(tmp_path: Path) -> None:

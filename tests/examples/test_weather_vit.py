@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import fsshard
 from examples import weather_vit
 from examples.vit import ViT
 from examples.weather_vit import Outcome, parse
-from tests.examples.test_weather_data import write_era5
 from tests.forked import run_script
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "weather_vit.py"
@@ -134,27 +132,6 @@ def test_compiled_it_trains_as_before(ranks: Any, cache: Path, serial: list[floa
     (outcome,) = ranks.run(train, 2, cache, arguments, timeout=SLOW)[0]
     # Sums within kernels in another order: 1e-7 of a step, which Adam's division by small numbers makes more of.
     assert outcome.losses == pytest.approx(serial, rel=1e-4)
-
-
-def test_a_larger_batch_takes_longer_steps_by_the_root(ranks: Any, cache: Path) -> None:
-    arguments = ["--nprocs", "1", "--backend", "none", "--steps", "1", "--base-batch", "2", "--lr", "1e-3"]
-    (scaled, plain) = (
-        ranks.run(train, 1, cache, [*SIZE, *DATA, *arguments, "--lr-scaling", how])[0][0] for how in ("sqrt", "none")
-    )
-    assert scaled.seen["lr"] == "peak 0.002" and plain.seen["lr"] == "peak 0.001"
-    assert len(scaled.losses) == 1
-
-
-@pytest.mark.long
-def test_era5_is_read_by_workers_beside_the_training(ranks: Any, cache: Path, tmp_path: Path) -> None:
-    write_era5(tmp_path, rows=9)
-    arguments = ["--data-dir", str(tmp_path), "--epochs", "2", "--batch-size", "4", "--width", "8", "--heads", "2"]
-    results = [
-        ranks.run(train, 2, cache, [*arguments, "--depth", "1", "--workers", workers], timeout=SLOW)[0][0]
-        for workers in ("0", "1")
-    ]
-    assert repr(results[0].losses) == repr(results[1].losses) and len(results[0].losses) == 2
-    assert all(map(torch.isfinite, torch.tensor(results[0].rmse))) and len(results[0].rmse) == 4
 
 
 # The command line -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsshard
-from fsshard.compat.accelerate import Accelerator, checkpoints
+from fsshard.compat.accelerate import Accelerator, files
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
 OWN = "accelerate"
@@ -292,7 +292,7 @@ def _told(what: Any) -> str:
 
 def _alone(what: Any) -> str:
     """What one rank is told while the others do something else, and then these."""
-    patience, checkpoints.PATIENCE = checkpoints.PATIENCE, 0.2
+    patience, files.PATIENCE = files.PATIENCE, 0.2
     try:
         if torch.distributed.get_rank():
             torch.distributed.barrier()
@@ -301,7 +301,7 @@ def _alone(what: Any) -> str:
         torch.distributed.barrier()
         return found
     finally:
-        checkpoints.PATIENCE = patience
+        files.PATIENCE = patience
 
 
 def refused(folder: str) -> dict[str, str]:

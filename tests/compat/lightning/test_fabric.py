@@ -1,6 +1,6 @@
 """Loops over Lightning Fabric under every engine, against Fabric's own DDP.
 
-Tests compat/gradients.py and compat/native_state.py, too.
+Tests compat/trainers.py, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samplers that Lightning makes, for ranks that share samples: compat/samples.py."""
+"""Samplers that Lightning makes, for ranks that share samples: compat/trainers.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
 Tests compat/lightning/again.py, compat/lightning/averaging.py, compat/lightning/divided_files.py,
-compat/lightning/manual.py, compat/lightning/environment.py, compat/lightning/fitted.py and
-compat/lightning/precision.py, too.
+compat/lightning/manual.py, compat/lightning/environment.py and compat/lightning/precision.py, too.
 """
 
 from __future__ import annotations

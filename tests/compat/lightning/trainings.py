@@ -32,8 +32,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import fsshard
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning import again as coming_back
-from fsshard.compat.lightning.environment import Launched
-from fsshard.compat.lightning.fitted import WholeLauncher
+from fsshard.compat.lightning.environment import Launched, WholeLauncher
 from fsshard.errors import CheckpointError, ConfigurationError, ModelError
 from fsshard.model.checks import is_managed
 from fsshard.parallel import shard_domain
@@ -236,10 +235,14 @@ def trainer_of(strategy: Any, epochs: int, **arguments: Any) -> lightning.Traine
 
 
 class Weights(Callback):
-    """Whole weights at the end of the training."""
+    """Whole weights at the end of the training, and the class of the optimizer, which LearningRateMonitor writes."""
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
+        self.kind = ""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.kind = type(trainer.optimizers[0]).__name__
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         state = trainer.strategy.lightning_module_state_dict()
@@ -258,12 +261,12 @@ def fit(engine: str, arguments: dict[str, Any], epochs: int = 2, **more: Any) ->
     with contextlib.redirect_stderr(io.StringIO()):
         trainer.fit(module, loader(), loader(), **more)
     found = {"losses": module.losses, "validations": module.validations, "state": weights.state}
-    return {**found, "trainer": trainer, "module": module}
+    return {**found, "trainer": trainer, "module": module, "kind": weights.kind}
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
     """What can travel."""
-    return {key: value for key, value in found.items() if key not in ("trainer", "module")}
+    return {key: value for key, value in found.items() if key not in ("trainer", "module", "kind")}
 
 
 def fit_told(engine: str, epochs: int) -> dict[str, Any]:
@@ -571,13 +574,12 @@ def by_former_name(name: str) -> dict[str, Any]:
 
 
 def handed_back(engine: str) -> dict[str, Any]:
-    """What a process that has started ranks by ``start_method="fork"`` reads from rank 0, the ranks' weights; and the
-    name that Lightning's LearningRateMonitor takes for the optimizer."""
+    """What a process that has started ranks by ``start_method="fork"`` reads from rank 0, and the ranks' weights."""
     found = fit(engine, {}, 1)
     trainer = found["trainer"]
     output = WholeLauncher(trainer.strategy, start_method="fork")._collect_rank_zero_results(trainer, None)
     read = None if output is None else torch.load(output.weights_path, weights_only=True)
-    return {"read": read, "state": found["state"], "kind": type(trainer.optimizers[0]).__name__}
+    return {"read": read, "state": found["state"], "kind": found["kind"]}
 
 
 class Counted(EMAWeightAveraging):

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer over every engine, against Hugging Face's own DDP.
 
-Tests compat/taken.py, compat/transformers/arguments.py and compat/transformers/checkpoints.py, too.
+Tests compat/trainers.py, compat/transformers/arguments.py and compat/transformers/checkpoints.py, too.
 """
 
 from __future__ import annotations

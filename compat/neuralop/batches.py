@@ -1,15 +1,59 @@
-"""Data loaders divided over ranks: their sampler, and the samples that it repeats."""
+"""Losses and data loaders of ranks that each see a part of the batch: how they reduce, and samples that come twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from neuralop.losses.data_losses import MSELoss
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["EvaluationLoader", "distributed_sampler", "set_epoch", "undivided"]
+__all__ = [
+    "EvaluationLoader",
+    "Reduction",
+    "WithValue",
+    "distributed_sampler",
+    "loss_reduction",
+    "set_epoch",
+    "undivided",
+]
+
+Reduction = Literal["sum", "mean"]
+
+
+def loss_reduction(loss: Any) -> Reduction | None:
+    """Return whether ``loss`` sums or averages over the batch; None if it does not say, or its parts disagree.
+
+    Known are losses with a ``reduction`` attribute (neuralop's and torch's), their bound methods (``LpLoss().abs``),
+    neuralop's ``MSELoss`` and its aggregates of losses.
+    """
+    loss = getattr(loss, "__self__", loss)
+    if isinstance(loss, MSELoss):  # neuraloperator 2.0.0: sums over the batch, and has no attribute that says so
+        return "sum"
+    found = getattr(loss, "reduction", None)
+    if found in ("sum", "mean"):
+        return found  # type: ignore[no-any-return]
+    parts = getattr(loss, "losses", None) or ()
+    members = list(parts.values()) if isinstance(parts, Mapping) else list(parts)
+    kinds = {loss_reduction(part[0] if isinstance(part, tuple) else part) for part in members}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+class WithValue(torch.autograd.Function):
+    """``loss`` to whoever calls backward, ``value`` to whoever reads the number."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
+        """Return the value, in the dtype of the loss."""
+        return value.to(loss.dtype, copy=True).reshape(loss.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient of the loss, untouched."""
+        return gradients[0], None
 
 
 def _samplers(loader: Any) -> list[Any]:

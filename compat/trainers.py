@@ -1,0 +1,206 @@
+"""Shared by the fronts of Lightning, Accelerate, Hugging Face and neuraloperator: samples, gradients, optimizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.parallel.data_rank import DataRank
+from fsshard.planning.entries import Entry
+from fsshard.sharded.handing_back import Bare
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+
+__all__ = [
+    "Taken",
+    "by_name",
+    "by_number",
+    "check_scaler",
+    "clip_by_value",
+    "data_rank_of",
+    "name_calls",
+    "sampler_arguments",
+    "scaler_like",
+    "split_over",
+    "taken_of",
+]
+
+MARK = "_fsshard_taken"
+
+
+def name_calls(model: ShardedModule, save: str, load: str) -> None:
+    """Let errors about whole weights name the calls by which a front's users save and load, who have called no wrap."""
+    if model.backend.guard is not None:
+        model.backend.guard.save, model.backend.guard.load = save, load
+
+
+@dataclass
+class Taken:
+    """An engine's hold on a Trainer's model, kept by the model itself, so that it is there for as long as that.
+
+    Attributes:
+        wrapped: what ``fsshard.wrap`` made of it, just now.
+        bare: what it was like before.
+    """
+
+    wrapped: ShardedModule
+    bare: Bare
+
+    def __post_init__(self) -> None:
+        self.bare.wrapped()
+        vars(self.wrapped.module)[MARK] = self
+
+    def come_back(self) -> None:
+        """Let the model be plain again, with whole weights in host memory. Collective."""
+        self.bare.hand_back(self.wrapped)
+        vars(self.wrapped.module).pop(MARK, None)
+
+    # No engine holds a copy of the model, or one that was pickled.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None: ...
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def taken_of(model: Any) -> Any:
+    """Return the :class:`Taken` of a model that a Trainer of ours has put under an engine and kept, else None."""
+    return getattr(model, "__dict__", {}).get(MARK)
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+
+def split_over(model: nn.Module | None) -> Any:
+    """Return what :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
+    sharding = sys.modules.get("fsshard.parallel.domain.sharding")  # not imported: nothing is split, nor needed for it
+    return None if sharding is None or model is None else sharding.domain_of(model)
+
+
+def data_rank_of(settings: Mapping[str, Any]) -> DataRank | None:
+    """Return which part of the data ``device_mesh=`` gives this rank; None: each rank has its own.
+
+    Raises:
+        ConfigurationError: the mesh's dimensions have names that do not tell which are for data.
+    """
+    mesh = settings.get("device_mesh")
+    if mesh is None or not (mesh.mesh_dim_names or mesh.ndim == 1):  # replicas and shards need no names
+        return None
+    return fsshard.data_rank(mesh)
+
+
+def sampler_arguments(
+    settings: Mapping[str, Any], model: nn.Module | None, lightnings: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return a ``DistributedSampler``'s ``num_replicas`` and ``rank``. Collective where a domain splits the model.
+
+    Args:
+        settings: further arguments of :func:`fsshard.wrap`, of which ``device_mesh`` is asked.
+        model: whose domain is asked then, if it is known.
+        lightnings: what Lightning would take: all ranks.
+    """
+    found, domain = data_rank_of(settings), split_over(model)
+    if settings.get("device_mesh") is None and domain is not None:
+        # Domains are numbered in the order of their first ranks.
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [axis.ranks for axis in domain.axes])
+        firsts = [min(first for rank in axes[0] for first in everyone[rank][-1]) for axes in everyone]
+        domains = sorted(set(firsts))
+        found = DataRank(domains.index(firsts[dist.get_rank()]), len(domains))
+    return lightnings if found is None else {"num_replicas": found.size, "rank": found.rank}
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+def clip_by_value(model: ShardedModule, limit: float, chosen: Iterable[Entry] | None = None) -> None:
+    """Put every number of the final gradients between -limit and limit. Collective.
+
+    Args:
+        model: wrapped.
+        limit: above 0.
+        chosen: some of its parameters, the same ones on every rank; None: all.
+
+    Raises:
+        ConfigurationError: a parameter is complex.
+    """
+    entries = list(model.backend.entries.values() if chosen is None else chosen)
+    named = next((entry.name for entry in entries if entry.kind.is_complex), None)
+    if named is not None:  # as torch: "clamp is not supported for complex types"
+        raise ConfigurationError(
+            f"clipping by value: parameter {named!r} is complex, and complex numbers have no order; clip by norm"
+        )
+    model.finish_gradients(entries)
+    for entry in entries:
+        gradient = entry.grad()
+        if gradient is not None:
+            gradient.clamp_(-limit, limit)
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise ConfigurationError if :func:`scaler_like` cannot replace a scaler: it is of a user's own kind."""
+    known = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler, fsshard.GradScaler)
+    if scaler is not None and type(scaler) not in known:
+        raise ConfigurationError(
+            f"scaler {type(scaler).__name__}(...): ranks with parts of the gradients need fsshard's "
+            "scaler, which takes over the settings of a torch.amp.GradScaler, and of no other kind"
+        )
+
+
+def scaler_like(scaler: Any, model: ShardedModule) -> fsshard.GradScaler:
+    """Return a scaler for all ranks, with another's scale, factors and interval; see :func:`check_scaler`."""
+    check_scaler(scaler)
+    found = fsshard.GradScaler(model, enabled=scaler.is_enabled())
+    if scaler.is_enabled():
+        found.load_state_dict(scaler.state_dict())
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ optimizer states
+
+
+def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Name the numbered parameters in a torch optimizer's state dict as ours are; one with names stays as it is.
+
+    Raises:
+        StateDictError: groups of other sizes.
+    """
+    own, saved = groups_by_name(optimizer), state["param_groups"]
+    if all(isinstance(each, str) for group in saved for each in group["params"]):
+        return dict(state)
+    sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
+    if sizes[0] != sizes[1]:
+        raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
+    names = {
+        number: name
+        for mine, theirs in zip(own, saved, strict=True)
+        for name, number in zip(mine["params"], theirs["params"], strict=True)
+    }
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
+    return {"state": {names[number]: found for number, found in state["state"].items()}, "param_groups": groups}
+
+
+def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, Any]:
+    """Return the state dict that a torch optimizer over the whole model would give. Collective.
+
+    Args:
+        optimizer: its state is assembled one parameter at a time, in host memory.
+        keep: a rank that passes False takes part and gets ``{}``.
+    """
+    groups = groups_by_name(optimizer)
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for name, whole in optimizer.iterate_state():
+        if keep and whole:
+            state[numbers[name]] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in whole.items()}
+    if not keep:
+        return {}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
