@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 
 import fsshard
 from tests.compat.accelerate import trainings as accelerated
+from tests.compat.common import ENGINES
 from tests.compat.lightning import trainings as lightened
 from tests.compat.transformers import trainings
-from tests.compat.transformers.trainings import BEST, ENGINES, gpt2, samples, t5
+from tests.compat.transformers.trainings import BEST, gpt2, samples, t5
 
 KINDS: dict[str, Any] = {
     "gpt2": (gpt2, {"target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "modules_to_save": ["ln_f"]}),

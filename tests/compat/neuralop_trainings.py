@@ -87,36 +87,28 @@ class Silent:
         return (out - y).square().mean(dim=(1, 2, 3)).sum()
 
 
-class Recorder:
-    """Mixed into a Trainer: keep what each epoch reported."""
+def recording(kind: Any) -> Any:
+    """A Trainer that keeps what each epoch reported."""
 
-    epochs: list[tuple[float, float]]
-    evaluations: list[dict[str, float]]
+    class Recorder(kind):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.epochs: list[tuple[float, float]] = []
+            self.evaluations: list[dict[str, float]] = []
 
-    def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> Any:
-        """The Trainer's."""
-        if isinstance(train_loader.sampler, DistributedSampler) and not isinstance(self, Trainer):
-            train_loader.sampler.set_epoch(epoch)
-        found = super().train_one_epoch(epoch, train_loader, training_loss)  # type: ignore[misc]
-        self.epochs = [*getattr(self, "epochs", []), (float(found[0]), float(found[1]))]
-        return found
+        def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> Any:
+            if isinstance(train_loader.sampler, DistributedSampler) and not isinstance(self, Trainer):
+                train_loader.sampler.set_epoch(epoch)
+            found = super().train_one_epoch(epoch, train_loader, training_loss)
+            self.epochs.append((float(found[0]), float(found[1])))
+            return found
 
-    def evaluate_all(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's."""
-        found = super().evaluate_all(*args, **kwargs)  # type: ignore[misc]
-        self.evaluations = [
-            *getattr(self, "evaluations", []),
-            {key: float(value) for key, value in found.items()},
-        ]
-        return found
+        def evaluate_all(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().evaluate_all(*args, **kwargs)
+            self.evaluations.append({key: float(value) for key, value in found.items()})
+            return found
 
-
-class PlainTrainer(Recorder, neuralop.Trainer):
-    """neuralop's."""
-
-
-class WrappedTrainer(Recorder, Trainer):
-    """fsshard's."""
+    return Recorder
 
 
 def model() -> TFNO:
@@ -173,7 +165,7 @@ def fit(job: Fit) -> Outcome:
     scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     if job.plateau:
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
-    trainer = (PlainTrainer if plain else WrappedTrainer)(
+    trainer = recording(neuralop.Trainer if plain else Trainer)(
         model=network, n_epochs=job.epochs, verbose=True, **({"device": "cpu"} if plain else {}), **job.trainer
     )
     tests = {
@@ -247,12 +239,15 @@ def all_refused(cases: list[str], folder: str) -> list[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------ modes that grow, patches
 
 
-class GrowingPlain(Recorder, TheirIncremental):
-    """neuralop's."""
-
-
-class GrowingWrapped(Recorder, IncrementalFNOTrainer):
-    """fsshard's."""
+RULES: dict[str, dict[str, Any]] = {
+    "gap": {"incremental_loss_gap": True, "incremental_loss_eps": 1e3},
+    "grad": {
+        "incremental_grad": True,
+        "incremental_buffer": 3,
+        "incremental_grad_eps": 1.0,
+        "incremental_grad_max_iter": 1,
+    },
+}
 
 
 def special(backend: str, what: str) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[int]]:
@@ -266,31 +261,24 @@ def special(backend: str, what: str) -> tuple[list[tuple[float, float]], dict[st
     build: Any = fsshard.build_optimizer
     optimizer = torch.optim.SGD(bare.parameters(), lr=1e-3) if plain else build(network, torch.optim.SGD, lr=1e-3)
     given: dict[str, Any] = {"model": network, "n_epochs": 3, **({"device": "cpu"} if plain else {})}
-    kind: Any = PlainTrainer if plain else WrappedTrainer
+    kind: Any = neuralop.Trainer if plain else Trainer
     if what == "patches":
         given["data_processor"] = MGPatchingDataProcessor(network, 1, 0.25, True)
     else:
-        kind = GrowingPlain if plain else GrowingWrapped
-        rule = (
-            {"incremental_loss_eps": 1e3} if what == "gap" else {"incremental_buffer": 3, "incremental_grad_eps": 1.0}
-        )
-        given |= {f"incremental_{'loss_gap' if what == 'gap' else 'grad'}": True, **rule}
-        given |= {"incremental_grad_max_iter": 1} if what == "grad" else {}
+        kind = TheirIncremental if plain else IncrementalFNOTrainer
+        given |= RULES[what]
     scheduler: Any = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        trainer = kind(**given)
+        trainer = recording(kind)(**given)
         trainer.train(train_loader(False, rank, world), {}, optimizer, scheduler, training_loss=losses("sum"))
     weights = {key: value for key, value in network.state_dict().items() if isinstance(value, Tensor)}
     return trainer.epochs, weights, list(network.fno_blocks.convs[0].n_modes)
 
 
-SPECIAL = ("gap", "grad", "patches")
-
-
 def specials(backends: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """What -> backend -> :func:`special`."""
-    return {what: {backend: special(backend, what) for backend in backends} for what in SPECIAL}
+    return {what: {backend: special(backend, what) for backend in backends} for what in (*RULES, "patches")}
 
 
 def refused_specials() -> list[str]:

@@ -15,14 +15,8 @@ pytest.importorskip("transformers")
 
 from tests.compat import adapters
 from tests.compat.accelerate.trainings import OWN
-from tests.compat.transformers.trainings import ENGINES
+from tests.compat.common import ENGINES, same_tensors
 from tests.sets import often
-
-
-def _same(ours: dict[str, Any], theirs: dict[str, Any], what: object) -> None:
-    assert list(ours) == list(theirs) and len(ours), what
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), (what, name)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +38,8 @@ def test_by_transformers_trained_saved_resumed_the_best_and_merged(
             assert mine | {"grad_norm": 0} == other | {"grad_norm": 0}, engine
             assert mine.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-6), engine
         for name, tensors in found.items():
-            _same(tensors, theirs[name], (engine, name))
-        _same(found["best"], found["checkpoint-2"], engine)
+            same_tensors(tensors, theirs[name], (engine, name))
+        same_tensors(found["best"], found["checkpoint-2"], engine)
         assert any(not torch.equal(value, found["last"][name]) for name, value in found["best"].items())
 
 
@@ -53,7 +47,7 @@ def test_by_transformers_trained_saved_resumed_the_best_and_merged(
 def test_by_accelerate_and_by_lightning(ranks: Any, engine: str, tmp_path: Path) -> None:
     for run, own in ((adapters.by_accelerator, OWN), (adapters.by_lightning, "lightning")):
         ours, theirs = (ranks.run(run, 2, each, str(tmp_path / own / each))[0] for each in (engine, own))
-        _same(ours, theirs, own)
+        same_tensors(ours, theirs, own)
 
 
 def test_by_hand_every_way_gives_the_weights_of_the_bare_model(ranks: Any, tmp_path: Path) -> None:
@@ -61,4 +55,4 @@ def test_by_hand_every_way_gives_the_weights_of_the_bare_model(ranks: Any, tmp_p
         bare = found.pop("bare")
         for engine, ways in found.items():
             for way, tensors in ways.items():
-                _same(tensors, bare[way], (engine, way))
+                same_tensors(tensors, bare[way], (engine, way))

@@ -7,6 +7,7 @@ compat/neuralop/training_state.py too.
 from __future__ import annotations
 
 import importlib
+import itertools
 import shutil
 import sys
 from dataclasses import replace
@@ -101,14 +102,10 @@ def test_two_ranks_make_the_updates_of_one_process(serial: Outcome, uninterrupte
     assert any(value.is_complex() for value in first.weights.values())
 
 
-def test_every_rank_reports_the_metrics_of_all(uninterrupted: list[list[Outcome]]) -> None:
+def test_every_rank_reports_the_metrics_of_all_and_rank_0_prints_them(uninterrupted: list[list[Outcome]]) -> None:
     for one, other in zip(*uninterrupted, strict=True):
         assert (one.epochs, one.evaluations, one.metrics) == (other.epochs, other.evaluations, other.metrics)
-
-
-def test_only_rank_0_prints(uninterrupted: list[list[Outcome]]) -> None:
-    assert "train_err" in uninterrupted[0][0].printed
-    assert all(not outcome.printed for outcome in uninterrupted[1])
+        assert "train_err" in one.printed and not other.printed
 
 
 def test_modes_grow_and_samples_are_patched_as_on_one_process(ranks: RankPool) -> None:
@@ -125,12 +122,12 @@ def test_modes_grow_and_samples_are_patched_as_on_one_process(ranks: RankPool) -
 
 
 def test_what_cannot_grow_or_be_patched_is_refused_on_every_rank(ranks: RankPool) -> None:
-    words = ["ConfigurationError: MultigridPatching2D(use_distributed=True) gives ranks different patches"]
-    words += [
+    words = [
+        "ConfigurationError: MultigridPatching2D(use_distributed=True) gives ranks different patches",
         "ConfigurationError: incremental_loss_gap=False, incremental_grad=False",
         "ModelError: expected a wrapped FNO",
+        "ConfigurationError: resume_from_dir='here': neuralop's files say neither",
     ]
-    words += ["ConfigurationError: resume_from_dir='here': neuralop's files say neither"]
     for told in ranks.run(refused_specials, 2):
         assert [text[: len(word)] for text, word in zip(told, words, strict=True)] == words
 
@@ -163,17 +160,12 @@ def test_losses_schedulers_and_optimizers(case: str, ranks: RankPool) -> None:
 
 @pytest.mark.long
 def test_mixed_precision_is_alike_under_every_backend(ranks: RankPool) -> None:
-    mixed = Fit("plain", trainer={"mixed_precision": True, "use_distributed": False})
-    flagged = {"mixed_precision": True, "use_distributed": True}
-    outcomes = ranks.run(fits, 2, [replace(mixed, backend=backend, trainer=flagged) for backend in BACKENDS])[0]
+    mixed = {"mixed_precision": True, "use_distributed": True}
+    outcomes = ranks.run(fits, 2, [Fit(backend, trainer=mixed) for backend in BACKENDS])[0]
     assert all(identical(outcome.weights, outcomes[0].weights) for outcome in outcomes)
     # bfloat16 sums over a batch of eight and over two of four round differently
-    close(outcomes[0], fit(mixed), weights=5e-3, rtol=1e-3)
-
-
-def test_one_rank_is_one_process(ranks: RankPool) -> None:
-    (outcome,) = ranks.run(fit, 1, Fit("none"))
-    close(outcome, fit(Fit("plain")))
+    plain = fit(Fit("plain", trainer={**mixed, "use_distributed": False}))
+    close(outcomes[0], plain, weights=5e-3, rtol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -216,19 +208,20 @@ def test_training_goes_on_under_any_backend(
         assert identical(outcome.weights, uninterrupted[0][0].weights)
 
 
+def rest_of(outcome: Outcome) -> Outcome:
+    return replace(outcome, epochs=outcome.epochs[EPOCHS // 2 :], evaluations=outcome.evaluations[EPOCHS // 2 :])
+
+
 def test_training_goes_on_on_one_process(ranks: RankPool, saved: tuple[Path, Outcome], serial: Outcome) -> None:
     job = Fit("none", epochs=EPOCHS, train={"resume_from_dir": str(saved[0])})
     (outcome,) = ranks.run(fit, 1, job)
-    rest = replace(serial, epochs=serial.epochs[EPOCHS // 2 :], evaluations=serial.evaluations[EPOCHS // 2 :])
-    close(outcome, rest)
+    close(outcome, rest_of(serial))
 
 
 def test_a_checkpoint_of_neuralop_itself_is_taken(ranks: RankPool, tmp_path: Path, serial: Outcome) -> None:
     fit(Fit("plain", epochs=EPOCHS // 2, train={"save_every": 1, "save_dir": str(tmp_path)}))
     job = Fit("fsdp", epochs=EPOCHS, train={"resume_from_dir": str(tmp_path)})
-    outcome = ranks.run(fit, 2, job)[0]
-    rest = replace(serial, epochs=serial.epochs[EPOCHS // 2 :], evaluations=serial.evaluations[EPOCHS // 2 :])
-    close(outcome, rest)
+    close(ranks.run(fit, 2, job)[0], rest_of(serial))
 
 
 def test_neuralop_itself_takes_the_checkpoint(saved: tuple[Path, Outcome]) -> None:
@@ -281,30 +274,21 @@ def test_what_cannot_work_raises_on_every_rank(ranks: RankPool, tmp_path: Path) 
     assert not list(tmp_path.iterdir())  # a state that cannot be read back leaves no file, whole or part
 
 
-def test_a_finished_training_is_not_resumed(ranks: RankPool, saved: tuple[Path, Outcome]) -> None:
-    job = Fit("ddp", epochs=EPOCHS // 2, train={"resume_from_dir": str(saved[0])})
-    for error in ranks.run_expecting_errors(fit, 2, job):
-        assert "nothing left to train" in str(error)
-
-
-def test_unknown_objects_in_a_checkpoint_are_not_loaded(ranks: RankPool, saved: tuple[Path, Outcome]) -> None:
+def test_folders_that_cannot_be_resumed_from(ranks: RankPool, saved: tuple[Path, Outcome], tmp_path: Path) -> None:
+    strange, incomplete = tmp_path / "strange", tmp_path / "incomplete"
+    for folder in (strange, incomplete):
+        shutil.copytree(saved[0], folder)
+    (incomplete / "optimizer.pt").unlink()
     state = torch.load(saved[0] / "model_state_dict.pt", weights_only=False)
-    folder = saved[0].parent / "strange"
-    folder.mkdir()
-    torch.save({**state, "_metadata": {"non_linearity": shutil.rmtree}}, folder / "model_state_dict.pt")
-    job = Fit("ddp", train={"resume_from_dir": str(folder)})
-    for error in ranks.run_expecting_errors(fit, 2, job):
-        assert "shutil.rmtree" in str(error)
-
-
-def test_a_missing_file_of_the_manifest_is_an_error(ranks: RankPool, saved: tuple[Path, Outcome]) -> None:
-    folder = saved[0].parent / "incomplete"
-    folder.mkdir()
-    for name in ("model_state_dict.pt", "manifest.pt", "scheduler.pt"):
-        (folder / name).write_bytes((saved[0] / name).read_bytes())
-    job = Fit("ddp", train={"resume_from_dir": str(folder)})
-    for error in ranks.run_expecting_errors(fit, 2, job):
-        assert "optimizer.pt, which is not there" in str(error)
+    torch.save({**state, "_metadata": {"non_linearity": shutil.rmtree}}, strange / "model_state_dict.pt")
+    for folder, epochs, words in (
+        (saved[0], EPOCHS // 2, "nothing left to train"),
+        (strange, EPOCHS, "shutil.rmtree"),
+        (incomplete, EPOCHS, "optimizer.pt, which is not there"),
+    ):
+        job = Fit("ddp", epochs=epochs, train={"resume_from_dir": str(folder)})
+        for error in ranks.run_expecting_errors(fit, 2, job):
+            assert words in str(error)
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -320,26 +304,21 @@ def test_how_losses_reduce() -> None:
     assert loss_reduction(torch.nn.MSELoss(reduction="none")) is None
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("batch", [1, 2, 3])
-@pytest.mark.parametrize("count", [3, 5, 8, 9])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_each_sample_counts_once(world: int, batch: int, count: int, drop_last: bool) -> None:
-    data, seen = Pairs(count, 0), []
-    for rank in range(world):
-        sampler = DistributedSampler(data, world, rank, shuffle=False)
-        loader = EvaluationLoader(DataLoader(data, batch_size=batch, sampler=sampler, drop_last=drop_last))
-        for sample in loader:
-            assert len(sample["x"]) == len(sample["y"])
-            seen += [] if loader.void else [float(row.sum()) for row in sample["x"]]
-    assert len(seen) == len(set(seen))
-    assert drop_last or len(seen) == count
+def test_each_sample_counts_once() -> None:
+    for world, batch, count, drop_last in itertools.product((1, 2, 3, 4), (1, 2, 3), (3, 5, 8, 9), (False, True)):
+        data, seen = Pairs(count, 0), []
+        for rank in range(world):
+            sampler = DistributedSampler(data, world, rank, shuffle=False)
+            loader = EvaluationLoader(DataLoader(data, batch_size=batch, sampler=sampler, drop_last=drop_last))
+            for sample in loader:
+                assert len(sample["x"]) == len(sample["y"])
+                seen += [] if loader.void else [float(row.sum()) for row in sample["x"]]
+        assert len(seen) == len(set(seen)) and (drop_last or len(seen) == count), (world, batch, count)
 
 
 def test_which_loaders_are_surely_undivided() -> None:
     data = Pairs(4, 0)
-    assert undivided(DataLoader(data))
-    assert undivided(DataLoader(data, shuffle=True))
+    assert undivided(DataLoader(data)) and undivided(DataLoader(data, shuffle=True))
     assert not undivided(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
     assert not undivided(DataLoader(data, batch_sampler=[[0, 1]]))
 

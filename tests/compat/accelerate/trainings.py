@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fsshard
 from fsshard.compat.accelerate import Accelerator, files
+from tests.compat.common import told
 
-ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
 OWN = "accelerate"
 REAL: dict[str, Any] = {"dtype": torch.float32}
 CASES: dict[str, dict[str, Any]] = {
@@ -282,22 +282,14 @@ def several(engine: str, folder: str) -> dict[str, Any]:
     return {"states": states, "left": left, "written": written, "inner": isinstance(inner, Two)}
 
 
-def _told(what: Any) -> str:
-    try:
-        what()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def _alone(what: Any) -> str:
     """What one rank is told while the others do something else, and then these."""
     patience, files.PATIENCE = files.PATIENCE, 0.2
     try:
         if torch.distributed.get_rank():
             torch.distributed.barrier()
-            return _told(what)
-        found = _told(what)
+            return told(what)
+        found = told(what)
         torch.distributed.barrier()
         return found
     finally:
@@ -309,40 +301,40 @@ def refused(folder: str) -> dict[str, str]:
     accelerator = accelerator_of("fsdp2", gradient_accumulation_steps=2)
     pair = [Model(), Model()]
     both = torch.optim.SGD([p for each in pair for p in each.parameters()], lr=0.1)
-    told = {
-        "of two": _told(lambda: accelerator.prepare(*pair, both)),
-        "of none": _told(lambda: accelerator.prepare(pair[0], torch.optim.SGD(Model().parameters(), lr=0.1))),
-        "shared": _told(lambda: accelerator.prepare(nn.Sequential(pair[0]), pair[0])),
-        "unknown": _told(lambda: accelerator_of("fsdp3").prepare(Model())),
-        "fp16": _told(lambda: accelerator_of("fsdp2", mixed_precision="fp16")),
-        "wrapped": _told(lambda: accelerator_of("fsdp2").prepare(fsshard.wrap(Model()))),
-        "second": _told(lambda: accelerator_of("fsdp2").prepare(pair[0], fsshard.wrap(Model()))),
+    found = {
+        "of two": told(lambda: accelerator.prepare(*pair, both)),
+        "of none": told(lambda: accelerator.prepare(pair[0], torch.optim.SGD(Model().parameters(), lr=0.1))),
+        "shared": told(lambda: accelerator.prepare(nn.Sequential(pair[0]), pair[0])),
+        "unknown": told(lambda: accelerator_of("fsdp3").prepare(Model())),
+        "fp16": told(lambda: accelerator_of("fsdp2", mixed_precision="fp16")),
+        "wrapped": told(lambda: accelerator_of("fsdp2").prepare(fsshard.wrap(Model()))),
+        "second": told(lambda: accelerator_of("fsdp2").prepare(pair[0], fsshard.wrap(Model()))),
     }
     accelerator_of("fsdp2").prepare(*pair)  # none was changed where another was refused
     accelerator = accelerator_of("fsdp2", mixed_precision="bf16")
     compiled = accelerator.prepare(torch.compile(Model(), backend="eager"))
-    told["compiled"] = " ".join(vars(accelerator.unwrap_model(compiled)))  # Accelerate's autocast is within
+    found["compiled"] = " ".join(vars(accelerator.unwrap_model(compiled)))  # Accelerate's autocast is within
     accelerator = accelerator_of("fsdp2")
     accelerator.even_batches = False
-    told["batches"] = _told(lambda: accelerator.prepare(DataLoader(data(5), 1)))
+    found["batches"] = told(lambda: accelerator.prepare(DataLoader(data(5), 1)))
     accelerator = accelerator_of("fsdp2", gradient_accumulation_steps=2)
     bare = Model()
     model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.randn(3, 6)).mean())
-        told["local"] = _told(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        found["local"] = told(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.randn(3, 6)).mean())
-        told["complex"] = _told(lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
+        found["complex"] = told(lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
         foreign = [*model.parameters(), *Model().parameters()]
-        told["foreign"] = _told(lambda: accelerator.clip_grad_norm_(foreign, 1.0))
+        found["foreign"] = told(lambda: accelerator.clip_grad_norm_(foreign, 1.0))
         optimizer.step()
-    told["alone"] = _alone(lambda: accelerator.get_state_dict(model))
-    told["inner"] = _told(lambda: accelerator.unwrap_model(model).state_dict())
-    told["empty"] = _told(lambda: accelerator.load_state(folder))
+    found["alone"] = _alone(lambda: accelerator.get_state_dict(model))
+    found["inner"] = told(lambda: accelerator.unwrap_model(model).state_dict())
+    found["empty"] = told(lambda: accelerator.load_state(folder))
     accelerator.save_state(f"{folder}/state")
     accelerator = accelerator_of("fsdp2")
     other = nn.Linear(6, 3)
     accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    told["other"] = _told(lambda: accelerator.load_state(f"{folder}/state"))
-    return told
+    found["other"] = told(lambda: accelerator.load_state(f"{folder}/state"))
+    return found

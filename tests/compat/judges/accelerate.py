@@ -6,7 +6,6 @@ DDP, in a job of one rank; tests that fork ranks have as many as they fork.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import accelerate
@@ -15,11 +14,7 @@ import torch
 
 import fsshard.compat.accelerate
 
-from . import find_theirs
-from .record import Record
-
-ENGINE = os.environ.get("FSSHARD_JUDGED", "theirs")
-RECORD = Record()
+from .record import ENGINE, RECORD, find_theirs, pytest_runtest_makereport  # noqa: F401
 
 
 class Accelerator(fsshard.compat.accelerate.Accelerator):
@@ -37,10 +32,3 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     RECORD.watch(fsshard, "wrap")
     accelerate.Accelerator = accelerate.accelerator.Accelerator = Accelerator
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
-    """One line per test."""
-    outcome = yield
-    RECORD.note(item.nodeid, outcome.get_result(), call)

@@ -21,11 +21,9 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 
 import fsshard.compat.lightning
 
-from .record import Record
+from .record import ENGINE, RECORD, pytest_runtest_makereport  # noqa: F401
 
 FABRIC, TRAINER = lightning.fabric.strategies.DDPStrategy, lightning.pytorch.strategies.DDPStrategy
-ENGINE = os.environ.get("FSSHARD_JUDGED", "theirs")
-RECORD = Record()
 
 
 class JudgedStrategy(fsshard.compat.lightning.Strategy):
@@ -83,10 +81,3 @@ def _choose_ours(connector: Any) -> None:
         return "ddp" if one else found
 
     kind._choose_strategy = chosen
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
-    """One line per test."""
-    outcome = yield
-    RECORD.note(item.nodeid, outcome.get_result(), call)

@@ -7,7 +7,6 @@ Trainer, with DDP. One process is one rank of a job of one, so that there is som
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 import pytest
@@ -15,11 +14,7 @@ import torch
 
 import fsshard.compat.transformers
 
-from . import find_theirs, stand_in
-from .record import Record
-
-ENGINE = os.environ.get("FSSHARD_JUDGED", "theirs")
-RECORD = Record()
+from .record import ENGINE, RECORD, find_theirs, pytest_runtest_makereport, stand_in  # noqa: F401
 
 
 class Trainer(fsshard.compat.transformers.Trainer):
@@ -49,10 +44,3 @@ def pytest_configure(config: pytest.Config) -> None:
         module = importlib.import_module(name)
         setattr(module, "Trainer", Trainer)  # noqa: B010
         setattr(module, "Seq2SeqTrainer", Seq2SeqTrainer)  # noqa: B010
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
-    """One line per test."""
-    outcome = yield
-    RECORD.note(item.nodeid, outcome.get_result(), call)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fsshard.compat.lightning import FabricStrategy
 from fsshard.compat.lightning.environment import Launched
+from tests.compat.common import refusals
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -105,10 +106,4 @@ def refused() -> dict[str, str]:
         "directory": lambda: run("fsdp2", save=tempfile.gettempdir()),
         "apart": apart,
     }
-    found = dict.fromkeys(tried, "nothing")
-    for name, attempt in tried.items():
-        try:
-            attempt()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return refusals(tried)

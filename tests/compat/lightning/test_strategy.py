@@ -17,19 +17,15 @@ import torch
 pytest.importorskip("lightning.pytorch")
 
 from fsshard.errors import UnsupportedByBackend
+from tests.compat.common import ENGINES, HALVES, begin_with, same_tensors
 from tests.compat.lightning import trainings
-from tests.compat.lightning.trainings import CASES, ENGINES
+from tests.compat.lightning.trainings import CASES
 from tests.sets import often
-
-HALVES = [ENGINES[2:], pytest.param(ENGINES[:2], marks=pytest.mark.long)]
-"""fsdp2 and fairscale at every commit, ddp and fsdp with the long tests."""
 
 
 def _same(ours: dict[str, Any], theirs: dict[str, Any], case: str) -> None:
     assert ours["losses"] == theirs["losses"] and ours["validations"] == theirs["validations"], case
-    assert list(ours["state"]) == list(theirs["state"]), case
-    for name, value in theirs["state"].items():
-        assert torch.equal(ours["state"][name], value), (case, name)
+    same_tensors(ours["state"], theirs["state"], case)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +55,7 @@ def test_a_checkpoint_goes_on_under_any_engine_and_under_lightnings_own(ranks: A
         path = str(tmp_path / source / "epoch=1.ckpt")
         found = ranks.run(trainings.resumed, 2, engine, str(tmp_path / f"{engine}-from-{source}"), 3, path)[0]
         assert found["losses"] == whole["losses"][8:] and found["tested"] == whole["tested"], engine
-        assert all(torch.equal(found["state"][name], value) for name, value in whole["state"].items()), engine
+        same_tensors(found["state"], whole["state"], engine)
 
 
 def test_refused_on_every_rank(ranks: Any) -> None:
@@ -79,8 +75,7 @@ def test_refused_on_every_rank(ranks: Any) -> None:
         "synchronised": "ConfigurationError: sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only",
         "averaged at the end": "ConfigurationError: callback StochasticWeightAveraging: it averages whole parameters",
     }
-    for told in ranks.run(trainings.refused, 2):
-        assert {name: told[name][: len(text)] for name, text in words.items()} == words
+    begin_with(ranks.run(trainings.refused, 2), words)
 
 
 def test_a_file_written_after_fit_goes_on_and_another_module_is_tested_bare(ranks: Any, tmp_path: Path) -> None:
@@ -186,7 +181,7 @@ def test_a_checkpoint_in_parts_goes_on_elsewhere(ranks: Any, tmp_path: Path) -> 
         assert all("a whole checkpoint is a file" in one["replaced"] for one in each)
         found = each[0]
         assert found["losses"] == ([] if last else whole["losses"][8:]), engine
-        assert all(torch.equal(found["state"][name], value) for name, value in whole["state"].items()), engine
+        same_tensors(found["state"], whole["state"], engine)
         assert ("which goes into a module in fit" in found["refused"]) is last
 
 
@@ -211,8 +206,8 @@ def test_names_of_lightnings_registry(ranks: Any) -> None:
 
 def test_the_process_that_started_ranks_gets_whole_weights_back(ranks: Any) -> None:
     first, second = ranks.run(trainings.handed_back, 2, "fsdp2")
-    assert second["read"] is None and list(first["read"]) == list(first["state"]) and first["state"]
-    assert all(torch.equal(first["read"][name], value) for name, value in first["state"].items())
+    assert second["read"] is None and first["state"]
+    same_tensors(first["read"], first["state"], "read")
     assert first["kind"] == second["kind"] == "AdamW"
 
 
@@ -225,7 +220,7 @@ def test_a_module_is_trained_and_tested_again_by_any_trainer(ranks: Any, engines
             for what in ("losses", "tested", "plain", "rates", "modes"):
                 assert ours[what] == other[what], (engine, what)
             for state, same in zip(ours["states"], other["states"], strict=True):
-                assert list(state) == list(same) and all(torch.equal(state[name], same[name]) for name in same), engine
+                same_tensors(state, same, engine)
 
 
 def test_a_module_that_no_rank_can_hold_stays_in_parts_until_it_is_trained_again(ranks: Any) -> None:
@@ -247,5 +242,4 @@ def test_what_a_module_has_changed_in_itself_stays_after_a_fit_that_failed_too(r
                 assert ours[what] == other[what], (engine, what)
             assert list(ours["state"]) == list(other["state"])
         # Statistics of BatchNorm are averaged from rank 0's on every rank, from each rank's own under Lightning's DDP.
-        for name, value in theirs[0]["state"].items():
-            assert torch.equal(told[0]["state"][name], value), (engine, name)
+        same_tensors(told[0]["state"], theirs[0]["state"], engine)

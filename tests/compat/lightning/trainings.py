@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fractions
+import functools
 import io
 import logging
 import pickle
@@ -36,8 +37,8 @@ from fsshard.compat.lightning.environment import Launched, WholeLauncher
 from fsshard.errors import CheckpointError, ConfigurationError, ModelError
 from fsshard.model.checks import is_managed
 from fsshard.parallel import shard_domain
-
-ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
+from tests.compat.common import refusals
+from tests.compat.common import told as told_by
 
 
 class Module(lightning.LightningModule):
@@ -428,14 +429,7 @@ def refused() -> dict[str, str]:
         "averaged": lambda: fit_with("fsdp2", EMAWeightAveraging()),
         "averaged at the end": lambda: fit_with("fsdp2", StochasticWeightAveraging(swa_lrs=0.01)),
     }
-    found = {}
-    for name, run in tried.items():
-        found[name] = "nothing"
-        try:
-            run()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return refusals(tried)
 
 
 def after_fit(engine: str, path: str) -> dict[str, Any]:
@@ -546,10 +540,7 @@ def sampled(domain: int, data: int) -> dict[str, Any]:
     fabric = lightning.Fabric(accelerator="cpu", devices=domain * data, strategy=FabricStrategy("fsdp2"))
     fabric.launch()
     found["loader first"] = fabric.setup_dataloaders(loader()).sampler.num_replicas
-    try:
-        fabric.setup(model)
-    except ConfigurationError as error:
-        found["refused"] = str(error)
+    found["refused"] = told_by(lambda: fabric.setup(model))
     return found
 
 
@@ -699,10 +690,7 @@ def left_in_parts() -> dict[str, Any]:
             for one in (first, other):
                 found[case]["tested"] += one.validate(module, loader(), verbose=False)
             if case == "no room":
-                try:
-                    other.fit(module, loader())
-                except ConfigurationError as error:
-                    found[case]["refused"] = str(error)
+                found[case]["refused"] = told_by(functools.partial(other.fit, module, loader()))
         trainer_of(strategy_of("fsdp"), 1).fit(module, loader())
         found[case] |= {"still": is_managed(module), "losses": module.losses}
     return found

@@ -18,13 +18,10 @@ pytest.importorskip("transformers")
 
 from fsshard.compat.transformers.arguments import INSTEAD, OVERRIDDEN, check_arguments, check_launcher, check_library
 from fsshard.errors import ConfigurationError
+from tests.compat.common import ENGINES, HALVES, same_tensors
 from tests.compat.transformers import trainings
-from tests.compat.transformers.trainings import CASES, ENGINES
+from tests.compat.transformers.trainings import CASES
 from tests.sets import often
-
-HALVES = [ENGINES[2:], pytest.param(ENGINES[:2], marks=pytest.mark.long)]
-"""fsdp2 and fairscale at every commit, ddp and fsdp with the long tests."""
-
 
 NORM = 1e-6
 """Hugging Face's norm is summed in float32, ours in float64 and rounded: the last digits of what is printed."""
@@ -43,10 +40,7 @@ def _same(ours: dict[str, Any], theirs: dict[str, Any], case: str) -> None:
     if case != "scaled":  # Hugging Face's own shows those of scaled gradients where fp16 is not asked for
         assert _norms(ours["history"]) == pytest.approx(_norms(theirs["history"]), rel=NORM), case
     for kind in ("state", "last"):
-        expected = theirs.get(kind, {})
-        assert list(ours.get(kind, {})) == list(expected), case
-        for name, value in expected.items():
-            assert torch.equal(ours[kind][name], value), (case, kind, name)
+        same_tensors(ours.get(kind, {}), theirs.get(kind, {}), (case, kind))
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +72,7 @@ def test_a_checkpoint_goes_on_under_another_engine_and_the_best_one_comes_back(r
         _same(ours, theirs, run)
         assert list(ours["optimizer"]["state"]) == list(numbered), run
         for number, state in numbered.items():
-            for name, value in state.items():
-                assert torch.equal(ours["optimizer"]["state"][number][name], value), (run, number, name)
+            same_tensors(ours["optimizer"]["state"][number], state, (run, number))
     assert any(not torch.equal(value, theirs["last"][name]) for name, value in theirs["state"].items())
 
 
@@ -116,9 +109,8 @@ def test_a_model_is_given_to_another_trainer(ranks: Any, engines: tuple[str, ...
     """As scripts do that go on in a new Trainer, or evaluate by one: the model comes back from its engine."""
     theirs = ranks.run(trainings.by_two_trainers, 2, "hf", str(tmp_path / "hf"))
     for engine in engines:
-        for mine, other in zip(
-            ranks.run(trainings.by_two_trainers, 2, engine, str(tmp_path / engine)), theirs, strict=True
-        ):
+        ours = ranks.run(trainings.by_two_trainers, 2, engine, str(tmp_path / engine))
+        for mine, other in zip(ours, theirs, strict=True):
             _same(mine, other, engine)
             assert mine["evaluated"] == other["evaluated"]
             assert mine["plain"] and mine["bare"]
@@ -159,27 +151,25 @@ def _arguments(**changed: Any) -> Any:
     return types.SimpleNamespace(**(plain | changed))
 
 
-@pytest.mark.parametrize("name", INSTEAD)
-def test_an_argument_that_no_engine_can_honour(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"TrainingArguments\({name}=1\): "):
-        check_arguments(_arguments(**{name: 1}), None, {"backend": "fsdp2"})
+def test_an_argument_that_no_engine_can_honour() -> None:
+    for name in INSTEAD:
+        with pytest.raises(ConfigurationError, match=rf"TrainingArguments\({name}=1\): "):
+            check_arguments(_arguments(**{name: 1}), types.SimpleNamespace(), {"backend": "ddp"})
 
 
-@pytest.mark.parametrize(
-    ("args", "model", "settings", "words"),
-    [
+def test_what_does_not_go_together() -> None:
+    check_arguments(_arguments(), types.SimpleNamespace(), {"backend": "ddp"})
+    refused: tuple[tuple[dict[str, Any], dict[str, Any], Any, str], ...] = (
         ({}, {}, "fsdp2", "a dict of arguments of fsshard.wrap"),
         ({"n_gpu": 2}, {}, {}, "2 GPUs and one process"),
         ({"bf16": True}, {}, {"mixed_precision": "bf16"}, "choose one"),
         ({"activation_checkpointing": True}, {}, {"activation_checkpointing": True}, "choose one"),
         ({}, {"tp_size": 2}, {}, "tp_size 2"),
         ({}, {"hf_device_map": {"a": 0, "b": 1}}, {}, "on 2 devices"),
-    ],
-)
-def test_what_does_not_go_together(args: Any, model: Any, settings: Any, words: str) -> None:
-    check_arguments(_arguments(), types.SimpleNamespace(), {"backend": "ddp"})
-    with pytest.raises(ConfigurationError, match=words):
-        check_arguments(_arguments(**args), types.SimpleNamespace(**model), settings)
+    )
+    for args, model, settings, words in refused:
+        with pytest.raises(ConfigurationError, match=words):
+            check_arguments(_arguments(**args), types.SimpleNamespace(**model), settings)
 
 
 @pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])

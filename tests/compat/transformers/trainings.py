@@ -18,8 +18,8 @@ import fsshard
 from examples import summarization, t5_summarization
 from fsshard.compat.transformers import Seq2SeqTrainer, Trainer
 from fsshard.recipes.models import small_t5
+from tests.compat.common import told
 
-ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
 WORDS, LENGTH, SAMPLES = 24, 6, 8
 CASES: dict[str, dict[str, Any]] = {
     "generated": {"max_grad_norm": 0.0, "predict_with_generate": True, "generation_max_length": 5},
@@ -152,7 +152,7 @@ def trained(engine: str, folder: str, model: Any, resume: str | None = None, **g
     return {"history": history(trainer), "state": state, "trainer": trainer}
 
 
-def told(found: dict[str, Any]) -> dict[str, Any]:
+def plain(found: dict[str, Any]) -> dict[str, Any]:
     """What can travel."""
     return {key: value for key, value in found.items() if key != "trainer"}
 
@@ -161,7 +161,7 @@ def every_case(engine: str, folder: str) -> dict[str, dict[str, Any]]:
     found = {}
     for case, given in CASES.items():
         torch.manual_seed(0)
-        found[case] = told(trained(engine, f"{folder}/{case}", MODELS.get(case, t5)(), **given))
+        found[case] = plain(trained(engine, f"{folder}/{case}", MODELS.get(case, t5)(), **given))
     return found
 
 
@@ -187,7 +187,7 @@ def resumed(folder: str) -> dict[str, dict[str, Any]]:
 
 def _saved(engine: str, folder: str, resume: str | None) -> dict[str, Any]:
     torch.manual_seed(0)
-    found = told(trained(engine, folder, t5(), resume, **BEST))
+    found = plain(trained(engine, folder, t5(), resume, **BEST))
     last = Path(folder) / "checkpoint-4"
     found["last"] = transformers.T5ForConditionalGeneration.from_pretrained(str(last)).state_dict()
     found["optimizer"] = torch.load(last / "optimizer.pt", weights_only=True)
@@ -223,8 +223,8 @@ def around(engine: str, folder: str) -> dict[str, Any]:
     trainer.train()
     predicted = trainer.predict(words)
     refused = {} if engine == "hf" else {
-        "clip": _told(lambda: trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)),
-        "save": _told(lambda: trainer.model.save_pretrained(folder)),
+        "clip": told(lambda: trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)),
+        "save": told(lambda: trainer.model.save_pretrained(folder)),
         "whole": _saved_whole(trainer, folder),
         "inner": trainer.accelerator.unwrap_model(trainer.model_wrapped) is trainer.model,
     }  # fmt: skip
@@ -246,7 +246,7 @@ class MakesAnother(transformers.TrainerCallback):
     told = ""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.told = _told(lambda: Trainer(given["model"], args, fsshard={"backend": "ddp"}))
+        self.told = told(lambda: Trainer(given["model"], args, fsshard={"backend": "ddp"}))
 
 
 def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
     engines = [weakref.ref(each) for each in (first.model_wrapped, first.optimizer) if engine != "hf"]
     saved = max(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     found = trained(engine, folder, model, str(saved), **given | {"num_train_epochs": 3, "bf16": True})
-    unsaved = "" if engine == "hf" else _told(lambda: first.save_model(f"{folder}/first"))
+    unsaved = "" if engine == "hf" else told(lambda: first.save_model(f"{folder}/first"))
     gc.collect()
     kept = sum(each() is not None for each in engines)
     if engine == "hf":  # accelerate (1.15) leaves autocast around the forward, whatever the next Trainer asks for
@@ -271,12 +271,12 @@ def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
         model.load_state_dict(weights)
     third = trainer_of(engine, folder, model)
     evaluated = third.evaluate()["eval_loss"]
-    return told(found) | {
+    return plain(found) | {
         "evaluated": evaluated,
         "last": {name: value.detach().clone() for name, value in model.state_dict().items()},
         "plain": type(model) is kind and all(map(operator.is_, model.parameters(), parameters)),
         "bare": not {"forward", "save_pretrained"} & set(vars(model)),
-        "former": "" if engine == "hf" else _told(first.train),
+        "former": "" if engine == "hf" else told(first.train),
         "kept": kept,
         "unsaved": unsaved,
         "busy": busy.told,
@@ -290,14 +290,6 @@ def evaluated_first(engine: str, folder: str) -> dict[str, Any]:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     return {"before": before, "norms": [each["grad_norm"] for each in history(trainer) if "grad_norm" in each]}
-
-
-def _told(what: Any) -> str:
-    try:
-        what()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def _summaries() -> tuple[Any, list[Any]]:
@@ -357,7 +349,7 @@ def in_parts(folder: str) -> dict[str, dict[str, Any]]:
         torch.manual_seed(0)
         resume = None if source is None else f"{folder}/{source}/checkpoint-2"
         given = {**BEST, "parts": name == "whole"}
-        found[name] = told(trained(engine, f"{folder}/{name}", t5(), resume, **given))
+        found[name] = plain(trained(engine, f"{folder}/{name}", t5(), resume, **given))
         found[name]["files"] = files(f"{folder}/{name}/checkpoint-4")
     return found
 
@@ -387,5 +379,5 @@ def written_over(folder: str) -> dict[str, Any]:
     if torch.distributed.get_rank() == 0:
         (mixed / "optimizer.pt").touch()
     torch.distributed.barrier()
-    found["mixed"] = _told(lambda: again.train(resume_from_checkpoint=path))
+    found["mixed"] = told(lambda: again.train(resume_from_checkpoint=path))
     return found
