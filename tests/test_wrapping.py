@@ -34,6 +34,18 @@ from tests.models import Net, batch, net
 from tests.training_runs import DISTRIBUTED, differences, ranks_of
 
 
+class Words(nn.Module):
+    """An embedding whose gradient names the rows that were looked up."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.linear = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.linear(self.table(index))
+
+
 class OnGpu(nn.Parameter):
     """Says that it is on a GPU, on machines that have none."""
 
@@ -43,6 +55,12 @@ class OnGpu(nn.Parameter):
 def changed(name: str, value: Any) -> nn.Module:
     module = net()
     setattr(module.last if name != "odd" else module, name, value(module.last.bias.data))
+    return module
+
+
+def with_buffer(values: Tensor) -> nn.Module:
+    module = net()
+    module.register_buffer("odd", values)
     return module
 
 
@@ -83,6 +101,32 @@ REFUSED: dict[str, Refusal] = {
         lambda: changed("odd", lambda bias: nn.Parameter(bias.double())),
         auto_wrap_policy=None,
     ),
+    "sparse buffer": setting(
+        ModelError,
+        "buffer 'odd' is sparse_coo: ranks exchange dense tensors only",
+        lambda: with_buffer(torch.eye(4).to_sparse()),
+    ),
+    "quantized buffer": setting(
+        ModelError,
+        "buffer 'odd' is quantized: ranks exchange dense tensors only",
+        lambda: with_buffer(torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)),
+    ),
+    "sparse parameter": setting(
+        ModelError,
+        "parameter 'odd' is sparse_coo: ranks exchange dense tensors only",
+        lambda: changed("odd", lambda _: nn.Parameter(torch.eye(4).to_sparse())),
+        backend="ddp",
+    ),
+    **{
+        f"sparse gradients, {backend}, {precision}": setting(
+            UnsupportedByBackend,
+            "sparse gradients (module 'table': Embedding with sparse=True)",
+            Words,
+            backend=backend,
+            mixed_precision=precision,
+        )
+        for backend, precision in (("fsdp", None), ("fsdp2", "fp16"), ("ddp", "fp16"), ("fairscale", "bf16"))
+    },
     "unknown backend": setting(UnknownBackend, "none, ddp, fsdp, fsdp2, fairscale", backend="zero3"),
     "none": setting(UnsupportedByBackend, "use 'ddp'", backend="none"),
     "option": setting(ConfigurationError, "backward_prefetch", backend="fsdp", reshard_after_forward=True),
@@ -316,65 +360,6 @@ def job_odd(backend: str) -> tuple[list[str], bool]:
 def test_buffers_without_memory_of_their_own_get_it(ranks: Any, backend: str) -> None:
     for found, shared in ranks.run(job_odd, ranks_of(backend), backend):
         assert found == [] and shared
-
-
-NOT_DENSE = {
-    "sparse buffer": "buffer 'odd' is sparse_coo: ranks exchange dense tensors only",
-    "quantized buffer": "buffer 'odd' is quantized: ranks exchange dense tensors only",
-    "sparse parameter": "parameter 'odd' is sparse_coo: ranks exchange dense tensors only",
-    "expanded parameter": "parameter 'odd' is expanded or lazily negated",
-}
-
-
-def job_not_dense(backend: str, what: str) -> tuple[str, bool]:
-    module, values = net(), torch.eye(4)
-    if what.startswith("quantized"):
-        values = torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
-    values = values.to_sparse() if what.startswith("sparse") else values[:1].expand(4, 4)
-    if what.endswith("buffer"):
-        module.register_buffer("odd", values)
-    else:
-        module.odd = nn.Parameter(values)
-    before = dict(module.named_parameters())
-    try:
-        fsshard.wrap(module, backend=backend)
-    except ModelError as error:
-        return str(error), list(map(id, before.values())) == [id(p) for p in module.parameters()]
-    return "", False
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("what", NOT_DENSE)
-def test_tensors_that_are_not_dense_are_named_before_anything_is_changed(ranks: Any, backend: str, what: str) -> None:
-    for told, unchanged in ranks.run(job_not_dense, 2, backend, what):
-        assert NOT_DENSE[what] in told and unchanged
-
-
-class Words(nn.Module):
-    """An embedding whose gradient names the rows that were looked up."""
-
-    def __init__(self, sparse: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.linear = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
-
-    def forward(self, index: Tensor) -> Tensor:
-        return self.linear(self.table(index))
-
-
-def job_sparse(backend: str, settings: dict[str, Any]) -> None:
-    fsshard.wrap(Words(), backend=backend, **settings)
-
-
-@pytest.mark.parametrize(
-    ("backend", "precision"),
-    [("fsdp", None), ("fsdp2", None), ("fsdp2", "fp16"), ("ddp", "fp16"), ("fairscale", "bf16"), ("none", "bf16")],
-)
-def test_sparse_gradients_that_cannot_be_reduced(ranks: Any, backend: str, precision: Any) -> None:
-    for error in ranks.run_expecting_errors(job_sparse, ranks_of(backend), backend, {"mixed_precision": precision}):
-        assert type(error) is UnsupportedByBackend
-        assert "sparse gradients (module 'table': Embedding with sparse=True)" in str(error)
-        assert "sparse=False, or use backend='ddp' in float32" in str(error)
 
 
 def job_sparse_training(backend: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from tests.advice.following import DIVIDED, Scale, batch, cases, is_right, plain, refuse, refused, right, square
+from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refuse, refused, right, square
 from tests.models import net
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)
@@ -84,33 +84,6 @@ def case_buffers_without_values() -> None:
     right(lambda: half, build, **FSDP2)
 
 
-class Fills(nn.Module):
-    """Initialises another unit's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.scale = plain(), nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layers(x) * self.scale
-
-
-def reaches(module: Any) -> None:
-    fill(module)
-    if isinstance(module, Fills):
-        module.layers[0].weight.fill_(2.0)
-
-
-def case_initialisers() -> None:
-    units = {"auto_wrap_policy": {nn.Linear}, "merge_below": 0}
-    with refused("initialise only the module's own parameters (children are called first), put both into one unit"):
-        fsshard.wrap(hollow(Fills), param_init_fn=reaches, **FSDP2, **units)
-    one_unit = fsshard.wrap(hollow(Fills), param_init_fn=reaches, auto_wrap_policy=None, **FSDP2)
-    assert one_unit.state_dict()["layers.0.weight"].eq(2).all()
-    with refused("do that before fsshard.wrap"):
-        fsshard.wrap(hollow(), param_init_fn=lambda m: m.register_buffer("more", torch.ones(1)), **FSDP2)
-
-
 def doubled(model: Any = None) -> Any:
     model = plain() if model is None else model
     model.register_forward_hook(lambda module, _, output: output * 2)
@@ -119,12 +92,6 @@ def doubled(model: Any = None) -> Any:
 
 def compiled(build: Callable[[], Any] = plain) -> Any:
     return torch.compile(build(), backend="aot_eager")
-
-
-def two_compiled(other: str) -> Any:
-    both = plain()
-    both[0], both[2] = torch.compile(both[0], backend="aot_eager"), torch.compile(both[2], backend=other)
-    return both
 
 
 def case_compiled_models() -> None:
@@ -140,79 +107,12 @@ def case_compiled_models() -> None:
     right(lambda: compiled(doubled), doubled, **FSDP2)
     is_right(doubled(fsshard.wrap(compiled(), **FSDP2)), doubled)
     refuse("wrap the bare module", lambda: torch.compiler.disable(plain()), **FSDP2)
-    refuse("compile them alike, or wrap the bare model with compile=", lambda: two_compiled("eager"), **FSDP2)
-    right(lambda: two_compiled("aot_eager"), plain, **FSDP2)
     before = with_third(checkpoint_wrapper(nn.Linear(2, 2)))
     refuse("remove it and use activation_checkpointing=", lambda: before, auto_wrap_policy=None, **COMPILED)
     settings = {"activation_checkpointing": {nn.Linear}, **COMPILED}
     told = "name the blocks in auto_wrap_policy, too, so that each is compiled by itself"
     refuse(told, auto_wrap_policy=None, **settings)
     right(auto_wrap_policy={nn.Linear}, **settings)
-
-
-def two_scales() -> Any:
-    return nn.Sequential(*plain(), Scale(torch.ones(2)), Scale(torch.ones(2)))
-
-
-def sharing() -> Any:
-    model = two_scales()
-    model[4].weight.data = model[3].weight.data
-    return model
-
-
-def tied() -> Any:
-    model = two_scales()
-    model[4].weight = model[3].weight
-    return model
-
-
-def expanded() -> Any:
-    return with_third(Scale(torch.ones(1).expand(2)))
-
-
-def hooked() -> Any:
-    model = plain()
-    model[2].bias.register_hook(lambda gradient: gradient * 2)
-    return model
-
-
-def with_grad_dtype() -> Any:
-    model = plain()
-    model[0].weight.grad_dtype = torch.bfloat16
-    return model
-
-
-class Embeds(nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(4, 2, sparse=sparse)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.table(x.abs().long().clamp(max=3))
-
-
-def case_parameters() -> None:
-    refuse("nn.Parameter(value.resolve_neg().contiguous()) before wrap", expanded, **FSDP2)
-    told = "register them after fsshard.wrap, on the module's output, or remove them"
-    model = net()
-    model.middle[0].weight.register_hook(lambda gradient: gradient * 2)
-    refuse(told, lambda: model, backend="ddp")
-    for backend in (*DIVIDED, "fairscale"):
-        refuse(
-            "assign one nn.Parameter to both places (tied weights), or a clone to one of them", sharing, backend=backend
-        )
-        right(tied, backend=backend)
-    for backend in DIVIDED:
-        refuse("hook the module's output, or use backend='ddp' or 'fairscale'", hooked, backend=backend)
-        told = "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients"
-        refuse(told, lambda: Embeds(sparse=True), backend=backend)
-        right(lambda: Embeds(sparse=False), backend=backend)
-    for backend in ("ddp", "fairscale"):
-        right(hooked, backend=backend)
-    right(lambda: Embeds(sparse=True), lambda: Embeds(sparse=False), backend="ddp")
-    for backend in ENGINES:
-        refuse("leave grad_dtype as it is", with_grad_dtype, backend=backend)
 
 
 def trains(model: Any, dtype: torch.dtype = torch.float32) -> None:
@@ -278,54 +178,6 @@ def case_precisions() -> None:
             model({"value": batch()})
 
 
-class Cache(list[Tensor]):
-    """As those of transformers say how long they are."""
-
-    def get_seq_length(self) -> int:
-        return len(self)
-
-
-class Recomputed(Scale):
-    """Sums its inputs, and may append to a cache."""
-
-    def forward(self, xs: Any, cache: Any = None) -> Tensor:
-        x = sum(xs)
-        if cache is not None:
-            cache.append(x)
-        return super().forward(x)  # type: ignore[arg-type]
-
-
-class CallsBlock(nn.Module):
-    def __init__(self, use_cache: bool = False, iterator: bool = False) -> None:
-        super().__init__()
-        self.first, _, self.last = plain()
-        self.block, self.use_cache, self.iterator = Recomputed(torch.linspace(0.5, 1.5, 6)), use_cache, iterator
-
-    def forward(self, x: Tensor) -> Any:
-        xs = [self.first(x), self.first(x * 2)]
-        return self.last(self.block(iter(xs) if self.iterator else xs, Cache() if self.use_cache else None))
-
-
-def case_blocks_that_cannot_run_again() -> None:
-    settings: dict[str, Any] = {"backend": "ddp", "activation_checkpointing": {Recomputed}}
-    told = "call the model with use_cache=False, or leave the block out of activation_checkpointing"
-    refuse(told, lambda: CallsBlock(use_cache=True), **settings)
-    told = "pass a list, or leave the block out of activation_checkpointing"
-    refuse(told, lambda: CallsBlock(iterator=True), **settings)
-    right(CallsBlock, **settings)
-    right(lambda: CallsBlock(use_cache=True, iterator=True), CallsBlock, backend="ddp")
-
-
-class Yields(nn.Module):
-    def __init__(self, listed: bool) -> None:
-        super().__init__()
-        self.layers, self.listed = plain(), listed
-
-    def forward(self, x: Tensor) -> Any:
-        items = (layer(x) for layer in [self.layers])
-        return list(items) if self.listed else items
-
-
 def case_forwards() -> None:
     model = fsshard.wrap(plain(), backend="fsdp")
     with refused("use loss.backward() and parameter.grad, or backend='ddp' or 'fairscale' (there each rank gets"):
@@ -337,10 +189,6 @@ def case_forwards() -> None:
         fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
         found = torch.autograd.grad(square(model, batch()), list(model.parameters()))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    for backend in DIVIDED:
-        refuse("return its items: list(...)", lambda: Yields(listed=False), backend=backend)
-        model = fsshard.wrap(Yields(listed=True), backend=backend)
-        is_right(model, lambda: Yields(listed=True), lambda m, x: m(x)[0].square().mean())
     model = fsshard.wrap(plain(), **FSDP2)
     model.module[2] = nn.Linear(6, 2)
     with refused("Change the model first and wrap it then; to change values, use model.load_state_dict, or write in"):
@@ -348,39 +196,11 @@ def case_forwards() -> None:
 
 
 def case_complex_parameters() -> None:
-    pairs: Any = fsshard.tensorfy(net())
-    with refused("cast the real parameters only, as model.double(), .float(), .half() and .bfloat16() do"):
-        pairs.to(torch.bfloat16)
-    for cast in ("double", "float", "half", "bfloat16"):
-        found, native = getattr(fsshard.tensorfy(net()), cast)(), getattr(net(), cast)()
-        shown = {name: value.dtype for name, value in found.state_dict().items()}
-        assert shown == {name: value.dtype for name, value in native.state_dict().items()}
-    stale = net()
-    optimizer = torch.optim.SGD(stale.parameters(), lr=0.1)
-    model = fsshard.wrap(stale, backend="ddp")
-    model(batch()).square().mean().backward()
-    with refused("or build the optimizer with fsshard.build_optimizer"):
-        optimizer.step()
-    right(net, backend="ddp")
+    from fsshard.compat.fairscale.nn.data_parallel import FullyShardedDataParallel
 
-
-def case_policies() -> None:
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    refuse("put the class in a set, {Linear}", auto_wrap_policy=nn.Linear)
-    told = "expected 'auto', None, a set of module classes or their names, a number of bytes, a callable"
-    refuse(told, auto_wrap_policy=1.5)
-    refuse("the only string is 'auto'; see fsshard.plan", auto_wrap_policy="size")
-    policies: list[Any] = ["auto", None, {nn.Linear}, {"Linear"}, 64, lambda m: isinstance(m, nn.Linear)]
-    for policy in [*policies, ModuleWrapPolicy({nn.Linear})]:
-        fsshard.plan(plain(), auto_wrap_policy=policy)
-    told = "expected None, True (the plan's units), a module class, a set of classes or their names, a callable"
-    refuse(told, activation_checkpointing="always")
-    told = "name the classes of the blocks to recompute, for example {torch.nn.TransformerEncoderLayer}"
-    refuse(told, activation_checkpointing=True, auto_wrap_policy=None)
-    choices = [None, nn.Linear, {nn.Linear}, {"Linear"}, lambda m: isinstance(m, nn.Linear), fsshard.Checkpointing()]
-    for choice in [*choices, ModuleWrapPolicy({nn.Linear})]:
-        fsshard.wrap(plain(), backend="ddp", auto_wrap_policy={nn.Linear}, activation_checkpointing=choice)
+    with refused("which takes complex ones"):
+        FullyShardedDataParallel(net())
+    right(net, **FSDP2)
 
 
 @pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)

@@ -69,14 +69,9 @@ def test_a_script_sees_what_it_sees_under_python(world: World, target: tuple[str
 # -- how a script ends -----------------------------------------------------------------------------------------------
 
 ENDS = {
-    "number": "import sys; sys.exit(3)",
     "text": "import sys; sys.exit('a reason')",
-    "nothing": "import sys; sys.exit()",
     "error": "def f():\n    raise ValueError('no')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError from e",
-    "syntax": "x = (\ny = 2",
-    "import": "import no_such_module",
     "hook": "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind)\n1 / 0",
-    "interrupt": "raise KeyboardInterrupt",
     "signal": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor i in range(10**9): pass",
     "hard": "import os; os._exit(7)",
     "thread": "import threading, sys\nimport __main__\n"
@@ -92,19 +87,8 @@ def test_a_script_ends_as_under_python(world: World, ending: str) -> None:
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
     lines = iter(ours.stderr.splitlines())
     assert all(line in lines for line in plain.stderr.splitlines())  # a traceback has our frames above the script's
-    if ending in ("interrupt", "signal"):
-        assert ours.returncode == -signal.SIGINT
-    if ending in ("error", "import", "syntax"):
-        assert ours.returncode == 1 and "ending.py" in ours.stderr
-
-
-def test_a_module_ends_as_under_python(world: World) -> None:
-    world.write("package/fails.py", "raise ValueError('no')")
-    for name in ("package.fails", "package.no_such_module"):
-        plain, ours = world.run("-m", name), world.run(*COMPAT, "-m", name)
-        assert (
-            ours.returncode == plain.returncode == 1 and plain.stderr.splitlines()[-1] == ours.stderr.splitlines()[-1]
-        )
+    assert ending != "signal" or ours.returncode == -signal.SIGINT
+    assert ending != "error" or (ours.returncode == 1 and "ending.py" in ours.stderr)
 
 
 # -- the command itself ----------------------------------------------------------------------------------------------
@@ -124,12 +108,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(world: World, arguments: tuple[st
     first, *rest = done.stderr.splitlines()
     assert done.returncode == 2 and done.stdout == "" and re.fullmatch(f"fsshard.compat: {text}", first)
     assert not rest or rest[0].startswith("usage: python -m fsshard.compat")
-
-
-def test_help(world: World) -> None:
-    done = world.run(*COMPAT, "--help")
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("usage: python -m fsshard.compat [--report]") and "torchrun" in done.stdout
+    if not arguments:
+        assert world.run(*COMPAT, "--help").stdout.startswith("usage: python -m fsshard.compat [--report]")
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
