@@ -29,7 +29,7 @@ LINES = {
     "fsshard/oss": 2_345,
     "fsshard/torch_private": 2_150,
     "fsshard/complex_params": 2_030,
-    "compat": 9_410,
+    "compat": 9_145,
     "tests": 61_230,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
