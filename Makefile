@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-fast test-all test-first test-second test-rest slow lint smoke torches next-torch wheel release docs gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
-	$(BIN)/fsshard demo --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
+	$(BIN)/fsshard demo --backends fairscale,fsdp2 --world-size 2 --plot darcy.png
 
 # Three sessions side by side, since half of a distributed test is waiting, the last one after the linters; `pytest` alone
 # runs them all in one. Divided by CPU time.

@@ -24,7 +24,7 @@ LINES = {
     "fsshard/parity": 6_070,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 4_530,
-    "fsshard/simulation": 3_725,
+    "fsshard/simulation": 3_638,
     "fsshard/model": 2_480,
     "fsshard/oss": 2_345,
     "fsshard/torch_private": 2_150,

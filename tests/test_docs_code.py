@@ -310,19 +310,18 @@ TORCHRUN = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "-
 def known_options(command: str, app: Any) -> set[str]:
     """Those of the program that it calls: what typer knows, or what the source of a script names."""
     words = shlex.split(command)
-    if words[0] == "fsshard" and words[1] != "demo":
-        called = app if words[1].startswith("-") else app.commands[words[1]]
-        return {name for parameter in called.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
-            "--help"
-        }
+    torchrun = TORCHRUN if words[0] == "torchrun" else set()
+    if "fsshard" in words:
+        name = words[words.index("fsshard") + 1]
+        called = app if name.startswith("-") else app.commands[name]
+        known = {name for parameter in called.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        return known | torchrun | {"--help"}
     scripts = [word for word in words if word.endswith(".py")]  # make demo leaves its picture here, which is none
     module = words[words.index("-m") + 1] if "-m" in words else ""
-    if "demo" in words:
-        scripts.append("fsshard/demo/tfno_darcy.py")
-    elif module:
+    if module:
         scripts.append(f"{'compat/__main__' if module == 'fsshard.compat' else module.replace('.', '/')}.py")
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in scripts if (ROOT / name).is_file())
-    return set(re.findall(r"[\"'](--[\w-]+)", text)) | (TORCHRUN if words[0] == "torchrun" else set())
+    return set(re.findall(r"[\"'](--[\w-]+)", text)) | torchrun
 
 
 def test_commands_have_the_options_that_pages_give_them() -> None:

@@ -6,6 +6,7 @@ or hangs says so and the next is tried all the same.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -21,9 +22,8 @@ import typer
 from torch import nn
 
 from fsshard.backends import backend_class, backend_names
-from fsshard.cli.exit_codes import AGREED, DIFFERENT
-from fsshard.cli.options import check_json_file
-from fsshard.cli.output import held_output, write_json
+from fsshard.cli.options import Json, check_files
+from fsshard.cli.output import AGREED, DIFFERENT, held_output, write_json
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed
 from fsshard.launching.pool import RankPool
 from fsshard.model.precision import bf16_ready
@@ -32,11 +32,11 @@ from fsshard.torch_private.registry import everything as private_torch
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-    from rich.table import Table
 
 __all__ = ["PURPOSES", "Diagnosis", "Finding", "command", "examine"]
 
 WORKS, MISSING, FAILS, NOTE = "works", "missing", "fails", "note"
+STYLES = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
 RANKS = 2
 FRAMES = 3
 """How many of a traceback's last lines of code are shown."""
@@ -62,7 +62,7 @@ PURPOSES = {
 """What each extra is for."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing that was tried.
 
@@ -82,14 +82,13 @@ class Finding:
     detail: str = ""
     needed: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.area:<11}  {self.name:<26}  {self.status:<7}  {self.text}"
+
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings.
-
-    Attributes:
-        findings: in the order in which they were made.
-    """
+    """All findings, in the order in which they were made."""
 
     findings: tuple[Finding, ...]
 
@@ -99,71 +98,40 @@ class Diagnosis:
         return not any(finding.needed and finding.status == FAILS for finding in self.findings)
 
     def to_json(self) -> str:
-        """Everything as JSON."""
+        """Return everything as JSON."""
         return json.dumps({"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}, indent=1)
 
     def __str__(self) -> str:
-        lines = [f"{f.area:<11}  {f.name:<26}  {f.status:<7}  {f.text}" for f in self.findings]
-        return "\n".join([*lines, *self.details(), self.verdict])
+        return "\n".join([*map(str, self.findings), *self.conclusion()])
 
-    def details(self) -> list[str]:
-        """The tracebacks, each under its finding's name."""
-        return [f"\n{f.area}, {f.name}:\n{f.detail}" for f in self.findings if f.detail]
-
-    @property
-    def verdict(self) -> str:
-        """The last line."""
-        if self.ok:
-            return "training on the CPU works"
+    def conclusion(self) -> list[str]:
+        """Return the tracebacks, each under its finding's name, and whether training works."""
+        details = [f"\n{f.area}, {f.name}:\n{f.detail}" for f in self.findings if f.detail]
         failed = ", ".join(f.name for f in self.findings if f.needed and f.status == FAILS)
-        return f"training on the CPU does not work: {failed}"
-
-    def table(self) -> Table:
-        """A table for rich."""
-        from rich.table import Table
-        from rich.text import Text
-
-        styles = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
-        table = Table("area", "name", "status", "", show_lines=False)
-        area = ""
-        for finding in self.findings:
-            if area and finding.area != area:
-                table.add_section()
-            shown = finding.area if finding.area != area else ""
-            area = finding.area
-            status = Text(finding.status, style=styles[finding.status])
-            table.add_row(shown, Text(finding.name), status, Text(finding.text))
-        return table
+        return [*details, f"training on the CPU does not work: {failed}" if failed else "training on the CPU works"]
 
 
 def command(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that each trial on ranks may take.")] = 20.0,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
-    ] = None,
+    json_file: Json = None,
 ) -> None:
     """Try out what this machine can do: torch, devices, collectives, backends; say what missing extras would add.
 
     The exit code is 0 if training on the CPU works, 1 if not, 2 for bad input.
     """
-    check_json_file(json_file)
-    raise typer.Exit(_run(timeout, json_file))
-
-
-def _run(timeout: float, json_file: str | None) -> int:
     from rich.console import Console
 
+    check_files(json_file)
     with held_output(show=False):
         found = examine(timeout=timeout)
-    console = Console(file=sys.stderr if json_file == "-" else sys.stdout)
-    if console.is_terminal:
-        console.print(found.table())
-        console.print("\n".join([*found.details(), found.verdict]), markup=False, highlight=False)
-    else:
-        print(found, file=console.file)
+    out = sys.stderr if json_file == "-" else sys.stdout
+    console = Console(file=out, markup=False, highlight=False, soft_wrap=True)
+    for finding in found.findings:
+        console.print(str(finding), style=STYLES[finding.status])
+    print("\n".join(found.conclusion()), file=out)
     if json_file is not None:
         write_json(json_file, found.to_json())
-    return AGREED if found.ok else DIFFERENT
+    raise typer.Exit(AGREED if found.ok else DIFFERENT)
 
 
 def examine(*, timeout: float = 20.0, devices: Iterable[str] | None = None) -> Diagnosis:
@@ -185,26 +153,26 @@ def examine(*, timeout: float = 20.0, devices: Iterable[str] | None = None) -> D
 
 
 def _software() -> Iterator[Finding]:
-    yield Finding(area="software", name="Python", status=NOTE, text=f"{platform.python_version()} on {sys.platform}")
+    yield Finding("software", "Python", NOTE, f"{platform.python_version()} on {sys.platform}")
     version, wanted = _version("fsshard"), _requirement("torch")
-    yield Finding(area="software", name="fsshard", status=NOTE, text=version or "not installed as a package")
+    yield Finding("software", "fsshard", NOTE, version or "not installed as a package")
     fits = wanted is None or wanted.specifier.contains(torch.__version__.partition("+")[0], prereleases=True)
     told = f"{torch.__version__}; supported: {wanted.specifier if wanted is not None else 'not known'}"
-    yield Finding(area="software", name="torch", status=WORKS if fits else FAILS, text=told)
+    yield Finding("software", "torch", WORKS if fits else FAILS, told)
     yield from _private_names()
 
 
 def _private_names() -> Iterator[Finding]:
-    """Return what of torch's private names is missing, and what happens without."""
+    """Find out what of torch's private names is missing, and what happens without."""
     names = private_torch()
     missing = [entry for entry in names if not entry.present]
     for entry in missing:
         told = f"{'instead' if entry.fallback else 'lost'}: {entry.otherwise}"
-        yield Finding(area="software", name=entry.name.replace(":", "."), status=MISSING, text=told)
+        yield Finding("software", entry.name.replace(":", "."), MISSING, told)
     lost = not all(entry.fallback for entry in missing)
     status = FAILS if lost else NOTE if missing else WORKS
     told = f"{len(names) - len(missing)} of {len(names)} are there"
-    yield Finding(area="software", name="torch's private names", status=status, text=told)
+    yield Finding("software", "torch's private names", status, told)
 
 
 def _version(package: str) -> str | None:
@@ -233,23 +201,21 @@ def _requirement(package: str) -> Requirement | None:
 def _devices() -> Iterator[Finding]:
     ready = bf16_ready("cpu")
     cpu = f"{torch.get_num_threads()} threads, {platform.machine()}{_memory()}"
-    yield Finding(area="devices", name="cpu", status=WORKS, text=cpu, needed=True)
-    yield Finding(area="devices", name="cpu, bf16", status=WORKS if ready else FAILS, text=ready.reason)
+    yield Finding("devices", "cpu", WORKS, cpu, needed=True)
+    yield Finding("devices", "cpu, bf16", WORKS if ready else FAILS, ready.reason)
     if not torch.cuda.is_available():
         built = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
-        yield Finding(area="devices", name="cuda", status=NOTE, text=built)
+        yield Finding("devices", "cuda", NOTE, built)
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties, ready = torch.cuda.get_device_properties(number), bf16_ready(f"cuda:{number}")
         told = f"{properties.name}, {size(properties.total_memory)}"
-        yield Finding(area="devices", name=f"cuda:{number}", status=WORKS, text=told)
-        yield Finding(area="devices", name=f"cuda:{number}, bf16", status=WORKS if ready else FAILS, text=ready.reason)
+        yield Finding("devices", f"cuda:{number}", WORKS, told)
+        yield Finding("devices", f"cuda:{number}, bf16", WORKS if ready else FAILS, ready.reason)
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding(
-        area="devices", name="gloo", status=WORKS if gloo else FAILS, text="collectives of the CPU", needed=True
-    )
+    yield Finding("devices", "gloo", WORKS if gloo else FAILS, "collectives of the CPU", needed=True)
     nccl = dist.is_available() and dist.is_nccl_available()
     told = f"collectives of GPUs, version {_nccl_version()}" if nccl else "torch is built without it"
-    yield Finding(area="devices", name="nccl", status=WORKS if nccl else NOTE, text=told)
+    yield Finding("devices", "nccl", WORKS if nccl else NOTE, told)
 
 
 def _memory() -> str:
@@ -270,7 +236,7 @@ def _nccl_version() -> str:
 
 
 def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
-    """Each collective and each engine, every one in a job of its own."""
+    """Try each collective and each engine, every one in a job of its own."""
     ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
     started = _tried(pool, "devices", f"{device}, ranks", device, ranks, timeout, _started)
     yield started
@@ -282,7 +248,7 @@ def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
         try:
             count = 1 if backend_class(name).facts.one_process else ranks
         except ConfigurationError as error:  # another package's, which is not as it should be
-            yield Finding(area="backends", name=name, status=FAILS, text=str(error))
+            yield Finding("backends", name, FAILS, str(error))
         else:
             yield _tried(pool, "backends", name, device, count, timeout, _run_backend, name, device)
 
@@ -301,25 +267,24 @@ def _tried(
     except FsshardError as error:
         cause = error.__cause__
         if isinstance(cause, MissingExtra):
-            return Finding(area=area, name=name, status=MISSING, text=str(cause))
+            return Finding(area, name, MISSING, str(cause))
         said = str(error).strip().partition("\n")[0]
-        trace = error.traceback if isinstance(error, RankFailed) else ""
-        detail = shortened(trace)
-        return Finding(area=area, name=name, status=FAILS, text=f"{where}: {said}", detail=detail, needed=needed)
-    return Finding(area=area, name=name, status=WORKS, text=f"{where}{': ' if told else ''}{told}", needed=needed)
+        detail = shortened(error.traceback) if isinstance(error, RankFailed) else ""
+        return Finding(area, name, FAILS, f"{where}: {said}", detail=detail, needed=needed)
+    return Finding(area, name, WORKS, f"{where}{': ' if told else ''}{told}", needed=needed)
 
 
-def shortened(trace: str, frames: int = FRAMES) -> str:
-    """The last calls of a traceback, and the error's last line."""
+def shortened(trace: str) -> str:
+    """Return the last calls of a traceback, and the error's last line."""
     lines = [line for line in trace.rstrip().splitlines() if line.strip() and not set(line.strip()) <= {"^", "~"}]
     calls = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
-    if len(calls) <= frames:
+    if len(calls) <= FRAMES:
         return "\n".join(lines)
-    return "\n".join([f"  ... {len(calls) - frames} more ...", *lines[calls[-frames] :]])
+    return "\n".join([f"  ... {len(calls) - FRAMES} more ...", *lines[calls[-FRAMES] :]])
 
 
 def _numbers(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Two numbers, each this rank's plus one."""
+    """Return two numbers, each this rank's plus one."""
     return torch.full((2,), dist.get_rank() + 1, dtype=dtype, device=device)
 
 
@@ -331,14 +296,6 @@ def _all_reduce(device: str, dtype: torch.dtype = torch.float32) -> bool:
     value = _numbers(device, dtype)
     dist.all_reduce(value)
     return bool((value == _sum()).all())
-
-
-def _all_reduce_bf16(device: str) -> bool:
-    return _all_reduce(device, torch.bfloat16)
-
-
-def _all_reduce_complex(device: str) -> bool:
-    return _all_reduce(device, torch.complex64)
 
 
 def _all_gather(device: str) -> bool:
@@ -386,8 +343,8 @@ def _gather_objects(device: str) -> bool:
 
 COLLECTIVES: dict[str, Callable[[str], bool]] = {
     "all_reduce": _all_reduce,
-    "all_reduce of bfloat16": _all_reduce_bf16,
-    "all_reduce of complex64": _all_reduce_complex,
+    "all_reduce of bfloat16": functools.partial(_all_reduce, dtype=torch.bfloat16),
+    "all_reduce of complex64": functools.partial(_all_reduce, dtype=torch.complex64),
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "broadcast": _broadcast,
@@ -395,7 +352,7 @@ COLLECTIVES: dict[str, Callable[[str], bool]] = {
     "send and receive": _send_and_receive,
     "all_gather_object": _gather_objects,
 }
-"""What is tried; each says whether the numbers are right."""
+"""Collective -> function that tries it and returns whether the numbers are right."""
 
 
 def _run_collective(name: str, device: str) -> str:
@@ -442,13 +399,13 @@ def _run_backend(name: str, device: str) -> str:
 
 
 def _extras() -> Iterator[Finding]:
-    """Per extra of the installed package: whether its packages are there, and what is missing would bring."""
+    """Tell per extra of the installed package whether its packages are there, and what it would bring."""
     requirements = _requirements()
     try:
         names = metadata.metadata("fsshard").get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         names = []
-        yield Finding(area="extras", name="all", status=NOTE, text="not known: fsshard is not installed as a package")
+        yield Finding("extras", "all", NOTE, "not known: fsshard is not installed as a package")
     for name in names:
         wanted = list({one.name: one for one in _packages(requirements, name)}.values())
         lacking = [one for one in wanted if not _installed(one)]
@@ -456,22 +413,17 @@ def _extras() -> Iterator[Finding]:
         if lacking:
             packages = ", ".join(f"{one.name}{one.specifier}" for one in lacking)
             told = f"would add {purpose or packages} (pip install 'fsshard[{name}]': {packages})"
-            yield Finding(area="extras", name=name, status=MISSING, text=told)
+            yield Finding("extras", name, MISSING, told)
         else:
             versions = ", ".join(f"{one.name} {_version(one.name)}" for one in wanted)
-            yield Finding(
-                area="extras", name=name, status=WORKS, text=f"{purpose}: {versions}" if purpose else versions
-            )
+            yield Finding("extras", name, WORKS, f"{purpose}: {versions}" if purpose else versions)
 
 
 def _packages(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
     """Return what an extra requires, through others of ours that it names."""
     for wanted in requirements:
-        if (
-            wanted.marker is None
-            or wanted.marker.evaluate({"extra": ""})
-            or not wanted.marker.evaluate({"extra": extra})
-        ):
+        marker = wanted.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
             continue
         if wanted.name == "fsshard":
             for other in sorted(wanted.extras):

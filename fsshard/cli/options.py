@@ -6,48 +6,36 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fsshard.errors import ConfigurationError, FsshardError, RecipeError
 
-__all__ = [
-    "DEFAULT_BACKENDS",
-    "Progress",
-    "backend_names",
-    "check_json_file",
-    "check_recipe",
-    "meshes",
-    "naming_recipe",
-    "world_sizes",
-]
-
 DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")]
 Progress = Annotated[bool | None, typer.Option(help="A progress bar on stderr; by default if that is a terminal.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The shortest output, and no progress bar.")]
 
 
-def backend_names(option: str, text: str | None) -> list[str] | None:
-    """The names in a comma list; None where the option is not given.
+def backend_names(text: str) -> list[str]:
+    """Return the names in a comma list; raise if there is none, or if one is no backend's."""
+    from fsshard.backends import backend_class
 
-    Raises:
-        ConfigurationError: there is no name in it.
-    """
-    if text is None:
-        return None
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigurationError(f"{option} {text!r}: expected a comma list, for example {option} {DEFAULT_BACKENDS}")
+        example = f"--backends {DEFAULT_BACKENDS}"
+        raise ConfigurationError(f"--backends {text!r}: expected a comma list, for example {example}")
+    for name in names:
+        backend_class(name, 2)
     return names
 
 
 def world_sizes(texts: Sequence[str]) -> list[int]:
-    """The numbers of ranks in comma lists, each once.
-
-    Raises:
-        ConfigurationError: one is no positive whole number.
-    """
+    """Return the numbers of ranks in comma lists, each once; raise ConfigurationError if one is none."""
     parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigurationError(
@@ -57,11 +45,7 @@ def world_sizes(texts: Sequence[str]) -> list[int]:
 
 
 def meshes(texts: Sequence[str]) -> list[dict[str, int]]:
-    """Sizes of meshes by name, each written as ``data=2,tp=2``.
-
-    Raises:
-        ConfigurationError: one is written otherwise, or names a dimension twice.
-    """
+    """Return sizes of meshes by name, each written as ``data=2,tp=2``; raise ConfigurationError for anything else."""
     found = []
     for text in texts:
         parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
@@ -75,26 +59,24 @@ def meshes(texts: Sequence[str]) -> list[dict[str, int]]:
     return found
 
 
-def check_json_file(file: str | None) -> None:
-    """Raise unless the file that ``--json`` names can be written; ``-`` is stdout."""
-    from fsshard.parity.render import check_file
+def check_files(json_file: str | None, picture: str | Path | None = None) -> None:
+    """Raise unless the files that ``--json`` (``-`` is stdout) and ``--plot`` name can be written."""
+    from fsshard.parity.render import check_file, check_picture
 
-    if file not in (None, "-"):
-        check_file(str(file))
+    if picture is not None:
+        check_picture(picture)
+    if json_file not in (None, "-"):
+        check_file(str(json_file))
 
 
 def naming_recipe(name: str, error: BaseException) -> str:
-    """An error's text, with the recipe's name before it unless it is there already."""
+    """Return an error's text, with the recipe's name before it unless it is there already."""
     text = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
     return text if text.startswith((name, repr(name))) else f"{name}: {text}"
 
 
 def check_recipe(name: str) -> None:
-    """Import a recipe, with what its own code raises put into words.
-
-    Raises:
-        RecipeError: ``name`` means none. With the traceback, where the fault is inside of the recipe's module.
-    """
+    """Import a recipe; raise RecipeError if ``name`` means none, with the traceback if its own code raised."""
     from fsshard.parity.recipe import resolve
 
     try:

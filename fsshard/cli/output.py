@@ -1,4 +1,4 @@
-"""Where the output of commands goes: tables, JSON, progress bars, and what ranks print meanwhile."""
+"""Exit codes, and where the output of commands goes: JSON, progress bars, and what ranks print meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["held_output", "progress_bar", "write_json"]
+AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 ProgressCallback = Callable[[float, float, str], None]
 
@@ -28,13 +28,7 @@ def held_output(show: bool) -> Iterator[TextIO]:
     """Hold back what this process and its ranks print meanwhile, and show it on stderr afterwards, each line once.
 
     Warnings of torch, one per rank and run, would tear the progress bar to pieces, and whatever a recipe prints would
-    end up in the JSON. Ranks are processes, so it must be done to the file descriptors.
-
-    Args:
-        show: whether to show it at all where nothing goes wrong.
-
-    Yields:
-        The true stderr.
+    end up in the JSON. Without ``show`` it is shown only if something is raised. Yields the true stderr.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -42,7 +36,7 @@ def held_output(show: bool) -> Iterator[TextIO]:
         held = stack.enter_context(tempfile.TemporaryFile())
         terminal = stack.enter_context(_true_stderr())
         saved = {number: os.dup(number) for number in (1, 2)}
-        for number in saved:
+        for number in saved:  # of the descriptors, since ranks are processes
             os.dup2(held.fileno(), number)
         try:
             # sys.stdout need not lead to descriptor 1: notebooks and test runners have streams of their own.
@@ -60,12 +54,14 @@ def held_output(show: bool) -> Iterator[TextIO]:
                 os.close(copy)
             held.seek(0)
             if show:
-                _replay(held.read().decode(errors="replace"))
+                lines = held.read().decode(errors="replace").splitlines()
+                for line in dict.fromkeys(line.rstrip() for line in lines if line.strip()):
+                    print(line, file=sys.stderr)
 
 
 @contextmanager
 def _true_stderr() -> Iterator[TextIO]:
-    """A stream to where stderr leads now, whatever becomes of descriptor 2."""
+    """Yield a stream to where stderr leads now, whatever becomes of descriptor 2."""
     try:
         direct = sys.stderr.fileno() == 2
     except (OSError, AttributeError):
@@ -77,14 +73,9 @@ def _true_stderr() -> Iterator[TextIO]:
         yield copy
 
 
-def _replay(text: str) -> None:
-    for line in dict.fromkeys(line.rstrip() for line in text.splitlines() if line.strip()):
-        print(line, file=sys.stderr)
-
-
 @contextmanager
 def progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str], ProgressCallback | None]]:
-    """Yields ``name -> progress callback`` with a bar per name; callbacks are None where no bar is shown."""
+    """Yield ``name -> progress callback`` with a bar per name; callbacks are None where no bar is shown."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

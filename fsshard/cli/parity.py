@@ -1,39 +1,83 @@
-"""``fsshard parity``."""
+"""``fsshard parity``: compare engines on a recipe, record one training (``--record``), or check the golden runs."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from fsshard.cli import golden as golden_runs
-from fsshard.cli import record as recording
-from fsshard.cli.exit_codes import BAD_INPUT
 from fsshard.cli.options import (
     DEFAULT_BACKENDS,
+    Device,
+    Json,
     Progress,
+    Quiet,
     backend_names,
+    check_files,
     check_recipe,
     meshes,
     naming_recipe,
     world_sizes,
 )
-from fsshard.cli.output import held_output, progress_bar, write_json
-from fsshard.cli.parity_request import ParityRequest, check_backends_and_json, exit_code
-from fsshard.errors import ConfigurationError, FsshardError
+from fsshard.cli.output import (
+    AGREED,
+    BAD_INPUT,
+    DIFFERENT,
+    INTERRUPTED,
+    ProgressCallback,
+    held_output,
+    progress_bar,
+    write_json,
+)
+from fsshard.errors import ConfigurationError, FsshardError, MissingExtra
 
 if TYPE_CHECKING:
-    from fsshard.parity import ParityReport
+    from fsshard.parity import ParityReport, Trace
 
 __all__ = ["command", "picture_files"]
 
 DEFAULT_WORLD_SIZES = ("1", "2")
+RECORDED_BACKEND, RECORDED_WORLD_SIZE = "ddp", 2
+GOLDEN_BACKENDS = ("ddp", "fsdp2")
+OF_RECIPES = ("--world-size", "--mesh", "--steps", "--reference", "--device", "--record", "--tensors", "--against")
 NAMES = {"world_size": "--world-size", "json_file": "--json", "picture": "--plot"}
 """Options by the names of their parameters, where these are not the same."""
+
+
+@dataclass(kw_only=True)
+class Request:
+    """The request that ``fsshard parity`` was given."""
+
+    recipes: list[str]
+    backends: list[str] | None
+    world_sizes: list[int]
+    options: dict[str, Any]  # of ``compare``, passed on as they are
+    json_file: str | None
+    picture: str | None
+    progress: bool | None  # None: a bar if stderr is a terminal
+    quiet: bool
+    given: frozenset[str]  # options that are in the command line, as they are written there
+    record: str | None
+    tensors: bool
+    against: str | None
+    meshes: list[dict[str, int]]
+
+    def refuse(self, option: str, why: str) -> None:
+        """Raise if an option is given that means nothing here."""
+        if option in self.given:
+            raise ConfigurationError(f"{option} {why}")
+
+    @property
+    def out(self) -> TextIO:
+        """Return where the tables go: not to stdout if the JSON goes there."""
+        return sys.stderr if self.json_file == "-" else sys.stdout
 
 
 def command(
@@ -56,10 +100,8 @@ def command(
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that one run may take.")] = 120.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is stdout.")
-    ] = None,
+    device: Device = "cpu",
+    json_file: Json = None,
     picture: Annotated[
         str | None, typer.Option("--plot", metavar="FILE", help="Draw the report: .png, .svg or .pdf.")
     ] = None,
@@ -77,15 +119,15 @@ def command(
         bool, typer.Option("--golden", help="Check the golden runs of this installation instead of a RECIPE.")
     ] = False,
     progress: Progress = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line per recipe, and its warnings.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train RECIPE under several backends and compare them, step by step, to the last bit.
 
     The exit code is 0 only if all agree; 1 if something differs, failed or was refused; 2 for bad input.
     """
-    request = ParityRequest(
+    request = Request(
         recipes=list(dict.fromkeys(recipes or ())),
-        backends=backend_names("--backends", backends),
+        backends=None if backends is None else backend_names(backends),
         world_sizes=world_sizes(world_size or DEFAULT_WORLD_SIZES),
         options={"steps": steps, "reference": reference, "timeout": timeout, "device": device},
         json_file=json_file,
@@ -102,29 +144,51 @@ def command(
         against=against,
         meshes=meshes(mesh or ()),
     )
-    runs = golden_runs.run if golden else recording.run if record is not None else _run_parity
-    raise typer.Exit(runs(request))
+    run = _golden if golden else _record if record is not None else _compare
+    raise typer.Exit(run(request))
 
 
-def _run_parity(request: ParityRequest) -> int:
-    _check(request)
-    results = _compare_all(request)
-    for name, result in results.items():
-        _show(request, name, result)
-    if request.json_file is not None:
-        texts = [_json(name, result) for name, result in results.items()]
-        write_json(request.json_file, texts[0] if len(request.recipes) == 1 else f"[{','.join(texts)}]")
-    pictures = picture_files(request.picture, request.recipes)
-    for name, result in results.items():
-        if pictures and not isinstance(result, BaseException):
-            result.plot(pictures[name])
-    return max((exit_code(result) for result in results.values()), default=BAD_INPUT)
+def _each(
+    request: Request,
+    names: Iterable[str],
+    train: Callable[[str, ProgressCallback | None], Any],
+    title: str = "",
+    pool: AbstractContextManager[Any] | None = None,
+) -> dict[str, Any]:
+    """Map each name to what ``train`` returned, or what stopped it: one that fails does not lose the others."""
+    results: dict[str, Any] = {}
+    with held_output(show=not request.quiet) as stderr:
+        for recipe in request.recipes:
+            check_recipe(recipe)
+        with progress_bar(request.progress, stderr) as bar, pool or nullcontext():
+            for name in names:
+                try:
+                    results[name] = train(name, bar(f"{title}{name}"))
+                except (FsshardError, KeyboardInterrupt) as error:
+                    results[name] = error
+                    if isinstance(error, KeyboardInterrupt):
+                        break
+    return results
 
 
-def _check(request: ParityRequest) -> None:
-    """Raise for whatever is wrong with the options, before minutes are spent on the runs."""
-    from fsshard.parity.render import check_picture
+def _exit_code(result: Any) -> int:
+    """Return the exit status of a report, of golden runs, or of what stopped them."""
+    if isinstance(result, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(result, BaseException):
+        return BAD_INPUT if isinstance(result, (ConfigurationError, MissingExtra)) else DIFFERENT
+    ok = bool(result) and all(run.ok for run in result) if isinstance(result, list) else result.ok
+    return AGREED if ok else DIFFERENT
 
+
+# ------------------------------------------------------------------------------------------------ compare
+
+
+def _compare(request: Request) -> int:
+    from fsshard.launching.pool import RankPool
+    from fsshard.parity import compare
+
+    # What is wrong with the options is said before minutes are spent on the runs.
     if not request.recipes:
         raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno (or --golden)")
     request.refuse("--tensors", "says what --record keeps; give --record too")
@@ -133,54 +197,38 @@ def _check(request: ParityRequest) -> None:
         if len(request.recipes) > 1:
             raise ConfigurationError(f"--against {request.against} holds one training; give one RECIPE")
         request.refuse("--mesh", "has no meaning beside --against: what was recorded has no mesh")
-    check_backends_and_json(request)
-    for file in picture_files(request.picture, request.recipes).values():
-        check_picture(file)
+    pictures = picture_files(request.picture, request.recipes)
+    for file in (None, *pictures.values()):
+        check_files(request.json_file, file)
+    asked, pool = _asked(request), RankPool(device=request.options["device"])
+    train: Any = lambda name, bar: compare(name, pool=pool, progress=bar, **asked)  # noqa: E731
+    results = _each(request, request.recipes, train, pool=pool)
+    for name, result in results.items():
+        _show(request, name, result)
+    if request.json_file is not None:
+        texts = [_json(name, result) for name, result in results.items()]
+        write_json(request.json_file, texts[0] if len(request.recipes) == 1 else f"[{','.join(texts)}]")
+    for name, result in results.items():
+        if pictures and not isinstance(result, BaseException):
+            result.plot(pictures[name])
+    return max(map(_exit_code, results.values()), default=BAD_INPUT)
 
 
-def _compare_all(request: ParityRequest) -> dict[str, ParityReport | BaseException]:
-    """Recipe -> its report, or what stopped the comparison. One bad recipe does not lose the others' results."""
-    from fsshard.launching.pool import RankPool
-    from fsshard.parity import compare
-
-    asked = _asked(request)
-    results: dict[str, ParityReport | BaseException] = {}
-    with ExitStack() as stack:
-        stderr = stack.enter_context(held_output(show=not request.quiet))
-        for name in request.recipes:
-            check_recipe(name)
-        bar = stack.enter_context(progress_bar(request.progress, stderr))
-        pool = stack.enter_context(RankPool(device=request.options["device"]))
-        for name in request.recipes:
-            try:
-                results[name] = compare(
-                    name,
-                    pool=pool,
-                    progress=bar(name),
-                    **asked,
-                )
-            except (FsshardError, KeyboardInterrupt) as error:
-                results[name] = error
-                if isinstance(error, KeyboardInterrupt):
-                    break
-    return results
-
-
-def _asked(request: ParityRequest) -> dict[str, Any]:
-    """Arguments of ``compare``. Beside a recorded training, what is not given is as it was recorded."""
+def _asked(request: Request) -> dict[str, Any]:
+    """Return arguments of ``compare``. Beside a recorded training, what is not given is as it was recorded."""
     backends = request.backends or DEFAULT_BACKENDS.split(",")
     asked = {"backends": backends, "world_sizes": request.world_sizes, **request.options}
     if request.meshes:  # it says how many ranks, and what the reference is
         options = {"world_sizes": "--world-size", "reference": "--reference"}
-        asked |= {name: None for name, option in options.items() if option not in request.given}
-        return {**asked, "mesh": request.meshes}
-    if request.against is None:
-        return asked
-    from fsshard.parity import Trace
+        asked["mesh"] = request.meshes
+    elif request.against is not None:
+        from fsshard.parity import Trace
 
-    options = {"backends": "--backends", "world_sizes": "--world-size", "steps": "--steps"}
-    asked |= {name: None for name, option in options.items() if option not in request.given}
-    return {**asked, "against": Trace.load(request.against)}
+        options = {"backends": "--backends", "world_sizes": "--world-size", "steps": "--steps"}
+        asked["against"] = Trace.load(request.against)
+    else:
+        options = {}
+    return asked | {name: None for name, option in options.items() if option not in request.given}
 
 
 def _json(name: str, result: ParityReport | BaseException) -> str:
@@ -189,7 +237,7 @@ def _json(name: str, result: ParityReport | BaseException) -> str:
     return result.to_json()
 
 
-def _show(request: ParityRequest, name: str, result: ParityReport | BaseException) -> None:
+def _show(request: Request, name: str, result: ParityReport | BaseException) -> None:
     """Print a report as its stream deserves, and an error as one line."""
     if isinstance(result, BaseException):
         print(f"fsshard: {naming_recipe(name, result)}", file=sys.stderr)
@@ -198,7 +246,7 @@ def _show(request: ParityRequest, name: str, result: ParityReport | BaseExceptio
 
     from fsshard.parity.render import details, head, summary
 
-    console = Console(file=request.out)
+    console = Console(file=request.out, markup=False, highlight=False)
     if request.quiet:
         print(f"{result.recipe}: {summary(result)}", file=request.out)
         for warning in result.warnings:
@@ -206,16 +254,14 @@ def _show(request: ParityRequest, name: str, result: ParityReport | BaseExceptio
     elif not console.is_terminal:  # a log: no frames that are cut at 80 columns
         print(f"{result}\n", file=request.out)
     else:
-        console.print(result.table() if result.cells else head(result), markup=False, highlight=False)
+        console.print(result.table() if result.cells else head(result))
         for paragraph in details(result):
-            console.print(f"{paragraph}\n", markup=False, highlight=False)
-        console.print(
-            f"{summary(result)}\n", style="bold green" if result.ok else "bold red", markup=False, highlight=False
-        )
+            console.print(f"{paragraph}\n")
+        console.print(f"{summary(result)}\n", style="bold green" if result.ok else "bold red")
 
 
 def picture_files(file: str | None, recipes: list[str]) -> dict[str, Path]:
-    """Recipe -> file. With several recipes each has its name in it: ``parity-tfno.png``."""
+    """Map recipes to files. With several recipes each has its name in it: ``parity-tfno.png``."""
     if file is None:
         return {}
     path = Path(file)
@@ -226,3 +272,82 @@ def picture_files(file: str | None, recipes: list[str]) -> dict[str, Path]:
     return {
         recipe: path.with_name(f"{path.stem}-{name}{path.suffix}") for recipe, name in zip(recipes, names, strict=True)
     }
+
+
+# ------------------------------------------------------------------------------------------------ record
+
+
+def _record(request: Request) -> int:
+    from fsshard.parity import record
+    from fsshard.parity.render import check_file
+
+    if len(request.recipes) != 1:
+        raise ConfigurationError("--record keeps one training: give one RECIPE, for example tfno")
+    for option, many in (("--backends", request.backends), ("--world-size", request.world_sizes)):
+        if option in request.given and many is not None and len(many) > 1:
+            raise ConfigurationError(f"--record keeps one training: give {option} one value, not {len(many)}")
+    for option in ("--against", "--reference", "--mesh", "--json", "--plot"):
+        request.refuse(option, "means nothing to --record, which compares nothing")
+    file = str(request.record)
+    check_file(file)
+    options = {
+        "backend": (request.backends or [RECORDED_BACKEND])[0],
+        "world_size": request.world_sizes[0] if "--world-size" in request.given else RECORDED_WORLD_SIZE,
+        "detail": "tensors" if request.tensors else "digests",
+        **{name: value for name, value in request.options.items() if name != "reference"},
+    }
+    train: Any = lambda name, bar: record(name, progress=bar, **options)  # noqa: E731
+    ((recipe, trace),) = _each(request, request.recipes, train).items()
+    if isinstance(trace, BaseException):
+        print(f"fsshard: {naming_recipe(recipe, trace)}", file=sys.stderr)
+        return _exit_code(trace)
+    trace.save(file)
+    print("\n".join(_recorded(request, trace)))
+    return AGREED
+
+
+def _recorded(request: Request, trace: Trace) -> list[str]:
+    """Return what was kept, and what to do with it."""
+    ranks = f"{trace.world_size} rank{'s' * (trace.world_size > 1)}"
+    kept = [f"{trace.steps} steps of {request.recipes[0]} under {trace.backend} on {ranks}: {trace.file}"]
+    if trace.tensors is not None:
+        kept.append(f"tensors: {trace.tensors}")
+    if request.quiet:
+        return kept
+    environment = [f"  {name} {value}" for name, value in trace.environment.items()]
+    return [*kept, *environment, f"compare with it: fsshard parity {request.recipes[0]} --against {trace.file}"]
+
+
+# ------------------------------------------------------------------------------------------------ golden runs
+
+
+def _golden(request: Request) -> int:
+    if request.recipes:
+        raise ConfigurationError(f"--golden has recipes of its own; leave out {', '.join(request.recipes)}")
+    misplaced = [option for option in OF_RECIPES if option in request.given]
+    if misplaced:
+        raise ConfigurationError(
+            f"golden runs have steps, ranks and a device of their own; leave out {', '.join(misplaced)}"
+        )
+    if request.picture is not None:
+        raise ConfigurationError("--golden draws nothing; leave out --plot")
+    check_files(request.json_file)
+    check = importlib.import_module("fsshard.parity.golden").check
+    timeout = request.options["timeout"]
+    train: Any = lambda name, bar: check(backend=name, timeout=timeout, progress=bar)  # noqa: E731
+    results = _each(request, dict.fromkeys(request.backends or GOLDEN_BACKENDS), train, "golden, ")
+    entries = []
+    for backend, found in results.items():
+        if isinstance(found, BaseException):
+            said = str(found).strip().partition("\n")[0] or "interrupted"
+            print(f"fsshard: golden runs under {backend}: {said}", file=sys.stderr)
+            entries.append({"backend": backend, "ok": False, "error": said})
+            continue
+        for result in found:
+            if not (request.quiet and result.ok):
+                said = f": {result.text}" if result.text else ""
+                print(f"{result.name} under {backend}: {result.verdict}{said}", file=request.out)
+            entries.append({"backend": backend, **asdict(result), "ok": result.ok})
+    if request.json_file is not None:
+        write_json(request.json_file, json.dumps(entries))
+    return max(map(_exit_code, results.values()), default=DIFFERENT)

@@ -16,16 +16,6 @@ if TYPE_CHECKING:
 
     import fsshard
 
-__all__ = [
-    "Stopwatch",
-    "cache_dir",
-    "held_bytes",
-    "largest_difference",
-    "mean_over_ranks",
-    "progress",
-    "replace_file",
-]
-
 
 def cache_dir(name: str) -> Path:
     """``$XDG_CACHE_HOME/fsshard/name`` or ``~/.cache/fsshard/name``; below ``%LOCALAPPDATA%`` on Windows."""

@@ -24,6 +24,10 @@ import functools
 import hashlib
 import logging
 import os
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,21 +44,6 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = [
-    "ALPHA",
-    "FORCING",
-    "PERMEABILITY",
-    "TAU",
-    "DarcyData",
-    "cache_dir",
-    "file_points",
-    "gaussian_random_field",
-    "generate",
-    "load",
-    "picture",
-    "solve_darcy",
-]
 
 FORCING = 50.0
 """The right-hand side of the equation."""
@@ -129,7 +118,7 @@ def solve_darcy(a: npt.ArrayLike, forcing: float = FORCING) -> Array:
 
 
 def _flow_operator(a: Array) -> Callable[[Array], Array]:
-    """Return what flows out of each cell, given the pressure in all of them."""
+    """Return the function that maps the pressure in all cells to what flows out of each."""
     down = 2 * a[:-1] * a[1:] / (a[:-1] + a[1:])
     across = 2 * a[:, :-1] * a[:, 1:] / (a[:, :-1] + a[:, 1:])
     diagonal = np.zeros_like(a)
@@ -153,7 +142,7 @@ def _flow_operator(a: Array) -> Callable[[Array], Array]:
 
 
 def _poisson_inverse(n: int) -> Callable[[Array], Array]:
-    """The inverse of :func:`_flow_operator` for ``a = 1``: sines of half cells diagonalise it (DST-II)."""
+    """Return the inverse of :func:`_flow_operator` for ``a = 1``: sines of half cells diagonalise it (DST-II)."""
     line = 4 * np.sin(np.pi * np.arange(1, n + 1) / (2 * n)) ** 2
     eigenvalues = line[:, None] + line
 
@@ -165,7 +154,7 @@ def _poisson_inverse(n: int) -> Callable[[Array], Array]:
 
 
 def _dot(u: Array, v: Array) -> float:
-    """The inner product without BLAS, whose own threads would fight with ours and reorder the sum."""
+    # Without BLAS, whose own threads would fight with ours and reorder the sum.
     return float((u * v).sum())
 
 
@@ -190,16 +179,16 @@ def _conjugate_gradients(operator: Callable[[Array], Array], inverse: Callable[[
 # Its input and its pictures ---------------------------------------------------------------------------------------
 
 
-def gaussian_random_field(n: int, rng: np.random.Generator, alpha: float = ALPHA, tau: float = TAU) -> Array:
+def gaussian_random_field(n: int, rng: np.random.Generator, tau: float = TAU) -> Array:
     """Draw a smooth random field with mean zero on ``n x n`` cell centres of the unit square.
 
-    Its covariance is ``(-Laplacian + tau^2)^(-alpha)`` with zero-flux boundaries (cosine modes), up to a factor
+    Its covariance is ``(-Laplacian + tau^2)^(-ALPHA)`` with zero-flux boundaries (cosine modes), up to a factor
     that the sign of the field does not see. The constant mode is left out, so each field's own mean is zero.
     """
     modes = np.arange(n)
-    weights = (np.pi**2 * (modes[:, None] ** 2 + modes**2) + tau**2) ** (-alpha / 2)
+    weights = (np.pi**2 * (modes[:, None] ** 2 + modes**2) + tau**2) ** (-ALPHA / 2)
     weights[0, 0] = 0.0
-    field: Array = idctn(n * tau ** (alpha - 1) * weights * rng.standard_normal((n, n)), norm="ortho")
+    field: Array = idctn(n * tau ** (ALPHA - 1) * weights * rng.standard_normal((n, n)), norm="ortho")
     return field
 
 
@@ -209,7 +198,7 @@ def file_points(side: int = _FINE) -> Array:
 
 
 def _at_points(y: Array) -> Array:
-    """The pressure at the 32 x 32 points of a picture: bilinear between the cells' centres, zero on the boundary."""
+    """Interpolate the pressure at the 32 x 32 points of a picture: bilinear between centres, zero on the boundary."""
     n = len(y)
     nodes = np.concatenate(([0.0], (np.arange(n) + 0.5) / n, [1.0]))
     points = file_points()
@@ -221,9 +210,9 @@ def _at_points(y: Array) -> Array:
     return values
 
 
-def _sample(resolution: int, alpha: float, tau: float, seed: np.random.SeedSequence) -> tuple[Any, Any]:
-    """One pair of 32 x 32 pictures; depends on its arguments alone."""
-    field = gaussian_random_field(resolution, np.random.default_rng(seed), alpha, tau) > 0
+def _sample(resolution: int, seed: np.random.SeedSequence) -> tuple[Any, Any]:
+    """Return a pair of 32 x 32 pictures, which depends on the arguments alone."""
+    field = gaussian_random_field(resolution, np.random.default_rng(seed)) > 0
     y = solve_darcy(np.where(field, PERMEABILITY[1], PERMEABILITY[0]))
     cells = (file_points() * resolution).astype(int)  # the cell that a point lies in is the one nearest to it
     return field[np.ix_(cells, cells)], _at_points(y).astype(np.float32)
@@ -235,8 +224,6 @@ def generate(
     seed: int = 0,
     workers: int | None = None,
     *,
-    alpha: float = ALPHA,
-    tau: float = TAU,
     progress: bool = True,
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
     """Draw ``n_samples`` inputs and solve for their pressures, several at a time.
@@ -251,41 +238,31 @@ def generate(
         seed: any whole number from 0.
         workers: threads; when not given, as many as there are cores, but no more than four: each step is so short
             that further threads would mostly wait for the interpreter.
-        alpha: smoothness of the random field.
-        tau: its inverse correlation length.
         progress: show a bar on standard error.
 
     Returns:
         ``x``, bool, and ``y``, float32, both ``(n_samples, 32, 32)``.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: ``resolution`` is below 32.
     """
-    for name, value, least in (("n_samples", n_samples, 1), ("resolution", resolution, _FINE), ("seed", seed, 0)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    workers = min(_cores(), _MOST_WORKERS) if workers is None else workers
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+    if resolution < _FINE:
+        raise ValueError(f"resolution must be at least {_FINE}, got {resolution}")
+    if workers is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(cores, _MOST_WORKERS)
     from rich.console import Console
     from rich.progress import track
 
     seeds = np.random.SeedSequence(seed).spawn(n_samples)
     pool = ThreadPoolExecutor(workers)
     try:
-        results = pool.map(functools.partial(_sample, resolution, alpha, tau), seeds)
+        results = pool.map(functools.partial(_sample, resolution), seeds)
         label, console = f"Solving Darcy flow at {resolution} x {resolution}", Console(stderr=True)
         pairs = list(track(results, label, total=n_samples, console=console, disable=not progress))
     finally:
         pool.shutdown(cancel_futures=True)  # without it an interrupt would wait for all the samples
     return np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs])
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
-        return os.cpu_count() or 1
 
 
 # Loading ----------------------------------------------------------------------------------------------------------
@@ -299,7 +276,6 @@ def load(
     resolution: int = 128,
     seed: int = 0,
     cache: bool = True,
-    workers: int | None = None,
     progress: bool = True,
 ) -> DarcyData:
     """Return the data: solved once and kept in the user's cache, or read from neuraloperator's own files.
@@ -315,7 +291,6 @@ def load(
         resolution: cells per side of the grid that is solved on.
         seed: of all the samples.
         cache: read and write the user's cache, see :func:`cache_dir`.
-        workers: threads that solve, see :func:`generate`.
         progress: show a bar while solving.
 
     Raises:
@@ -332,7 +307,7 @@ def load(
     arrays = _read_cache(file, n_train, n_test) if cache else None
     if arrays is None:
         # The tests come first, so that n_train does not move them.
-        x, y = generate(n_test + n_train, resolution, seed, workers, progress=progress)
+        x, y = generate(n_test + n_train, resolution, seed, progress=progress)
         coarse = np.s_[n_test:, :: _FINE // _COARSE, :: _FINE // _COARSE]
         arrays = {"test_x": x[:n_test], "test_y": y[:n_test], "train_x": x[coarse], "train_y": y[coarse]}
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -379,7 +354,7 @@ def _write_cache(file: Path, arrays: Arrays) -> None:
 
 
 def _read_cache(file: Path, n_train: int, n_test: int) -> Arrays | None:
-    """The cached arrays, or None where there are none or the file is not whole."""
+    """Return the cached arrays, or None where there are none or the file is not whole."""
     from safetensors import SafetensorError
     from safetensors.numpy import load as parse
 
@@ -407,9 +382,7 @@ def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
         if not file.is_file():
             names = ", ".join(each.name for each in files.values())
             raise FileNotFoundError(f"{file} does not exist; data_dir must hold neuraloperator's {names}")
-    read: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-    for (part, side), count in parts.items():
-        read[part, side] = _load_file(files[part, side], side, f"n_{part}", count)
+    read = {(part, side): _load_file(files[part, side], side, f"n_{part}", n) for (part, side), n in parts.items()}
     x, y = read["train", _COARSE]
     return DarcyData(train_x=x, train_y=y, tests={side: read["test", side] for side in (_COARSE, _FINE)})
 
@@ -422,15 +395,72 @@ def _load_file(file: Path, side: int, argument: str, count: int) -> tuple[torch.
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and more over a bad file
         raise ValueError(f"{file} cannot be read; expected {expected}: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), torch.Tensor) for key in "xy"):
-        found = f"the keys {sorted(map(str, content))}" if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{file} holds {found}; expected {expected}")
+    held = content if isinstance(content, dict) else {"object": content}
+    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in held.items()}
+    if "x" not in shapes or shapes["x"] != shapes.get("y") or shapes["x"][1:] != (side, side):
+        raise ValueError(f"{file} holds tensors of shapes {shapes}; expected {expected}")
     x, y = content["x"], content["y"]
-    if x.shape != y.shape or x.ndim != 3 or x.shape[1:] != (side, side):
-        raise ValueError(f"{file} holds x {tuple(x.shape)} and y {tuple(y.shape)}; expected {expected}")
     if len(x) < count:
         raise ValueError(f"{file} holds {len(x)} samples, fewer than {argument}={count}")
     return x[:count, None].to(torch.float32), y[:count, None].to(torch.float32)
+
+
+# neuraloperator's own files -----------------------------------------------------------------------------------------
+
+REQUIREMENT = "neuraloperator==0.3.0"
+WITHIN = "neuralop/datasets/data"
+SHA256 = {
+    "darcy_train_16.pt": "0be662acdb1dab7dfd1a1da0b140e97f75cc94f98a14edcf768abe6968b3b418",
+    "darcy_test_16.pt": "d2b19af9d4a6ae04ba2de54b8ecccc8b89766472faf6ce7f506c0b2a60f69a4c",
+    "darcy_test_32.pt": "bcbd10622373e94df84a17fcdb72ac4317d76e024c2499d21fd1fd34d0742cfd",
+}
+
+
+def official_files() -> Path:
+    """Return neuraloperator's own files, for the ``data_dir`` of :func:`load`.
+
+    They are in its wheel of version 0.3.0 (4 MB, BSD licence), which ``pip download`` fetches the first time, and are
+    kept in ``~/.cache/fsshard/darcy-official``.
+
+    Raises:
+        FileNotFoundError: pip cannot fetch the wheel, or what it fetched is not what was published.
+    """
+    folder = common.cache_dir("darcy-official")
+    if all(_whole(folder / name, digest) for name, digest in SHA256.items()):
+        return folder
+    with tempfile.TemporaryDirectory() as there:
+        wheel = _fetched(Path(there))
+        with zipfile.ZipFile(wheel) as packed:
+            contents = {name: packed.read(f"{WITHIN}/{name}") for name in SHA256}
+    damaged = [name for name, content in contents.items() if hashlib.sha256(content).hexdigest() != SHA256[name]]
+    if damaged:
+        raise FileNotFoundError(f"{wheel.name} has another {damaged[0]} than the wheel that was published")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        common.replace_file(folder / name, functools.partial(Path.write_bytes, data=content))
+    log.info("kept neuraloperator's Darcy files in %s", folder)
+    return folder
+
+
+def _whole(file: Path, digest: str) -> bool:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest() == digest
+    except OSError:
+        return False
+
+
+def _fetched(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), REQUIREMENT]
+    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    found = sorted(folder.glob("*.whl"))
+    if done.returncode or not found:
+        said = (done.stderr or "").strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise FileNotFoundError(
+            f"pip cannot fetch {REQUIREMENT}, whose wheel has the Darcy files ({said}); on another machine, run "
+            f"pip download --no-deps {REQUIREMENT}, unzip it, and pass --data-dir .../{WITHIN}; or leave out --data "
+            "official: the data are solved here then"
+        )
+    return found[0]
 
 
 # The picture ------------------------------------------------------------------------------------------------------
@@ -508,7 +538,7 @@ def _draw(inputs: Array, truth: Array, guesses: Mapping[str, Array]) -> Figure:
 
 
 def _top(panels: Array) -> float:
-    """The upper end of a colour scale, also where a prediction is not finite or all is zero."""
+    """Return the upper end of a colour scale, also where a prediction is not finite or all is zero."""
     return float(np.max(panels, initial=0.0, where=np.isfinite(panels))) or 1.0
 
 
@@ -519,7 +549,7 @@ def _note_error(ax: Axes, guess: Array, truth: Array) -> None:
 
 
 def _colour_bars(figure: Figure, axes: Any) -> None:
-    """Three small bars below: the materials, the pressure under all its columns, the error."""
+    """Draw three small bars below: the materials, the pressure under all its columns, the error."""
     from matplotlib.ticker import MaxNLocator
 
     shape: dict[str, Any] = {"location": "bottom", "pad": 0.02}

@@ -53,35 +53,23 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """The circumstances besides the plan that the bounds depend on.
+    """The circumstances besides the plan that the bounds depend on."""
 
-    Attributes:
-        shards: ranks that divide one copy.
-        replicas: how many copies, where there are several (HSDP), else 1.
-        state_ratio: bytes of optimizer state per trainable byte.
-        activations: bytes that a forward leaves for its backward.
-        micro_batches: forwards per step.
-        reduces: reductions per step.
-        stays_gathered: units are not released after the forward.
-        offloaded: shards, gradients and optimizer state lie in host memory.
-        partly: parameters may stay without gradient, and units that hold them without a call.
-        comm_groups: unit -> the parameters that are gathered with it, where the engine joins units; None: as planned.
-    """
-
-    shards: int
-    replicas: int = 1
-    state_ratio: float = 0.0
-    activations: int = 0
-    micro_batches: int = 1
-    reduces: int = 1
-    stays_gathered: bool = False
-    offloaded: bool = False
-    partly: bool = False
+    shards: int  # ranks that divide one copy
+    replicas: int = 1  # copies, where there are several (HSDP)
+    state_ratio: float = 0.0  # bytes of optimizer state per trainable byte
+    activations: int = 0  # bytes that a forward leaves for its backward
+    micro_batches: int = 1  # forwards per step
+    reduces: int = 1  # reductions per step
+    stays_gathered: bool = False  # units are not released after the forward
+    offloaded: bool = False  # shards, gradients and optimizer state lie in host memory
+    partly: bool = False  # parameters may stay without gradient, and units that hold them without a call
+    # Unit -> the parameters that are gathered with it, where the engine joins units; None: as planned.
     comm_groups: Mapping[str, tuple[str, ...]] | None = None
 
 
 def bounds_of(plan: Plan, divides: str, given: Circumstances) -> Bounds:
-    """The lower bounds of ``plan`` where ranks divide ``"nothing"``, ``"elements"`` of parameters, or ``"owners"``."""
+    """Return the lower bounds of ``plan`` where ranks divide ``"nothing"``, ``"elements"`` or ``"owners"``."""
     if given.partly:
         known = {name: replace(info, requires_grad=False) for name, info in plan.parameters.items()}
         plan = replace(plan, parameters=known)
@@ -177,7 +165,7 @@ class _Gathered(NamedTuple):
 
 
 def _as_gathered(plan: Plan, given: Circumstances) -> list[_Gathered]:
-    """The units; of several that are joined, which compute in one dtype, one."""
+    """Return the units; of several that are joined, which compute in one dtype, one."""
     found = []
     for unit in plan.units:
         names = unit.parameters if given.comm_groups is None else given.comm_groups.get(unit.name, ())
@@ -189,7 +177,7 @@ def _as_gathered(plan: Plan, given: Circumstances) -> list[_Gathered]:
 
 
 def _scaled(nbytes: int, dtype: torch.dtype | None) -> int:
-    """Bytes in ``dtype`` of what is float32 at rest: under mixed precision all weights are."""
+    """Return the bytes in ``dtype`` of what is float32 at rest: under mixed precision all weights are."""
     return nbytes if dtype is None else nbytes * dtype.itemsize // torch.float32.itemsize
 
 

@@ -30,18 +30,6 @@ from fsshard.planning.text import aligned, size, wrapped
 from fsshard.torch_private.modules import CHECKPOINTED, BatchNorm
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = [
-    "ParameterInfo",
-    "Plan",
-    "RecomputingForward",
-    "Unit",
-    "explain_plan",
-    "is_fairscale_forward",
-    "make_plan",
-    "plan",
-    "recomputed_by",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterInfo:

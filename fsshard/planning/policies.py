@@ -19,18 +19,6 @@ from torch import nn
 from fsshard.errors import ConfigurationError, PrecisionError
 from fsshard.torch_private.modules import classes_of_policy, is_policy, run_policy
 
-__all__ = [
-    "AUTO_MIN_BYTES",
-    "Checkpointing",
-    "Precision",
-    "is_container",
-    "never_called",
-    "resolve_blocks",
-    "resolve_checkpointing",
-    "resolve_precision",
-    "resolve_units",
-]
-
 AUTO_MIN_BYTES = 100_000_000
 """``"auto"`` on a model that names no blocks: a unit per subtree of this many bytes (torch: 1e8 parameters)."""
 

@@ -16,16 +16,6 @@ import torch.distributed as dist
 from fsshard.errors import ConfigurationError
 from fsshard.torch_private.c10d import takes_only_cuda
 
-__all__ = [
-    "HYBRIDS",
-    "HYBRID_ZERO2",
-    "KEEP_GATHERED",
-    "STRATEGIES",
-    "asks_for_hybrid",
-    "in_our_words",
-    "takes_torchs_words",
-]
-
 Wrap = Callable[..., Any]
 
 HYBRID_ZERO2 = "_HYBRID_SHARD_ZERO2"

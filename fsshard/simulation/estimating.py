@@ -282,11 +282,8 @@ def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
         )
     size = math.prod(shape)
     if world_size % size:
-        near = [n for n in (world_size - world_size % size, world_size - world_size % size + size) if n]
-        told = f"{' x '.join(map(str, shape))}{f' = {size}' if len(shape) > 1 else ''}"
         raise ConfigurationError(
-            f"a mesh of {told} ranks does not divide world_size={world_size}; "
-            f"{' or '.join(map(str, near))} ranks would do"
+            f"device_mesh={shape!r} has {size} ranks, which does not divide world_size={world_size}; give a multiple"
         )
     return shape
 

@@ -8,7 +8,8 @@ import gc
 import inspect
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -102,26 +103,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One rank's training step.
-
-    Attributes:
-        rank: which.
-        usage: of the step with the highest peak; its collectives are the last step's.
-        state_ratio: bytes of optimizer state per byte of parameter, counters left out.
-        in_flight: payloads of the last step's reductions, largest first, where gradients are sent in buffers of their
-            own that go when they have arrived; else empty.
-        plan: what was executed.
-        comm_groups: unit -> the parameters that were sent with it.
-        optimizer: the optimizer and its settings, as text.
-    """
+    """One rank's training step."""
 
     rank: int
-    usage: Usage
-    state_ratio: float
+    usage: Usage  # of the step with the highest peak; its collectives are the last step's
+    state_ratio: float  # bytes of optimizer state per byte of parameter, counters left out
+    # Payloads of the last step's reductions, largest first, where gradients are sent in buffers of their own that go
+    # when they have arrived; else empty.
     in_flight: tuple[int, ...]
     plan: Plan
-    comm_groups: Mapping[str, tuple[str, ...]]
-    optimizer: str
+    comm_groups: Mapping[str, tuple[str, ...]]  # unit -> the parameters that were sent with it
+    optimizer: str  # with its settings, as text
 
 
 class Trained(NamedTuple):
@@ -163,7 +155,10 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                 place = rank if job.whole_mesh is None else data_rank(mesh).rank
                 heaviest = _heaviest_rank(trained, place)
                 if heaviest != place:
-                    return _rank_at(job, heaviest), None
+                    # The first of the ranks that see the samples of this number.
+                    sizes = job.whole_mesh or {"data": job.world_size}
+                    places = tuple(0 if role_of(name) == "model" else slice(None) for name in sizes)
+                    return int(np.arange(job.ranks).reshape(tuple(sizes.values()))[places].flat[heaviest]), None
                 batch = batches_of(job, recipe, place, fakes)
                 partly = bool(recipe.settings.get("find_unused_parameters"))
                 with contextlib.ExitStack() as stack:
@@ -194,8 +189,7 @@ def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, 
     return replace(recipe, loss=split.loss or recipe.loss), divided, dict(split.settings)
 
 
-@contextlib.contextmanager
-def _slicing(fakes: Fakes | None) -> Iterator[None]:
+def _slicing(fakes: Fakes | None) -> AbstractContextManager[Any]:
     """Let meshes be sliced: torch reads their ranks from memory, and without numbers this rank is in no slice."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -205,15 +199,7 @@ def _slicing(fakes: Fakes | None) -> Iterator[None]:
         with fakes.left() if fakes else contextlib.nullcontext():
             return slice_of(mesh, names)
 
-    with replaced(DeviceMesh, "__getitem__", sliced):
-        yield
-
-
-def _rank_at(job: Job, number: int) -> int:
-    """Return the first of the ranks that see the samples of this number."""
-    sizes = job.whole_mesh or {"data": job.world_size}
-    first = tuple(0 if role_of(name) == "model" else slice(None) for name in sizes)
-    return int(np.arange(job.ranks).reshape(tuple(sizes.values()))[first].flat[number])
+    return replaced(DeviceMesh, "__getitem__", sliced)
 
 
 @functools.cache
@@ -226,11 +212,9 @@ def batches_of(job: Job, recipe: Recipe, rank: int, fakes: Fakes | None) -> Call
     """Return a function of the step's number: the batch that ``rank`` gets there."""
 
     def batch(number: int) -> Any:
-        if fakes is None:
-            return recipe.batches(rank, job.world_size, number)
-        with fakes.left():
+        with fakes.left() if fakes else contextlib.nullcontext():
             made = recipe.batches(rank, job.world_size, number)
-        return fakes.of(made)
+        return fakes.of(made) if fakes else made
 
     return batch
 
@@ -331,7 +315,8 @@ def _run_steps(
         model.plan.precision.reduce_dtype is not None and backend.facts.divides != "elements"
     )
     reduced = (c.nbytes for c in tracker.collectives if copied and c.kind in ("reduce", "all_reduce"))
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    group = optimizer.param_groups[0]
+    chosen = ", ".join(f"{key}={group[key]}" for key in ("foreach", "fused", "capturable") if group.get(key))
     return Measured(
         rank=rank,
         usage=replace(highest, traffic=seen[-1].traffic),
@@ -339,7 +324,7 @@ def _run_steps(
         in_flight=tuple(sorted(reduced, reverse=True)),
         plan=model.plan,
         comm_groups=backend.groups,
-        optimizer=_optimizer_text(recipe.optimizer, groups),
+        optimizer=f"{recipe.optimizer.__name__}({chosen})",
     )
 
 
@@ -366,11 +351,6 @@ def _state_ratio(optimizer: ShardedOptimizer) -> float:
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.dim()]
         state += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return state / held if held else 0.0
-
-
-def _optimizer_text(optimizer: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> str:
-    chosen = {key: groups[0].get(key) for key in ("foreach", "fused", "capturable") if groups and groups[0].get(key)}
-    return f"{optimizer.__name__}({', '.join(f'{key}={value}' for key, value in chosen.items())})"
 
 
 def measure(job: Job, steps: int = STEPS + 1) -> Measured:

@@ -81,24 +81,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Usage:
-    """The bytes that a tracker has seen on this rank since its last reset.
+    """The bytes that a tracker has seen on this rank since its last reset."""
 
-    Attributes:
-        peak: the most bytes alive at once.
-        by_kind: how these divide among :data:`KINDS`.
-        highest: per kind the most bytes alive at once, whenever that was.
-        phases: the most bytes alive at once per phase.
-        saved: the most bytes of activations that a forward left to its backward.
-        moment: when the peak was.
-        traffic: the collectives by kind.
-    """
-
-    peak: int
-    by_kind: Mapping[str, int]
-    highest: Mapping[str, int]
-    phases: Mapping[str, int]
-    saved: int
-    moment: Moment
+    peak: int  # the most alive at once
+    by_kind: Mapping[str, int]  # how these divide among KINDS
+    highest: Mapping[str, int]  # per kind the most alive at once, whenever that was
+    phases: Mapping[str, int]  # per phase the most alive at once
+    saved: int  # the most bytes of activations that a forward left to its backward
+    moment: Moment  # when the peak was
     traffic: tuple[Traffic, ...]
 
 
@@ -136,19 +126,8 @@ class _Held:
 class Tracker(TorchDispatchMode):
     """Context that counts live bytes and collectives of this thread's training.
 
-    ::
-
-        tracker = Tracker()
-        tracker.watch(model)
-        with tracker:
-            for batch in batches:
-                tracker.reset()
-                loss_fn(model(batch)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                print(tracker.usage())
-
     The optimizer's state and the gradients mark themselves at its steps; parameters are what :meth:`watch` finds.
+    :meth:`reset` begins a step, :meth:`usage` tells what it took.
 
     Args:
         granularity: sizes are rounded up to multiples of this many bytes; 512 is CUDA's caching allocator's.
@@ -213,8 +192,7 @@ class Tracker(TorchDispatchMode):
         """Return what was seen since the last :meth:`reset`.
 
         Args:
-            offloaded: leave out what lies in host memory under CPU offload: parameters, the gradients that wait for
-                the optimizer, its state, and all that it does.
+            offloaded: leave out what lies in host memory under CPU offload.
         """
         lives = [(life, self._kind(life)) for life in self._log]
         if offloaded:
@@ -236,9 +214,10 @@ class Tracker(TorchDispatchMode):
         )
 
     def _in_host_memory(self, life: _Life, kind: str) -> bool:
-        waiting = any(map(life.alive_after, self._steps))
+        if kind == "gradients":  # those that wait for the optimizer
+            return any(map(life.alive_after, self._steps))
         in_step = life.moment.phase == "step" and kind == "temporaries"
-        return kind in ("parameters", "optimizer state") or (kind == "gradients" and waiting) or in_step
+        return kind in ("parameters", "optimizer state") or in_step
 
     def _kind(self, life: _Life) -> str:
         if life.kind:
@@ -350,8 +329,7 @@ class Tracker(TorchDispatchMode):
         self.now -= life.nbytes
 
     def _freed(self, key: int) -> None:
-        held = self._held.pop(key, None)
-        if held is not None:
+        if (held := self._held.pop(key, None)) is not None:
             self._end(held.life)
 
     def _change(self, held: _Held, nbytes: int) -> None:
@@ -359,12 +337,10 @@ class Tracker(TorchDispatchMode):
         held.life = self._begin(nbytes, held.life.kind)
 
     def _resized(self, storage: Any) -> None:
-        held = self._held.get(storage_key(storage))
-        if held is None:
-            return
-        held.life.kind = held.life.kind or "gathered units"  # nothing else is shrunk and grown
-        self._operation = "resize"
-        self._change(held, storage.nbytes())
+        if (held := self._held.get(storage_key(storage))) is not None:
+            held.life.kind = held.life.kind or "gathered units"  # nothing else is shrunk and grown
+            self._operation = "resize"
+            self._change(held, storage.nbytes())
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
@@ -380,12 +356,11 @@ class Tracker(TorchDispatchMode):
                 self._backwards.append(self._event)
                 self._close_frame()
         elif self._modules.stack and self._phase != "forward":
-            self._forward_starts()
+            self._phase, self._frame = "forward", _ForwardSpan()
 
     def _close_frame(self) -> None:
         if self._frame is not None:
-            self._frame.end = self._event
-        self._frame = None
+            self._frame.end, self._frame = self._event, None
 
     def _step_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping:
@@ -407,10 +382,7 @@ class Tracker(TorchDispatchMode):
         if self._phase == "backward" and outermost and current_graph_task_id() != -1:  # recomputing
             self._frame = _ForwardSpan()
         elif self._frame is None and current_graph_task_id() == -1:
-            self._forward_starts()
-
-    def _forward_starts(self) -> None:
-        self._phase, self._frame = "forward", _ForwardSpan()
+            self._phase, self._frame = "forward", _ForwardSpan()
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._watch_parameters(module)

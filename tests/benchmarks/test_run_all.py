@@ -111,12 +111,6 @@ def test_what_hangs_is_stopped(tmp_path: Path) -> None:
     assert "stopped after" in result.failure
 
 
-def test_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_all.main(["--only", "nothing"])
-    assert "invalid choice" in capsys.readouterr().err
-
-
 def test_the_list_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_all.main(["--list"]) == 0
     shown = capsys.readouterr().out

@@ -1,6 +1,6 @@
 """The commands inspect, export and import: exit codes, and what goes to which stream.
 
-Tests fsshard/cli/export.py, fsshard/cli/import_.py, fsshard/cli/inspect.py too.
+Tests fsshard/cli/commands.py too.
 """
 
 from __future__ import annotations

@@ -106,23 +106,14 @@ def not_installed(name: str) -> Any:
 
 
 def diagnosis(*statuses: str, needed: bool = True) -> Diagnosis:
-    findings = [
-        Finding(area="backends", name=f"[{n}]", status=status, text="so", detail="line 1", needed=needed)
-        for n, status in enumerate(statuses)
-    ]
+    findings = [Finding("backends", f"[{n}]", status, "so", "line 1", needed) for n, status in enumerate(statuses)]
     return Diagnosis(tuple(findings))
 
 
-def test_the_table_and_the_verdict() -> None:
-    from rich.console import Console
-
+def test_the_verdict() -> None:
     bad = diagnosis("works", "fails")
-    assert not bad.ok and bad.verdict == "training on the CPU does not work: [1]"
+    assert not bad.ok and str(bad).endswith("training on the CPU does not work: [1]")
     assert diagnosis("fails", needed=False).ok and diagnosis("works", "missing").ok
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(bad.table())
-    assert "[1]" in capture.get() and "fails" in capture.get()
     assert "backends, [1]:\nline 1" in str(bad)
 
 

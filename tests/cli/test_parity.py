@@ -1,6 +1,6 @@
-"""The command: exit codes, what goes to which stream, and one line for every mistake.
+"""``fsshard parity``: exit codes, what goes to which stream, and one line for every mistake.
 
-Tests fsshard/__main__.py, fsshard/cli/parity_request.py too.
+Tests fsshard/__main__.py too.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import fsshard
+import fsshard.launching.pool
 import fsshard.parity
 from fsshard.cli import app as cli
 from fsshard.cli.parity import picture_files
 from fsshard.errors import RankFailed, RecipeError
-from fsshard.parity import Cell, ParityReport, Recipe
+from fsshard.parity import Cell, ParityReport, Recipe, Trace
+from tests.parity import faults
 from tests.parity.test_report import bounded, different, exact, failed, refused, report
 
 HERE = "tests.cli.test_parity"
@@ -154,19 +157,7 @@ def test_meshes_reach_compare(fake: Any) -> None:
     assert second["world_sizes"] == [4] and second["reference"] == "none"
 
 
-def test_the_typer_application_gives_the_same_exit_code(fake: Any) -> None:
-    fake(report(different()))
-    result = CliRunner().invoke(cli.application(), ["parity", f"{HERE}:tiny"])
-    assert result.exit_code == 1 and "NOT the same training" in result.stdout
-
-
-def test_quiet_is_one_line(fake: Any, capfd: Any) -> None:
-    fake(report(exact("ddp"), exact("fsdp")))
-    assert run(f"{HERE}:tiny", "-q") == 0
-    assert capfd.readouterr() == ("recipes:mlp: all agree: 2 exact\n", "")
-
-
-def test_quiet_tells_warnings_beside_it(fake: Any, capfd: Any) -> None:
+def test_quiet_is_one_line_and_warnings_beside_it(fake: Any, capfd: Any) -> None:
     fake(replace(report(exact("ddp")), warnings=("no batch differs between ranks",)))
     assert run(f"{HERE}:tiny", "-q") == 0
     line = "recipes:mlp: all agree: 1 exact; 1 warning\n"
@@ -237,9 +228,7 @@ def test_recipes_of_the_same_name_get_pictures_of_their_own() -> None:
         ([f"{HERE}:tiny", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
         ([f"{HERE}:tiny", "--backends", ","], "expected a comma list"),
         ([f"{HERE}:tiny", "--world-size", "two"], "--world-size 'two': expected positive whole numbers"),
-        ([f"{HERE}:tiny", "--world-size", "0"], "--world-size '0'"),
         ([f"{HERE}:tiny", "--steps", "0"], "'--steps'"),
-        ([f"{HERE}:tiny", "--steps", "many"], "'--steps'"),
         ([f"{HERE}:tiny", "--plot", "parity.jpg"], "ends in .png, .svg or .pdf"),
         ([f"{HERE}:tiny", "--json", "nowhere/x.json"], "there is no folder"),
         ([f"{HERE}:tiny", "--bogus"], "--bogus"),
@@ -248,15 +237,22 @@ def test_recipes_of_the_same_name_get_pictures_of_their_own() -> None:
         ([f"{HERE}:tiny", "--plot", "tests/nowhere/x.png"], "there is no folder"),
         ([f"{HERE}:bad_field"], f"{HERE}:bad_field: recipe.accumulate must be a positive integer"),
         (["--golden", "--plot", "x.png"], "--golden draws nothing"),
-        (["--golden", "--json", "tests"], "'tests' is a folder"),
         (["--golden", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
         (["--golden", "--steps", "10"], "leave out --steps"),
         (["--golden", "--world-size", "2", "--device", "cpu"], "leave out --world-size, --device"),
-        (["--golden", "--reference", "ddp"], "leave out --reference"),
-        (["--golden", "--mesh", "data=2"], "leave out --mesh"),
-        ([f"{HERE}:tiny", "--mesh", "2x2"], "--mesh '2x2': expected names and sizes"),
         ([f"{HERE}:tiny", "--mesh", "data=2", "--record", "x.json"], "--mesh means nothing to --record"),
         ([f"{HERE}:tiny", "--mesh", "data=2", "--against", "x.json"], "--mesh has no meaning beside --against"),
+        (["--record", "t.json"], "give one RECIPE"),
+        ([f"{HERE}:tiny", f"{HERE}:other", "--record", "t.json"], "give one RECIPE"),
+        ([f"{HERE}:tiny", "--record", "t.json", "--backends", "ddp,fsdp2"], "give --backends one value, not 2"),
+        ([f"{HERE}:tiny", "--record", "t.json", "--against", "u.json"], "--against means nothing to --record"),
+        ([f"{HERE}:tiny", "--record", "t.json", "--plot", "x.png"], "--plot means nothing to --record"),
+        ([f"{HERE}:tiny", "--tensors"], "give --record too"),
+        ([f"{HERE}:tiny", "--against", "absent.json"], "absent.json: cannot be read: No such file"),
+        ([f"{HERE}:tiny", "--against", "setup.cfg"], "setup.cfg: this is no JSON, or it is cut off"),
+        ([f"{HERE}:tiny", "--against", "t.json", "--reference", "none"], "--reference has no meaning beside --against"),
+        ([f"{HERE}:tiny", f"{HERE}:other", "--against", "t.json"], "give one RECIPE"),
+        (["--golden", "--record", "t.json"], "leave out --record"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -300,26 +296,6 @@ def test_a_bad_recipe_does_not_lose_the_results_of_others(fake: Any, capfd: Any,
     bad, good = json.loads(file.read_text())
     assert bad == {"recipe": f"{HERE}:tiny", "ok": False, "error": "not deterministic"}
     assert ParityReport.from_json(json.dumps(good)) == fine
-
-
-def test_a_recipe_without_a_report_has_an_error_in_json(fake: Any, capfd: Any) -> None:
-    fake(RecipeError("not deterministic"))
-    assert run(f"{HERE}:tiny", "--json", "-") == 2
-    assert json.loads(capfd.readouterr().out) == {
-        "recipe": f"{HERE}:tiny",
-        "ok": False,
-        "error": "not deterministic",
-    }
-
-
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_is_told_before_the_runs(
-    option: str, fake: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = fake()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    assert run(f"{HERE}:tiny", option, str(tmp_path / "x.png")) == 2
-    assert "cannot be written: permission denied" in capfd.readouterr().err and made.calls == []
 
 
 def test_the_json_is_there_when_the_picture_fails(
@@ -374,3 +350,116 @@ def test_for_real(tmp_path: Path) -> None:
     assert [(c.backend, c.world_size, c.verdict) for c in made] == [("fsdp2", 1, "exact"), ("ddp", 1, "exact")]
     assert "all agree: 2 exact" in done.stderr and "talk" in done.stderr
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+# One training recorded
+
+FAULTS = "tests.parity.faults:mlp"
+
+
+def half_rate() -> Recipe:
+    return replace(faults.mlp(), hyper={"lr": 0.05})
+
+
+@pytest.fixture
+def shared(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command takes the session's ranks, and leaves them running."""
+
+    class Shared:
+        most_ranks = ranks.most_ranks
+        run = staticmethod(ranks.run)
+
+        def __init__(self, device: str = "cpu") -> None:
+            assert device == "cpu"
+
+        def __enter__(self) -> Shared:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(fsshard.launching.pool, "RankPool", Shared)
+    monkeypatch.setattr("fsshard.parity.running.RankPool", Shared)
+    return
+
+
+def test_recorded_and_compared(shared: None, tmp_path: Path, capfd: Any) -> None:
+    file = tmp_path / "trace.json"
+    assert cli.main(["parity", FAULTS, "--record", str(file), "--steps", "2", "--tensors"]) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said[0] == f"2 steps of {FAULTS} under ddp on 2 ranks: {file}"
+    assert f"  torch {torch.__version__}" in said
+    assert said[-1] == f"compare with it: fsshard parity {FAULTS} --against {file}"
+    trace = Trace.load(file)
+    assert (trace.steps, trace.backend, trace.world_size, trace.detail) == (2, "ddp", 2, "tensors")
+    assert cli.main(["parity", FAULTS, "--against", str(file), "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    (cell,) = json.loads(out)["cells"]
+    assert (cell["backend"], cell["world_size"], cell["verdict"], len(cell["steps"])) == ("ddp", 2, "exact", 2)
+    assert "all agree: 1 exact" in err
+    assert cli.main(["parity", "tests.cli.test_parity:half_rate", "--against", str(file), "--backends", "fsdp2"]) == 1
+    said = capfd.readouterr().out
+    assert "recipe.hyper {'lr': 0.1} -> {'lr': 0.05}" in said
+    assert "first: step 0, param_groups of group 0: lr, rank 0: expected 0.1, got 0.05; not equal" in said
+
+
+def test_a_recipe_that_differs_from_itself_is_not_recorded(shared: None, tmp_path: Path, capfd: Any) -> None:
+    file = tmp_path / "t.json"
+    assert cli.main(["parity", "tests.parity.faults:restless", "--record", str(file), "--steps", "1", "-q"]) == 2
+    assert "the recipe is not deterministic" in capfd.readouterr().err
+    assert not file.exists()
+
+
+# Golden runs
+
+
+@dataclass
+class Golden:
+    name: str
+    ok: bool
+    verdict: str = "equal"
+    text: str = ""
+    equal: bool = True
+
+
+@pytest.mark.parametrize(("oks", "code"), [((True, True), 0), ((True, False), 1), ((), 1)])
+def test_golden(oks: tuple[bool, ...], code: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    results = [
+        Golden(f"run{i}", ok, "equal" if ok else "different", "" if ok else "step 3") for i, ok in enumerate(oks)
+    ]
+    module = types.ModuleType("fsshard.parity.golden")
+    module.check = lambda backend, timeout, progress: results  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
+    assert run("--golden", "--backends", "ddp") == code
+    expected = [
+        "run0 under ddp: equal",
+        "run1 under ddp: equal" if code == 0 else "run1 under ddp: different: step 3",
+    ]
+    assert capfd.readouterr().out.splitlines() == expected[: len(oks)]
+    assert run("--golden", "--json", "-", "--backends", "ddp") == code
+    assert [(r["backend"], r["ok"]) for r in json.loads(capfd.readouterr().out)] == [("ddp", ok) for ok in oks]
+
+
+def test_golden_runs_of_one_backend_that_fail_leave_the_others(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def check(backend: str, timeout: float, progress: Any) -> list[Golden]:
+        asked.append((backend, timeout))
+        if backend == "fsdp":
+            raise RankFailed(1, "ValueError", "broken", "Traceback of rank 1")
+        return [Golden("run0", True)]
+
+    module = types.ModuleType("fsshard.parity.golden")
+    module.check = check  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
+    assert run("--golden", "--backends", "ddp,fsdp,fsdp2", "--timeout", "9", "--json", "-") == 1
+    out, err = capfd.readouterr()
+    assert asked == [("ddp", 9.0), ("fsdp", 9.0), ("fsdp2", 9.0)]
+    assert err.splitlines() == [
+        "run0 under ddp: equal",
+        "fsshard: golden runs under fsdp: rank 1 failed with ValueError: broken",
+        "run0 under fsdp2: equal",
+    ]
+    assert [entry["ok"] for entry in json.loads(out)] == [True, False, True]
+    assert json.loads(out)[1]["error"] == "rank 1 failed with ValueError: broken"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import subprocess
 import threading
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fsshard.cli.app import main
 from fsshard.demo import darcy
 
 OFFICIAL = Path(os.environ.get("FSSHARD_DARCY_DIR") or Path(__file__).parents[3] / "shared" / "data" / "darcy")
@@ -106,10 +111,7 @@ def test_the_solver_reaches_its_residual_at_every_size(n: int) -> None:
     ("a", "message"),
     [
         (np.ones((3, 4)), r"square field \(n, n\), got shape \(3, 4\)"),
-        (np.ones(9), "square field"),
-        (np.ones((0, 0)), "square field"),
         (np.zeros((3, 3)), "positive and finite"),
-        (np.full((3, 3), np.nan), "positive and finite"),
         (np.full((3, 3), np.inf), "positive and finite"),
     ],
 )
@@ -228,18 +230,9 @@ def test_the_official_statistics_are_the_ones_quoted(official: Path) -> None:
     assert found == pytest.approx([0.133, 0.499, 0.386, 0.340, 1.158], abs=6e-4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n_samples": 0}, "n_samples must be at least 1, got 0"),
-        ({"n_samples": 1, "resolution": 31}, "resolution must be at least 32, got 31"),
-        ({"n_samples": 1, "seed": -1}, "seed must be at least 0, got -1"),
-        ({"n_samples": 1, "workers": 0}, "workers must be at least 1, got 0"),
-    ],
-)
-def test_arguments_of_generate_are_checked(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        darcy.generate(**arguments)  # type: ignore[arg-type]
+def test_a_grid_coarser_than_the_pictures_is_refused() -> None:
+    with pytest.raises(ValueError, match="resolution must be at least 32, got 31"):
+        darcy.generate(1, 31)
 
 
 def test_an_interrupt_drops_the_samples_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,27 +347,13 @@ def flip_a_bit(content: bytes) -> bytes:
     return content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:]
 
 
-def swap_for_text(_: bytes) -> bytes:
-    return b"not a tensor in sight"
-
-
-def empty(_: bytes) -> bytes:
-    return b""
-
-
 def other_tensors(_: bytes) -> bytes:
     from safetensors.numpy import save
 
     return save({"x": np.zeros(3), "sha256": np.zeros(32, dtype=np.uint8)})
 
 
-def no_digest(_: bytes) -> bytes:
-    from safetensors.numpy import save
-
-    return save({"x": np.zeros(3)})
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, swap_for_text, empty, other_tensors, no_digest])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, other_tensors, lambda _: b""])
 def test_a_damaged_cache_is_made_again(damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     first = darcy.load(**SMALL)
     file = cached_file()
@@ -417,10 +396,9 @@ def test_the_cache_lies_where_the_system_keeps_caches(monkeypatch: pytest.Monkey
         assert darcy.cache_dir() == tmp_path / ".cache" / "fsshard" / "darcy"
 
 
-@pytest.mark.parametrize("name", ["n_train", "n_test"])
-def test_an_empty_part_raises(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        darcy.load(**{**SMALL, name: 0})
+def test_an_empty_part_raises() -> None:
+    with pytest.raises(ValueError, match="n_test must be at least 1, got 0"):
+        darcy.load(**{**SMALL, "n_test": 0})
 
 
 # Files of others --------------------------------------------------------------------------------------------------
@@ -453,43 +431,89 @@ def test_files_are_read_and_nothing_is_solved(folder: Path, monkeypatch: pytest.
     assert not darcy.cache_dir().exists()
 
 
-@pytest.mark.parametrize("name", ["darcy_train_16.pt", "darcy_test_16.pt", "darcy_test_32.pt"])
-def test_a_missing_file_is_named(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name} does not exist; data_dir must hold neuraloperator's"):
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "darcy_test_32.pt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"darcy_test_32\.pt does not exist; data_dir must hold"):
         darcy.load(folder, n_train=5, n_test=3)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"x": torch.ones(5, 16, 16)}, r"holds the keys \['x'\]; expected a dict with tensors x and y"),
-        ({"x": torch.ones(5, 16, 16), "y": 3}, r"holds the keys \['x', 'y'\]; expected a dict with tensors"),
-        (torch.ones(5, 16, 16), "holds Tensor; expected a dict"),
-        (
-            {"x": torch.ones(5, 8, 8), "y": torch.ones(5, 8, 8)},
-            r"holds x \(5, 8, 8\) and y \(5, 8, 8\); expected .* one shape \(N, 16, 16\)",
-        ),
-        ({"x": torch.ones(5, 16, 16), "y": torch.ones(4, 16, 16)}, r"holds x \(5, 16, 16\) and y \(4, 16, 16\)"),
-        (
-            {"x": torch.ones(5, 1, 16, 16), "y": torch.ones(5, 1, 16, 16)},
-            r"holds x \(5, 1, 16, 16\) .* one shape \(N, 16, 16\)",
-        ),
+        ({"x": torch.ones(5, 16, 16)}, r"\{'x': \(5, 16, 16\)\}; expected a dict with tensors x and y of one shape"),
+        (torch.ones(5, 16, 16), r"\{'object': .*; expected a dict"),
+        ({"x": torch.ones(5, 8, 8), "y": torch.ones(5, 8, 8)}, r"\{'x': \(5, 8, 8\).* one shape \(N, 16, 16\)"),
+        ({"x": torch.ones(5, 16, 16), "y": torch.ones(4, 16, 16)}, r"'y': \(4, 16, 16\)"),
         ({"x": torch.ones(4, 16, 16), "y": torch.ones(4, 16, 16)}, "holds 4 samples, fewer than n_train=5"),
+        (None, r"cannot be read; expected a dict .* \(N, 16, 16\)"),
     ],
 )
 def test_a_file_that_holds_something_else_is_named(folder: Path, content: object, message: str) -> None:
-    torch.save(content, folder / "darcy_train_16.pt")
-    with pytest.raises(ValueError, match=f"darcy_train_16.pt {message}"):
+    file = folder / "darcy_train_16.pt"
+    if content is None:
+        file.write_bytes(truncate(file.read_bytes()))
+    else:
+        torch.save(content, file)
+    with pytest.raises(ValueError, match=f"darcy_train_16.pt .*{message}"):
         darcy.load(folder, n_train=5, n_test=3)
 
 
-@pytest.mark.parametrize("damage", [truncate, swap_for_text, empty])
-def test_a_file_that_cannot_be_read_is_named(folder: Path, damage: Any) -> None:
-    file = folder / "darcy_test_32.pt"
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"darcy_test_32\.pt cannot be read; expected a dict .* \(N, 32, 32\)"):
-        darcy.load(folder, n_train=5, n_test=3)
+# neuraloperator's own files, fetched by pip, which is a stub ----------------------------------------------------
+
+
+def pip(calls: list[list[str]], contents: dict[str, bytes], error: str = "") -> Any:
+    """Does as ``pip download`` would, with a wheel of these files."""
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command)
+        if error:
+            return SimpleNamespace(returncode=1, stderr=f"WARNING: retrying\n{error}\n")
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "neuraloperator-0.3.0-py3-none-any.whl", "w") as wheel:
+            for name, content in contents.items():
+                wheel.writestr(f"{darcy.WITHIN}/{name}", content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    return run
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Small files of the same form, whose digests are taken for the right ones."""
+    contents = {}
+    for name, side in (("darcy_train_16.pt", 16), ("darcy_test_16.pt", 16), ("darcy_test_32.pt", 32)):
+        torch.save({"x": torch.ones(3, side, side) > 0, "y": torch.ones(3, side, side)}, tmp_path / name)
+        contents[name] = (tmp_path / name).read_bytes()
+    monkeypatch.setattr(darcy, "SHA256", {name: hashlib.sha256(c).hexdigest() for name, c in contents.items()})
+    return contents
+
+
+def test_it_is_fetched_once(published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", pip(calls, published))
+    folder = darcy.official_files()
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == published
+    (folder / "darcy_test_16.pt").write_bytes(b"damaged")
+    assert darcy.official_files() == folder == darcy.official_files()
+    assert len(calls) == 2 and calls[0][1:5] == ["-m", "pip", "download", "--no-deps"]
+    assert (folder / "darcy_test_16.pt").read_bytes() == published["darcy_test_16.pt"]
+
+
+def test_other_files_than_the_published_ones_are_refused(
+    published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", pip([], published | {"darcy_test_32.pt": b"other"}))
+    with pytest.raises(FileNotFoundError, match=r"another darcy_test_32\.pt than the wheel that was published"):
+        darcy.official_files()
+
+
+def test_without_a_network_it_says_what_to_do(
+    published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", pip([], published, "ERROR: No matching distribution found"))
+    assert main(["demo", "--data", "official"]) == 2
+    said = capsys.readouterr().err
+    assert "(ERROR: No matching distribution found)" in said and "pip download --no-deps neuraloperator==0.3.0" in said
 
 
 # The picture ------------------------------------------------------------------------------------------------------
@@ -543,12 +567,8 @@ def test_a_picture_that_cannot_be_drawn_raises(samples: tuple[torch.Tensor, torc
     x, y = samples
     with pytest.raises(ValueError, match="at least one sample and one prediction"):
         darcy.picture(tmp_path / "p.png", x, y, {})
-    with pytest.raises(ValueError, match="at least one sample and one prediction"):
-        darcy.picture(tmp_path / "p.png", x[:0], y[:0], {"ddp": y[:0]})
     with pytest.raises(ValueError, match=r"predictions\['ddp'\] must be \(N, H, W\) or \(N, 1, H, W\), got \(32, 32\)"):
         darcy.picture(tmp_path / "p.png", x, y, {"ddp": y[0, 0]})
     with pytest.raises(ValueError, match=r"ddp has shape \(2, 16, 16\), y has \(2, 32, 32\)"):
         darcy.picture(tmp_path / "p.png", x, y, {"ddp": y[..., ::2, ::2]})
-    with pytest.raises(ValueError, match=r"unsupported|not supported"):
-        darcy.picture(tmp_path / "p.nonsense", x, y, {"ddp": y})
     assert not [each for each in tmp_path.iterdir() if each.name != "cache"]

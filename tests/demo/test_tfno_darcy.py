@@ -1,6 +1,6 @@
 """The demo as people run it: several engines, spawned or under torchrun.
 
-Tests fsshard/demo/common.py too.
+Tests fsshard/demo/common.py and fsshard/demo/tfno_darcy.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fsshard.demo import tfno_darcy
+from fsshard.cli.app import main
+from fsshard.demo import darcy
 from fsshard.launching.pool import RankPool
 from tests.forked import run_script
 
@@ -37,7 +38,7 @@ def run_here(arguments: list[str], environment: dict[str, str]) -> str:
     """What a rank of the pool prints: to the script it is a rank that a launcher started."""
     os.environ.update(environment)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        tfno_darcy.main([*SMALL, *arguments])
+        assert main(["demo", *SMALL, *arguments]) == 0
     return output.getvalue()
 
 
@@ -45,7 +46,7 @@ def run_here(arguments: list[str], environment: dict[str, str]) -> str:
 def spawned(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
     """What the script itself prints for all engines, and its picture."""
     picture = tmp_path_factory.mktemp("picture") / "darcy.png"
-    return run(["--backend", *BACKENDS, "--picture", str(picture)], environment), picture.read_bytes()
+    return run(["--backends", ",".join(BACKENDS), "--plot", str(picture)], environment), picture.read_bytes()
 
 
 def errors(output: str) -> dict[str, tuple[str, ...]]:
@@ -69,15 +70,10 @@ def test_as_launched(ranks: RankPool, environment: dict[str, str], spawned: tupl
 
 
 def test_with_neuraloperators_trainer(ranks: RankPool, environment: dict[str, str], tmp_path: Path) -> None:
-    arguments = ["--backend", "fairscale", "fsdp2", "--trainer", "neuralop"]
+    arguments = ["--backend", "fairscale", "fsdp2", "--trainer", "neuralop"]  # as the options were written before
     output, _ = ranks.run(run_here, 2, [*arguments, "--save-dir", str(tmp_path / "checkpoints")], environment)
     assert "largest difference in loss, fairscale - fsdp2: 0.0" in output
     assert list((tmp_path / "checkpoints").iterdir())
-
-
-def test_one_process(ranks: RankPool, environment: dict[str, str]) -> None:
-    (output,) = ranks.run(run_here, 1, ["--backend", "none", "--nprocs", "1"], environment)
-    assert list(errors(output)) == ["none"]
 
 
 def test_one_step_has_no_bytes_to_show(ranks: RankPool, environment: dict[str, str]) -> None:
@@ -87,15 +83,18 @@ def test_one_step_has_no_bytes_to_show(ranks: RankPool, environment: dict[str, s
     assert re.search(r"│ none +│ +[\d.]+ % │ +[\d.]+ %( │ +-){4} │", output)
 
 
-def test_a_bad_batch_size_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        tfno_darcy.main(["--batch-size", "7", "--nprocs", "2"])
-    assert end.value.code == 2
-    assert "--batch-size 7 must be a multiple of --nprocs 2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--nprocs", "--epochs", "--batch-size", "--n-train", "--n-test"])
-def test_nothing_to_do_is_said_before_anything_starts(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        tfno_darcy.main([option, "0"])
-    assert f"{option} 0 must be at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-size", "7", "--nprocs", "2"], "--batch-size 7 must be a multiple of --world-size 2"),
+        (["--backends", "fsdp2,fsdp9"], "unknown backend 'fsdp9'"),
+        (["--plot", "darcy.jpg"], "ends in .png, .svg or .pdf"),
+        (["--epochs", "0"], "'--epochs'"),
+    ],
+)
+def test_bad_input_is_said_before_anything_is_solved(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(darcy, "load", lambda *_, **__: pytest.fail("it solved"))
+    assert main(["demo", *arguments]) == 2
+    assert said in capsys.readouterr().err

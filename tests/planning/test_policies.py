@@ -206,6 +206,7 @@ SIZE = "a size must be a positive number of bytes"
         (Block, BARE),
         *((policy, "auto_wrap_policy=") for policy in ("all", "", 1e8, object(), b"auto")),
         *((policy, SIZE) for policy in (0, -1, True, False)),
+        ("tuned", r"wrap\(model, \*\*fsshard\.tune\(.*\)\.settings\)"),
         (torch_wrap.CustomPolicy(lambda m: {"sharding_strategy": 2} if isinstance(m, Block) else False), "per module"),
     ],
 )

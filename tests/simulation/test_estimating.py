@@ -1,6 +1,6 @@
 """estimate() against real ranks, and what it says of what it cannot estimate.
 
-Tests fsshard/cli/estimate.py, fsshard/simulation/collectives.py and fsshard/simulation/planned.py too.
+Tests fsshard/simulation/collectives.py and fsshard/simulation/planned.py too.
 """
 
 from __future__ import annotations
@@ -119,13 +119,6 @@ def test_other_models_are_as_simulated(ranks: Any) -> None:
 @pytest.mark.parametrize("backend", often(["fairscale", "fsdp2"], "fsdp2"))
 def test_four_ranks_are_as_simulated(ranks: Any, backend: str) -> None:
     check(ranks, Job(source=net(), changes={}, backend=backend, mesh=(4,)))
-
-
-@pytest.mark.long
-def test_the_rank_that_owns_most_is_simulated(ranks: Any) -> None:
-    job = Job(source="mlp", changes={}, backend="fairscale", mesh=(2,))
-    assert simulate(job).rank == 1
-    check(ranks, job)
 
 
 @pytest.mark.parametrize("name", often(SETTINGS, "bf16", "OSS of ours, accumulation", "recomputed", "kept gathered"))
@@ -252,7 +245,7 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"backend": "fsdp9"}, UnknownBackend, "fsdp9"),
         ({"world_size": 0}, ConfigurationError, "world_size=0"),
-        ({"world_size": 8, "device_mesh": (2, 3)}, ConfigurationError, "does not divide world_size=8; 6 or 12"),
+        ({"world_size": 8, "device_mesh": (2, 3)}, ConfigurationError, "does not divide world_size=8"),
         ({"device_mesh": (1, 1, 1)}, ConfigurationError, "device_mesh"),
         ({"device": "tpu"}, ConfigurationError, "tpu"),
         ({"backend": "ddp", "cpu_offload": True}, UnsupportedByBackend, "cpu_offload"),
@@ -278,11 +271,6 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
         estimate("tests.simulation.recipes:no_such")
 
 
-def test_what_compiled_code_would_allocate_is_not_made_up() -> None:
-    with pytest.raises(ConfigurationError, match="compile=True"):
-        run_job(Job(source=net(), changes={}, backend="ddp", mesh=(2,), settings={"compile": True}))
-
-
 @pytest.mark.usefixtures("here")
 def test_a_batch_of_another_device_is_brought_to_where_it_is_simulated() -> None:
     here, there = (estimate(Net(), batch=batch, backend="ddp") for batch in (BATCH, BATCH.to("meta")))
@@ -298,20 +286,14 @@ def test_collectives_that_stand_in_for_others_have_their_bounds() -> None:
     assert sorted(over_gloo.bounds.payloads.values()) == sorted(others.bounds.payloads.values())
 
 
-def test_a_model_of_a_notebook_is_told_as_such() -> None:
-    job = Job(
-        source=net(build=Sent(b"ctests.simulation.recipes\nDefinedInANotebook\n.")),
-        changes={},
-        backend="ddp",
-        mesh=(1,),
-    )
-    with pytest.raises(ConfigurationError, match=r"DefinedInANotebook.*notebook.*module of its own"):
-        run_job(job)
-
-
-def test_what_cannot_be_sent_is_told() -> None:
+def test_what_cannot_be_sent_or_simulated_is_told() -> None:
     with pytest.raises(ConfigurationError, match="module:function"):
         estimate(net(loss=lambda model, batch: model(batch).sum()), backend="ddp")
+    with pytest.raises(ConfigurationError, match="compile=True"):
+        run_job(Job(source=net(), changes={}, backend="ddp", mesh=(2,), settings={"compile": True}))
+    source = net(build=Sent(b"ctests.simulation.recipes\nDefinedInANotebook\n."))
+    with pytest.raises(ConfigurationError, match=r"DefinedInANotebook.*notebook.*module of its own"):
+        run_job(Job(source=source, changes={}, backend="ddp", mesh=(1,)))
 
 
 @pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fairscale"))
@@ -354,9 +336,10 @@ def test_what_takes_no_part_is_in_no_bound() -> None:
 
 
 @pytest.mark.long
-def test_the_rank_that_trains_most_is_simulated(ranks: Any) -> None:
-    """FSDP1 cuts a unit into equal parts, and all that is frozen can lie on rank 0."""
-    job = Job(source=net(build=HalfFrozen), changes={}, backend="fsdp", mesh=(2,))
+@pytest.mark.parametrize(("source", "backend"), [("mlp", "fairscale"), (net(build=HalfFrozen), "fsdp")])
+def test_the_rank_that_needs_most_is_simulated(ranks: Any, source: Any, backend: str) -> None:
+    """FairScale's owners; and FSDP1 cuts a unit into equal parts, so that all that is frozen can lie on rank 0."""
+    job = Job(source=source, changes={}, backend=backend, mesh=(2,))
     assert simulate(job).rank == 1
     check(ranks, job)
 

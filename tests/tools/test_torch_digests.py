@@ -112,10 +112,6 @@ def test_what_has_changed_is_named_with_its_lines_and_what_rests_on_it(site: Pat
     )
     assert "3 of 4 parts of torch 2.13.0 are not as recorded with torch 2.13.0" in str(found)
     assert "torch/made_up.py:12-13: reduce changed: the mean" in str(found)
-
-
-def test_a_file_that_is_gone_is_all_changed(site: Path) -> None:
-    record = recorded("2.13.0", site=site)
     (site / FILE).unlink()
     assert [change.kind for change in compare("2.13.0", record, site).changes] == ["gone"] * 3
 

@@ -9,7 +9,6 @@ from fsshard.backends import backend_class
 from fsshard.backends.facts import Tunable
 from fsshard.errors import FsshardError
 from fsshard.planning.plan import Plan
-from fsshard.planning.policies import resolve_checkpointing
 from fsshard.simulation.estimating import estimate_of, job_of, mesh_shape
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job
@@ -21,7 +20,7 @@ from fsshard.simulation.tuning.search_space import (
     ModelProfile,
     Settings,
     classes,
-    plans_of,
+    plan_of,
     profile_of,
     recomputations,
     units,
@@ -82,10 +81,10 @@ class Judge:
         profile: ModelProfile = self._answer(profile_of, self.job("none", {}, cpu_offload=False))
         return profile
 
-    def plans(self, changes: list[dict[str, Any]]) -> list[Plan | str]:
-        """Return, for settings of wrap(), the plan for each, or what is wrong with them."""
-        plans: list[Plan | str] = self._answer(plans_of, self.job("none", {}, cpu_offload=False), changes)
-        return plans
+    def plan(self, **settings: Any) -> Plan | str:
+        """Return the plan for settings of wrap(), or what is wrong with them."""
+        planned: Plan | str = self._answer(plan_of, self.job("none", {}, cpu_offload=False), settings)
+        return planned
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Simulate what the candidate needs and sends."""
@@ -143,12 +142,11 @@ class Search:
     def __init__(self, judge: Judge, fixed: Settings, limit: int | None) -> None:
         self.judge, self.fixed = judge, fixed
         self.tried: list[Tried] = []  # in order
-        self.aliases: dict[
-            str, Tried
-        ] = {}  # names of those that are always tried -> the plans that they turned out to be
+        self.aliases: dict[str, Tried] = {}  # names of candidates that are always tried -> what they turned out to be
         self.failed: dict[str, str] = {}  # candidates that cannot be, and why
         self.error: FsshardError | None = None  # the first one of a simulation
         self._seen: dict[Any, Tried | None] = {}
+        self._plans: dict[tuple[str, str], Plan | str] = {}
         self._space = Tunable()  # of the backend that is searched, and whether it divides parameters
         self._divides = False
         self.profile = judge.profile()
@@ -159,8 +157,7 @@ class Search:
             always, others = {"as given": given}, []
         if "activation_checkpointing" in fixed:
             again = []
-        self.always, self.others, self.again = always, others, again
-        self._plans = self._planned()
+        self.always, self.others, self.again = always, self._unrepeated(others), again
 
     def run(self, backends: list[str]) -> None:
         """Search under each backend."""
@@ -190,10 +187,10 @@ class Search:
         usual = self._all((start.changed(auto_wrap_policy=c), name) for name, c in self.always.items())
         if not usual:
             return
-        if self.judge.on_gloo and (joined := self._joined()):
-            for name, units_ in self.always.items():  # as wrap() does it there, so that the winner is no worse
-                if name in ("auto", "as given"):
-                    self._consider(start.changed(auto_wrap_policy=units_, **joined), f"{name}, small ones joined")
+        joined = self._joined()
+        for name in {"auto", "as given"} & self.always.keys() if joined and self.judge.on_gloo else ():
+            # As wrap() does it there by itself, so that the winner is no worse.
+            self._consider(start.changed(auto_wrap_policy=self.always[name], **joined), f"{name}, small ones joined")
         leanest, recomputing = _leanest(usual), list[Tried]()
         if _has_activations(leanest):
             recomputing = self._all((leanest.candidate.changed(activation_checkpointing=c), "") for c in self.again)
@@ -204,7 +201,7 @@ class Search:
         if kept and not {*kept, "sharding_strategy"} & self.fixed.keys():
             self._all((kind.changed(**kept), "") for kind in self._with(kinds, again))
         self._all((kind, "") for kind in self._with(kinds, again))
-        if joined := self._joined():
+        if joined:
             lean = sorted(self.tried, key=lambda one: (one.peak, one.cost))
             mine = [one.candidate for one in lean if one.candidate.backend == start.backend]
             self._all((candidate.changed(**joined), "") for candidate in mine)
@@ -242,75 +239,58 @@ class Search:
 
     # ------------------------------------------------------------------------------------------ one candidate
 
-    def _planned(self) -> dict[tuple[str, str], Plan | str]:
-        # All plans at once: the model is built once for them.
-        given = self.fixed.get("activation_checkpointing")
-        blocks = self.again if given is None else [] if _its_units(given) else [given]
-        wanted = {("auto_wrap_policy", c.code): c for c in [*self.always.values(), *self.others]}
-        found = self._asked(wanted | {("activation_checkpointing", c.code): c for c in blocks})
+    def _unrepeated(self, choices: list[Choice]) -> list[Choice]:
+        """Replace units of which a step calls some more than once by the classes of the others."""
         by_class: dict[str, Choice] = {}
-        for choice in self.others:
-            planned = found["auto_wrap_policy", choice.code]
+        for choice in choices:
+            planned = self._planned(choice)
             if isinstance(planned, Plan) and not self.profile.gathered_once(planned):
                 kinds = self.profile.classes_of_units(planned)
                 choice = classes(kinds) if kinds else choice
             by_class[choice.code] = choice
-        self.others = list(by_class.values())
-        wanted = {("auto_wrap_policy", code): choice for code, choice in by_class.items()}
-        return found | self._asked({key: choice for key, choice in wanted.items() if key not in found})
+        return list(by_class.values())
 
-    def _asked(self, wanted: dict[tuple[str, str], Choice]) -> dict[tuple[str, str], Plan | str]:
-        found = self.judge.plans([{name: choice.value} for (name, _), choice in wanted.items()]) if wanted else []
-        return dict(zip(wanted, found, strict=True))
+    def _planned(self, units_: Choice, again: Choice = DEFAULT) -> Plan | str:
+        """Return the plan of these units and recomputed blocks, or what is wrong with them."""
+        key = units_.code, again.code
+        if key not in self._plans:
+            self._plans[key] = self.judge.plan(auto_wrap_policy=units_.value, activation_checkpointing=again.value)
+        return self._plans[key]
 
     def _count(self, choice: Choice) -> int:
-        planned = self._plans[("auto_wrap_policy", choice.code)]
+        planned = self._planned(choice)
         return 0 if isinstance(planned, str) else len(planned.units)
 
     def _consider(self, candidate: Candidate, name: str = "") -> Tried | None:
         """Simulate it, unless an equal plan was simulated, or it would gather a module several times."""
-        planned = self._plan_of(candidate)
+        planned = self._planned(_units_of(candidate), candidate.settings.get("activation_checkpointing", DEFAULT))
         if isinstance(planned, str):
             self.failed[candidate.code()] = planned
             return None
         joining = self._space.joining
         if joining is not None and joining.option not in candidate.settings:
             candidate = candidate.changed(**_written({joining.option: 0}))  # whatever wrap() does by itself
-        key = self._key(candidate, *planned)
+        key = self._key(candidate, planned)
         if key not in self._seen:
             if not name and len(self.tried) >= self._most:
                 return None
-            if not name and "auto_wrap_policy" in candidate.settings and not self.profile.gathered_once(planned[0]):
+            if not name and "auto_wrap_policy" in candidate.settings and not self.profile.gathered_once(planned):
                 return None
-            self._seen[key] = self._simulated(candidate, name, len(planned[1]))
+            self._seen[key] = self._simulated(candidate, name, planned)
         found = self._seen[key]
         if name and found is not None:
             self.aliases[f"{self._named}{name}"] = found
         return found
 
-    def _shortest(self, candidate: Candidate) -> Candidate:
+    def _shortest(self, candidate: Candidate, planned: Plan) -> Candidate:
         """Leave out the option that joins units where that means nothing: the code is no longer than it must be."""
-        planned, joining = self._plan_of(candidate), self._space.joining
-        if joining is None or joining.option in self.fixed or isinstance(planned, str):
+        joining = self._space.joining
+        if joining is None or joining.option in self.fixed:
             return candidate
-        apart, joined = (joining.travelling(planned[0], value, self.judge.ranks) for value in (0, joining.value))
+        apart, joined = (joining.travelling(planned, value, self.judge.ranks) for value in (0, joining.value))
         return candidate.changed(**{joining.option: DEFAULT}) if apart == joined else candidate
 
-    def _plan_of(self, candidate: Candidate) -> tuple[Plan, tuple[str, ...]] | str:
-        again = candidate.settings.get("activation_checkpointing", DEFAULT)
-        planned = self._plans.get(("auto_wrap_policy", _units_of(candidate).code))
-        if planned is None:  # without units of its own
-            planned = next(iter(self._plans.values()))
-        if _its_units(again) and isinstance(planned, Plan):
-            return planned, tuple(unit.name for unit in planned.units[1:])
-        recomputed = self._plans.get(("activation_checkpointing", again.code))
-        for one in (planned, recomputed):
-            if isinstance(one, str):
-                return one
-        assert isinstance(planned, Plan)
-        return planned, tuple(recomputed.recomputed) if isinstance(recomputed, Plan) else ()
-
-    def _key(self, candidate: Candidate, planned: Plan, recomputed: tuple[str, ...]) -> Any:
+    def _key(self, candidate: Candidate, planned: Plan) -> Any:
         joining = self._space.joining
         others = {"auto_wrap_policy", "activation_checkpointing", "" if joining is None else joining.option}
         options = {name: choice.code for name, choice in candidate.settings.items() if name not in others}
@@ -321,9 +301,9 @@ class Search:
         if self._space.root_stays and len(groups) == 1:
             kept = _written(self._space.kept_gathered)
             options = {name: code for name, code in options.items() if name not in kept or kept[name].code != code}
-        return candidate.backend, groups, recomputed, tuple(sorted(options.items()))
+        return candidate.backend, groups, tuple(planned.recomputed), tuple(sorted(options.items()))
 
-    def _simulated(self, candidate: Candidate, name: str, recomputed: int) -> Tried | None:
+    def _simulated(self, candidate: Candidate, name: str, planned: Plan) -> Tried | None:
         try:
             estimate = self.judge.estimate(candidate)
         except SimulatorDied:  # no candidate's fault, and what was found so far would pass for the best there is
@@ -333,9 +313,9 @@ class Search:
             self.error = self.error or error
             return None
         one = Tried(
-            candidate=self._shortest(candidate),
+            candidate=self._shortest(candidate, planned),
             name=f"{self._named}{name}" if name else "",
-            recomputed=recomputed,
+            recomputed=len(planned.recomputed),
             estimate=estimate,
         )
         self.tried.append(one)
@@ -344,11 +324,6 @@ class Search:
 
 def _units_of(candidate: Candidate) -> Choice:
     return candidate.settings.get("auto_wrap_policy", Choice("auto", '"auto"'))
-
-
-def _its_units(again: Choice) -> bool:
-    """Return whether the plan's own units are recomputed, whichever these are."""
-    return resolve_checkpointing(again.value).policy is True
 
 
 def _written(options: Mapping[str, Any]) -> dict[str, Choice]:

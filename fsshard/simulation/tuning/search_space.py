@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import gc
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -24,22 +26,6 @@ from fsshard.simulation.simulation import Job, batches_of, shared_fakes, under_b
 from fsshard.simulation.worker import errors_in_words
 from fsshard.torch_private.dispatch import TorchDispatchMode
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
-
-__all__ = [
-    "DEFAULT",
-    "SEARCHED",
-    "Candidate",
-    "Choice",
-    "ModelProfile",
-    "ModuleFacts",
-    "Settings",
-    "classes",
-    "plans_of",
-    "profile_of",
-    "recomputations",
-    "units",
-    "written",
-]
 
 PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
 SEARCHED = tuple(PLAIN)
@@ -128,18 +114,21 @@ def profile_of(job: Job) -> ModelProfile:
         return ModelProfile(modules=facts, operators=max(1, profiler.operators), layers=layers)
 
 
-def plans_of(job: Job, changes: list[dict[str, Any]]) -> list[Plan | str]:
-    """Return what would be simulated with each of several settings; where one has no meaning, what is wrong with it."""
-    recipe, plans = job.recipe(), list[Plan | str]()
-    with errors_in_words(job), _model(job) as module:
-        for change in changes:
-            settings = {**recipe.settings, **change}
-            chosen = {name: settings[name] for name in PLAIN if name in settings}
-            try:
-                plans.append(plan(module, mixed_precision=recipe.precision, **chosen))
-            except FsshardError as error:
-                plans.append(str(error))
-    return plans
+def plan_of(job: Job, settings: dict[str, Any]) -> Plan | str:
+    """Return what would be simulated with these settings; where they have no meaning, what is wrong with them."""
+    with errors_in_words(job):
+        precision, module = _planned_model(pickle.dumps(job))
+        try:
+            return plan(module, mixed_precision=precision, **settings)
+        except FsshardError as error:
+            return str(error)
+
+
+@functools.lru_cache(maxsize=1)  # a search asks for many plans of one model
+def _planned_model(job: bytes) -> tuple[Any, nn.Module]:
+    asked: Job = pickle.loads(job)
+    with _model(asked) as module:
+        return asked.recipe().precision, module
 
 
 @contextlib.contextmanager

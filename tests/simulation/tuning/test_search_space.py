@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import ShardingStrategy
 
 import fsshard
 from fsshard.simulation.tuning.search_space import (
@@ -47,7 +48,8 @@ def test_blocks_are_computed_again_that_keep_their_share() -> None:
     ("value", "code", "imports"),
     [
         ("auto", '"auto"', ()),
-        ({torch.nn.Linear}, '{"Linear"}', ()),
+        ({torch.nn.Linear, "Block"}, '{"Block", "Linear"}', ()),
+        (ShardingStrategy.SHARD_GRAD_OP, '"SHARD_GRAD_OP"', ()),
         (fsshard.Precision(param=torch.bfloat16), None, ("import torch",)),
         (print, "auto_wrap_policy", ()),
     ],

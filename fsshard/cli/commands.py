@@ -1,0 +1,306 @@
+"""The commands of ``fsshard`` but for ``parity`` and ``doctor``: options, and one call of the library each."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from contextlib import redirect_stdout
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsshard.cli.options import (
+    DEFAULT_BACKENDS,
+    Json,
+    Progress,
+    Quiet,
+    backend_names,
+    check_files,
+    check_recipe,
+    meshes,
+    world_sizes,
+)
+from fsshard.cli.output import AGREED, BAD_INPUT, DIFFERENT, progress_bar, write_json
+from fsshard.errors import ConfigurationError, MissingExtra
+
+__all__ = ["demo", "estimate", "export", "import_", "inspect", "top", "tune"]
+
+SWEEP = tuple(4**power for power in range(7))
+"""World sizes of an estimate's picture."""
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="module:attribute, importable from the current folder.")]
+MixedPrecision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")]
+Target = Annotated[str, typer.Option(help="The target device: cpu or cuda.")]
+Real = Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank.")]
+
+
+def top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,  # app.main() does
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(BAD_INPUT)
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare checksums: reads every byte.")] = False,
+    json_file: Json = None,
+    progress: Progress = None,
+) -> None:
+    """Print what CHECKPOINT holds, where it comes from, and whether it is complete.
+
+    The exit code is 1 if it is not: the file and the tensors in it are named.
+    """
+    from fsshard.checkpoint.inspecting import inspect as inspected
+
+    check_files(json_file)
+    with progress_bar(progress if verify else False, sys.stderr) as bar:
+        shown = bar("checksums")
+        tell = None if shown is None else lambda done, of: shown(done, of, "")
+        found = inspected(checkpoint, verify=verify, progress=tell)
+    if json_file is not None:
+        write_json(json_file, found.to_json())
+    print("\n".join(found.render()), file=sys.stderr if json_file == "-" else sys.stdout)
+    raise typer.Exit(AGREED if found.ok else DIFFERENT)
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint.")],
+    file: Annotated[Path, typer.Argument(help="The file, or the directory for hf and dcp, to write.")],
+    format: Annotated[
+        str | None, typer.Option(help="safetensors, torch, dcp or hf; by default as FILE's suffix says.")
+    ] = None,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="The optimizer's state as well (torch and dcp).")
+    ] = False,
+    max_shard_bytes: Annotated[
+        int, typer.Option(min=1, help="Above it a model is divided into several safetensors files.")
+    ] = 5_000_000_000,
+    config: Annotated[Path | None, typer.Option(help="The config.json of an hf directory.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+) -> None:
+    """Write the weights of CHECKPOINT to FILE, whole and under their own names, for other programs to read."""
+    from fsshard.checkpoint.interop.exporting import export as write
+
+    options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "config": config, "overwrite": overwrite}
+    for path in write(checkpoint, file, format, optimizer=optimizer, **options):
+        print(path)
+
+
+def import_(
+    source: Annotated[
+        Path, typer.Argument(help="Safetensors, a Hugging Face or DCP directory, a .pt, a neuraloperator folder.")
+    ],
+    destination: Annotated[Path, typer.Argument(help="The checkpoint to write.")],
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Run whatever code is in SOURCE: only if you know who wrote it.")
+    ] = False,
+    optimizer: Annotated[bool, typer.Option(help="Take optimizer states along.")] = True,
+) -> None:
+    """Convert another program's checkpoint for fsshard.load."""
+    from fsshard.checkpoint.interop.importing import import_checkpoint
+
+    print(import_checkpoint(source, destination, trust_pickle=trust_pickle, optimizer=optimizer))
+
+
+# ------------------------------------------------------------------------------------------------ what it costs
+
+
+def estimate(
+    recipe: Recipe,
+    backends: Annotated[str, typer.Option(help="Comma list of backends.")] = DEFAULT_BACKENDS,
+    world_size: Annotated[
+        list[str] | None, typer.Option(help="Numbers of ranks: repeat it, or give a comma list.", show_default="2")
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=SIZE,...", help="Divide the model as RECIPE's split says, for example data=4,tp=2."),
+    ] = None,
+    device: Target = "cpu",
+    mixed_precision: MixedPrecision = None,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward pass.")
+    ] = False,
+    accumulation: Annotated[
+        int | None, typer.Option(min=1, help="Backward passes per step; else the recipe's.")
+    ] = None,
+    cpu_offload: Annotated[
+        bool, typer.Option("--cpu-offload", help="Keep shards in host memory; count what stays on the device.")
+    ] = False,
+    real: Real = False,
+    json_file: Json = None,
+    picture: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE", help="Draw them, and 1 to 4096 ranks: .png, .svg or .pdf."),
+    ] = None,
+    progress: Progress = None,
+    quiet: Quiet = False,
+) -> None:
+    """Memory and traffic of a training step of RECIPE per rank, before it is launched and without a GPU.
+
+    The exit code is 0; 2 for bad input, which includes a step that depends on the values of tensors.
+    """
+    check_recipe(recipe)
+    arguments: dict[str, Any] = {"device": device, "real": real, "cpu_offload": cpu_offload}
+    arguments |= {"accumulation": accumulation, "backend": backend_names(backends)}
+    if mixed_precision is not None:
+        arguments["mixed_precision"] = mixed_precision
+    if activation_checkpointing:
+        arguments["activation_checkpointing"] = True
+    sizes = world_sizes(world_size or ["2"])
+    if mesh is not None:
+        if picture is not None:
+            raise ConfigurationError("--plot draws 1 to 4096 ranks of data; leave out --mesh, or --plot")
+        (arguments["mesh"],) = meshes([mesh])
+        sizes = sizes if world_size else [math.prod(arguments["mesh"].values())]
+    check_files(json_file, picture)
+    from fsshard.simulation import estimating
+    from fsshard.simulation.result import overview, plot
+
+    every = list(dict.fromkeys([*sizes, *(SWEEP if picture is not None else ())]))
+    with progress_bar(False if quiet else progress, sys.stderr) as bar:
+        shown = bar(recipe)
+        tell = None if shown is None else lambda done, of: shown(done, of, "simulated")
+        with redirect_stdout(sys.stderr):  # what the recipe prints
+            ranks = every[0] if len(every) == 1 else every
+            estimates = estimating.estimate(recipe, world_size=ranks, progress=tell, **arguments)
+    asked = [one for one in estimates if one.world_size in sizes]
+    out = sys.stderr if json_file == "-" else sys.stdout
+    if not quiet:
+        print("\n\n".join(map(str, asked)), end="\n\n", file=out)
+    print(overview(asked), file=out)
+    if json_file is not None:
+        write_json(json_file, f"[{','.join(one.to_json() for one in asked)}]")
+    if picture is not None:
+        plot(estimates, picture, sizes[0])
+
+
+def tune(
+    recipe: Recipe,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory that a rank may use, such as 40GiB; without it the smallest peak is searched."),
+    ] = None,
+    backends: Annotated[str, typer.Option(help="Comma list of backends.")] = "fsdp2",
+    device: Target = "cpu",
+    mixed_precision: MixedPrecision = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Simulations after which no further plan is tried.", show_default="12 to 40"),
+    ] = None,
+    real: Real = False,
+    json_file: Json = None,
+    picture: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw peak against traffic: .png, .svg or .pdf.")
+    ] = None,
+    progress: Progress = None,
+) -> None:
+    """Find the plan of RECIPE that sends the fewest bytes and fits, by simulation; print it as code to paste.
+
+    The exit code is 0; 2 for bad input, which includes a bound that no plan fits.
+    """
+    check_recipe(recipe)
+    arguments: dict[str, Any] = {"memory": memory, "device": device, "real": real, "limit": limit}
+    if mixed_precision is not None:
+        arguments["mixed_precision"] = mixed_precision
+    names = backend_names(backends)
+    check_files(json_file, picture)
+    from fsshard.simulation.tuning import tuning
+
+    with progress_bar(progress, sys.stderr) as bar:
+        shown = bar(recipe)
+        tell = None if shown is None else lambda done, text: shown(done, limit or done + 1, text)
+        with redirect_stdout(sys.stderr):  # what the recipe prints
+            found = tuning.tune(recipe, backend=names, world_size=world_size, progress=tell, **arguments)
+    print(found, file=sys.stderr if json_file == "-" else sys.stdout)
+    if json_file is not None:
+        write_json(json_file, found.to_json())
+    if picture is not None:
+        found.plot(picture)
+
+
+# ------------------------------------------------------------------------------------------------ the demo
+
+
+class Trainer(str, Enum):
+    """Loops that the demo has."""
+
+    plain = "plain"
+    neuralop = "neuralop"
+
+
+class Data(str, Enum):
+    """Data that the demo trains on."""
+
+    solved = "solved"
+    official = "official"
+
+
+def demo(
+    more_backends: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    backends: Annotated[str, typer.Option("--backends", "--backend", help="Comma list of backends.")] = "fsdp2",
+    world_size: Annotated[
+        int, typer.Option("--world-size", "--nprocs", min=1, help="Ranks to start; not under torchrun.")
+    ] = 2,
+    trainer: Annotated[Trainer, typer.Option(help="A plain loop, or neuraloperator's own.")] = Trainer.plain,
+    epochs: Annotated[int, typer.Option(min=1)] = 20,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 32,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm (plain loop).")] = 1.0,
+    n_train: Annotated[int, typer.Option(min=1, help="Samples to train on.")] = 1000,
+    n_test: Annotated[int, typer.Option(min=1, help="Samples to test on.")] = 50,
+    data: Annotated[
+        Data, typer.Option(help="Solved here, or neuraloperator's own files, which pip fetches once (4 MB).")
+    ] = Data.solved,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with neuraloperator's darcy_*.pt, instead of --data.")
+    ] = None,
+    save_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints (--trainer neuralop).")] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option("--plot", "--picture", metavar="FILE", help="Draw inputs, truth and predictions: .png, ..."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a collective may take.")] = 60.0,
+) -> None:
+    """Train a Tucker-factorised TFNO (complex64 weights) on Darcy flow under one engine or several.
+
+    The same training runs under each backend, and the table at the end shows the largest difference between their
+    losses. The data are solved on this machine once and cached.
+    """
+    # `--backend fairscale fsdp2` is what the option looked like before it took a comma list.
+    names = backend_names(",".join([backends, *(more_backends or ())]))
+    for module, package in {"scipy": "scipy", "neuralop": "neuraloperator"}.items():
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtra(package, "examples", "the demo")
+    world_size = int(os.environ.get("WORLD_SIZE", world_size))  # torchrun's
+    if batch_size % world_size:
+        raise ConfigurationError(f"--batch-size {batch_size} must be a multiple of --world-size {world_size}")
+    check_files(None, picture)
+    from fsshard.demo.tfno_darcy import Demo, run
+
+    run(
+        Demo(
+            backends=names,
+            world_size=world_size,
+            trainer=trainer.value,
+            epochs=epochs,
+            batch_size=batch_size,
+            clip=clip,
+            n_train=n_train,
+            n_test=n_test,
+            official=data is Data.official,
+            data_dir=data_dir,
+            save_dir=save_dir,
+            picture=picture,
+            timeout=timeout,
+        )
+    )

@@ -1,5 +1,0 @@
-"""The exit codes of the command."""
-
-__all__ = ["AGREED", "BAD_INPUT", "DIFFERENT", "INTERRUPTED", "TERMINATED"]
-
-AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
