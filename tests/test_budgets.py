@@ -21,7 +21,7 @@ LINES = {
     "fsshard + compat": 57_150,
     "fsshard/backends": 4_450,
     "fsshard/checkpoint": 6_148,
-    "fsshard/parity": 6_070,
+    "fsshard/parity": 5_400,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 4_530,
     "fsshard/simulation": 3_638,

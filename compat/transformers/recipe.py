@@ -20,8 +20,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils.generic import find_labels
 
 from fsshard.errors import RecipeError
-from fsshard.parity.description import Recipe, join_batches
-from fsshard.parity.seeding import kept_random_numbers
+from fsshard.parity.one_process import kept_random_numbers
+from fsshard.parity.recipe import Recipe, join_batches
 from fsshard.parity.trainers import Configured, SampledBatches, optimizer_fields
 
 __all__ = ["from_transformers"]

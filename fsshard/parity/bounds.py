@@ -1,45 +1,51 @@
-"""How far rounding alone may carry two engines apart: the error model behind the verdict "bound".
+"""How far rounding alone may carry a step: in closed form for the sum over ranks, measured for everything else.
 
 Every step starts from the same weights and optimizer state on both sides (a run that has come apart within its bound
 is put back onto the reference after each step), so a step's bound never has to follow errors through a trajectory.
-Within a step:
-
-* **Forward.** At one world size each rank computes its loss from the same bits by the same operations: equal.
-* **Reduction.** A gradient is the mean over N ranks of local gradients g_r. Engines add them in different orders. An
-  order of n summands commits at most n - 1 roundings, each of relative size u, so with gamma_k = k u / (1 - k u) each
-  result is within gamma_(n-1) sum |g_r| / N of the exact one (Higham, Accuracy and Stability of Numerical Algorithms,
-  2nd ed., section 4.2), and two results within twice that of each other. Division by N is exact where N is a power
-  of two and up to two more roundings elsewhere (engines divide before, after, or both). sum |g_r| is taken element by
-  element from the ranks' own batches. Two summands have one order only, so on two ranks the bound is zero: equal.
-  (Below the normal numbers halving rounds too, and engines halve at different places: see :func:`underflow`.)
-* **Clipping.** The norm must be that of the run's own gradients, summed in float64 and rounded once.
-* **Optimizer.** An update may amplify a rounding error without limit (Adam divides by a square root that can be
-  zero), so no bound is derived for it at all: the recipe's own optimizer, run on one process from the reference's
-  weights and state with this run's gradients, must give this run's weights and state to the last bit.
-
-One process on the joined batch, a divided model, another torch or processor add in other orders inside of kernels that
-nobody can look into. Their bound is measured: P draws of the same step's rounding errors, see :func:`spread_factor`.
+docs/proof.md has the argument for each quantity.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ORDERS", "reduction_bound", "reduction_roundings", "spread_factor", "underflow", "unit_roundoff"]
+from fsshard.errors import ConfigurationError
+from fsshard.nested import is_array, leaves, map_leaves
+from fsshard.parity.one_process import Draw, Shadow, perturbed
+from fsshard.parity.recipe import Recipe, RecipeLike, resolve
+from fsshard.parity.sketch import Sketch, digest, real_view, sketch
+from fsshard.parity.trace import Rounding
+from fsshard.planning.policies import resolve_precision
+
+__all__ = ["NotComparable", "measure", "measured_bound", "recorded_batches", "reduction_bound", "spread_factor"]
 
 ORDERS = 8
-"""Draws of a whole training that runs freely (:mod:`fsshard.parity.against`)."""
+"""Draws of a whole training that runs freely."""
+DRAWS = 32
+"""Draws of a step with a common start. One process is cheap beside several ranks, and with more draws the bound is
+nearer to them: 9 times the largest of 32, of 8 it is 75 times (:func:`spread_factor`)."""
 FALSE_ALARM = 1e-9
 """Probability that a tensor which differs by rounding alone exceeds the measured bound."""
+BatchFacts = tuple[list[list[str]], dict[str, Sketch]]
+
+
+class NotComparable(ConfigurationError):
+    """The comparison makes no sense for this model."""
+
+
+# ---------------------------------------------------------------------------------------------------- in closed form
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """u: half the distance from 1 to the next number, of the real type behind a complex one."""
+    """Return u: half the distance from 1 to the next number, of the real type behind a complex one."""
     real = dtype.to_real() if dtype.is_complex else dtype
     return torch.finfo(real).eps / 2
 
@@ -51,13 +57,12 @@ def reduction_roundings(world_size: int, reductions: int = 1) -> int:
         world_size: N, summands per reduction.
         reductions: reductions whose results are added (accumulation without ``no_sync``).
     """
-    summands = world_size * reductions
-    if summands <= 2 and reductions == 1:
+    # One rank reduces nothing, and its sums run in the order of the batches; two summands have one order only.
+    if world_size == 1 or (world_size == 2 and reductions == 1):
         return 0
-    if world_size == 1:
-        return 0  # nothing is reduced, and local sums run in the order of the batches
+    # Division by N is exact where N is a power of two; elsewhere engines divide before, after, or both.
     divisions = 0 if world_size & (world_size - 1) == 0 else 2 * reductions
-    return summands - 1 + divisions
+    return world_size * reductions - 1 + divisions
 
 
 def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float:
@@ -70,7 +75,10 @@ def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float
 
 
 def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
-    """``2 gamma_k`` times the mean of moduli, element by element (real view), in float64.
+    """Return ``2 gamma_k`` times the mean of moduli, element by element (real view), in float64.
+
+    An order of a sum with k roundings is within gamma_k = k u / (1 - k u) times the sum of moduli of the exact one
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), two orders within twice that.
 
     Args:
         magnitude: sum over ranks of |g_r| / N.
@@ -81,7 +89,10 @@ def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
     return 2 * gamma * magnitude.double()
 
 
-@lru_cache(maxsize=4096)
+# -------------------------------------------------------------------------------------------------------- measured
+
+
+@functools.lru_cache(maxsize=4096)
 def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -> float:
     """Return how far beyond the largest of the observed rounding errors the next draw of them may reach.
 
@@ -107,7 +118,7 @@ def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -
 
 
 def measured_bound(spread: float, largest: float, elements: int, draws: int, dtype: torch.dtype) -> float:
-    """The bound of one tensor between two orders of the same samples.
+    """Return the bound of one tensor between two orders of the same samples.
 
     Args:
         spread: largest modulus of the observed differences. Differences carry both sides' errors, as the difference
@@ -122,3 +133,152 @@ def measured_bound(spread: float, largest: float, elements: int, draws: int, dty
     if draws == 0 or not math.isfinite(spread):
         return 2 * least
     return spread_factor(elements, draws) * max(spread, least)
+
+
+def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]]], step: int) -> Rounding:
+    """Measure the bounds of one step on this process.
+
+    Args:
+        shadow: a copy of the model, with this step's weights and buffers.
+        recipe: what is trained.
+        batches: makes, per accumulated batch, the ranks' batches.
+        step: seeds the draws.
+
+    Raises:
+        NotComparable: low precision, or the model draws random numbers or mixes samples: then other ranks train
+            something else.
+    """
+    if not resolve_precision(recipe.settings.get("mixed_precision", recipe.precision)).is_full:
+        raise NotComparable(
+            "mixed precision: in bfloat16 and float16 kernels round a joined batch very differently from the ranks' "
+            "own batches, so only runs with the same number of ranks can be compared"
+        )
+
+    def joined() -> list[Any]:
+        return [recipe.joined(parts) for parts in batches()]
+
+    base = shadow.evaluate(joined)
+    if base.drew:
+        raise NotComparable(
+            "the model draws random numbers (dropout?): one process draws other numbers than the ranks do, so only "
+            "runs with the same number of ranks can be compared"
+        )
+    spread, loss = dict.fromkeys(base.gradients, 0.0), 0.0
+    for number in range(DRAWS):
+        with perturbed(torch.Generator().manual_seed(1000 * step + number + 1)):
+            draw = shadow.evaluate(joined)
+        loss = max(loss, abs(draw.loss - base.loss))
+        for name, gradient in base.gradients.items():
+            spread[name] = max(spread[name], _apart(gradient, real_view(draw.gradients[name])))
+
+    def bound(name: str, gradient: Tensor) -> float:
+        real = real_view(gradient)
+        return measured_bound(spread[name], float(real.abs().max()), real.numel(), DRAWS, gradient.dtype)
+
+    bounds = Rounding(
+        loss=measured_bound(loss, abs(base.loss), 1, DRAWS, torch.float32),
+        gradients={name: bound(name, value) for name, value in base.gradients.items() if value.numel()},
+    )
+    if len(batches()[0]) > 1:
+        _check_samples_stay_apart(base, _mean_of_parts(shadow, batches), bounds)
+    return bounds
+
+
+def _apart(gradient: Tensor, other: Tensor) -> float:
+    return float((real_view(gradient).double() - other.double()).abs().max()) if gradient.numel() else 0.0
+
+
+def _mean_of_parts(shadow: Shadow, batches: Callable[[], list[list[Any]]]) -> Draw:
+    """Return loss and gradients (real views in float64) over the ranks' own batches, one after the other."""
+    world, mean = len(batches()[0]), Draw(0.0, {}, False)
+    for rank in range(world):
+        draw = shadow.evaluate(lambda rank=rank: [parts[rank] for parts in batches()])  # type: ignore[misc]
+        mean.loss += draw.loss / world
+        for name, gradient in draw.gradients.items():
+            mean.gradients[name] = mean.gradients.get(name, 0) + real_view(gradient).double() / world
+    return mean
+
+
+def _check_samples_stay_apart(base: Draw, parts: Draw, bounds: Rounding) -> None:
+    """Raise unless the joined batch is the mean of the ranks' batches, within this process, with no engine in it."""
+    what = ""
+    if abs(parts.loss - base.loss) > bounds.loss:
+        what = f"the loss is {base.loss:.9g} on the joined batch and {parts.loss:.9g} as the mean over its parts"
+    for name, bound in bounds.gradients.items():
+        apart = _apart(base.gradients[name], parts.gradients[name])
+        if not what and apart > bound:
+            what = f"the gradient of {name} on the joined batch differs by {apart:.3g} from the mean over its parts"
+    if what:
+        raise NotComparable(
+            f"{what}, within one process: the model or its loss mixes samples (BatchNorm, a sum, a mean over unequal "
+            "numbers of tokens), so one process on the joined batch trains something else; compare runs with the same "
+            "number of ranks"
+        )
+
+
+# ------------------------------------------------------------------------------- the same samples on other ranks
+
+
+def samples_of(batch: Any) -> int:
+    """Return how many samples a batch has, along dim 0 of every tensor and array.
+
+    Raises:
+        NotComparable: they do not agree.
+    """
+    sizes = {leaf.shape[0] for leaf in leaves(batch) if is_array(leaf)}
+    if len(sizes) != 1:
+        raise NotComparable(
+            f"tensors of the batch have {sorted(sizes)} rows: samples must lie along dim 0 of every tensor, or the "
+            "recipe needs a join function"
+        )
+    return int(sizes.pop())
+
+
+def at_world_size(source: RecipeLike, world_size: int) -> Any:
+    """Return a source of the recipe, with the batches of ``world_size`` ranks divided among however many train."""
+    return functools.partial(_regrouped, source, world_size)
+
+
+def _regrouped(source: RecipeLike, world_size: int) -> Recipe:
+    recipe = resolve(source)
+
+    def batches(rank: int, ranks: int, number: int) -> Any:
+        joined = recipe.joined([recipe.batches(r, world_size, number) for r in range(world_size)])
+        samples = samples_of(joined)
+        if samples % ranks:
+            raise NotComparable(
+                f"the {samples} samples of a batch of {world_size} ranks cannot be divided evenly among {ranks}; "
+                "compare with a number of ranks that divides them"
+            )
+        rows = list(range(rank * samples // ranks, (rank + 1) * samples // ranks))
+        return map_leaves(lambda leaf: leaf[rows] if is_array(leaf) else leaf, joined)
+
+    return replace(recipe, batches=batches)
+
+
+def batch_facts(batches: list[list[Any]], *, sketched: bool = True) -> BatchFacts:
+    """Return digests per accumulated batch and rank, and sketches by "accumulated batch.rank.tensor"."""
+    found = {}
+    for micro, parts in enumerate(batches if sketched else []):
+        for rank, batch in enumerate(parts):
+            arrays = [leaf for leaf in leaves(batch) if is_array(leaf)]
+            found.update({f"{micro}.{rank}.{number}": sketch(torch.as_tensor(x)) for number, x in enumerate(arrays)})
+    return [[digest(batch) for batch in parts] for parts in batches], found
+
+
+def recorded_batches(source: RecipeLike, world_size: int, steps: int, device: str) -> list[BatchFacts]:
+    """Return for each step the facts of the batches of ``world_size`` ranks. On one rank.
+
+    Raises:
+        NotComparable: other numbers of ranks train something else on the same samples.
+    """
+    recipe = resolve(source)
+
+    def batches(step: int) -> list[list[Any]]:
+        numbers = range(step * recipe.accumulate, (step + 1) * recipe.accumulate)
+        return [[recipe.batches(rank, world_size, number) for rank in range(world_size)] for number in numbers]
+
+    shadow = Shadow(recipe, device)
+    shadow.load(dict(shadow.module.named_parameters()).items(), shadow.module.named_buffers())
+    measure(shadow, recipe, lambda: batches(0), 0)
+    return [batch_facts(batches(step)) for step in range(steps)]

@@ -9,29 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsshard.comm.agreement import per_rank
 from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
-from fsshard.parity.bounds import reduction_bound, reduction_roundings, underflow
-from fsshard.parity.comparing import Found, StepComparison
-from fsshard.parity.difference import difference, number_difference, place_of
+from fsshard.parity.bounds import NotComparable, measure, reduction_bound, reduction_roundings, underflow
+from fsshard.parity.comparing import Found, StepComparison, all_batches
+from fsshard.parity.difference import difference, number_difference
 from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
-from fsshard.parity.findings import Difference, RankStep
-from fsshard.parity.recorded import StepTrace
-from fsshard.parity.replay import Replay
-from fsshard.parity.rounding import NotComparable, Rounding, measure
-from fsshard.parity.split_causes import causes
-from fsshard.parity.split_training import SplitTraining
-from fsshard.parity.trace import TraceReader, digest
-from fsshard.parity.training import INITIAL, Job, Training
-from fsshard.parity.watch import first_difference
+from fsshard.parity.report import Difference, RankStep
+from fsshard.parity.sketch import digest, real_view
+from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Shelf
+from fsshard.parity.training import Job, SplitTraining, Training
 
 __all__ = ["rerun"]
 
 
-def rerun(job: Job) -> list[RankStep]:
+def rerun(job: Job, reference: list[RankTrace]) -> list[RankStep]:
     """Train and compare with the reference, step by step. On every rank."""
-    comparison = _RunComparison(Training(job) if job.mesh is None else SplitTraining(job))
+    comparison = _RunComparison(Training(job) if job.mesh is None else SplitTraining(job), reference)
     steps = []
     for number in range(job.steps):
         steps.append(comparison.step(number))
@@ -40,62 +37,57 @@ def rerun(job: Job) -> list[RankStep]:
 
 
 class _RunComparison(StepComparison):
-    """One run held against the reference's trace.
+    """One run held against the reference.
 
     Every step starts from the reference's weights and state: a run that has come apart within its bounds is put back.
     """
 
     recorded_in = "the reference"
 
-    def __init__(self, run: Training) -> None:
+    def __init__(self, run: Training, reference: list[RankTrace]) -> None:
         job = run.job
-        super().__init__(run.rank, regrouped=run.joins or job.reference_joined)
+        process, regrouped = (0 if job.reference_joined else run.rank), run.joins or job.reference_joined
+        own_engine = not isinstance(run.engine, WrappedEngine)
+        super().__init__(reference, process, rank=run.rank, regrouped=regrouped, own_engine=own_engine)
         self.run = run
-        self.reader = TraceReader(job.folder, 0 if job.reference_joined else run.rank)
         # The reference's own process once more: nothing can add in another order.
         self.again = job.reference_joined and job.mesh is None and dist.get_world_size() == 1
         self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
         self.gradients: dict[str, Tensor | None] = {}
         self.clipped: float | None = None
         self.rounding = Rounding()
-        self.replay: Replay | None = None
+        self.magnitudes: Mapping[str, Tensor] = {}
+        self.near = False  # gradients or norm differ by rounding, and nothing by more
+        self.replayed: dict[str, dict[str, Tensor]] | None = None
 
     def step(self, number: int) -> RankStep:
         """Train and compare one step. Collective."""
-        run, facts = self.run, self.reader.facts(number)
-        self.rounding = Rounding(**facts.pop("bounds"), magnitudes=self.reader.open(number, "magnitude"))
+        run = self.run
+        self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._shelf(number, "magnitude")
         if run.joins and not run.job.reference_joined:
             self.rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
-        result = self.compare_step(number, StepTrace(**facts), run.stages(number))
+        result = self.compare_step(number, run.stages(number))
         self.lost |= any(self._verdict(quantity) == "different" for quantity in result.differences)
         self._restore()
-        self.gradients, self.replay = {}, None  # their memory is needed for the next step
+        self.gradients, self.replayed, self.near = {}, None, False  # their memory is needed for the next step
         return result
 
+    def _shelf(self, step: int, quantity: str) -> Shelf:
+        return Shelf(self.run.job.folder, step, quantity, self.process)
+
     def recorded(self, quantity: str) -> Mapping[str, Tensor]:
-        initial = quantity == "initial weight"
-        return self.reader.open(INITIAL if initial else self.number, "weight" if initial else quantity)
+        return self._shelf(INITIAL, "weight") if quantity == "initial weight" else self._shelf(self.number, quantity)
 
-    def owns(self, name: str, got: Tensor, difference: Difference) -> bool:
-        start, stop = self.run.engine.owned(name.partition(": ")[0])
-        return start <= place_of(got, difference.index) < stop
-
-    def may_be_silent(self, quantity: str) -> bool:
-        return not isinstance(self.run.engine, WrappedEngine) and quantity not in ("initial weight", "weight")
+    def owned(self, name: str) -> tuple[int, int]:
+        return self.run.engine.owned(name)
 
     def batch(self, batches: list[list[Any]]) -> Found:
         """Raise if the samples are not the reference's."""
-        job, world = self.run.job, range(self.run.job.world_size)
-        expected = self.before.batches
-        if job.reference_joined and not self.run.joins:
-            expected = [[parts[self.run.sample_rank]] for parts in expected]
-        elif self.run.joins and not job.reference_joined:
-            ranks = [self.reader.facts(self.number, rank)["batches"] for rank in world]
-            expected = [[parts[0] for parts in column] for column in zip(*ranks, strict=True)]
-        for micro, (mine, theirs) in enumerate(zip(batches, expected, strict=True)):
-            for rank, (batch, one) in enumerate(zip(mine, theirs, strict=True)):
-                if digest(batch) != one:
-                    rank = rank if self.run.joins else self.rank
+        expected = all_batches(self.ranks, self.number)
+        for micro, parts in enumerate(batches):
+            for place, batch in enumerate(parts):
+                rank = place if self.run.joins else self.run.sample_rank
+                if digest(batch) != expected[micro, rank][0]:
                     raise RecipeError(
                         f"recipe.batches gave rank {rank} another batch (number {self.number * len(batches) + micro}) "
                         "than in the reference's run: batches must depend on (rank, world_size, number) only, neither "
@@ -103,35 +95,27 @@ class _RunComparison(StepComparison):
                     )
         yield from ()
 
-    def loss(self, value: tuple[float, list[tuple[str, str]]]) -> Found:
-        run, result, (loss, outputs) = self.run, self.result, value
-        if not self.regrouped:
-            result.loss = loss
-            found = number_difference(self.before.loss, loss, rank=self.rank)
-            if found.verdict != "exact":
-                found = replace(found, note=first_difference(self.before.outputs, outputs))
-        else:
-            result.loss = loss if run.joins else run.loss_of_all(loss)
-            if run.joins and not run.job.reference_joined:
-                world = range(run.job.world_size)
-                result.reference_loss = sum(self.reader.facts(self.number, r)["loss"] for r in world) / len(world)
-            found = number_difference(result.reference_loss, result.loss, self.rounding.loss, rank=self.rank)
-        yield "", found
+    def mean_loss(self, loss: float) -> float:
+        return loss if self.run.joins else self.run.loss_of_all(loss)
+
+    def number_difference(self, quantity: str, expected: float, got: float) -> Difference:
+        bound = self.rounding.loss if quantity == "loss" and self.regrouped else 0.0
+        return number_difference(expected, got, bound, rank=self.rank)
 
     def gradient(self, gradients: Mapping[str, Tensor | None]) -> Found:
         self.gradients = dict(gradients)
         if gradients:
             yield from super().gradient(gradients)
             if isinstance(self.run, SplitTraining):
-                causes(self.run.mesh, self.result, self.recorded("gradient"), gradients, self.rounding.gradients)
+                _note_causes(self.run.mesh, self.result, self.recorded("gradient"), gradients, self.rounding.gradients)
 
     def norm(self, value: tuple[float, float | None]) -> Found:
-        """The engine's norm is the reference's, or, where gradients differ by rounding, that of its own gradients."""
-        self.result.norm, self.clipped = value
-        clipped = self.clipped
+        """Compare the engine's norm with the reference's, or, where gradients round, with that of its own gradients."""
+        self.result.norm, clipped = value
+        self.clipped = clipped
         if clipped is None or self.before.clipped_norm is None:
             return
-        found = number_difference(self.before.clipped_norm, clipped, rank=self.rank)
+        found = self.number_difference("norm", self.before.clipped_norm, clipped)
         wide = norm_dtype(self.gradients) is torch.float64
         near = self._verdict("gradient") == "bound"
         if found.verdict != "exact" and (near or wide) and self.run.recipe.clipping is not None:
@@ -149,8 +133,7 @@ class _RunComparison(StepComparison):
         verdicts = [self._verdict(quantity) for quantity in self.result.differences]
         # Weights and state are the reference's, or what the gradients of this run make of it.
         near = "bound" in (self._verdict("gradient"), self._verdict("norm"))
-        if near and "different" not in verdicts and not self.lost:
-            self.replay = Replay(self.run, self.reader, self.number, self.gradients, self.clipped, self.before.groups)
+        self.near = near and "different" not in verdicts and not self.lost
 
     def state(self, value: tuple[Iterable[tuple[str, Any]], Mapping[str, Any]]) -> Found:
         yield from super().state(value)
@@ -164,9 +147,11 @@ class _RunComparison(StepComparison):
 
     def tensor(self, quantity: str, name: str, expected: Tensor, got: Tensor) -> Difference:
         found = difference(expected, got, self._bound(name, got) if quantity == "gradient" else 0.0, rank=self.rank)
-        if found.verdict == "exact" or self.replay is None or quantity not in ("weight", "state"):
+        if found.verdict == "exact" or not self.near or quantity not in ("weight", "state"):
             return found
-        replayed = self.replay.weights(name) if quantity == "weight" else self.replay.states(name)
+        if self.replayed is None:
+            self.replayed = self._replay()
+        replayed = self.replayed[quantity].get(name)
         if replayed is None:
             return found
         again = difference(replayed, got, rank=self.rank)
@@ -179,12 +164,60 @@ class _RunComparison(StepComparison):
         """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
         if self.regrouped:
             return 0.0 if self.again else float(self.rounding.gradients.get(name, 0.0))
-        world_size, magnitudes = self.run.job.world_size, self.rounding.magnitudes
+        world_size = self.run.job.world_size
         least = underflow(gradient.dtype, world_size, self.run.recipe.accumulate)
         roundings = reduction_roundings(world_size, self.rounding.reductions.get(name, 1))
-        return reduction_bound(magnitudes[name], roundings) + least if roundings and name in magnitudes else least
+        if roundings and name in self.magnitudes:
+            return reduction_bound(self.magnitudes[name], roundings) + least
+        return least
 
-    # ------------------------------------------------------------------------------------------ a common start
+    # -------------------------------------------------------------------------------------- the optimizer's step again
+
+    def _replay(self) -> dict[str, dict[str, Tensor]]:
+        """Step the recipe's optimizer on one process, from the reference's state, with this run's gradients.
+
+        An update may amplify a rounding error without limit (Adam divides by a square root that can be zero), so no
+        bound is derived for it: these must be this run's weights and state, to the last bit.
+        """
+        recipe, device, clipping = self.run.recipe, self.run.job.device, self.run.recipe.clipping
+        weights, scale = self._shelf(self.number - 1, "weight"), None
+        if clipping is not None and self.clipped is not None:
+            # torch.nn.utils.clip_grad_norm_'s formula, from the norm that this run clipped with
+            norm = torch.tensor(self.clipped, dtype=norm_dtype(self.gradients))
+            scale = torch.clamp(clipping[0] / (norm + 1e-6), max=1.0)
+        held: dict[str, torch.nn.Parameter] = {}
+        for name in [name for group in self.before.groups for name in group["params"]]:
+            parameter = held[name] = torch.nn.Parameter(weights[name].to(device))
+            gradient = self.gradients.get(name)
+            if gradient is not None:
+                # multiplied where the run multiplied: kernels of another device may round otherwise
+                factor = None if scale is None else scale.to(gradient.device, gradient.dtype)
+                parameter.grad = gradient.clone() if factor is None else gradient * factor
+        groups = [{**group, "params": [held[name] for name in group["params"]]} for group in self.before.groups]
+        optimizer = recipe.optimizer(groups, **recipe.hyper)
+        if self.number > 0:
+            for name, state in self._states(self.number - 1).items():
+                for key, value in state.items():
+                    counter = isinstance(value, Tensor) and not value.dim()  # torch keeps these on the CPU
+                    kept = counter or not isinstance(value, Tensor)
+                    optimizer.state[held[name]][key] = value if kept else value.to(device)
+        optimizer.step()
+        states = ((name, optimizer.state.get(parameter, {})) for name, parameter in held.items())
+        return {
+            "weight": {name: parameter.detach() for name, parameter in held.items()},
+            "state": {f"{n}: {k}": v for n, state in states for k, v in state.items() if isinstance(v, Tensor)},
+        }
+
+    def _states(self, step: int) -> dict[str, dict[str, Any]]:
+        """Return the reference's optimizer state after a step, by parameter."""
+        states: dict[str, dict[str, Any]] = {}
+        plain = self.ranks[self.process].steps[step].plain
+        for name, value in [*self._shelf(step, "state").items(), *plain.items()]:
+            parameter, _, key = name.rpartition(": ")
+            states.setdefault(parameter, {})[key] = value
+        return states
+
+    # ------------------------------------------------------------------------------------------------- a common start
 
     def _verdict(self, quantity: str) -> str:
         verdicts = {found.verdict for found in self.result.differences.get(quantity, {}).values()}
@@ -197,17 +230,93 @@ class _RunComparison(StepComparison):
         return bool(value)
 
     def _restore(self) -> None:
-        """Back onto the reference, if this step came apart within its bounds on any rank. Collective."""
+        """Go back onto the reference, if this step came apart within its bounds on any rank. Collective."""
         apart = any(self._verdict(quantity) != "exact" for quantity in ("weight", "state"))
         if not self._on_any_rank(apart) or self._on_any_rank(self.lost):
             return
-        states: dict[str, dict[str, Any]] = {}
-        for name, value in [*self.recorded("state").items(), *self.before.plain.items()]:
-            parameter, _, key = name.rpartition(": ")
+        states = self._states(self.number)
+        for key, value in [item for state in states.values() for item in state.items()]:
             if isinstance(value, dict):
                 raise NotComparable(
                     f"the optimizer's state {key!r} is neither tensor nor number: it cannot be reset to the "
                     "reference's, which a comparison within a rounding bound needs; compare on two ranks"
                 )
-            states.setdefault(parameter, {})[key] = value
         self.run.engine.restore(self.recorded("weight").items(), states)
+
+
+# -------------------------------------------------------------------------------- what a wrong split does to gradients
+
+
+def _note_causes(
+    mesh: DeviceMesh,
+    step: RankStep,
+    expected: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor | None],
+    bounds: Mapping[str, float],
+) -> None:
+    """Note beside the loss and each gradient that differ which usual mistake explains it, if one does. Collective.
+
+    Args:
+        mesh: of all ranks.
+        step: whose differences get the notes.
+        expected: gradients of one process.
+        gradients: this rank's, whole.
+        bounds: by name, how far rounding may carry an element.
+    """
+    step.differences["loss"][""] = _loss_cause(mesh, step)
+    found, everyone = step.differences.get("gradient", {}), dist.group.WORLD
+    assert everyone is not None
+    mine = [name for name, difference in found.items() if difference.verdict == "different"]
+    asked: Iterable[list[str]] = per_rank(everyone, mine)
+    for name in dict.fromkeys(name for each in asked for name in each):
+        gradient = gradients.get(name)
+        right = name in expected and gradient is not None and gradient.shape == expected[name].shape
+        if not all(per_rank(everyone, right)) or gradient is None:
+            continue
+        note = _cause(mesh, real_view(expected[name]).double(), real_view(gradient).double(), bounds.get(name, 0.0))
+        if note and found[name].verdict == "different":
+            found[name] = replace(found[name], note=note)
+
+
+def _loss_cause(mesh: DeviceMesh, step: RankStep) -> Difference:
+    found = step.differences["loss"][""]
+    for dim in mesh.mesh_dim_names or ():
+        ranks = mesh[dim].size()
+        if found.verdict != "different" or ranks == 1:
+            continue
+        if abs(step.loss * ranks - step.reference_loss) <= found.bound * ranks:
+            note = f"it is {ranks} times too small: if the losses of {dim!r}'s ranks add up, Split(adds=({dim!r},))"
+            return replace(found, note=note)
+        if abs(step.loss / ranks - step.reference_loss) <= found.bound:
+            note = f"it is {ranks} times too large: if each rank of {dim!r} has all of it, it is not for Split(adds=)"
+            return replace(found, note=note)
+    return found
+
+
+def _cause(mesh: DeviceMesh, expected: Tensor, gradient: Tensor, bound: float) -> str:
+    """Return the mistake in words, "" if it is none of them. Collective."""
+
+    def near(value: Tensor, within: float) -> bool:
+        return bool(((value - expected).abs() <= within).all())
+
+    said = ""
+    for dim in mesh.mesh_dim_names or ():
+        total = gradient.clone()
+        dist.all_reduce(total, group=mesh[dim].get_group())
+        ranks = mesh[dim].size()
+        if ranks == 1 or said:
+            continue
+        apart = not torch.equal(total, gradient * ranks)
+        if apart and near(total, bound * ranks):
+            said = f"the parts that the {ranks} ranks of {dim!r} have add up to it: replicated={{...: mesh[{dim!r}]}}"
+        elif apart and near(total / ranks, bound):
+            said = f'the mean over {dim!r} is right: replicated={{...: (mesh[{dim!r}], "mean")}}'
+        elif near(gradient / ranks, bound):
+            said = f"it is {ranks} times too large, the number of ranks of {dim!r}: added up where all have the whole?"
+        elif near(gradient * ranks, bound * ranks):
+            said = f"it is {ranks} times too small, the number of ranks of {dim!r}: averaged where each has a part?"
+    length = float(expected.square().sum())
+    ratio = float((gradient * expected).sum()) / length if length else 0.0
+    if not said and ratio and near(gradient / ratio, bound / abs(ratio) + bound):
+        return f"it is {ratio:.6g} times what it should be"
+    return said

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsshard.parity.findings import Difference
-from fsshard.parity.trace import real_view
+from fsshard.parity.report import Difference
+from fsshard.parity.sketch import real_view
 
 __all__ = ["difference", "number_difference", "place_of", "ulps_between", "unequal", "value_differences"]
 
 
 def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, rank: int = 0) -> Difference:
-    """``got`` against ``expected``.
+    """Compare ``got`` with ``expected``.
 
-    Args:
-        expected: the reference's tensor.
-        got: this run's.
-        bound: largest difference that rounding explains, of a real number or element by element of the real view.
-        rank: this rank, for the record.
+    ``bound`` is the largest difference that rounding explains, of a real number or element by element of the real view;
+    ``rank`` is this one, for the record.
     """
     if expected.dtype != got.dtype or expected.shape != got.shape:
         note = f"{got.dtype}{tuple(got.shape)} where the reference has {expected.dtype}{tuple(expected.shape)}"
@@ -50,7 +47,7 @@ def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, ra
 
 
 def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: int = 0) -> Difference:
-    """One number against another, with units in the last place are counted in float32."""
+    """Compare two numbers; units in the last place are counted in float32."""
     a, b = torch.tensor([expected], dtype=torch.float64), torch.tensor([got], dtype=torch.float64)
     if _equal(a, b):
         return Difference(rank=rank)
@@ -68,30 +65,30 @@ def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: 
 
 
 def unequal(rank: int, note: str, expected: str = "", got: str = "") -> Difference:
-    """A difference for which there is no bound."""
+    """Return a difference for which there is no bound."""
     return Difference(verdict="different", rank=rank, expected=expected, got=got, note=note)
 
 
 def value_differences(
     expected: Mapping[str, Any], got: Mapping[str, Any], rank: int
 ) -> Iterator[tuple[str, Difference]]:
-    """Values that are no tensors, key by key; a key that one side lacks is a difference too."""
+    """Compare values that are no tensors, key by key; a key that one side lacks is a difference too."""
     for key in [*expected, *(key for key in got if key not in expected)]:
         one, other = (repr(side[key]) if key in side else "missing" for side in (expected, got))
         # as texts: equal for NaN, and exact for numbers
         yield key, Difference(rank=rank) if one == other else unequal(rank, "not equal", one, other)
 
 
-def place_of(tensor: Tensor, index: tuple[int, ...]) -> int:
-    """Return where in the real view of ``tensor`` the element at ``index`` begins."""
+def place_of(shape: Sequence[int], pairs: bool, index: tuple[int, ...]) -> int:
+    """Return where an element begins in the real view of a tensor, whose numbers are pairs if it is complex."""
     flat = 0
-    for size, place in zip(tensor.shape, index, strict=False):
+    for size, place in zip(shape, index, strict=False):
         flat = flat * size + place
-    return flat * (2 if tensor.is_complex() else 1)
+    return flat * (2 if pairs else 1)
 
 
 def _worst(apart: Tensor, allowed: Tensor) -> int:
-    """The element that uses most of its bound; the largest difference among those that have none."""
+    """Return the element that uses most of its bound; the largest difference among those that have none."""
     share = apart / allowed  # inf where the bound is zero, NaN where there is no difference either
     share = torch.nan_to_num(share, nan=0.0, posinf=math.inf)
     share[apart == 0] = 0.0
@@ -99,12 +96,12 @@ def _worst(apart: Tensor, allowed: Tensor) -> int:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Equal numbers at every place; two NaN are equal, and so are the two zeros."""
+    """Return whether numbers are equal at every place; two NaN are, and so are the two zeros."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b| in float64; infinite where one is NaN, or only one is infinite."""
+    """Return |a - b| in float64; infinite where one is NaN, or only one is infinite."""
     if a.is_floating_point():
         apart = (a.double() - b.double()).abs()
         apart[(a == b) | (a.isnan() & b.isnan())] = 0.0  # inf - inf
@@ -121,7 +118,7 @@ _BITS = {
 
 
 def ulps_between(a: Tensor, b: Tensor) -> float:
-    """The largest number of representable numbers between two real tensors' elements; inf if only one is NaN.
+    """Return the largest number of representable numbers between two real tensors' elements; inf if only one is NaN.
 
     The bits of IEEE numbers, read as integers, count them in order on each side of zero (Bruce Dawson, Comparing
     Floating Point Numbers, 2012).
@@ -148,7 +145,7 @@ def _ordered(value: Tensor) -> Tensor:
 
 
 def _index(tensor: Tensor, flat: int) -> tuple[int, ...]:
-    """The index into ``tensor`` of an element of its real view."""
+    """Return the index into ``tensor`` of an element of its real view."""
     flat = flat // 2 if tensor.is_complex() else flat
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)) if tensor.dim() else ()
 

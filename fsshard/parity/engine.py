@@ -20,13 +20,13 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
 from fsshard.wrapping import wrap
 
-__all__ = ["Engine", "WrappedEngine", "engine_name", "make_engine"]
+__all__ = ["Engine", "WrappedEngine", "engine_name", "make_engine", "optimizer_of"]
 
 State = dict[str, Any]
 
 
 def total_norm(gradients: Mapping[str, Tensor | None], norm_type: float) -> float:
-    """The norm of whole gradients, in float64; a complex number counts by its modulus."""
+    """Return the norm of whole gradients, in float64; a complex number counts by its modulus."""
     held = [gradient for gradient in gradients.values() if gradient is not None and gradient.numel()]
     moduli = [g.abs().double() if not g.is_complex() else g.to(torch.complex128).abs() for g in held]
     if norm_type == math.inf:
@@ -35,7 +35,7 @@ def total_norm(gradients: Mapping[str, Tensor | None], norm_type: float) -> floa
 
 
 def norm_dtype(gradients: Mapping[str, Tensor | None]) -> torch.dtype:
-    """The dtype of the norm that training clips by: float32, or float64 if a gradient has that precision."""
+    """Return the dtype of the norm that training clips by: float32, or float64 if a gradient has that precision."""
     wide = any(g is not None and g.dtype in (torch.float64, torch.complex128) for g in gradients.values())
     return torch.float64 if wide else torch.float32
 
@@ -65,16 +65,16 @@ class Engine(ABC):
         self.recipe = recipe
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of all batches of a step but the last: the model's ``no_sync``, if it has one."""
+        """Return the context of all batches of a step but the last: the model's ``no_sync``, if it has one."""
         quiet = getattr(self.model, "no_sync", None) if self.recipe.no_sync else None
         return contextlib.nullcontext() if quiet is None else quiet()
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of a forward and its loss."""
+        """Return the context of a forward and its loss."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of one batch's share of the loss."""
+        """Run the backward of one batch's share of the loss."""
         loss.backward()
 
     def clip(self, max_norm: float, norm_type: float) -> float:
@@ -94,32 +94,32 @@ class Engine(ABC):
         self.optimizer.zero_grad()
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Whole gradients by name, before clipping. Collective, as all that follow."""
+        """Yield whole gradients by name, before clipping. Collective, as all that follow."""
         for name, parameter in self.module.named_parameters():
             yield name, parameter.grad
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights by name."""
+        """Yield whole weights by name."""
         for name, parameter in self.module.named_parameters():
             yield name, parameter.detach()
 
     def states(self) -> Iterator[tuple[str, State]]:
-        """The optimizer's whole state by parameter."""
+        """Yield the optimizer's whole state by parameter."""
         for name, parameter in self.module.named_parameters():
             if parameter in self.optimizer.state:
                 yield name, dict(self.optimizer.state[parameter])
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's buffers by name."""
+        """Yield this rank's buffers by name."""
         yield from self.module.named_buffers()
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups as they are now, names for parameters."""
+        """Return the optimizer's groups as they are now, names for parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         return [{**g, "params": [names.get(id(p), "?") for p in g["params"]]} for g in self.optimizer.param_groups]
 
     def owned(self, name: str) -> tuple[int, int]:
-        """[start, stop) of the real numbers of a parameter that this rank updates."""
+        """Return [start, stop) of the real numbers of a parameter that this rank updates."""
         return 0, 2**62
 
     def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
@@ -130,6 +130,14 @@ class Engine(ABC):
         raise UnsupportedByBackend(
             "restore(), which a comparison within a rounding bound needs", self.name, "compare at two ranks or less"
         )
+
+
+def optimizer_of(recipe: Recipe, make: Callable[[], Any]) -> Any:
+    """Return the optimizer that ``make`` makes, or raise RecipeError where it does not take ``recipe.hyper``."""
+    try:
+        return make()
+    except TypeError as error:
+        raise RecipeError(f"recipe.optimizer does not take recipe.hyper {dict(recipe.hyper)!r}: {error}") from error
 
 
 class WrappedEngine(Engine):
@@ -145,10 +153,9 @@ class WrappedEngine(Engine):
         self.module = self.model
         names = [name for name, _ in self.model.named_parameters()]
         groups = None if recipe.param_groups is None else recipe.param_groups(names)
-        try:
-            self.optimizer = build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
-        except TypeError as error:
-            raise RecipeError(f"recipe.optimizer does not take recipe.hyper {dict(recipe.hyper)!r}: {error}") from error
+        self.optimizer = optimizer_of(
+            recipe, lambda: build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
+        )
         precision = self.model.plan.precision
         halves = torch.float16 in (precision.param, precision.reduce_dtype)
         self.scaler = GradScaler(self.model, init_scale=LOSS_SCALE, enabled=halves)
@@ -190,7 +197,7 @@ class WrappedEngine(Engine):
             yield name, None if gradient is None else backend.entries[name].put_together(gradient)
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Gradients as they are, whole over data: under ``no_sync`` on a backend of replicas, this rank's own."""
+        """Yield gradients as they are, whole over data: under ``no_sync`` on a backend of replicas, this rank's own."""
         for entry, gradient in gather_grads(self.model.backend):
             yield entry.name, None if gradient is None else entry.kind.to_user(gradient)
 
@@ -257,18 +264,28 @@ def engine_name(spec: EngineSpec) -> str:
 
 
 def backend_of(spec: EngineSpec) -> str:
-    """The backend that ``spec`` names; "" for an engine of the user's own."""
+    """Return the backend that ``spec`` names; "" for an engine of the user's own."""
     if isinstance(spec, str):
         return spec
     return str(spec["backend"]) if isinstance(spec, Mapping) else ""
 
 
-def make_engine(spec: EngineSpec, recipe: Recipe, module: nn.Module) -> Engine:
-    """The engine that ``spec`` means, over ``module``, whose blocks it recomputes as the recipe says. Collective."""
+def make_engine(
+    spec: EngineSpec, recipe: Recipe, module: nn.Module, settings: Mapping[str, Any] | None = None
+) -> Engine:
+    """Return the engine that ``spec`` means, whose blocks are recomputed as the recipe says. Collective.
+
+    Args:
+        spec: names the engine.
+        recipe: what is trained.
+        module: a fresh model.
+        settings: further arguments of :func:`fsshard.wrap`, of a divided model.
+    """
     if isinstance(spec, type):
         policy = recipe.settings.get("auto_wrap_policy", "auto")
         checkpoint_blocks(module, recipe.activation_checkpointing, auto_wrap_policy=policy)
         engine: Engine = spec(recipe, module)
         return engine
-    settings = {"backend": spec} if isinstance(spec, str) else dict(spec)
-    return WrappedEngine(recipe, module, {"activation_checkpointing": recipe.activation_checkpointing, **settings})
+    given = {"backend": spec} if isinstance(spec, str) else dict(spec)
+    recomputed = {"activation_checkpointing": recipe.activation_checkpointing}
+    return WrappedEngine(recipe, module, {**recomputed, **(settings or {}), **given})

@@ -1,4 +1,4 @@
-"""What the last digits of a training may depend on: versions, the processor, threads, math libraries."""
+"""Facts that the last digits of a training may depend on: versions, the processor, threads, math libraries, commit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,16 @@ TOLD = ("name", "seed", "hyper", "precision", "activation_checkpointing", "accum
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """The environment of this process, each fact as a text. To be asked for on a rank, which has its own threads."""
+    """Return the environment of this process, each fact as a text; to be asked on a rank, which has its own threads."""
+    built = [line.strip(" -") for line in torch.__config__.show().splitlines()]
+    libraries = "; ".join(line for line in built if "Math Kernel Library" in line or "MKL-DNN" in line)
     found = {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor": _processor(),
         "kernels": str(torch.backends.cpu.get_cpu_capability()),
-        "math libraries": _math_libraries(),
+        "math libraries": libraries or "none",
         "threads": str(torch.get_num_threads()),
         "float32 matmul": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
@@ -55,13 +57,6 @@ def _processor() -> str:
     return f"{named} (family {kind[0]}, model {kind[1]})" if len(kind) == 2 else named
 
 
-def _math_libraries() -> str:
-    """MKL and oneDNN, as torch was built with them."""
-    lines = [line.strip(" -") for line in torch.__config__.show().splitlines()]
-    found = [line for line in lines if "Math Kernel Library" in line or "MKL-DNN" in line]
-    return "; ".join(found) or "none"
-
-
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -76,20 +71,14 @@ def told(recipe: Recipe) -> dict[str, str]:
 
 
 def commit_of(recipe: Recipe) -> str:
-    """The commit of the recipe's code, with ``+`` where files are changed; "" where there is none, or no git."""
-    folder = _folder(recipe.build)
-    if folder is None:
+    """Return the commit of the recipe's code, with ``+`` where files are changed; "" if there is none, or no git."""
+    build: Any = getattr(recipe.build, "func", recipe.build)
+    try:
+        folder = Path(inspect.getfile(build)).resolve().parent
+    except (TypeError, OSError):  # a class of C, a function of an interactive session
         return ""
     head = _git(folder, "rev-parse", "HEAD")
     return f"{head}+" if head and _git(folder, "status", "--porcelain", "--untracked-files=no") else head
-
-
-def _folder(function: Callable[..., Any]) -> Path | None:
-    function = getattr(function, "func", function)
-    try:
-        return Path(inspect.getfile(function)).resolve().parent
-    except (TypeError, OSError):  # a class of C, a function of an interactive session
-        return None
 
 
 def _git(folder: Path, *words: str) -> str:
@@ -101,7 +90,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """``"torch 2.13.0 -> 2.15.0"`` for each fact that is another."""
+    """Return ``"torch 2.13.0 -> 2.15.0"`` for each fact that is another."""
     names = [*before, *(name for name in now if name not in before)]
     pairs = [(name, before.get(name, "none"), now.get(name, "none")) for name in names]
     return [f"{name} {old or 'unknown'} -> {new or 'unknown'}" for name, old, new in pairs if old != new]

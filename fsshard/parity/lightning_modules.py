@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from fsshard.errors import RecipeError
-from fsshard.parity.description import Recipe
-from fsshard.parity.seeding import kept_random_numbers
+from fsshard.parity.one_process import kept_random_numbers
+from fsshard.parity.recipe import Recipe
 from fsshard.parity.trainers import Configured, SampledBatches, optimizer_fields
 
 __all__ = ["from_lightning"]
@@ -44,7 +45,7 @@ DERIVED = ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler")
 
 
 def from_lightning(module: Any, datamodule: Any = None, *, without: tuple[str, ...] = (), **options: Any) -> Recipe:
-    """The training of a LightningModule as a recipe: ``recipe = from_lightning(MyModule(), MyData())``.
+    """Make a recipe of the training of a LightningModule: ``recipe = from_lightning(MyModule(), MyData())``.
 
     The model is the LightningModule, whose ``training_step`` runs through the wrapped model's forward as under
     Lightning's strategies. Optimizer, groups and schedule are what ``configure_optimizers`` makes. The samples are
@@ -71,9 +72,10 @@ def from_lightning(module: Any, datamodule: Any = None, *, without: tuple[str, .
     training = _Training(module, without)
     batches = options.pop("batches", None)
     if batches is None:
-        sampled, before = _data(module, datamodule, training.build, options.get("seed", 0))
-        batches = _Numbered(sampled, options.get("accumulate", 1), before)
-    made = optimizer_fields(training.build, training.configure, _StepsPerEpoch(batches))
+        sampled = _sampled(_loader(module, datamodule, training.build), options.get("seed", 0))
+        hooks = None if isinstance(datamodule, DataLoader) else datamodule
+        batches = _Numbered(sampled, options.get("accumulate", 1), hooks)
+    made = optimizer_fields(training.build, training.configure, functools.partial(_steps_per_epoch, batches))
     name = getattr(module, "__name__", type(module).__name__)
     return Recipe(build=training.build, batches=batches, loss=training.loss, **{"name": name, **made, **options})
 
@@ -86,7 +88,7 @@ class _Training:
     without: tuple[str, ...]
 
     def build(self) -> nn.Module:
-        """A fresh LightningModule, ready for its optimizer."""
+        """Make a LightningModule, ready for its optimizer."""
         found: Any = copy.deepcopy(self.module) if isinstance(self.module, nn.Module) else self.module()
         _check(found, self.without)
         found.setup("fit")
@@ -96,7 +98,7 @@ class _Training:
         return module
 
     def configure(self, module: nn.Module, world_size: int) -> Configured:
-        """By ``configure_optimizers``."""
+        """Ask ``configure_optimizers``."""
         asked: Any = module
         return _configured(asked.configure_optimizers())
 
@@ -112,7 +114,7 @@ class _Training:
 
 
 def _through_forward(wrapped: Any, module: Any, *args: Any) -> Any:
-    """``module.training_step(*args)`` as the forward of what wraps the module, which gathers weights there."""
+    """Run ``module.training_step(*args)`` as the forward of what wraps the module, which gathers weights there."""
     own = vars(module).get("forward")
 
     def restore() -> None:
@@ -133,7 +135,7 @@ def _through_forward(wrapped: Any, module: Any, *args: Any) -> Any:
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a LightningModule's ``log``."""
+    """Stand in for a LightningModule's ``log``."""
 
 
 def _lightnings(kind: type) -> type | None:
@@ -167,11 +169,7 @@ def _check(module: Any, without: tuple[str, ...]) -> None:
 
 
 def _configured(given: Any) -> Configured:
-    """Return what ``configure_optimizers`` may return, where it is one optimizer with one schedule or none.
-
-    Raises:
-        RecipeError: it is not.
-    """
+    """Return what ``configure_optimizers`` gave, or raise if that is more than an optimizer and a schedule."""
     if isinstance(given, (list, tuple)) and len(given) == 2 and isinstance(given[0], (list, tuple)):
         optimizers, schedulers = given
         schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
@@ -183,7 +181,7 @@ def _configured(given: Any) -> Configured:
     if isinstance(given, (list, tuple)):
         if len(given) != 1:
             raise RecipeError(f"configure_optimizers gave {len(given)} optimizers; a recipe has one")
-        given = given[0]
+        (given,) = given
     given = given if isinstance(given, Mapping) else {"optimizer": given}
     optimizer = given.get("optimizer")
     if not isinstance(optimizer, Optimizer):
@@ -206,19 +204,13 @@ def _scheduled(optimizer: Optimizer, given: Any) -> Configured:
     return Configured(optimizer, scheduler, None, frequency)
 
 
-@dataclass(frozen=True)
-class _StepsPerEpoch:
-    """``world_size -> steps``."""
-
-    batches: Any
-
-    def __call__(self, world_size: int) -> int:
-        if not isinstance(self.batches, _Numbered):
-            raise RecipeError(
-                "from_lightning(batches=...) does not say how long an epoch is, and the schedule steps once per epoch; "
-                'give it {"interval": "step", "frequency": ...}'
-            )
-        return self.batches.steps(world_size)
+def _steps_per_epoch(batches: Any, world_size: int) -> int:
+    if not isinstance(batches, _Numbered):
+        raise RecipeError(
+            "from_lightning(batches=...) does not say how long an epoch is, and the schedule steps once per epoch; "
+            'give it {"interval": "step", "frequency": ...}'
+        )
+    return batches.steps(world_size)
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -230,10 +222,10 @@ class _Numbered:
 
     sampled: SampledBatches
     accumulate: int
-    before: Callable[[Any], Any] | None
+    datamodule: Any  # whose hooks around the transfer to a device are called; None has none
 
     def steps(self, world_size: int) -> int:
-        """In an epoch."""
+        """Return the steps of an epoch."""
         length = len(self.sampled.indices(0, world_size, 0))
         if length % self.accumulate:
             raise RecipeError(
@@ -245,7 +237,9 @@ class _Numbered:
     def __call__(self, rank: int, world_size: int, number: int) -> tuple[Any, int]:
         self.steps(world_size)
         batch = self.sampled(rank, world_size, number)
-        batch = batch if self.before is None else self.before(batch)
+        if self.datamodule is not None:
+            batch = self.datamodule.on_before_batch_transfer(batch, 0)
+            batch = self.datamodule.on_after_batch_transfer(batch, 0)
         return batch, self.sampled.place(rank, world_size, number)[1]
 
 
@@ -267,37 +261,21 @@ class _Order:
         return list(BatchSampler(sampler, self.batch_size, self.drop_last))
 
 
-@dataclass(frozen=True)
-class _Transferred:
-    """A data module's own hooks around the transfer to a device."""
-
-    datamodule: Any
-
-    def __call__(self, batch: Any) -> Any:
-        found = self.datamodule.on_before_batch_transfer(batch, 0)
-        return self.datamodule.on_after_batch_transfer(found, 0)
-
-
-def _data(
-    module: Any, datamodule: Any, build: Callable[[], nn.Module], seed: int
-) -> tuple[SampledBatches, _Transferred | None]:
-    before = None
+def _loader(module: Any, datamodule: Any, build: Callable[[], nn.Module]) -> Any:
     if isinstance(datamodule, DataLoader):
-        loader: Any = datamodule
-    elif datamodule is not None:
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-        loader, before = datamodule.train_dataloader(), _Transferred(datamodule)
-    else:
+        return datamodule
+    if datamodule is None:
         with kept_random_numbers():
-            source: Any = build()
-        source.prepare_data()
-        loader = source.train_dataloader()
-    return _sampled(loader, seed), before
+            module = build()
+    source = module if datamodule is None else datamodule
+    source.prepare_data()
+    if datamodule is not None:
+        source.setup("fit")
+    return source.train_dataloader()
 
 
 def _sampled(loader: Any, seed: int) -> SampledBatches:
-    """Raises RecipeError for a loader whose samples only itself can tell."""
+    """Return a loader's batches by their numbers, or raise RecipeError if only itself can tell its samples."""
     advice = "; pass batches=, a function (rank, world_size, number) -> (batch, number in its epoch)"
     if not isinstance(loader, DataLoader):
         raise RecipeError(f"train_dataloader() gave {type(loader).__name__}, and a recipe takes a DataLoader{advice}")

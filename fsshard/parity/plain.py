@@ -51,10 +51,11 @@ def plain(value: Any, special: Callable[[str], Any], other: Mapping[type, Callab
 
 
 def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[[Any, str], Any]] | None = None) -> Any:
-    """Return what :func:`plain` made JSON of, as an instance of ``kind``; of a dataclass each field has to be there.
+    """Return what :func:`plain` made JSON of, as an instance of ``kind``.
 
     Args:
-        kind: a dataclass, or what stands in a type hint of one.
+        kind: a dataclass, or what stands in a type hint of one. A field that has a default may be absent: files may
+            be of a version that did not know it.
         value: parsed JSON.
         path: where it is.
         other: class -> how its instances are read, from the value and its place.
@@ -67,8 +68,14 @@ def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[
     if isinstance(kind, UnionType):
         return None if value is None else read_as(get_args(kind)[0], value, path, other)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        given, hints = _checked(dict, value, path, "an object"), _hints(kind)
-        return kind(**{n: read_as(hints[n], _member(given, n, path), _at(path, n), other) for n in hints})
+        given = _checked(dict, value, path, "an object")
+        found = {}
+        for name, (hint, required) in _hints(kind).items():
+            if name in given:
+                found[name] = read_as(hint, given[name], _at(path, name), other)
+            elif required:
+                raise WrongField(_at(path, name), "is missing")
+        return kind(**found)
     origin, inner = get_origin(kind), get_args(kind)
     if origin is dict:
         given = _checked(dict, value, path, "an object")
@@ -87,19 +94,15 @@ def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[
 
 
 @lru_cache(maxsize=64)
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Return each field's type hint, and whether it has no default."""
+    hints, none = get_type_hints(kind), dataclasses.MISSING
+    fields = dataclasses.fields(kind)
+    return {f.name: (hints[f.name], f.default is none and f.default_factory is none) for f in fields}
 
 
 def _at(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _member(given: dict[str, Any], name: str, path: str) -> Any:
-    if name not in given:
-        raise WrongField(_at(path, name), "is missing")
-    return given[name]
 
 
 def _checked(kind: Any, value: Any, path: str, expected: str) -> Any:

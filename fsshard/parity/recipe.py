@@ -1,4 +1,4 @@
-"""A recipe: what is trained, in the user's own functions, without any engine."""
+"""A recipe: a training described in the user's own functions, without any engine."""
 
 from __future__ import annotations
 
@@ -8,28 +8,179 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsshard.errors import RecipeError
-from fsshard.parity.description import Recipe, Split, check_loss, join_batches
-from fsshard.parity.lightning_modules import from_lightning
+from fsshard.nested import is_array, map_leaves
 
-__all__ = ["Recipe", "Split", "check_loss", "from_lightning", "join_batches", "resolve"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
+__all__ = ["Recipe", "Split", "check_loss", "join_batches", "resolve"]
 
 UNLIKE_ANY = ("join", "name", "seed", "split")
-"""Words that occur in names of anything."""
+"""Attributes whose names occur in names of anything, so that no misspelling is looked for."""
 WITH_FSSHARD = "fsshard.recipes"
-"""Those are known by their names alone."""
+"""The module of recipes that are known by their names alone."""
 RecipeLike = Any
 """A :class:`Recipe`, an object like one, a function that returns one, ``"module:attribute"`` naming either, or the name
 of one that comes with fsshard (:mod:`fsshard.recipes`), such as ``"tfno"``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The result of ``recipe.split(model, mesh)``, where keyword arguments of ``wrap`` do not say it all.
+
+    Attributes:
+        settings: keyword arguments of :func:`fsshard.wrap`: ``device_mesh``, ``replicated``, ``sharded``.
+        model: the divided model, with the names of the whole one; None: the model that was given, changed in place.
+        loss: ``(model, batch) -> scalar`` of this rank in place of ``recipe.loss``, where that cannot be used as it is:
+            a rank that computes a part of every sample takes its part of the batch here. None: ``recipe.loss``.
+        adds: dimensions of the mesh along which the ranks' losses add up to that of one process. Along all others it
+            is their mean.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: nn.Module | None = None
+    loss: Callable[[Callable[..., Any], Any], Tensor] | None = None
+    adds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.adds, str) or not all(isinstance(name, str) for name in self.adds):
+            raise RecipeError(f'Split.adds must name dimensions, for example ("cp",), got {self.adds!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training, described without an engine.
+
+    Any object with the three functions ``build``, ``batches`` and ``loss`` is a recipe, and so is a function without
+    arguments that returns one; the other attributes have defaults. One that is spelt almost like them raises.
+
+    Attributes:
+        build: makes the model; the random generators are seeded by ``seed`` before it is called.
+        batches: ``(rank, world_size, number) -> batch``: the ``number``-th batch of a rank, with its samples along
+            dim 0 of every tensor. A step takes ``accumulate`` batches: step s takes numbers s * accumulate and up.
+        loss: ``(model, batch) -> scalar``, a mean over the samples of the batch; ``model`` is the wrapped one.
+        optimizer: an optimizer class.
+        hyper: the optimizer's keyword arguments.
+        param_groups: ``names -> param_groups``, of dicts whose ``"params"`` are names. None: one group.
+        scheduler: ``optimizer -> LR scheduler``, stepped after each step. None: none.
+        precision: ``mixed_precision`` of :func:`fsshard.wrap`. Forwards run under ``model.autocast()`` then, and
+            float16 with a ``GradScaler``.
+        activation_checkpointing: which blocks are recomputed, as for :func:`fsshard.plan`.
+        accumulate: batches per step; all but the last run under ``no_sync`` unless ``no_sync`` is False.
+        no_sync: whether accumulation leaves out the reductions between.
+        clip: the largest gradient norm, or ``(max_norm, norm_type)``; None does not clip.
+        seed: of weights and of random numbers drawn in training (each rank draws others).
+        settings: further keyword arguments of :func:`fsshard.wrap`, for every backend.
+        join: ``batches of all ranks -> one batch``; None concatenates tensors along dim 0.
+        split: ``(model, mesh) -> keyword arguments of wrap``, or a :class:`~fsshard.parity.Split`: divides a fresh
+            model along the dimensions of a mesh beside that of data, as a training would before it calls ``wrap``.
+            Needed for ``compare(mesh=...)`` with such dimensions. Ranks that share samples get the same batches.
+        name: what reports call it.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[int, int, int], Any]
+    loss: Callable[[Callable[..., Any], Any], Tensor]
+    optimizer: type[Optimizer] = torch.optim.Adam
+    hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    param_groups: Callable[[list[str]], list[dict[str, Any]]] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+    precision: object = None
+    activation_checkpointing: object = None
+    accumulate: int = 1
+    no_sync: bool = True
+    clip: float | tuple[float, float] | None = None
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    join: Callable[[Sequence[Any]], Any] | None = None
+    split: Callable[[nn.Module, DeviceMesh], Mapping[str, Any] | Split] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("build", "batches", "loss"):
+            if not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function, got {getattr(self, name)!r}")
+        if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
+            raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+            raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
+        for name in ("hyper", "settings"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {getattr(self, name)!r}")
+        for name in ("param_groups", "scheduler", "join", "split"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function or None, got {getattr(self, name)!r}")
+        self._check_clip()
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise RecipeError(
+                f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a step here has none"
+            )
+
+    def _check_clip(self) -> None:
+        pair = self.clip if isinstance(self.clip, tuple) else (self.clip, 2.0)
+        numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if self.clip is not None and (len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers)):
+            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
+
+    @property
+    def clipping(self) -> tuple[float, float] | None:
+        """Return ``(max_norm, norm_type)``, or None."""
+        if self.clip is None or isinstance(self.clip, tuple):
+            return self.clip
+        return float(self.clip), 2.0
+
+    def joined(self, batches: Sequence[Any]) -> Any:
+        """Make one batch of the ranks' batches."""
+        return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Return ``loss``, without dimensions, or raise RecipeError if it is no tensor of one real number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {got}")
+    return loss.reshape(())
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """Make one batch of several of the same structure, tensors and arrays concatenated along dim 0.
+
+    Raises:
+        RecipeError: something else differs between the batches.
+    """
+    try:
+        return map_leaves(_joined, *batches)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise RecipeError(
+            f"the batches of the ranks cannot be joined ({type(error).__name__}: {error}); give the recipe a join "
+            "function"
+        ) from error
+
+
+def _joined(first: Any, *others: Any) -> Any:
+    if is_array(first):
+        return torch.cat([first, *others]) if isinstance(first, Tensor) else np.concatenate([first, *others])
+    if any(bool(other != first) for other in others):
+        raise RecipeError(
+            f"batches of the ranks hold different {type(first).__name__} objects, which cannot be joined to one batch; "
+            "give the recipe a join function"
+        )
+    return first
+
+
 def resolve(source: RecipeLike) -> Recipe:
-    """The recipe that ``source`` means.
+    """Return the recipe that ``source`` means.
 
     Raises:
         RecipeError: it means none.
@@ -40,7 +191,7 @@ def resolve(source: RecipeLike) -> Recipe:
         name = _title(found) if not isinstance(source, str) else name
         found = _called(found)
     if isinstance(found, Recipe):
-        return found if found.name else _renamed(found, name)
+        return found if found.name else replace(found, name=name)
     if not _like_recipe(found):
         raise RecipeError(
             f"{name!r} is not a recipe: expected build(), batches(rank, world_size, number) and loss(model, batch), "
@@ -52,7 +203,7 @@ def resolve(source: RecipeLike) -> Recipe:
 
 
 def _check_spelling(found: Any, defaults: Sequence[str]) -> None:
-    """An object may hold what it likes, but a default must not stand in for an attribute that is misspelt."""
+    """Raise if a default would stand in for an attribute that is misspelt."""
     for name in dir(found):
         within = [default for default in defaults if default in name]
         meant = within or difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
@@ -86,7 +237,6 @@ def _imported(spec: str) -> Any:
 
 
 def _known_name(name: str) -> str:
-    """One of the recipes that come with fsshard."""
     names: list[str] = importlib.import_module(WITH_FSSHARD).__all__
     if name in names:
         return name
@@ -99,43 +249,23 @@ def _known_name(name: str) -> str:
 
 
 def _offered(module: Any, wanted: str) -> str:
-    """Return what can be asked for in place of a name that is not there."""
-    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    recipes = [name for name, value in public.items() if _looks_like_recipe(value, module)]
-    near = difflib.get_close_matches(wanted, recipes, n=1)
+    """Return what can be asked for in place of a name that is not there; nothing is called."""
+    public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    names = [name for name, value in public if isinstance(value, Recipe) or _makes_one(value, module)]
+    near = difflib.get_close_matches(wanted, names, n=1)
     meant = f"; does it mean {near[0]}?" if near else ""
-    if recipes:
-        return f"it has {', '.join(recipes)}{meant}"
-    callables = [name for name, value in public.items() if _is_own_function(value, module) and not _needed(value)]
-    if callables:
-        return f"nothing in it is marked as a recipe; these can be called without arguments: {', '.join(callables)}"
-    return "it has no recipe"
+    return f"it has {', '.join(names)}{meant}" if names else "it has no recipe"
 
 
-def _looks_like_recipe(value: Any, module: Any) -> bool:
-    """Return whether it is sure to be one. Nothing is called, and of what is not the module's own nothing is asked."""
-    if isinstance(value, Recipe):
-        return True
-    if _is_own_function(value, module):
-        return not _needed(value) and _returns_recipe(value)
+def _makes_one(value: Any, module: Any) -> bool:
+    """Return whether a value is the module's own, and a function without arguments or an object like a recipe."""
+    if isinstance(value, functools.partial) or (inspect.isfunction(value) and value.__module__ == module.__name__):
+        return not _needed(value)
     return type(value).__module__ == module.__name__ and _like_recipe(value)
 
 
-def _is_own_function(value: Any, module: Any) -> bool:
-    """A function of the module, or a partial that it made: of a function from anywhere."""
-    return isinstance(value, functools.partial) or (inspect.isfunction(value) and value.__module__ == module.__name__)
-
-
-def _returns_recipe(value: Any) -> bool:
-    """By its annotation, or because it is a partial of a function here that has none but is sure to return one."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    returns = getattr(value, "__annotations__", {}).get("return") if inspect.isfunction(value) else value
-    return returns is Recipe or (isinstance(returns, str) and returns.rpartition(".")[2].strip("'\"") == "Recipe")
-
-
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that have no default."""
+    """Return the names of the arguments that have no default."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     try:
         found = inspect.signature(function).parameters.values()
@@ -161,5 +291,8 @@ def _title(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", "") or type(function).__name__
 
 
-def _renamed(recipe: Recipe, name: str) -> Recipe:
-    return Recipe(**{**{f.name: getattr(recipe, f.name) for f in fields(Recipe)}, "name": name})
+def __getattr__(name: str) -> Any:
+    """Import ``from_lightning``, which is documented as of this module, when it is asked for."""
+    if name == "from_lightning":
+        return importlib.import_module("fsshard.parity.lightning_modules").from_lightning
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

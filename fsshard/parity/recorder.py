@@ -1,8 +1,9 @@
-"""Keeps what the stages of a training give, for another training to be compared with. Runs on the ranks."""
+"""Trains on the ranks and keeps what each step gives, for another training to be compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -10,44 +11,84 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.launching.pool_worker import tell
-from fsshard.parity.bounds import reduction_roundings
+from fsshard.parity.bounds import batch_facts, measure, reduction_roundings
 from fsshard.parity.environment import environment
-from fsshard.parity.perturbed import perturbed
-from fsshard.parity.recorded import RankTrace, StepTrace
-from fsshard.parity.rounding import Rounding, batch_facts, measure
+from fsshard.parity.one_process import perturbed
 from fsshard.parity.sketch import Sketch, sketch
-from fsshard.parity.trace import TraceWriter
-from fsshard.parity.training import INITIAL, Job, Stage, Training
+from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Step, write_tensors
+from fsshard.parity.training import Job, Training
 
-__all__ = ["Observed", "Recorder", "observe", "observe_perturbed", "record_reference"]
+__all__ = ["REFERENCE", "Observed", "observe", "observe_perturbed"]
+
+REFERENCE = "reference"
+"""A detail beside :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
 
 
-class Recorder:
-    """Keeps the numbers of a training's steps, sketches of its tensors, and with a writer the tensors themselves.
+@dataclass(kw_only=True)
+class Observed:
+    """One rank's training, the names of the parameters, and where it ran."""
+
+    trace: RankTrace
+    parameters: list[str]
+    environment: dict[str, str]
+
+
+def observe(job: Job, detail: str, draw: int = 0) -> Observed:
+    """Train, and note what every step gives. On every rank.
 
     Args:
-        writer: where tensors go; None keeps none.
-        sketched: keep sketches.
+        job: its ``folder`` is where tensors go.
+        detail: how much is kept: :data:`REFERENCE`, or one of :data:`~fsshard.parity.trace.DETAILS`.
+        draw: if not 0, every operation is rounded otherwise, by generators that this number seeds.
+    """
+    run, trace = Training(job), RankTrace()
+    recorder = _Recorder(run, detail)
+    generator = torch.Generator().manual_seed(1000 * draw + dist.get_rank())
+    for number in range(job.steps):
+        if detail == REFERENCE:
+            trace.rounding.append(_rounding(run, number))
+        trace.steps.append(recorder.step(number, perturbed(generator) if draw else None))
+        if not draw:
+            tell((number + 1) / job.steps)
+    trace.initial = recorder.initial
+    if detail == "tensors":
+        trace.owned = {name: run.engine.owned(name) for name in recorder.parameters}
+    return Observed(trace=trace, parameters=recorder.parameters, environment=environment(job.device))
+
+
+def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
+    """Train as it is, and ``draws`` times with every operation rounded otherwise. On every rank."""
+    traces = []
+    for number in range(draws + 1):
+        traces.append(observe(job, "digests", number).trace)
+        tell((number + 1) / (draws + 1))
+    return traces
+
+
+class _Recorder:
+    """Keeps numbers of a training's steps, and sketches of its tensors or these themselves.
 
     Attributes:
         parameters: their names, once the first step is recorded.
         initial: sketches of the weights before it.
     """
 
-    def __init__(self, writer: TraceWriter | None, sketched: bool) -> None:
-        self._writer, self._sketched = writer, sketched
+    def __init__(self, run: Training, detail: str) -> None:
+        self._run = run
+        self._detail, self._sketched = detail, detail in ("digests", "tensors")
         self.parameters: list[str] = []
         self.initial: dict[str, Sketch] = {}
 
-    def step(self, number: int, stages: Iterable[Stage]) -> StepTrace:
-        """Return what one step gave. Collective."""
-        step = StepTrace(batches=[], loss=0.0, norm=0.0)
-        for quantity, value in stages:
+    def step(self, number: int, rounding: AbstractContextManager[None] | None) -> Step:
+        """Train one step and return what it gave. Collective."""
+        step = Step(batches=[], loss=0.0, norm=0.0)
+        for quantity, value in self._run.stages(number, rounding):
             if quantity == "batch":
                 step.batches, samples = batch_facts(value, sketched=self._sketched)
                 step.sketches |= {"batch": samples} if self._sketched else {}
             elif quantity == "loss":
-                step.loss, step.outputs = value
+                step.loss, outputs = value
+                step.outputs = [] if self._detail == "losses" else outputs
             elif quantity == "norm":
                 step.norm, step.clipped_norm = value
             elif quantity == "param_groups":
@@ -69,75 +110,21 @@ class Recorder:
         self, step: int, quantity: str, items: Iterable[tuple[str, Tensor]]
     ) -> tuple[list[str], dict[str, Sketch]]:
         """Keep tensors; all of them are taken also where nothing is kept, since taking them may be collective."""
-        if self._writer is not None:
+        if self._detail in (REFERENCE, "tensors"):
             items = list(items)
-            self._writer.tensors(step, quantity, items)
+            write_tensors(self._run.job.folder, step, quantity, items)
         sketches = {name: sketch(value) if self._sketched else None for name, value in items}
         return list(sketches), {name: one for name, one in sketches.items() if one is not None}
 
 
-def record_reference(job: Job) -> list[str]:
-    """Train and write the trace that other runs are compared with; returns the parameters' names. On every rank."""
-    run, writer = Training(job), TraceWriter(job.folder)
-    recorder = Recorder(writer, sketched=False)
-    for number in range(job.steps):
-        rounding = _rounding(run, number)
-        writer.tensors(number, "magnitude", rounding.magnitudes.items())
-        step = recorder.step(number, run.stages(number))
-        bounds = {"loss": rounding.loss, "gradients": rounding.gradients, "reductions": rounding.reductions}
-        writer.facts(number, {**vars(step), "bounds": bounds})
-        tell((number + 1) / job.steps)
-    return recorder.parameters
-
-
 def _rounding(run: Training, step: int) -> Rounding:
-    """Bounds of this step as far as this run can give them."""
+    """Return the bounds of this step as far as this run can give them. Collective."""
+    rounding, magnitudes, world_size = Rounding(), {}, run.job.world_size
     if run.joins or run.job.reference_joined:
-        return measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
-    if not reduction_roundings(run.job.world_size, run.recipe.accumulate):
-        return Rounding()  # no engine can add in another order
-    magnitudes, counts = run.magnitudes(step)
-    needed = [name for name in magnitudes if reduction_roundings(run.job.world_size, counts[name])]
-    return Rounding(magnitudes={name: magnitudes[name] for name in needed}, reductions=counts)
-
-
-@dataclass(kw_only=True)
-class Observed:
-    """One rank's training, the names of the parameters, and where it ran."""
-
-    trace: RankTrace
-    parameters: list[str]
-    environment: dict[str, str]
-
-
-def observe(job: Job, detail: str, draw: int = 0) -> Observed:
-    """Train, and note what every step gives. On every rank.
-
-    Args:
-        job: its ``folder`` is where tensors go.
-        detail: one of :data:`fsshard.parity.recorded.DETAILS`.
-        draw: if not 0, every operation is rounded otherwise, by generators that this number seeds.
-    """
-    run, trace = Training(job), RankTrace()
-    recorder = Recorder(TraceWriter(job.folder) if detail == "tensors" else None, sketched=detail != "losses")
-    generator = torch.Generator().manual_seed(1000 * draw + dist.get_rank())
-    for number in range(job.steps):
-        stages = run.stages(number, perturbed(generator) if draw else None)
-        trace.steps.append(recorder.step(number, stages))
-        if detail == "losses":
-            trace.steps[-1].outputs = []
-        if not draw:
-            tell((number + 1) / job.steps)
-    trace.initial = recorder.initial
-    if detail == "tensors":
-        trace.owned = {name: run.engine.owned(name) for name in recorder.parameters}
-    return Observed(trace=trace, parameters=recorder.parameters, environment=environment(job.device))
-
-
-def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
-    """The training as it is, and ``draws`` times with every operation rounded otherwise. On every rank."""
-    traces = []
-    for number in range(draws + 1):
-        traces.append(observe(job, "digests", number).trace)
-        tell((number + 1) / (draws + 1))
-    return traces
+        rounding = measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
+    elif reduction_roundings(world_size, run.recipe.accumulate):  # else no engine can add in another order
+        found, counts = run.magnitudes(step)
+        rounding = Rounding(reductions=counts)
+        magnitudes = {n: value for n, value in found.items() if reduction_roundings(world_size, counts[n])}
+    write_tensors(run.job.folder, step, "magnitude", magnitudes.items())
+    return rounding

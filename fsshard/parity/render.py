@@ -6,6 +6,7 @@ it prints under every locale.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -14,54 +15,42 @@ from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
-from fsshard.errors import ConfigurationError, MissingExtra
-from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, Findings, StepReport
+from fsshard.errors import ConfigurationError, MissingExtra, ParityError
+from fsshard.parity.plain import plain, read_as
+from fsshard.parity.report import QUANTITIES, Cell, Difference, Findings, StepReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["check_file", "check_picture", "details", "figure", "plot", "summary", "table", "text"]
+__all__ = ["ParityReport", "check_file", "check_picture", "details", "figure", "plot", "summary", "table", "text"]
 
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
 """Columns of the table; the other quantities get one where something differs in them."""
-
 WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refused": "refused", "failed": "FAILED"}
-"""What the table calls a verdict."""
-
-STYLES = {
-    "exact": "green",
-    "bound": "cyan",
-    "different": "bold red",
-    "refused": "yellow",
-    "failed": "bold magenta",
-}
+"""The table's words for verdicts."""
+STYLES = {"exact": "green", "bound": "cyan", "different": "bold red", "refused": "yellow", "failed": "bold magenta"}
 """rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
-
 MOST_NAMED = 4
 """Cells, or groups of cells that failed alike, that the last line names; it must stay one line."""
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 # Words and numbers
 
 
 def number(value: float) -> str:
-    """Two digits; ``0`` for zero and ``nan`` for NaN."""
+    """Write two digits; ``0`` for zero and ``nan`` for NaN."""
     return "0" if value == 0 else f"{value:.1e}"
 
 
 def units(value: float) -> str:
-    """Units of the last place of a difference: whole numbers while they are short, ``<1`` below the first."""
-    if value < 1:
-        return "<1"
-    return f"{value:.3g}" if value < 1000 else f"{value:.0e}"
+    """Write units of the last place: whole numbers while they are short, ``<1`` below the first."""
+    return "<1" if value < 1 else f"{value:.3g}" if value < 1000 else f"{value:.0e}"
 
 
 def size(difference: Difference) -> str:
-    """``0``, or ``1.2e-07 3 ulp``, or ``none`` where there was nothing to take the difference with."""
+    """Write ``0``, or ``1.2e-07 3 ulp``, or ``see below`` where there was nothing to take the difference with."""
     if difference.verdict == "exact":
         return "0"
     if difference.max_abs == 0 and difference.note:
@@ -73,13 +62,12 @@ def size(difference: Difference) -> str:
     return number(difference.max_abs) + (f" {units(difference.ulps)} ulp" if known else "")
 
 
-def place(cell: Cell) -> str:
-    """``fsdp2 at 2 ranks``, or ``fsdp2 on data=2,tp=2``."""
+def _place(cell: Cell) -> str:
+    """Write ``fsdp2 at 2 ranks``, or ``fsdp2 on data=2,tp=2``."""
     return f"{cell.backend} on {cell.mesh}" if cell.mesh else f"{cell.backend} at {_ranks(cell)}"
 
 
 def _ranks(cell: Cell) -> str:
-    """``2 ranks``, or the mesh."""
     return cell.mesh or f"{cell.world_size} {_plural('rank', cell.world_size)}"
 
 
@@ -87,19 +75,11 @@ def _plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def _what(first: Divergence) -> str:
-    return f"{first.quantity} of {first.name}" if first.name else first.quantity
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
-
-
 # Text
 
 
 def text(report: Findings) -> str:
-    """The report as plain text: head, one row per cell, a paragraph for what is not exact, warnings, the result."""
+    """Write the report: head, one row per cell, a paragraph for what is not exact, warnings, the result."""
     parts = [head(report), *(_aligned(report),) * bool(report.cells), *details(report), summary(report)]
     return "\n\n".join(parts)
 
@@ -113,12 +93,12 @@ def head(report: Findings) -> str:
 
 
 def quantities(report: Findings) -> list[str]:
-    """The columns: the usual quantities, and whichever else differs in some cell."""
+    """Return the columns: the usual quantities, and whichever else differs in some cell."""
     return [q for q in QUANTITIES if q in ALWAYS_SHOWN or any(c.worst(q).verdict != "exact" for c in report.cells)]
 
 
 def rows(report: Findings) -> list[list[str]]:
-    """The table without its head: backend, ranks, verdict, a size per quantity, seconds."""
+    """Return the table without its head: backend, ranks, verdict, a size per quantity, seconds."""
     shown = quantities(report)
     return [
         [
@@ -133,12 +113,12 @@ def rows(report: Findings) -> list[list[str]]:
 
 
 def _where(report: Findings) -> str:
-    """The head of the column that says on what a backend ran."""
+    """Return the head of the column that says on what a backend ran."""
     return "mesh" if any(cell.mesh for cell in report.cells) else "ranks"
 
 
 def _entry(cell: Cell, quantity: str) -> str:
-    # A run without steps has no differences, which is not the same as differences of zero.
+    # a run without steps has no differences, which is not the same as differences of zero.
     return size(cell.worst(quantity)) if any(quantity in step.differences for step in cell.steps) else "-"
 
 
@@ -166,15 +146,14 @@ def caption(report: Findings) -> str:
 
 
 def details(report: Findings) -> list[str]:
-    """A paragraph for what is not exact, or not reproducible: one for cells that failed alike; then the warnings."""
+    """Write a paragraph for what is not exact or reproducible, one for cells that failed alike; then the warnings."""
     told = [cell for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
-    since = [indent("\n".join(report.changes), "  ")] if report.changes else []
-    changes = ["\n".join(["since it was recorded:", *since])] if since else []
+    changes = [f"since it was recorded:\n{indent(chr(10).join(report.changes), '  ')}"] if report.changes else []
     return [*changes, *map(_paragraph, _alike(told)), *(f"warning: {warning}" for warning in report.warnings)]
 
 
 def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells that were refused or failed for one reason together, as all are whose reference failed."""
+    """Group cells that were refused or failed for one reason, as all are whose reference failed."""
     found: dict[Any, list[Cell]] = {}
     for cell in cells:
         reason = (cell.verdict, cell.world_size, cell.mesh, cell.reason, cell.traceback)
@@ -183,7 +162,7 @@ def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 
 def _places(cells: list[Cell]) -> str:
-    return ", ".join([*(cell.backend for cell in cells[:-1]), place(cells[-1])])
+    return ", ".join([*(cell.backend for cell in cells[:-1]), _place(cells[-1])])
 
 
 def _paragraph(cells: list[Cell]) -> str:
@@ -214,7 +193,7 @@ def _meaning(cell: Cell) -> str:
 
 
 def summary(report: Findings) -> str:
-    """The result in one line of words."""
+    """Write the result in one line of words."""
     if not report.cells:
         return "nothing was compared"
     if report.ok:
@@ -230,7 +209,7 @@ def summary(report: Findings) -> str:
 
 
 def counts(cells: Iterable[Cell]) -> str:
-    """``3 exact, 1 within the rounding bound``."""
+    """Write ``3 exact, 1 within the rounding bound``."""
     words = {**{v: v for v in WORDS}, "bound": "within the rounding bound"}
     found = [cell.verdict for cell in cells]
     return ", ".join(f"{found.count(v)} {words[v]}" for v in words if v in found)
@@ -240,19 +219,17 @@ def _brief(cells: list[Cell]) -> str:
     cell = cells[0]
     if cell.verdict == "different":
         first = cell.first_divergence
-        return f"{place(cell)}: {_meaning(cell)}" + (f", {_what(first)}" if first is not None else "")
-    return f"{_places(cells)}: {cell.verdict}" + (f" ({_first_line(cell.reason)})" if cell.reason.strip() else "")
+        what = f", {first.quantity}{f' of {first.name}' if first.name else ''}" if first is not None else ""
+        return f"{_place(cell)}: {_meaning(cell)}{what}"
+    reason = cell.reason.strip().partition("\n")[0]
+    return f"{_places(cells)}: {cell.verdict}" + (f" ({reason})" if reason else "")
 
 
 # Terminal
 
 
 def table(report: Findings) -> Table:
-    """The rows as a table for a terminal.
-
-    Raises:
-        MissingExtra: rich is not installed.
-    """
+    """Return the rows as a table for a terminal, or raise MissingExtra if rich is not installed."""
     try:
         from rich import box
         from rich.markup import escape
@@ -273,20 +250,14 @@ def table(report: Findings) -> Table:
     made.add_column(_where(report), justify="right", no_wrap=True)
     made.add_column("verdict", no_wrap=True)
     for quantity in quantities(report):
-        made.add_column(
-            quantity, min_width=max(7, len(quantity))
-        )  # a number never breaks; its ulp may go to the next line
+        # a number never breaks; its ulp may go to the next line
+        made.add_column(quantity, min_width=max(7, len(quantity)))
     made.add_column("seconds", justify="right")
     for cell, row in zip(report.cells, rows(report), strict=True):
-        style = STYLES.get(cell.verdict, "")
-        cells = [Text(entry, style=_entry_style(entry)) for entry in row]
-        cells[2] = Text(row[2], style=style)
-        made.add_row(*cells)
+        entries = [Text(entry, style="dim" if entry in ("0", "-") else "") for entry in row]
+        entries[2] = Text(row[2], style=STYLES.get(cell.verdict, ""))
+        made.add_row(*entries)
     return made
-
-
-def _entry_style(entry: str) -> str:
-    return "dim" if entry in ("0", "-") else ""
 
 
 # Picture
@@ -296,14 +267,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette: told apart under the usual kinds of colour blindness."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, FAINT = "#4D4D4D", "#BFBFBF"
+Looks = dict[str, dict[str, Any]]
 
 
 def check_file(path: str | Path) -> Path:
-    """``path``, if a file can be written there. Worth asking before the runs, which take longer.
-
-    Raises:
-        ConfigurationError: its folder is not there, it is a folder itself, or it is closed to writing.
-    """
+    """Return ``path``, or raise ConfigurationError if no file can be written there. Asked before the runs."""
     path = Path(path)
     folder = path.absolute().parent
     if path.is_dir():
@@ -316,16 +284,16 @@ def check_file(path: str | Path) -> Path:
 
 
 def check_picture(path: str | Path) -> Path:
-    """``path``, if :func:`plot` can write a picture there.
+    """Return ``path``, if :func:`plot` can write a picture there.
 
     Raises:
         ConfigurationError: the suffix names no kind of picture, or no file can be written there.
         MissingExtra: matplotlib is not installed.
     """
     path = Path(path)
-    if path.suffix.lower() not in PICTURES:
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         got = f"suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise ConfigurationError(f"{str(path)!r}: expected a file name that ends in {_either(PICTURES)}, got {got}")
+        raise ConfigurationError(f"{str(path)!r}: expected a file name that ends in .png, .svg or .pdf, got {got}")
     check_file(path)
     try:
         import matplotlib.figure  # noqa: F401
@@ -334,18 +302,8 @@ def check_picture(path: str | Path) -> Path:
     return path
 
 
-def _either(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}"
-
-
 def plot(report: Findings, path: str | Path) -> None:
-    """Write :func:`figure` to a file; its kind (png, svg, pdf) is told by the suffix.
-
-    Raises:
-        ConfigurationError: the suffix names no kind of picture, or no file can be written there.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write :func:`figure` to a file that :func:`check_picture` accepts."""
     path = check_picture(path)
     save_picture(figure(report), path)
 
@@ -364,7 +322,7 @@ def save_picture(made: Figure, path: Path) -> None:
 
 
 def figure(report: Findings) -> Figure:
-    """A column per world size or mesh: the losses on top of each other, below how far loss and weights are off.
+    """Draw a column per world size or mesh: the losses on top of each other, below how far loss and weights are off.
 
     Axes carry the labels ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``, and
     the mesh in place of the ranks where there is one.
@@ -406,75 +364,54 @@ def _loss_gap(step: StepReport) -> float:
 
 
 def _weight_gap(step: StepReport) -> float:
-    return _largest(d.max_abs for d in step.differences.get("weight", {}).values())
-
-
-def _largest(values: Iterable[float]) -> float:
-    """The largest, NaN if one is NaN: ``max`` would let it pass."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+    values = [d.max_abs for d in step.differences.get("weight", {}).values()]
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 GAPS: dict[str, Callable[[StepReport], float]] = {"loss": _loss_gap, "weight": _weight_gap}
 
 
-@dataclass(frozen=True)
-class Look:
-    """The look of a backend's curve: wide and below first, narrow and on top last, so that equal curves all show."""
-
-    colour: str
-    marker: str
-    width: float
-
-    def style(self) -> dict[str, Any]:
-        """Keyword arguments of ``Axes.plot``."""
-        return {
-            "color": self.colour,
-            "marker": self.marker,
-            "linewidth": self.width,
-            "markersize": 4 + 1.2 * self.width,
-            "markeredgewidth": 0,
-            "solid_capstyle": "round",
-        }
-
-
-def _looks(report: Findings) -> dict[str, Look]:
+def _looks(report: Findings) -> Looks:
+    """Return each backend's line style: wide and below first, narrow and on top last, so that equal curves all show."""
     names = list(dict.fromkeys(cell.backend for cell in report.cells))
-    widest, step = 6.5, 5.3 / max(1, len(names) - 1)
-    return {
-        name: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], widest - step * i)
-        for i, name in enumerate(names)
-    }
+    looks: Looks = {}
+    for i, name in enumerate(names):
+        width = 6.5 - 5.3 / max(1, len(names) - 1) * i
+        looks[name] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": width}
+        looks[name] |= {"markersize": 4 + 1.2 * width, "markeredgewidth": 0, "solid_capstyle": "round"}
+    return looks
 
 
-def _draw_losses(axes: Axes, cells: list[Cell], looks: dict[str, Look], reference: str) -> None:
+def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     longest = max((cell.steps for cell in cells), key=len, default=[])
-    axes.plot(
-        range(len(longest)),
-        [step.reference_loss for step in longest],
-        color=FAINT,
-        linewidth=11,
-        solid_capstyle="round",
-        label=f"{reference} (reference)",
-    )
+    below: dict[str, Any] = {
+        "color": FAINT,
+        "linewidth": 11,
+        "solid_capstyle": "round",
+        "label": f"{reference} (reference)",
+    }
+    axes.plot(range(len(longest)), [step.reference_loss for step in longest], **below)
     for cell in cells:
         # Without steps there is a line in the legend and none in the picture; it must not look like a hidden one.
-        style = looks[cell.backend].style() if cell.steps else {"linestyle": "none"}
+        style = looks[cell.backend] if cell.steps else {"linestyle": "none"}
         label = f"{cell.backend}: {WORDS.get(cell.verdict, cell.verdict)}"
-        axes.plot(
-            range(len(cell.steps)), [step.loss for step in cell.steps], **style, label=label, markevery=_every(cell)
-        )
+        losses = [step.loss for step in cell.steps]
+        axes.plot(range(len(losses)), losses, **style, label=label, markevery=_every(cell))
     axes.legend(frameon=False, fontsize=9, handletextpad=1.2)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _style_axes(axes)
 
 
 def _draw_gaps(
-    axes: Axes, cells: list[Cell], looks: dict[str, Look], gap: Callable[[StepReport], float], found: list[float]
+    axes: Axes,
+    cells: list[Cell],
+    looks: Looks,
+    gap: Callable[[StepReport], float],
+    found: list[float],
 ) -> None:
-    """Differences on a logarithmic axis that is linear near zero; NaN and infinity have a place above; ``found``: all.
+    """Draw differences on a logarithmic axis that is linear near zero; NaN and infinity have a place above.
 
     Equal curves lie on top of each other, as losses do.
     """
@@ -486,9 +423,9 @@ def _draw_gaps(
     for cell in cells:
         look = looks[cell.backend]
         gaps = [value if math.isfinite(value) else 10 * high for value in map(gap, cell.steps)]
-        axes.plot(range(len(gaps)), gaps, **look.style(), markevery=_every(cell))
+        axes.plot(range(len(gaps)), gaps, **look, markevery=_every(cell))
         if cell.verdict == "different" and cell.first_divergence is not None:
-            axes.axvline(cell.first_divergence.step, color=look.colour, linewidth=0.8, linestyle=":", zorder=0)
+            axes.axvline(cell.first_divergence.step, color=look["color"], linewidth=0.8, linestyle=":", zorder=0)
     if not any(found) and any(cell.steps for cell in cells):
         axes.text(0.5, 0.6, "every difference is exactly 0", transform=axes.transAxes, ha="center", color=GREY, size=9)
     every = max(1, math.ceil((max(decades) + 1 - min(decades)) / 5))
@@ -500,7 +437,7 @@ def _draw_gaps(
 
 
 def _every(cell: Cell) -> int:
-    """Steps from one marker to the next; markers of long runs would hide the line."""
+    """Return the steps from one marker to the next; markers of long runs would hide the line."""
     return max(1, len(cell.steps) // 12)
 
 
@@ -509,3 +446,51 @@ def _style_axes(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(color=GREY, labelsize=9)
+
+
+# Report
+
+
+@dataclass(kw_only=True)
+class ParityReport(Findings):
+    """The result of :func:`fsshard.parity.compare`, and ways to show it.
+
+    Its attributes are those of :class:`~fsshard.parity.report.Findings`.
+    """
+
+    def raise_if_different(self) -> None:
+        """Raise :class:`~fsshard.errors.ParityError`, with this report as its text, unless :attr:`ok`."""
+        if not self.ok:
+            raise ParityError(str(self))
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def table(self) -> Table:
+        """Return a rich table for the terminal, or raise MissingExtra if rich is not installed."""
+        return table(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture: loss curves, and below how far loss and weights are from the reference's at each step.
+
+        Args:
+            path: its suffix tells the kind: ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            ConfigurationError: another suffix, or no such folder.
+            MissingExtra: matplotlib is not installed.
+        """
+        plot(self, path)
+
+    def to_json(self) -> str:
+        """Write the whole report; :meth:`from_json` reads it back.
+
+        JSON has no infinity and no NaN; they are written as the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+        """
+        return json.dumps(plain(self, str), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> ParityReport:
+        """Read what :meth:`to_json` wrote, or raise ConfigurationError with the field that is something else."""
+        report: ParityReport = read_as(cls, json.loads(text))
+        return report

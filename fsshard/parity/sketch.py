@@ -1,29 +1,81 @@
-"""A tensor in a few numbers: equal bits are told by a digest, and the distance of unequal ones is estimated.
-
-Beside digest, largest modulus, sum and norm a sketch holds dot products of the tensor with vectors of random signs.
-For a difference d = a - b each of them gives r.d, and the mean of (r.d)^2 over the vectors r is an unbiased estimate
-of |d|^2 (Alon, Matias and Szegedy, J. Comput. Syst. Sci. 58, 1999), with a relative standard deviation of sqrt(2 /
-PROJECTIONS). So two files without a single tensor in them can tell how far apart two weights are. They cannot tell at
-which element.
-"""
+"""A tensor in a few numbers: a digest tells equal bits, and projections estimate the distance of unequal ones."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fsshard.parity.trace import digest, real_view
+from fsshard.errors import RecipeError
 
-__all__ = ["PROJECTIONS", "Sketch", "apart", "distance", "least_distance", "sketch", "sketches"]
+__all__ = ["Sketch", "apart", "digest", "distance", "least_distance", "real_view", "sketch", "splitmix64"]
 
 PROJECTIONS = 12
 """Vectors of signs. Distances are estimated to about 20 percent (half of sqrt(2 / 12), by the root)."""
 CHUNK = 2**16  # elements at a time
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` itself, or the pairs of a complex one."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def digest(value: Any, *, strict: bool = True) -> str:
+    """Return a short digest of every tensor and number in a nested structure, bit for bit.
+
+    Args:
+        value: tensors, arrays, numbers and texts in containers of any kind, and objects that hold such.
+        strict: raise for what cannot be looked into; else its type alone counts.
+
+    Raises:
+        RecipeError: ``strict``, and there is such a thing.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    _feed(found, value, strict, [])
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any, strict: bool, above: list[int]) -> None:
+    if id(value) in above:
+        return  # an object that holds itself
+    above = [*above, id(value)]
+    if isinstance(value, Tensor):
+        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        found.update(real_view(dense).contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
+        found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device)):
+        found.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            found.update(repr(key).encode())
+            _feed(found, item, strict, above)
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        found.update(f"{type(value).__name__}{len(value)}".encode())
+        for item in value:
+            _feed(found, item, strict, above)
+    elif isinstance(value, (set, frozenset)):
+        _feed(found, sorted(digest(item, strict=strict) for item in value), strict, above)
+    elif hasattr(value, "__dict__") or hasattr(value, "__slots__"):  # by its attributes, not its address
+        names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+        held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        _feed(found, {type(value).__qualname__: held}, strict, above)
+    elif strict:
+        raise RecipeError(
+            f"a batch, or an optimizer's state, holds a {type(value).__name__}, whose contents cannot be compared; use "
+            "tensors, arrays, numbers, texts, and containers of them"
+        )
+    else:
+        found.update(type(value).__qualname__.encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +89,7 @@ class Sketch:
         largest: largest modulus.
         total: sum.
         norm: L2 norm.
-        projections: dot products with vectors of signs, the same for all tensors of as many elements.
+        projections: dot products with vectors of random signs, the same for all tensors of as many elements.
     """
 
     digest: str
@@ -55,22 +107,24 @@ class Sketch:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """Return the dtype itself."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
 
-def sketches(items: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
-    """The sketch of each tensor, by name."""
-    return {name: sketch(value) for name, value in items}
-
-
 def sketch(tensor: Tensor) -> Sketch:
-    """The sketch of one tensor."""
+    """Return the sketch of one tensor."""
     value = tensor.detach().cpu()
     dense = value.to_dense() if value.layout is not torch.strided else value
-    flat = _canonical(real_view(dense)).reshape(-1)
+    flat = real_view(dense)
+    if flat.is_floating_point():  # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal
+        flat = torch.nan_to_num(flat + 0.0, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    flat = flat.reshape(-1)
     numbers = flat.double()
+    projections = torch.zeros(PROJECTIONS, dtype=torch.float64)
+    for number, start in enumerate(range(0, len(numbers), CHUNK)):
+        part = numbers[start : start + CHUNK]
+        projections += _signs(-number - 1, 1)[:, 0] * (_signs(1, CHUNK)[:, : len(part)] @ part)
     return Sketch(
         digest=digest([str(dense.dtype), tuple(dense.shape), flat]),
         dtype=str(dense.dtype).removeprefix("torch."),
@@ -78,61 +132,47 @@ def sketch(tensor: Tensor) -> Sketch:
         largest=float(numbers.abs().max()) if len(numbers) else 0.0,
         total=float(numbers.sum()),
         norm=float(numbers.square().sum().sqrt()),
-        projections=tuple(_projections(numbers).tolist()),
+        projections=tuple(projections.tolist()),
     )
-
-
-def _canonical(value: Tensor) -> Tensor:
-    """-0.0 as 0.0 and every NaN as the same one: a comparison calls them equal."""
-    if not value.is_floating_point():
-        return value
-    return torch.nan_to_num(value + 0.0, nan=math.nan, posinf=math.inf, neginf=-math.inf)
-
-
-def _projections(numbers: Tensor) -> Tensor:
-    found = torch.zeros(PROJECTIONS, dtype=torch.float64)
-    for number, start in enumerate(range(0, len(numbers), CHUNK)):
-        part = numbers[start : start + CHUNK]
-        found += _signs(-number - 1, 1)[:, 0] * (_signs(1, CHUNK)[:, : len(part)] @ part)
-    return found
 
 
 @lru_cache(maxsize=64)
 def _signs(start: int, count: int) -> Tensor:
-    """+1 and -1 for ``count`` places and every projection, by integer arithmetic: the same on every machine.
+    """Return +1 and -1 for ``count`` places and every projection, by integer arithmetic: the same on every machine."""
+    state = splitmix64(torch.arange(start, start + count, dtype=torch.int64) * signed(0x9E3779B97F4A7C15))
+    return 1.0 - 2.0 * torch.stack([(state >> number) & 1 for number in range(PROJECTIONS)]).double()
 
-    Bits of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014), as in the golden recipes.
-    """
-    state = torch.arange(start, start + count, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
+
+def splitmix64(state: Tensor) -> Tensor:
+    """Scramble int64 numbers by the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ _shifted(state, shift)) * _signed(factor)
-    state = state ^ _shifted(state, 31)
-    bits = torch.stack([(state >> number) & 1 for number in range(PROJECTIONS)])
-    return 1.0 - 2.0 * bits.double()
+        state = (state ^ shifted(state, shift)) * signed(factor)
+    return state ^ shifted(state, 31)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return the int64 that has the bits of an unsigned number."""
+    value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
 
-def _shifted(value: Tensor, bits: int) -> Tensor:
+def shifted(value: Tensor, bits: int) -> Tensor:
+    """Shift int64 numbers to the right, zeros coming in; torch's shift repeats the sign."""
     return torch.bitwise_and(value >> bits, 2 ** (64 - bits) - 1)
 
 
 def apart(one: Sketch, other: Sketch) -> Iterator[float]:
-    """|r.(a - b)| for every vector of signs; infinite where one side has no number."""
+    """Yield |r.(a - b)| for every vector of signs r; infinite where one side has no number."""
     for a, b in zip(one.projections, other.projections, strict=True):
         yield abs(a - b) if math.isfinite(a - b) else math.inf
 
 
 def distance(one: Sketch, other: Sketch) -> float:
-    """Estimate of the L2 norm of the difference."""
-    values = list(apart(one, other))
-    return _rms(values) if values else math.inf
+    """Estimate the L2 norm of the difference d: the mean of (r.d)^2 over the vectors of signs r is |d|^2.
 
-
-def _rms(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / len(values))
+    An unbiased estimate (Alon, Matias and Szegedy, J. Comput. Syst. Sci. 58, 1999).
+    """
+    return math.sqrt(sum(value * value for value in apart(one, other)) / PROJECTIONS)
 
 
 def least_distance(one: Sketch, other: Sketch) -> float:

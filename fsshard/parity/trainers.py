@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsshard.errors import RecipeError
-from fsshard.parity.seeding import kept_random_numbers, seed_all
+from fsshard.parity.one_process import kept_random_numbers, seed_all
 from fsshard.sharded.optimizer import constructor_arguments, name_groups
 from fsshard.sharded.schedulers import point_at
 
@@ -50,7 +50,7 @@ class SampledBatches:
         return self._known[asked]
 
     def place(self, rank: int, world_size: int, number: int) -> tuple[int, int]:
-        """The epoch of a rank's ``number``-th batch, and its number within."""
+        """Return the epoch of a rank's ``number``-th batch, and its number within."""
         return divmod(number, len(self.indices(rank, world_size, 0)))
 
     def __call__(self, rank: int, world_size: int, number: int) -> Any:
@@ -107,7 +107,7 @@ class FreshScheduler:
     epoch: Callable[[int], int]
 
     def __call__(self, optimizer: Optimizer, world_size: int = 1) -> Any:
-        """The scheduler, whose first values the optimizer takes over.
+        """Make the scheduler, whose first values the optimizer takes over.
 
         Raises:
             RecipeError: the optimizer has other groups.
@@ -134,7 +134,7 @@ class _Every:
         self.scheduler, self.every, self.calls = scheduler, every, 0
 
     def step(self) -> None:
-        """After an optimizer's step."""
+        """Count one of the optimizer's steps."""
         self.calls += 1
         if self.calls % self.every == 0:
             self.scheduler.step()
@@ -143,7 +143,7 @@ class _Every:
 def optimizer_fields(
     build: Callable[[], nn.Module], configure: Configure, epoch: Callable[[int], int]
 ) -> dict[str, Any]:
-    """A recipe's ``optimizer``, ``hyper``, ``param_groups`` and ``scheduler``; see :class:`FreshScheduler`.
+    """Return a recipe's ``optimizer``, ``hyper``, ``param_groups`` and ``scheduler``; see :class:`FreshScheduler`.
 
     Raises:
         RecipeError: the optimizer has parameters that are not the model's.

@@ -1,4 +1,4 @@
-"""The training loop of a recipe under any engine, on one rank."""
+"""The training loop of a recipe under any engine, on one rank: over data alone, over a mesh, or bare on one process."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.nested import map_leaves
-from fsshard.parity.engine import Engine, make_engine
-from fsshard.parity.recipe import Recipe, check_loss, resolve
-from fsshard.parity.seeding import random_state, seed_all
-from fsshard.parity.shadow import Shadow, built
-from fsshard.parity.trace import digest, real_view
+from fsshard.parallel.data_rank import data_rank
+from fsshard.parallel.meshes import data_dimensions, is_flattened_with_parts, role_of
+from fsshard.parity.engine import Engine, make_engine, optimizer_of
+from fsshard.parity.one_process import ForwardWatch, Shadow, built, random_state, seed_all
+from fsshard.parity.recipe import Recipe, Split, check_loss, resolve
+from fsshard.parity.sketch import digest, real_view
 from fsshard.parity.trainers import FreshScheduler
-from fsshard.parity.watch import ForwardWatch
 
-__all__ = ["INITIAL", "Job", "Stage", "Training", "norm_of"]
+__all__ = [
+    "Bare",
+    "Job",
+    "SplitTraining",
+    "Stage",
+    "Training",
+    "check_mesh",
+    "data_ranks",
+    "mesh_text",
+    "split_by",
+    "splits",
+]
 
 Stage = tuple[str, Any]
 """A quantity, and what a step gave of it."""
-INITIAL = -1
-"""The step number under which weights before the first step are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,30 +80,28 @@ class Training:
         self.rank = self.sample_rank = dist.get_rank()
         self.joins = dist.get_world_size() == 1 and job.world_size > 1
         self.engine, self.watch = self._made()
-        self.scheduler = self._scheduled()
+        make = self.recipe.scheduler
+        given: list[Any] = [self.engine.optimizer]
+        if isinstance(make, FreshScheduler):  # an epoch's steps are fewer on more ranks
+            given.append(job.world_size)
+        self.scheduler = None if make is None else make(*given)
         self._shadow: Shadow | None = None
         seed_all(self.recipe.seed + 1 + self.sample_rank)
 
-    def _scheduled(self) -> Any:
-        make = self.recipe.scheduler
-        if isinstance(make, FreshScheduler):  # an epoch's steps are fewer on more ranks
-            return make(self.engine.optimizer, self.job.world_size)
-        return None if make is None else make(self.engine.optimizer)
-
     def _made(self) -> tuple[Engine, ForwardWatch]:
-        """The engine, over a fresh model, and a watch on its modules. Collective."""
+        """Return the engine, over a fresh model, and a watch on its modules. Collective."""
         module, watch = built(self.recipe, self.job.device)
         return make_engine(self.job.engine, self.recipe, module), watch
 
     def batches(self, step: int) -> list[list[Any]]:
-        """Per accumulated batch, those of the ranks that this process trains on."""
+        """Return per accumulated batch those of the ranks that this process trains on."""
         ranks = range(self.job.world_size) if self.joins else [self.sample_rank]
         first = step * self.recipe.accumulate
         numbers = range(first, first + self.recipe.accumulate)
         return [[_to(self.recipe.batches(r, self.job.world_size, n), self.job.device) for r in ranks] for n in numbers]
 
     def losses(self, batches: list[list[Any]]) -> float:
-        """Forward and backward of one step; the mean of this process's losses."""
+        """Run forward and backward of one step; return the mean of this process's losses."""
         total, last = 0.0, len(batches) - 1
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():
@@ -119,10 +128,14 @@ class Training:
         with contextlib.nullcontext() if rounding is None else rounding:
             loss = self.losses(batches)
         yield "loss", (loss, self.watch.take())
-        gradients = gradients_of(self.engine)
+        # copies; an empty one, of a parameter without elements, is none
+        whole = self.engine.gradients()
+        gradients = {n: None if g is None or not g.numel() else g.detach().clone() for n, g in whole}
         yield "gradient", gradients
-        yield "norm", (norm_of(gradients), self.clip())
-        yield "param_groups", groups_of(self.engine)
+        squares = (float(real_view(g).double().square().sum()) for g in gradients.values() if g is not None)
+        clipping = self.recipe.clipping
+        yield "norm", (math.sqrt(sum(squares)), None if clipping is None else self.engine.clip(*clipping))
+        yield "param_groups", [{k: _as_json_value(v) for k, v in group.items()} for group in self.engine.groups()]
         self.finish()
         yield "weight", self.engine.weights()
         yield "state", states_of(self.engine)
@@ -130,7 +143,7 @@ class Training:
         yield "random state", random_state()
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Run one batch, on this process."""
+        """Return the loss of one batch, on this process."""
         return self.recipe.loss(model, batch)
 
     def loss_of_all(self, value: float) -> float:
@@ -138,10 +151,6 @@ class Training:
         total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
-
-    def clip(self) -> float | None:
-        """Clip if the recipe says so; the engine's own norm."""
-        return None if self.recipe.clipping is None else self.engine.clip(*self.recipe.clipping)
 
     def finish(self) -> None:
         """Step, and drop the gradients."""
@@ -151,7 +160,7 @@ class Training:
         self.engine.zero_grad()
 
     def shadow(self) -> Shadow:
-        """A bare copy of the model with the engine's weights and buffers as they are now. Collective."""
+        """Return a bare copy of the model with the engine's weights and buffers as they are now. Collective."""
         if self._shadow is None:
             self._shadow = Shadow(self.recipe, self.job.device)
         self._shadow.load(self.engine.weights(), self.engine.buffers())
@@ -189,14 +198,8 @@ def _to(value: Any, device: str) -> Any:
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def norm_of(gradients: dict[str, Tensor | None]) -> float:
-    """L2 norm over all numbers, in float64."""
-    squares = (float(real_view(g).double().square().sum()) for g in gradients.values() if g is not None)
-    return math.sqrt(sum(squares))
-
-
 def states_of(engine: Engine) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
-    """Tensors of the optimizer's state by "parameter: key", and what is no tensor."""
+    """Return tensors of the optimizer's state by "parameter: key", and what is no tensor. Collective."""
     tensors: list[tuple[str, Tensor]] = []
     plain: dict[str, Any] = {}
     for name, state in engine.states():
@@ -210,20 +213,121 @@ def states_of(engine: Engine) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]
     return tensors, plain
 
 
-def gradients_of(engine: Engine) -> dict[str, Tensor | None]:
-    """Copies of whole gradients by name; an empty one (of a parameter without elements) is none. Collective."""
-    found = ((name, value) for name, value in engine.gradients())
-    return {name: None if value is None or not value.numel() else value.detach().clone() for name, value in found}
-
-
-def groups_of(engine: Engine) -> list[dict[str, Any]]:
-    """The optimizer's groups as plain data: names, numbers, texts; digests of anything else."""
-    return [{key: _as_json_value(value) for key, value in group.items()} for group in engine.groups()]
-
-
 def _as_json_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [_as_json_value(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else {"digest": digest(value)}
+
+
+# -------------------------------------------------------------------------------------------------- other than data
+
+
+class Bare(Engine):
+    """The recipe's own model and optimizer on one process."""
+
+    name: ClassVar[str] = "one process"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        self.model = self.module = module
+        named = dict(module.named_parameters())
+        groups = [{"params": list(named)}] if recipe.param_groups is None else recipe.param_groups(list(named))
+        held = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+        self.optimizer = optimizer_of(recipe, lambda: recipe.optimizer(held, **recipe.hyper))
+
+
+class SplitTraining(Training):
+    """Over a mesh, whose ranks along other dimensions than data have the same samples.
+
+    Attributes:
+        mesh: all ranks.
+        split: what the recipe has made of the model.
+    """
+
+    def __init__(self, job: Job) -> None:
+        sizes = job.mesh
+        assert sizes is not None
+        self.mesh = init_device_mesh(job.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.split = Split()
+        super().__init__(job)
+
+    def _made(self) -> tuple[Engine, ForwardWatch]:
+        self.sample_rank = data_rank(self.mesh).rank
+        module, watch = built(self.recipe, self.job.device, outputs=False)
+        self.split = split_by(self.recipe, module, self.mesh)
+        module = module if self.split.model is None else self.split.model.to(self.job.device)
+        return make_engine(self.job.engine, self.recipe, module, self.split.settings), watch
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        found = (self.split.loss or self.recipe.loss)(model, batch)
+        if hasattr(found, "full_tensor"):
+            raise RecipeError(
+                "the loss is a DTensor, and whether ranks have parts of it or the same is for the recipe to say: "
+                "return loss.full_tensor()"
+            )
+        return found
+
+    def loss_of_all(self, value: float) -> float:
+        return super().loss_of_all(value) * math.prod(self.mesh[name].size() for name in self.split.adds)
+
+
+def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:
+    """Return what the recipe makes of a model on a mesh.
+
+    Raises:
+        RecipeError: it returns something else than a :class:`Split` or a dict, or names dimensions that are not there.
+    """
+    if recipe.split is None:
+        names = data_dimensions(mesh)
+        return Split(settings={"device_mesh": mesh[tuple(names)] if mesh.ndim > 1 else mesh})
+    found = recipe.split(module, mesh)
+    if isinstance(found, Mapping):
+        found = Split(settings=found)
+    if not isinstance(found, Split):
+        raise RecipeError(
+            "recipe.split(model, mesh) must return keyword arguments of fsshard.wrap, such as "
+            f'{{"device_mesh": mesh["data"]}}, or a fsshard.parity.Split; got {type(found).__name__}'
+        )
+    unknown = [name for name in found.adds if name not in (mesh.mesh_dim_names or ())]
+    if unknown:
+        raise RecipeError(f"Split.adds names {unknown[0]!r}; the mesh has {', '.join(mesh.mesh_dim_names or ())}")
+    return found
+
+
+def check_mesh(mesh: object) -> dict[str, int]:
+    """Return a mesh's sizes by the names of its dimensions, if ranks can be arranged so.
+
+    Raises:
+        ConfigurationError: it is no such mapping, a name says nothing, or there is no dimension of data.
+    """
+    if not isinstance(mesh, Mapping) or not mesh or not all(isinstance(name, str) for name in mesh):
+        raise ConfigurationError(f'mesh={mesh!r}: expected sizes by name, for example {{"data": 2, "tp": 2}}')
+    sizes = dict(mesh)
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigurationError(f"mesh={sizes}: {name!r} has size {size!r}; expected a positive whole number")
+        if role_of(name) is None or is_flattened_with_parts(name):
+            raise ConfigurationError(
+                f"mesh={sizes}: {name!r} does not say whether its ranks see the same samples; call it data, replicate "
+                "or shard where they see others, and tp, cp, domain, ... where they see the same"
+            )
+    if all(role_of(name) == "model" for name in sizes):
+        raise ConfigurationError(f"mesh={sizes}: there is no dimension of data; add data=1")
+    return sizes
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Write it as on the command line: ``data=2,tp=2``."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def data_ranks(sizes: Mapping[str, int]) -> int:
+    """Return how many ranks see other samples."""
+    return math.prod(size for name, size in sizes.items() if role_of(name) != "model")
+
+
+def splits(sizes: Mapping[str, int]) -> list[str]:
+    """Dimensions of more than one rank along which the model, or every sample, is divided."""
+    return [name for name, size in sizes.items() if size > 1 and role_of(name) == "model"]

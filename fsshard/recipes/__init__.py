@@ -20,29 +20,7 @@ from torch import nn
 
 from fsshard.errors import MissingExtra
 from fsshard.parity.recipe import Recipe
-from fsshard.recipes.models import (
-    ComplexMLP,
-    convnet_model,
-    dropout_model,
-    fno_model,
-    gino_model,
-    sfno_model,
-    t5_model,
-    tfno_model,
-    uno_model,
-    vit_model,
-)
-from fsshard.recipes.samples import (
-    heat,
-    image_error,
-    images,
-    sines,
-    squared_error,
-    wave_error,
-    waves,
-    word_error,
-    words,
-)
+from fsshard.recipes import models, samples
 
 __all__ = [
     "convnet",
@@ -62,54 +40,54 @@ __all__ = [
 
 def mlp() -> Recipe:
     """Plain torch: a perceptron with a complex layer in the middle fits a sum of sines."""
-    return Recipe(build=ComplexMLP, batches=sines, loss=squared_error, hyper={"lr": 1e-2})
+    return Recipe(build=models.ComplexMLP, batches=samples.sines, loss=samples.squared_error, hyper={"lr": 1e-2})
 
 
 def dropout() -> Recipe:
     """A perceptron with dropout: random numbers are drawn in every forward, others on every rank."""
-    return Recipe(build=dropout_model, batches=sines, loss=squared_error, hyper={"lr": 1e-2})
+    return Recipe(build=models.dropout_model, batches=samples.sines, loss=samples.squared_error, hyper={"lr": 1e-2})
 
 
 def convnet() -> Recipe:
     """Convolution and BatchNorm, whose statistics are those of each rank's own samples, on images of four kinds."""
-    return Recipe(build=convnet_model, batches=images, loss=image_error, hyper={"lr": 1e-2})
+    return Recipe(build=models.convnet_model, batches=samples.images, loss=samples.image_error, hyper={"lr": 1e-2})
 
 
 def vit() -> Recipe:
     """Hugging Face's vision transformer, one layer, on images of four kinds."""
     _require("transformers", "transformers", "transformers", "the recipe vit")
-    return Recipe(build=vit_model, batches=images, loss=image_error, hyper={"lr": 1e-2})
+    return Recipe(build=models.vit_model, batches=samples.images, loss=samples.image_error, hyper={"lr": 1e-2})
 
 
 def t5() -> Recipe:
     """Hugging Face's T5, an encoder and a decoder layer with tied embeddings, learns to reverse words."""
     _require("transformers", "transformers", "transformers", "the recipe t5")
-    return Recipe(build=t5_model, batches=words, loss=word_error, hyper={"lr": 3e-3})
+    return Recipe(build=models.t5_model, batches=samples.words, loss=samples.word_error, hyper={"lr": 3e-3})
 
 
 def fno() -> Recipe:
     """A Fourier neural operator, complex weights in full, learns the heat equation."""
-    return _on_heat("fno", fno_model)
+    return _on_heat("fno", models.fno_model)
 
 
 def tfno() -> Recipe:
     """An FNO whose weights are complex Tucker factors, on the heat equation."""
-    return _on_heat("tfno", functools.partial(tfno_model, "tucker"))
+    return _on_heat("tfno", functools.partial(models.tfno_model, "tucker"))
 
 
 def tfno_cp() -> Recipe:
     """An FNO whose weights are complex CP factors, on the heat equation."""
-    return _on_heat("tfno_cp", functools.partial(tfno_model, "cp"))
+    return _on_heat("tfno_cp", functools.partial(models.tfno_model, "cp"))
 
 
 def tfno_tt() -> Recipe:
     """An FNO whose weights are complex tensor-train factors, on the heat equation."""
-    return _on_heat("tfno_tt", functools.partial(tfno_model, "tt"))
+    return _on_heat("tfno_tt", functools.partial(models.tfno_model, "tt"))
 
 
 def uno() -> Recipe:
     """A U-shaped neural operator, three layers at two resolutions, on the heat equation."""
-    return _on_heat("uno", uno_model)
+    return _on_heat("uno", models.uno_model)
 
 
 def sfno() -> Recipe:
@@ -120,7 +98,7 @@ def sfno() -> Recipe:
     """
     _require("neuralop", "neuraloperator", "sfno", "the recipe sfno")
     _require("torch_harmonics", "torch-harmonics", "sfno", "the recipe sfno")
-    return _on_heat("sfno", sfno_model, width=16)
+    return _on_heat("sfno", models.sfno_model, width=16)
 
 
 def gino() -> Recipe:
@@ -130,12 +108,13 @@ def gino() -> Recipe:
     runs on neuraloperator's own neighbour search and sums; open3d and torch-scatter are not needed.
     """
     _require("neuralop", "neuraloperator", "neuralop", "the recipe gino")
-    return Recipe(build=gino_model, batches=waves, loss=wave_error, hyper={"lr": 5e-3})
+    return Recipe(build=models.gino_model, batches=samples.waves, loss=samples.wave_error, hyper={"lr": 5e-3})
 
 
 def _on_heat(name: str, build: Callable[[], nn.Module], width: int = 8) -> Recipe:
     _require("neuralop", "neuraloperator", "neuralop", f"the recipe {name}")
-    return Recipe(build=build, batches=functools.partial(heat, 8, width), loss=squared_error, hyper={"lr": 5e-3})
+    batches = functools.partial(samples.heat, 8, width)
+    return Recipe(build=build, batches=batches, loss=samples.squared_error, hyper={"lr": 5e-3})
 
 
 def _require(module: str, package: str, extra: str, purpose: str) -> None:

@@ -291,7 +291,7 @@ def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
 def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dict[str, int]:
     """Return a mesh's sizes by name; raise if the recipe cannot be divided over it, or other arguments contradict."""
     from fsshard.parity.recipe import resolve
-    from fsshard.parity.split_training import check_mesh, splits
+    from fsshard.parity.training import check_mesh, splits
 
     sizes = check_mesh(mesh)
     ranks = math.prod(sizes.values())

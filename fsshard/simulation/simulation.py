@@ -27,9 +27,9 @@ from fsshard.nested import map_leaves
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
+from fsshard.parity.one_process import seed_all
 from fsshard.parity.recipe import Recipe, check_loss, resolve
-from fsshard.parity.seeding import seed_all
-from fsshard.parity.split_training import split_by
+from fsshard.parity.training import split_by
 from fsshard.planning.plan import Plan
 from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule

@@ -380,7 +380,7 @@ def shared(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         def close(self) -> None: ...
 
     monkeypatch.setattr(fsshard.launching.pool, "RankPool", Shared)
-    monkeypatch.setattr("fsshard.parity.running.RankPool", Shared)
+    monkeypatch.setattr("fsshard.parity.runs.RankPool", Shared)
     return
 
 

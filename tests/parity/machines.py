@@ -15,7 +15,7 @@ import contextlib
 import functools
 import importlib.metadata
 import itertools
-import platform
+import re
 import sys
 import tempfile
 import warnings
@@ -35,9 +35,10 @@ from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
 from fsshard.launching.pool_worker import environment_of
 from fsshard.parity import golden
+from fsshard.parity.environment import environment
 from fsshard.parity.golden.recipes import uniform
 from fsshard.parity.recipe import Recipe
-from fsshard.parity.trace import digest
+from fsshard.parity.sketch import digest
 from tests.complex_params import training as complex_training
 from tests.parity import matrix, page, test_bare
 from tests.parity.trainings import RECIPES, TRAININGS
@@ -51,13 +52,10 @@ THREADS = (1, 2)
 """Per rank."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Which code paths the libraries are told to take.
+class Setting(NamedTuple):
+    """The code paths that libraries are told to take: variables of the environment, before torch is loaded.
 
-    Attributes:
-        variables: of the environment, before torch is loaded.
-        needs: flags of the CPU, without which the kernels would be illegal instructions, or not be taken.
+    Without the flags of the CPU that it needs the kernels would be illegal instructions, or not be taken.
     """
 
     variables: Mapping[str, str]
@@ -75,21 +73,20 @@ LOWEST = Setting(
         "ONEDNN_MAX_CPU_ISA": "SSE41",
     }
 )
-"""What a CPU would do that has none of the newer instructions; one that can do more is furthest from it."""
-SETTINGS = (
-    Setting({}),
-    Setting({"ATEN_CPU_CAPABILITY": "default"}),
-    Setting({"ATEN_CPU_CAPABILITY": "avx2"}, ("avx2", "fma")),
-    Setting({"ATEN_CPU_CAPABILITY": "avx512"}, AVX512),
-    Setting({"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}, ("sse4_2",)),
-    Setting({"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, ("avx2",)),
-    Setting({"MKL_ENABLE_INSTRUCTIONS": "AVX512"}, AVX512),
-    Setting({"MKL_CBWR": "COMPATIBLE"}),
-    Setting({"ONEDNN_MAX_CPU_ISA": "SSE41"}, ("sse4_1",)),
-    Setting({"ONEDNN_MAX_CPU_ISA": "AVX2"}, ("avx2",)),
-    Setting({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, AVX512),
-    LOWEST,
+"""A CPU that has none of the newer instructions would do so; one that can do more is furthest from it."""
+ONE_BY_ONE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("ATEN_CPU_CAPABILITY", "default", ()),
+    ("ATEN_CPU_CAPABILITY", "avx2", ("avx2", "fma")),
+    ("ATEN_CPU_CAPABILITY", "avx512", AVX512),
+    ("MKL_ENABLE_INSTRUCTIONS", "SSE4_2", ("sse4_2",)),
+    ("MKL_ENABLE_INSTRUCTIONS", "AVX2", ("avx2",)),
+    ("MKL_ENABLE_INSTRUCTIONS", "AVX512", AVX512),
+    ("MKL_CBWR", "COMPATIBLE", ()),
+    ("ONEDNN_MAX_CPU_ISA", "SSE41", ("sse4_1",)),
+    ("ONEDNN_MAX_CPU_ISA", "AVX2", ("avx2",)),
+    ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", AVX512),
 )
+SETTINGS = (Setting({}), *(Setting({name: value}, needs) for name, value, needs in ONE_BY_ONE), LOWEST)
 
 
 class Cpu(NamedTuple):
@@ -104,16 +101,10 @@ class Cpu(NamedTuple):
 
 
 def this_cpu(path: str = "/proc/cpuinfo") -> Cpu:
-    """Its name and flags as Linux tells them; elsewhere no flags, so that no instruction is risked."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        lines = []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name") or platform.machine()
-    if {"cpu family", "model"} <= facts.keys():  # makers give one name to several generations
-        name += f" (family {facts['cpu family']}, model {facts['model']})"
-    return Cpu(name, frozenset(facts.get("flags", "").split()))
+    """Return its name and flags as Linux tells them; elsewhere no flags, so that no instruction is risked."""
+    text = Path(path).read_text() if Path(path).exists() else ""
+    (flags,) = re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE)[:1] or [""]
+    return Cpu(environment()["processor"], frozenset(flags.split()))
 
 
 @contextlib.contextmanager
@@ -249,9 +240,8 @@ Row = tuple[str, str, str]
 """Of the parity matrix: model, variant, optimizer."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is run under each setting, on two ranks.
+class Work(NamedTuple):
+    """The trainings under each setting, on two ranks.
 
     Attributes:
         rows: of the parity matrix.
@@ -269,7 +259,7 @@ class Work:
 
 
 def whole_work() -> Work:
-    """Return what ``make machines`` runs: on two ranks, where sums have one order, every model, variant, optimizer."""
+    """Return all that ``make machines`` runs: on two ranks, where sums have one order."""
     return Work(
         rows=tuple(matrix.fewest([(c.model, c.variant, c.optimizer) for c in matrix.covering() if c.world_size == 2])),
         wide=tuple(matrix.OPTIMIZERS),
@@ -313,21 +303,20 @@ def engines(pool: RankPool, threads: int, work: Work) -> Found:
 def complex_parameters(pool: RankPool, threads: int, work: Work) -> Found:
     """Complex parameters as they are, and as pairs of reals."""
     found = Found()
-    for unlike in pool.run(with_threads, 2, threads, unlike_native, work.cases):
+    for unlike in pool.run(with_threads, 2, threads, as_native, work.cases):
         for name, equal in unlike.items():
             found.add("exact" if equal else "different", fault="" if equal else f"{name}: not as the native model")
     return found
 
 
-def unlike_native(names: Sequence[str]) -> dict[str, bool]:
-    """This rank's share of the cases: whether losses, gradients and weights are those of the native model."""
-    return {name: _as_native(name) for name in names[dist.get_rank() :: dist.get_world_size()]}
-
-
-def _as_native(name: str) -> bool:
-    native, flat = ZOO[name].build(), fsshard.tensorfy(ZOO[name].build())
-    same = complex_training.equal(complex_training.train(native, name), complex_training.train(flat, name))
-    return same and complex_training.equal(complex_training.weights(native), complex_training.weights(flat))
+def as_native(names: Sequence[str]) -> dict[str, bool]:
+    """Return for this rank's share of the cases if losses, gradients and weights are those of the native model."""
+    found = {}
+    for name in names[dist.get_rank() :: dist.get_world_size()]:
+        native, flat = ZOO[name].build(), fsshard.tensorfy(ZOO[name].build())
+        same = complex_training.equal(complex_training.train(native, name), complex_training.train(flat, name))
+        found[name] = same and complex_training.equal(complex_training.weights(native), complex_training.weights(flat))
+    return found
 
 
 def state_dicts(pool: RankPool, threads: int, work: Work) -> Found:
@@ -371,7 +360,7 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Line:
-    """Of the table: a setting with a number of threads.
+    """A row of the table: a setting with a number of threads.
 
     Attributes:
         skipped: why it was not run; "" if it was.
@@ -389,12 +378,12 @@ class Line:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, each with its setting."""
+        """Return each fault, with its setting."""
         where = f"{self.setting}, threads: {self.threads}"
         return [f"{where}: {fault}" for found in self.found.values() for fault in found.faults]
 
     def cells(self) -> list[str]:
-        """Of the row."""
+        """Return the row's texts."""
         name = "none" if not self.setting.variables else f"`{self.setting}`"
         if self.skipped:
             return [name, self.threads, f"not run: {self.skipped}", *[""] * (1 + len(JOBS))]
@@ -403,14 +392,7 @@ class Line:
 
 
 def run(setting: Setting, cpu: Cpu, work: Work, usual: dict[int, Probe]) -> list[Line]:
-    """Everything under one setting.
-
-    Args:
-        setting: what the libraries are told.
-        cpu: the one that this runs on.
-        work: what to run.
-        usual: threads -> what kernels give under the first setting, which is none and fills it.
-    """
+    """Run everything under one setting; ``usual`` is filled by the first, which is none: threads -> its kernels."""
     both = " and ".join(map(str, THREADS))
     if lacking := cpu.lacks(setting):
         return [Line(setting, both, f"this CPU lacks {', '.join(lacking)}")]
@@ -419,17 +401,15 @@ def run(setting: Setting, cpu: Cpu, work: Work, usual: dict[int, Probe]) -> list
         if probes == usual:
             return [Line(setting, both, "no kernel tried gives another bit")]
         usual.update(usual or probes)
-        return [measured(setting, pool, threads, work, probes[threads], usual[1]) for threads in THREADS]
-
-
-def measured(setting: Setting, pool: RankPool, threads: int, work: Work, here: Probe, usual: Probe) -> Line:
-    """All columns of a row."""
-    found = {column: told(job, pool, threads, work) for column, job in JOBS.items()}
-    return Line(setting, str(threads), "", here.changed(usual), here.by_strides, found)
+        lines = []
+        for threads, here in probes.items():
+            found = {column: told(job, pool, threads, work) for column, job in JOBS.items()}
+            lines.append(Line(setting, str(threads), "", here.changed(usual[1]), here.by_strides, found))
+        return lines
 
 
 def told(job: Callable[[RankPool, int, Work], Found], pool: RankPool, threads: int, work: Work) -> Found:
-    """What a job found; an error is a fault, and the other jobs run all the same."""
+    """Run a job; an error is a fault, and the other jobs run all the same."""
     try:
         return job(pool, threads, work)
     except FsshardError as error:
@@ -452,7 +432,7 @@ HEAD = ("setting", "threads per rank", "kernels that round otherwise", "a produc
 
 
 def document(cpu: Cpu, lines: Sequence[Line]) -> str:
-    """This machine's part of docs/parity.md."""
+    """Return this machine's part of docs/parity.md."""
     version = importlib.metadata.version("torch")
     parts = [f"### {cpu.name}, {torch.backends.cpu.get_cpu_capability()}, torch {version}", table(lines)]
     if faults := [fault for line in lines for fault in line.faults]:
@@ -461,12 +441,11 @@ def document(cpu: Cpu, lines: Sequence[Line]) -> str:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     return "\n".join([row(HEAD), row(["---"] * len(HEAD)), *(row(line.cells()) for line in lines)])
 
 
 def row(cells: Sequence[str]) -> str:
-    """One line of it."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -128,7 +128,10 @@ def covering() -> list[Combination]:
 
     On two ranks sums have one order only, so there nothing but equality passes. Four ranks take longest.
     """
-    rows = pairwise(MODELS, tuple(VARIANTS), tuple(OPTIMIZERS))
+    # A Latin square: each model meets each optimizer once, and in turn each variant; and so does each optimizer.
+    variants, optimizers = tuple(VARIANTS), tuple(OPTIMIZERS)
+    places = itertools.product(range(len(MODELS)), range(len(optimizers)))
+    rows = [(MODELS[i], variants[(i + j) % len(variants)], optimizers[j]) for i, j in places]
     sizes = dict.fromkeys(rows, 2)
     for size in (size for size in WORLD_SIZES if size != 2):
         sizes |= dict.fromkeys(fewest([row for row in rows if sizes[row] == 2]), size)
@@ -145,7 +148,7 @@ def often() -> frozenset[Combination]:
 
 
 def fewest(rows: Sequence[tuple[Any, ...]], together: int = 1) -> list[tuple[Any, ...]]:
-    """A few of the rows, among which every value of every factor occurs that occurs at all; the greedy choice.
+    """Choose a few of the rows, greedily, among which every value of every factor occurs that occurs at all.
 
     Of rows that do as well the one with more unlike values is taken: an engine's files go to another engine.
 
@@ -160,46 +163,6 @@ def fewest(rows: Sequence[tuple[Any, ...]], together: int = 1) -> list[tuple[Any
         missing -= parts[row]
         found.append(row)
     return found
-
-
-def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows with one value of each factor, such that every pair of values of two factors is in at least one row.
-
-    Factors are taken one at a time, the largest first ("in parameter order"). Every row gets the value of the new
-    factor that covers most pairs not covered yet, of equals the one used least so far; what is left is covered by new
-    rows. The two largest factors alone need the product of their sizes; for factors of falling sizes it may be enough.
-
-    Args:
-        *factors: two or more, without repeated values.
-
-    Returns:
-        Rows in the order of the factors as given; the same at every call.
-    """
-    order = sorted(range(len(factors)), key=lambda index: -len(factors[index]))
-    sizes = [len(factors[index]) for index in order]
-    rows = [list(row) for row in itertools.product(range(sizes[0]), range(sizes[1]))]
-    for column in range(2, len(order)):
-        _add_column(rows, sizes, column)
-    place = {index: column for column, index in enumerate(order)}
-    return [tuple(factors[i][row[place[i]]] for i in range(len(factors))) for row in rows]
-
-
-def _add_column(rows: list[list[int]], sizes: list[int], column: int) -> None:
-    """Append a value of factor ``column`` to every row, and rows for the pairs that this leaves uncovered."""
-    missing = {(c, a, b) for c in range(column) for a in range(sizes[c]) for b in range(sizes[column])}
-    used: Counter[int] = Counter()
-    for row in rows:
-        gains = {b: sum((c, row[c], b) in missing for c in range(column)) for b in range(sizes[column])}
-        best = max(gains, key=lambda b: (gains[b], -used[b], -b))
-        used[best] += 1
-        missing -= {(c, row[c], best) for c in range(column)}
-        row.append(best)
-    while missing:  # a new row for the first pair left, its other values chosen to cover most of the rest
-        c, a, b = min(missing)
-        gains_of = [[((d, v, b) in missing, -v) for v in range(sizes[d])] for d in range(column)]
-        row = [a if d == c else -max(gains_of[d])[1] for d in range(column)] + [b]
-        missing -= {(d, row[d], b) for d in range(column)}
-        rows.append(row)
 
 
 # ------------------------------------------------------------------------------------------------ the recipes

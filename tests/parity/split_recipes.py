@@ -50,55 +50,31 @@ def adam() -> Recipe:
     return dataclasses.replace(right(), optimizer=torch.optim.Adam, hyper={"lr": 1e-3}, clip=None, accumulate=2)
 
 
-def unsaid() -> Recipe:
-    """Nobody says that ranks of cp share the parameters."""
-    return dataclasses.replace(right(), split=_unsaid)
-
-
-def _unsaid(whole: nn.Module, mesh: DeviceMesh) -> Split:
+def _wrong(how: str, whole: nn.Module, mesh: DeviceMesh) -> Split:
+    """Divide as :func:`split` does, but for one mistake."""
     found = split(whole, mesh)
-    return dataclasses.replace(found, settings={"device_mesh": mesh["data"], "replicated": {}})
+    if how == "unreduced":
+        # A matrix that is cut by its inputs does not give its gradient to all: a bias counts for every rank.
+        assert found.model is not None
+        found.model.get_parameter("blocks.1.fc2.bias").register_hook(lambda gradient: gradient * mesh["tp"].size())
+        return found
+    if how == "misadded":  # losses of cp are taken for a mean
+        return dataclasses.replace(found, adds=())
+    settings: dict[str, Any] = {
+        "unsaid": {"device_mesh": mesh["data"], "replicated": {}},  # nobody says that ranks of cp share parameters
+        "forgotten": {**found.settings, "replicated": {"^(?!pos_embed)": mesh["cp"]}},
+        "averaged": {**found.settings, "replicated": {".": (mesh["cp"], "mean")}},  # where the parts add up
+    }
+    return dataclasses.replace(found, settings=settings[how])
 
 
-def forgotten() -> Recipe:
-    """One parameter is left out."""
-    return dataclasses.replace(right(), split=_forgotten)
+def _with_a_mistake(how: str) -> Recipe:
+    return dataclasses.replace(right(), split=functools.partial(_wrong, how))
 
 
-def _forgotten(whole: nn.Module, mesh: DeviceMesh) -> Split:
-    found = split(whole, mesh)
-    return dataclasses.replace(found, settings={**found.settings, "replicated": {"^(?!pos_embed)": mesh["cp"]}})
-
-
-def unreduced() -> Recipe:
-    """A matrix that is cut by its inputs does not give its gradient to all: a bias counts for every rank."""
-    return dataclasses.replace(right(), split=_unreduced)
-
-
-def _unreduced(whole: nn.Module, mesh: DeviceMesh) -> Split:
-    found = split(whole, mesh)
-    assert found.model is not None
-    found.model.get_parameter("blocks.1.fc2.bias").register_hook(lambda gradient: gradient * mesh["tp"].size())
-    return found
-
-
-def averaged() -> Recipe:
-    """The mean over cp where the parts add up."""
-    return dataclasses.replace(right(), split=_averaged)
-
-
-def _averaged(whole: nn.Module, mesh: DeviceMesh) -> Split:
-    found = split(whole, mesh)
-    return dataclasses.replace(found, settings={**found.settings, "replicated": {".": (mesh["cp"], "mean")}})
-
-
-def misadded() -> Recipe:
-    """Losses of cp are taken for a mean."""
-    return dataclasses.replace(right(), split=_misadded)
-
-
-def _misadded(whole: nn.Module, mesh: DeviceMesh) -> Split:
-    return dataclasses.replace(split(whole, mesh), adds=())
+unsaid, forgotten, unreduced, averaged, misadded = (
+    functools.partial(_with_a_mistake, how) for how in ("unsaid", "forgotten", "unreduced", "averaged", "misadded")
+)
 
 
 def of_data() -> Recipe:

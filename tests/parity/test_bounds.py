@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from fsshard.parity.bounds import (
+    NotComparable,
     measured_bound,
     reduction_bound,
     reduction_roundings,
+    samples_of,
     spread_factor,
     unit_roundoff,
 )
@@ -74,3 +77,11 @@ def test_measured_bound_has_a_floor() -> None:
     assert measured_bound(0.0, 1.0, 10, 8, torch.float32) >= 2.0**-24
     assert measured_bound(1e-3, 1.0, 10, 8, torch.float32) > 1e-3
     assert math.isfinite(measured_bound(0.0, 1.0, 10, 0, torch.float32))
+
+
+def test_samples_lie_along_the_first_dimension_of_all_that_has_one() -> None:
+    assert samples_of({"x": torch.zeros(3, 2), "y": [np.zeros(3), "a name"], "scale": 2.0}) == 3
+    with pytest.raises(NotComparable, match=r"tensors of the batch have \[2, 3\] rows"):
+        samples_of([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(NotComparable, match=r"tensors of the batch have \[\] rows"):
+        samples_of({"only": "words"})

@@ -72,17 +72,6 @@ def uncovered(rows: list[tuple[Any, ...]], factors: tuple[Any, ...]) -> set[Any]
     return wanted - {(i, j, row[i], row[j]) for i, j in places for row in rows}
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2), (3, 3, 3, 3), (1, 4, 1), (2, 3, 5, 4, 2, 6), (4,) * 6])
-def test_any_factors_are_covered_by_few_rows(sizes: tuple[int, ...]) -> None:
-    factors = tuple(tuple(f"{place}{value}" for value in range(size)) for place, size in enumerate(sizes))
-    rows = matrix.pairwise(*factors)
-    assert uncovered(rows, factors) == set()
-    assert len(set(rows)) == len(rows)
-    largest, second = sorted(sizes)[:-3:-1]
-    assert largest * second <= len(rows) <= 2 * largest * second
-    assert rows == matrix.pairwise(*factors)
-
-
 # ------------------------------------------------------------------------------------------------ recipes
 
 

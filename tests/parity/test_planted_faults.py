@@ -12,7 +12,7 @@ import pytest
 
 from fsshard.errors import RecipeError
 from fsshard.parity import Recipe, compare
-from fsshard.parity.findings import Cell
+from fsshard.parity.report import Cell
 from tests.forked import ForkedPool
 from tests.parity import faults
 

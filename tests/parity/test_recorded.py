@@ -1,7 +1,6 @@
 """A recorded training is compared with: equal, within rounding, or different from the right place on.
 
-Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/plain.py, fsshard/parity/running.py and
-fsshard/parity/trace_comparison.py too.
+Tests fsshard/parity/environment.py and fsshard/parity/plain.py too.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fsshard.parity.against
-import fsshard.parity.recorded
+import fsshard.parity.runs
+import fsshard.parity.trace
 from fsshard.errors import ConfigurationError, RecipeError, TraceError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace, compare, record
+from fsshard.parity.comparing import freedom
 from fsshard.parity.engine import WrappedEngine
-from fsshard.parity.trace_comparison import freedom
 from tests.parity import faults
 from tests.training_runs import DISTRIBUTED
 
@@ -241,7 +240,7 @@ def test_nothing_may_round_where_nothing_has_changed(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, commit: str, engine: Any, verdict: str
 ) -> None:
     """The same torch, machine, commit and ranks, and two summands have one order only; changed files are a change."""
-    monkeypatch.setattr(fsshard.parity.against, "commit_of", lambda _: commit)
+    monkeypatch.setattr(fsshard.parity.runs, "commit_of", lambda _: commit)
     trace = recorded(ranks, faults.mlp, steps=1)
     found = cell(ranks, trace, backends=[engine])
     assert (found.verdict, found.first_divergence and found.first_divergence.quantity) == (verdict, "gradient")
@@ -365,7 +364,7 @@ def test_a_save_that_fails_leaves_what_was_there(mlp: Trace, tmp_path: Path, mon
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fsshard.parity.recorded.os, "fsync", full)
+    monkeypatch.setattr(fsshard.parity.trace.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         dataclasses.replace(mlp, commit="other").save(mlp_file)
     assert mlp_file.read_bytes() == before and list(tmp_path.iterdir()) == [mlp_file]

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from fsshard.errors import ConfigurationError, MissingExtra
 from fsshard.parity import render
-from fsshard.parity.findings import Difference
-from fsshard.parity.report import ParityReport
+from fsshard.parity.render import ParityReport
+from fsshard.parity.report import Difference
 from tests.parity.test_report import WEIGHT, bounded, different, exact, failed, far, refused, report, step
 from tests.sets import often
 

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from fsshard.errors import ParityError
-from fsshard.parity.findings import Cell, Difference, Divergence, StepReport
-from fsshard.parity.report import ParityReport
+from fsshard.parity.render import ParityReport
+from fsshard.parity.report import Cell, Difference, Divergence, StepReport
 
 WEIGHT = "layers.0.weight"
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, UnsupportedByBackend
 from tests.models import Spectral
-from tests.sets import often
 
 grad = torch.autograd.grad
 
@@ -201,6 +200,7 @@ ONE_PASS = (attack, needless_retain, forces)
 SECOND = (penalty, penalty_alone, wgan_gp, wgan_gp_in_three, pinn_border_last, hessian_times_vector)
 FUNCTIONS = (func_grad, func_jvp, func_vmap, forward_over_reverse)
 OTHERS = (saliency, inputs_first)
+ALL_BUT = ("none", "ddp", "fairscale")  # fsdp and fsdp2
 APART: dict[str, Any] = {"merge_below": 0}
 Found = dict[str, bool | str]
 
@@ -255,26 +255,35 @@ def all_right(ranks: Any, backend: str, losses: Any, numbers: str, **settings: A
     assert ranks.run(functools.partial(job, **settings), size, backend, losses, numbers) == [expected] * size
 
 
-@pytest.mark.parametrize("backend", often(["none", "ddp", "fairscale", "fsdp2"], "fsdp2", "fairscale"))
-def test_second_derivatives_of_real_weights(ranks: Any, backend: str) -> None:
-    all_right(ranks, backend, ONE_PASS + SECOND + FUNCTIONS + OTHERS, "real")
+EVERY = ONE_PASS + SECOND + FUNCTIONS + OTHERS
+KEPT = (penalty_alone, pinn_border_last, forces)
+BY_WEIGHTS = (hessian_of_weights, scaled_by_slopes)
+LONG = pytest.mark.long
+CASES = [
+    ("fsdp2", EVERY, "real", {}),
+    ("fairscale", EVERY, "real", {}),
+    ("fairscale", EVERY, "real", {"implementation": "native"}),
+    pytest.param("none", EVERY, "real", {}, marks=LONG),
+    pytest.param("ddp", EVERY, "real", {}, marks=LONG),
+    ("fsdp2", EVERY, "complex", {}),
+    ("ddp", EVERY, "complex", {}),
+    pytest.param("none", EVERY, "complex", {}, marks=LONG),
+    pytest.param("fairscale", EVERY, "complex", {}, marks=LONG),
+    # Without units: what goes round a unit and into it is summed in another order where the unit begins.
+    *((name, BY_WEIGHTS, numbers, {"auto_wrap_policy": None}) for name in ALL_BUT for numbers in ("real", "complex")),
+    ("fsdp2", KEPT, "real", {"reshard_after_forward": False}),
+    ("fsdp2", KEPT, "real", {"reshard_after_forward": True, "fast_collectives": False}),
+    ("fairscale", SECOND, "real", {"find_unused_parameters": True}),
+    ("fsdp2", SECOND, "real", {"find_unused_parameters": True}),
+    *((name, (dual_numbers,), "complex", {}) for name in ALL_BUT),
+    ("fsdp", (*ONE_PASS, dual_numbers), "real", {"sharding_strategy": "FULL_SHARD"}),
+    ("fsdp", (*ONE_PASS, dual_numbers), "real", {"sharding_strategy": "SHARD_GRAD_OP"}),
+]
 
 
-def test_second_derivatives_by_our_own_oss(ranks: Any) -> None:
-    all_right(ranks, "fairscale", ONE_PASS + SECOND + FUNCTIONS + OTHERS, "real", implementation="native")
-
-
-@pytest.mark.parametrize("backend", often(["none", "ddp", "fairscale", "fsdp2"], "fsdp2", "ddp"))
-def test_second_derivatives_of_complex_weights(ranks: Any, backend: str) -> None:
-    losses = (*ONE_PASS, *SECOND, *FUNCTIONS, *OTHERS)
-    all_right(ranks, backend, losses, "complex")
-
-
-@pytest.mark.parametrize("numbers", ["real", "complex"])
-@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
-def test_derivatives_by_parameters(ranks: Any, backend: str, numbers: str) -> None:
-    """Without units: what goes round a unit and into it is summed in another order where the unit begins."""
-    all_right(ranks, backend, (hessian_of_weights, scaled_by_slopes), numbers, auto_wrap_policy=None)
+@pytest.mark.parametrize(("backend", "losses", "numbers", "settings"), CASES)
+def test_as_bare_replicas(ranks: Any, backend: str, losses: Any, numbers: str, settings: dict[str, Any]) -> None:
+    all_right(ranks, backend, losses, numbers, **settings)
 
 
 def job_grad_itself() -> list[str]:
@@ -304,28 +313,11 @@ def test_grad_is_torchs_in_everything_else(ranks: Any) -> None:
     assert "appears to not have been used in the graph" in second
 
 
-@pytest.mark.parametrize(
-    "settings", [{"reshard_after_forward": False}, {"reshard_after_forward": True, "fast_collectives": False}]
-)
-def test_second_derivatives_whatever_fsdp2_keeps(ranks: Any, settings: dict[str, Any]) -> None:
-    all_right(ranks, "fsdp2", (penalty_alone, pinn_border_last, forces), "real", **settings)
-
-
-def test_find_unused_parameters(ranks: Any) -> None:
-    for backend in ("fairscale", "fsdp2"):
-        all_right(ranks, backend, SECOND, "real", find_unused_parameters=True)
-
-
 @pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp2"])
 def test_second_derivatives_through_recomputed_blocks(ranks: Any, backend: str) -> None:
     all_right(ranks, backend, (penalty_alone, wgan_gp, forces), "real", activation_checkpointing=True)
     for error in refused(ranks, backend, (func_grad,), activation_checkpointing=True):
         assert isinstance(error, ConfigurationError) and "leave activation_checkpointing off" in str(error)
-
-
-@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
-def test_dual_numbers(ranks: Any, backend: str) -> None:
-    all_right(ranks, backend, (dual_numbers,), "complex")
 
 
 # ------------------------------------------------------------------------------------------ what an engine cannot do
@@ -377,11 +369,6 @@ def test_fsdp_says_who_can(ranks: Any) -> None:
         assert isinstance(error, UnsupportedByBackend) and "torch.func; use backend='ddp'" in str(error)
     for error in refused(ranks, "fsdp", (saliency, inputs_first, twice)):
         assert isinstance(error, ModelError) and "torch.autograd.grad counts" in str(error)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_what_fsdp_can(ranks: Any, strategy: str) -> None:
-    all_right(ranks, "fsdp", (*ONE_PASS, dual_numbers), "real", sharding_strategy=strategy)
 
 
 def test_ddp_with_a_static_graph_says_so(ranks: Any) -> None:

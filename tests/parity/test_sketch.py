@@ -1,13 +1,35 @@
-"""Sketches: equal ones for equal numbers, and an honest distance between others."""
+"""Digests and sketches: equal ones for equal numbers, and an honest distance between others."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from fsshard.parity.sketch import PROJECTIONS, apart, distance, least_distance, sketch
+from fsshard.parity.sketch import PROJECTIONS, apart, digest, distance, least_distance, sketch
+
+
+def test_digests_tell_bits_apart() -> None:
+    values: list[Any] = [
+        torch.tensor([1.0]),
+        torch.tensor([1.0 + 2**-23]),
+        torch.tensor([1.0]).double(),
+        torch.tensor([[1.0]]),
+        {"x": torch.tensor([1.0])},
+        {"y": torch.tensor([1.0])},
+        [torch.tensor([1.0])],
+        (torch.tensor([1.0]),),
+        np.array([1.0]),
+        1.0,
+        "1.0",
+        None,
+    ]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest(torch.arange(4.0)[::2]) == digest(torch.tensor([0.0, 2.0]))
+    assert digest(torch.tensor([1.0]).bfloat16()) == digest(torch.tensor([1.0]).bfloat16())
 
 
 def test_equal_numbers_have_one_digest() -> None:

@@ -5,14 +5,14 @@ small recorded training (:class:`fsshard.parity.Trace` with ``detail="losses"``)
 were made by ``ddp`` on two ranks; every backend must reproduce them there.
 
 On another kind of processor, or another torch, kernels add in another order, and the last digits may move. Then the
-losses are judged as in every comparison with a recorded training: see :mod:`fsshard.parity.against`.
+losses are judged as in every comparison with a recorded training: see :func:`fsshard.parity.compare`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,11 @@ import torch
 from fsshard.backends import backend_class
 from fsshard.errors import ConfigurationError
 from fsshard.launching.pool import RankPool
-from fsshard.parity.against import record
-from fsshard.parity.comparison import compare
-from fsshard.parity.findings import Cell
 from fsshard.parity.golden import recipes
 from fsshard.parity.recipe import Recipe
-from fsshard.parity.recorded import Trace
+from fsshard.parity.report import Cell
+from fsshard.parity.runs import compare, record
+from fsshard.parity.trace import Trace
 
 __all__ = ["RECIPES", "GoldenResult", "check", "file_of", "write_all"]
 
@@ -81,7 +80,7 @@ def check(
             "another order; use a backend of several ranks, for example 'ddp'"
         )
     found = []
-    with _ranks(pool) as ranks:
+    with contextlib.nullcontext(pool) if pool is not None else contextlib.closing(RankPool()) as ranks:
         for number, (name, recipe) in enumerate(RECIPES.items()):
             if progress is not None:
                 progress(float(number), float(len(RECIPES)), f"{name} under {backend}")
@@ -97,14 +96,14 @@ def _result(name: str, trace: Trace, cell: Cell, changes: list[str]) -> GoldenRe
     verdict = WORDS.get(cell.verdict, "different")
     if cell.verdict == "exact":
         text = f"{trace.steps} losses of {cell.backend} on {trace.world_size} ranks equal to the last bit"
-        return GoldenResult(name=name, equal=True, verdict=verdict, text=text)
-    where = str(cell.first_divergence or cell.reason)
-    text = f"{where}; made on {'; '.join(changes) if changes else 'the same kind of processor'}"
-    return GoldenResult(name=name, equal=False, verdict=verdict, text=text)
+    else:
+        made_on = "; ".join(changes) or "the same kind of processor"
+        text = f"{cell.first_divergence or cell.reason}; made on {made_on}"
+    return GoldenResult(name=name, equal=cell.verdict == "exact", verdict=verdict, text=text)
 
 
 def file_of(name: str, version: str = torch.__version__) -> Path:
-    """The golden run of a minor version of torch, or of the nearest one before it that has one, or of the first."""
+    """Return the golden run of a minor version of torch, or of the nearest one before it that has one, or the first."""
     minors = {_minor(path.parent.name): path for path in FOLDER.glob(f"*/{name}.json")}
     before = [minor for minor in minors if minor <= _minor(version)]
     return minors[max(before) if before else min(minors)]
@@ -115,20 +114,11 @@ def _minor(version: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-@contextlib.contextmanager
-def _ranks(pool: RankPool | None) -> Iterator[RankPool]:
-    if pool is not None:
-        yield pool
-        return
-    with contextlib.closing(RankPool()) as made:
-        yield made
-
-
 def write_all() -> None:
     """Write the files of the library's own golden runs again, for the minor version of torch that is installed."""
     folder = FOLDER / "torch-{}.{}".format(*_minor(torch.__version__))
     folder.mkdir(exist_ok=True)
-    with _ranks(None) as ranks:
+    with contextlib.closing(RankPool()) as ranks:
         for name, recipe in RECIPES.items():
             trace = record(recipe, steps=STEPS, world_size=WORLD_SIZE, detail="losses", pool=ranks)
             trace.commit = ""  # the file would be another after every commit

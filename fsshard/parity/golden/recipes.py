@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.parity.recipe import Recipe
+from fsshard.parity.sketch import shifted, signed, splitmix64
 
 __all__ = ["convnet", "fill", "spectral", "transformer", "uniform"]
 
@@ -20,23 +21,9 @@ def uniform(name: str, *shape: int) -> Tensor:
     Counter mode of the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), of which 24 bits are kept, as many
     as a float32 holds exactly.
     """
-    count = math.prod(shape)
-    state = torch.arange(1, count + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
-    state += _signed((zlib.crc32(name.encode()) << 32) | zlib.adler32(name.encode()))
-    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
-    bits = _shifted(state ^ _shifted(state, 31), 40)
-    return (bits.to(torch.float32) * 2.0**-23 - 1.0).reshape(shape)
-
-
-def _signed(value: int) -> int:
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _shifted(value: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's of a signed number repeats the sign."""
-    return torch.bitwise_and(value >> bits, 2 ** (64 - bits) - 1)
+    state = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64) * signed(0x9E3779B97F4A7C15)
+    state += signed((zlib.crc32(name.encode()) << 32) | zlib.adler32(name.encode()))
+    return (shifted(splitmix64(state), 40).to(torch.float32) * 2.0**-23 - 1.0).reshape(shape)
 
 
 def fill(model: nn.Module) -> nn.Module:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import FsshardError
 from fsshard.nested import leaves as tree_leaves
+from fsshard.parity.one_process import seed_all
 from fsshard.parity.recipe import check_loss
-from fsshard.parity.seeding import seed_all
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, Precision, is_container
 from fsshard.simulation.fakes import fake_ranks

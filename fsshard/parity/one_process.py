@@ -1,0 +1,273 @@
+"""A recipe's model on one process, beside the one that is trained: random state, hooks, a bare copy, other rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fsshard.complex_params.slots import public_name
+from fsshard.model.activation_checkpointing import checkpoint_blocks
+from fsshard.model.unit_inputs import mark_unit_inputs
+from fsshard.nested import leaves as tree_leaves
+from fsshard.parity.recipe import Recipe, check_loss
+from fsshard.parity.sketch import digest, real_view
+from fsshard.planning.plan import plan
+from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
+
+__all__ = [
+    "ForwardWatch",
+    "Shadow",
+    "built",
+    "first_difference",
+    "kept_random_numbers",
+    "perturbed",
+    "random_state",
+    "seed_all",
+]
+
+
+def seed_all(number: int) -> None:
+    """Seed every global generator that a training may draw from."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)  # every CUDA device's too
+
+
+def random_state() -> str:
+    """Return a digest of the state of every global generator that a training on this rank could draw from."""
+    return digest([torch.get_rng_state(), *_cuda_states(), repr(random.getstate()), np.random.get_state(legacy=True)])
+
+
+@contextlib.contextmanager
+def kept_random_numbers() -> Iterator[None]:
+    """Put every global generator back afterwards."""
+    torch_state, cuda, python, numpy = torch.get_rng_state(), _cuda_states(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        if cuda:
+            torch.cuda.set_rng_state(cuda[0])
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _cuda_states() -> list[Tensor]:
+    return [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+
+
+# ----------------------------------------------------------------------------------------------------- module outputs
+
+
+class ForwardWatch:
+    """Hooks that note each module's output; they stay with the modules when an engine takes them.
+
+    Args:
+        model: whose modules.
+        outputs: take digests of the outputs; else only which modules ran is recorded.
+    """
+
+    def __init__(self, model: nn.Module, *, outputs: bool = True) -> None:
+        self._outputs = outputs
+        self._seen: list[tuple[str, str]] = []
+        self._forwards: list[int] = []  # how much had been seen when each forward began
+        self._on = False
+        for name, module in model.named_modules():
+            module.register_forward_hook(self._recorder(public_name(name)))
+
+    def _recorder(self, name: str) -> Any:
+        def record(module: nn.Module, arguments: Any, output: Any) -> None:
+            # A hook inside of a compiled unit becomes a part of its graph: the graph would break at each module, and
+            # dynamo cannot follow the bytes of a tensor ("setStorage ... out of bounds", torch 2.13). So a compiled
+            # unit is one module here. And no recomputation is recorded, which runs in the backward pass.
+            if not torch.compiler.is_compiling() and self._on:
+                self._seen.append((name, digest(output, strict=False) if self._outputs else ""))
+
+        return record
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Record outputs, within."""
+        self._on = True
+        self._forwards.append(len(self._seen))
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def take(self) -> list[tuple[str, str]]:
+        """Return ``(module, digest of its output)`` in order of execution, since the last call."""
+        seen, self._seen, self._forwards = self._seen, [], []
+        return seen
+
+    def repeated(self) -> set[str]:
+        """Return the modules that ran more than once in one forward, since the last :meth:`take`."""
+        found: set[str] = set()
+        for start, stop in itertools.pairwise([*self._forwards, len(self._seen)]):
+            names = [name for name, _ in self._seen[start:stop]]
+            found |= {name for name in names if names.count(name) > 1}
+        return found
+
+
+def first_difference(expected: Sequence[Sequence[str]], got: Sequence[Sequence[str]]) -> str:
+    """Return in words the first module of a forward that did otherwise; "" if none."""
+    for one, other in zip(expected, got, strict=False):
+        if one[0] != other[0]:
+            return f"module {other[0]!r} ran where {one[0]!r} does under the reference"
+        if one[1] != other[1]:
+            return f"the first module with another output is {one[0]!r}"
+    if len(expected) == len(got):
+        return ""
+    name = max(expected, got, key=len)[min(len(expected), len(got))][0]
+    counts = [sum(item[0] == name for item in side) for side in (got, expected)]
+    return f"module {name!r} ran {counts[0]} times, under the reference {counts[1]} times"
+
+
+# ------------------------------------------------------------------------------------------------------- a bare copy
+
+
+def built(recipe: Recipe, device: str, *, outputs: bool = True) -> tuple[nn.Module, ForwardWatch]:
+    """Return the recipe's model from its seed, and a watch on its modules, with their outputs or without."""
+    seed_all(recipe.seed)
+    module = recipe.build()
+    watch = ForwardWatch(module, outputs=outputs)
+    return module.to(device), watch
+
+
+@dataclass
+class Draw:
+    """Loss and gradients of one evaluation; ``drew``: whether it took random numbers."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    drew: bool
+
+
+class Shadow:
+    """A second, bare copy of the model, with sums in the engines' order at the inputs of units."""
+
+    def __init__(self, recipe: Recipe, device: str) -> None:
+        with kept_random_numbers():
+            self.module, self.watch = built(recipe, device, outputs=False)
+        self._recipe = recipe
+        modules = {public_name(name): module for name, module in self.module.named_modules()}
+        policy = recipe.settings.get("auto_wrap_policy", "auto")
+        checkpoint_blocks(self.module, recipe.activation_checkpointing, auto_wrap_policy=policy)
+        for name in plan(self.module, auto_wrap_policy=policy).unit_names:
+            mark_unit_inputs(modules[public_name(name)])
+        self._buffers: list[tuple[str, Tensor]] = []
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over weights and buffers."""
+        mine = {public_name(name): parameter for name, parameter in self.module.named_parameters()}
+        with torch.no_grad():
+            for name, value in weights:
+                mine[name].copy_(value)
+        self._buffers = [(name, buffer.detach().clone()) for name, buffer in buffers]
+
+    def evaluate(self, batches: Callable[[], Sequence[Any]], after_each: Callable[[], None] | None = None) -> Draw:
+        """Return loss and gradients of one step from the loaded weights and buffers; put random numbers back.
+
+        Args:
+            batches: makes them, anew for each evaluation, since a loss may change its batch in place.
+            after_each: called after each batch's backward.
+        """
+        owners = {public_name(name): module for name, module in self.module.named_modules()}
+        for name, value in self._buffers:
+            owner, _, own = name.rpartition(".")
+            if owner in owners:  # else of a module that is made in a forward still to come
+                # by assignment: a forward may have replaced a buffer by one of another shape
+                owners[owner]._buffers[own] = value.clone()
+        self.module.zero_grad(set_to_none=True)
+        self.watch.take()
+        before, loss = random_state(), 0.0
+        with kept_random_numbers():
+            given = batches()
+            for batch in given:
+                with self.watch.forward():
+                    part = check_loss(self._recipe.loss(self.module, batch)) / len(given)
+                part.backward()
+                loss += float(part.detach())
+                if after_each is not None:
+                    after_each()
+            drew = random_state() != before
+        return Draw(loss, self._gradients(), drew)
+
+    def moduli(self, batches: Callable[[], Sequence[Any]]) -> dict[str, Tensor]:
+        """Return the sum over the batches of a step of |gradient|, element by element of the real view."""
+        found: dict[str, Tensor] = {}
+
+        def collect() -> None:
+            for name, gradient in self._gradients().items():
+                found[name] = found.get(name, 0) + real_view(gradient).abs()
+            self.module.zero_grad(set_to_none=True)
+
+        self.evaluate(batches, collect)
+        return found
+
+    def _gradients(self) -> dict[str, Tensor]:
+        named = ((public_name(name), parameter.grad) for name, parameter in self.module.named_parameters())
+        return {name: gradient.clone() for name, gradient in named if gradient is not None}
+
+
+# -------------------------------------------------------------------------------------------------- other rounding
+
+
+@contextlib.contextmanager
+def perturbed(generator: torch.Generator) -> Iterator[None]:
+    """Move results of differentiated operations, within, by one unit in the last place, up or down at random.
+
+    Each run of this kind is one draw of the rounding errors that other kernels may make (Monte Carlo arithmetic:
+    Parker, UCLA report CSD-970002, 1997; Denis, de Oliveira Castro and Petit, Verificarlo, ARITH 2016). Inputs of sums
+    are moved one by one, so the errors of adding in other orders are drawn with them.
+
+    Args:
+        generator: draws the directions; the global generators are left alone.
+    """
+    with _RoundedOtherwise(generator):
+        yield
+
+
+class _RoundedOtherwise(TorchDispatchMode):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and _makes_new(func) and _differentiated((args, kwargs)):
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                    self._move(leaf)
+        return out
+
+    def _move(self, value: Tensor) -> None:
+        real = torch.view_as_real(value) if value.is_complex() else value
+        step = torch.finfo(real.dtype).eps
+        up = torch.empty(real.shape, dtype=real.dtype).bernoulli_(0.5, generator=self._generator).to(real.device)
+        real.mul_(up.mul_(2 * step).add_(1 - step))
+
+
+def _makes_new(func: Any) -> bool:
+    """Return whether all that it returns lies in memory of its own."""
+    schema = schema_of(func)
+    return not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
+
+
+def _differentiated(arguments: Any) -> bool:
+    """Return whether training differentiates an operation with these arguments.
+
+    Others (positions, masks, indices computed in float) are left alone: rounding them otherwise may move an index,
+    which no kernel does that rounds correctly.
+    """
+    given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    # in forward a tensor requires a gradient; in backward nothing does, and nothing is recorded
+    return bool(given) and (not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in given))
