@@ -1,4 +1,4 @@
-"""What to write instead of FairScale's names: advice for those that are not served, lines for the report.
+"""Counterparts of FairScale's names: advice for those that are not served, lines for the report.
 
 Every name in here that begins with ``torch.`` or ``fsshard.`` is looked up by a test.
 """

@@ -1,4 +1,4 @@
-"""Which of FairScale's names the front serves, and which are left to the real FairScale. Imports nothing of it."""
+"""Table of FairScale's names that the front serves, and of those left to the real FairScale. Imports nothing of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tests share. The pool of spawned ranks is the one of our own pytest plugin, with more patience."""
+"""What all tests share. The pool of ranks is that of our own pytest plugin, with more patience."""
 
 from __future__ import annotations
 
@@ -41,6 +41,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PATIENCE = 300
 """Seconds that a job may take on a machine with much else to do; it needs a few. What is about time says its own."""
+
+
+@pytest.fixture(scope="session")
+def _fsshard_ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Ranks that are forked from one process that has imported torch, which is sooner.
+
+    Those of the parity tests are spawned, as users start theirs: then each rank iterates over sets in another order.
+    """
+    from fsshard.launching.pool import RankPool
+    from tests.forked import ForkedPool
+
+    spawned = any("parity" in item.path.parts for item in request.session.items)
+    with (RankPool if spawned else ForkedPool)() as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

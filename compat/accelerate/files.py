@@ -106,7 +106,7 @@ class StateFiles(accelerate.Accelerator):
         super().__init__(*args, **arguments)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors under the model's own names, on every rank, in host memory. Collective.
+        """Return whole tensors under the model's own names, on every rank, in host memory. Collective.
 
         Raises:
             CheckpointError: a rank did not call this; it is named, and so in the methods below.

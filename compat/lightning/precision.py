@@ -1,4 +1,4 @@
-"""What Lightning's precision plugins do to gradients, over those that an engine divides."""
+"""Lightning's precision plugins over gradients that an engine divides."""
 
 from __future__ import annotations
 

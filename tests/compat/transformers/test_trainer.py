@@ -120,16 +120,6 @@ def test_a_model_is_given_to_another_trainer(ranks: Any, engines: tuple[str, ...
             assert not mine["kept"], "engine and optimizer of the former Trainer"
 
 
-@pytest.mark.long
-def test_the_tutorials_t5_trains_as_in_its_own_loop(ranks: Any, tmp_path: Path) -> None:
-    seen = []
-    for engine in ENGINES:
-        ours, own = ranks.run(trainings.tutorial, 2, engine, str(tmp_path))[0]
-        assert ours == pytest.approx(own, rel=1e-6) and len(ours) == 4
-        seen.append((ours, own))
-    assert seen == seen[:1] * len(ENGINES)
-
-
 def test_a_t5s_units_add_up_for_themselves(ranks: Any, tmp_path: Path) -> None:
     """The gradient of what enters several units has another order of sums than that of Hugging Face's DDP."""
     found = ranks.run(trainings.two_blocks, 2, str(tmp_path))[0]

@@ -14,8 +14,6 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import fsshard
-from examples import summarization, t5_summarization
 from fsshard.compat.transformers import Seq2SeqTrainer, Trainer
 from fsshard.recipes.models import small_t5
 from tests.compat.common import told
@@ -290,41 +288,6 @@ def evaluated_first(engine: str, folder: str) -> dict[str, Any]:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     return {"before": before, "norms": [each["grad_norm"] for each in history(trainer) if "grad_norm" in each]}
-
-
-def _summaries() -> tuple[Any, list[Any]]:
-    """The tutorial's model, tiny, and pairs of texts and summaries of one length, as its tokens."""
-    args = t5_summarization.parse(["--width", "8", "--layers", "1", "--dropout", "0"])
-    pairs = [(f"a text about number {index}, and no other", f"number {index} again") for index in range(SAMPLES)]
-    return t5_summarization.build_model(args), summarization.encode(pairs, 24, 16)  # type: ignore[arg-type]
-
-
-def tutorial(engine: str, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of all ranks' samples, step by step: of our Seq2SeqTrainer, and of the tutorial's own loop. No dropout."""
-    model, examples = _summaries()
-    sequential = {"train_sampling_strategy": "sequential", "lr_scheduler_type": "constant", "warmup_steps": 0}
-    given: dict[str, Any] = {"max_grad_norm": 0.0, "eval_strategy": "no", "predict_with_generate": True}
-    # with it (transformers 5.23) the loss of a T5, which is a mean already, is multiplied by the number of ranks
-    given |= {"average_tokens_across_devices": False, "remove_unused_columns": False}
-    made = trainer_of("hf", folder, t5(), **sequential, **given)
-    trainer = Seq2SeqTrainer(
-        model, made.args, data_collator=summarization.collate, train_dataset=examples, fsshard={"backend": engine}
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    first = [each["loss"] for each in history(trainer) if "loss" in each]
-    again, _ = _summaries()
-    wrapped = fsshard.wrap(again, backend=engine)
-    optimizer = fsshard.build_optimizer(wrapped, torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
-    rank, second = torch.distributed.get_rank(), []
-    for step in range(len(first)):
-        begin = 4 * (step % (SAMPLES // 4)) + 2 * rank
-        loss, totals = t5_summarization.token_losses(wrapped, summarization.collate(examples[begin : begin + 2]))
-        (loss / totals[1].to(loss.dtype) * 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        second.append(float(totals[0] / totals[1]))
-    return first, second
 
 
 def two_blocks(folder: str) -> dict[str, dict[str, Any]]:
