@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Parse a source; many tests ask for the same."""
+    return ast.parse(text)
+
+
 @dataclass(frozen=True)
 class Import:
     """One name that one module takes from another; ``name`` is "" for the module itself."""
@@ -49,7 +55,7 @@ def imports(texts: Mapping[str, str]) -> list[Import]:
 @functools.cache
 def _all_named(module: str, text: str) -> list[tuple[int, str, str]]:
     """What the import statements of a module name, each with its line; several tests ask."""
-    statements = (node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    statements = (node for node in ast.walk(parsed(text)) if isinstance(node, (ast.Import, ast.ImportFrom)))
     return [(node.lineno, base, name) for node in statements for base, name in _named(node, module)]
 
 
@@ -106,7 +112,7 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
 
 def private_attributes(texts: Mapping[str, str], allowed: set[str]) -> list[str]:
     """Uses of attributes with an underscore that only classes of other packages have."""
-    trees = {module: ast.parse(text) for module, text in texts.items()}
+    trees = {module: parsed(text) for module, text in texts.items()}
     owners: dict[str, set[str]] = {}
     for module, tree in trees.items():
         for name in _own_attributes(tree) - allowed:
@@ -138,7 +144,7 @@ def _own_attributes(tree: ast.Module) -> set[str]:
 
 def unused_overrides(texts: Mapping[str, str], allowed: set[str]) -> list[str]:
     """Methods with one leading underscore, of subclasses of classes in ``texts``, whose name is looked up nowhere."""
-    nodes = {module: list(ast.walk(ast.parse(text))) for module, text in texts.items()}
+    nodes = {module: list(ast.walk(parsed(text))) for module, text in texts.items()}
     everything = [node for found in nodes.values() for node in found]
     used = allowed | {node.attr for node in everything if isinstance(node, ast.Attribute)}
     used |= {node.value for node in everything if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -18,6 +18,7 @@ from tests.import_graph import (
     circles,
     imports,
     package_of,
+    parsed,
     private_attributes,
     room_of,
     sources,
@@ -36,7 +37,7 @@ def files_of_ours() -> list[Path]:
 
 def imported(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -164,7 +165,7 @@ def test_an_override_that_nothing_calls_is_found() -> None:
 
 def test_functions_are_short() -> None:
     for path in sorted((ROOT / "fsshard").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -177,16 +178,16 @@ ABOUT_OLD_FILES = "WROTE_IN_MEMORY_ORDER"
 
 def asks_for_a_backend(source: str) -> list[str]:
     """Comparisons with a backend's name, with a constant that is one, and with the name of an object's backend."""
-    parsed = ast.parse(source)
+    tree = parsed(source)
     constants = {
         target.id
-        for node in parsed.body
+        for node in tree.body
         if isinstance(node, ast.Assign) and _names_in(node.value)
         for target in node.targets
         if isinstance(target, ast.Name) and target.id != ABOUT_OLD_FILES
     }
     found = []
-    for node in ast.walk(parsed):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
         elif isinstance(node, ast.MatchValue):
@@ -255,7 +256,7 @@ def mentions(text: str, module: Path) -> bool:
 
 def does_something(module: Path) -> bool:
     """Whether there is anything to test: a package that imports only has nothing."""
-    body = ast.parse((ROOT / module).read_text()).body
+    body = parsed((ROOT / module).read_text()).body
     return module.stem != "__init__" or any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
 
 
@@ -266,8 +267,8 @@ def modules() -> list[Path]:
 
 
 def test_every_module_has_tests_of_its_name_or_ones_that_name_it() -> None:
-    texts = [(TESTS / path).read_text() for path in files_of_tests()]
-    lacking = [str(path) for path in modules() if not mirrored(path) and not any(mentions(x, path) for x in texts)]
+    text = "\n".join((TESTS / path).read_text() for path in files_of_tests())
+    lacking = [str(path) for path in modules() if not mirrored(path) and not mentions(text, path)]
     assert not lacking, (
         f"add tests/<the same path>/test_<name>.py, or name its path in the file that tests it: {lacking}"
     )
@@ -302,7 +303,7 @@ def is_private(name: str) -> bool:
 @functools.cache
 def names_in(path: Path) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -320,7 +321,7 @@ def own_names(paths: Iterable[Path]) -> set[str]:
 def members_in(path: Path) -> set[str]:
     """What classes in a file of torch's have, and what it sets on objects."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.ClassDef):
             targets = [x for one in node.body if isinstance(one, ast.Assign) for x in one.targets]
             targets += [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
@@ -352,7 +353,7 @@ def private_torch(source: str, own: set[str], ours: set[str], torchs: Set[str]) 
         torchs: what torch has; who overrides such a name in one file does not make it ours in another.
     """
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):

@@ -317,6 +317,7 @@ except fsshard.LaunchError as error:
 """
 
 
+@pytest.mark.long
 @needs("nbclient", "ipykernel", "neuralop", "matplotlib")
 def test_the_notebook(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, from a folder that has nothing else."""

@@ -38,7 +38,8 @@ def test_four_engines_train_it_alike_and_as_their_trainer_does(ranks: Any, case:
     assert ranks.run(recipes.by_recipe, 2, case, "fsdp2", len(theirs[0])) == theirs
 
 
-@pytest.mark.parametrize("how", ["compiled", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["compiled", "inductor"])
 def test_a_compiled_model_as_the_error_advises(ranks: Any, how: str) -> None:
     args: Any = transformers.TrainingArguments(use_cpu=True, torch_compile=True)
     with pytest.raises(RecipeError, match=re.escape('pass settings={"compile": True} to from_transformers')):
