@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.checkpoint.format.directory import CheckpointTarget
-from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.format.index import FORMAT_VERSION, Piece, write_index
-from fsshard.checkpoint.format.pieces import rank_file
-from fsshard.checkpoint.format.tensors_file import Item, write
+from fsshard.checkpoint.format.index import FORMAT_VERSION, Piece, rank_file, write_index
+from fsshard.checkpoint.format.tensors_file import BY_NAME, Item, dtype_name, write
 from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, StateDictError
 from fsshard.model.memory_layout import Order, memory_order, packed

@@ -12,16 +12,11 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 
 __all__ = ["TIMEOUT", "as_called", "as_one", "check_call", "check_model", "name_optimizers", "named_objects"]
 
-TIMEOUT = 300.0
-"""Seconds to wait for ranks, where the caller does not say."""
+TIMEOUT = 300.0  # seconds to wait for ranks, where the caller does not say
 
 
 def check_call(name: str, path: object, timeout: object, **flags: object) -> str:
-    """Return the call as messages show it.
-
-    Raises:
-        ConfigurationError: ``path`` is no path, ``timeout`` no number of seconds, or a flag neither True nor False.
-    """
+    """Check a path, a timeout and flags; return the call as messages show it."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(
             f"{name}: expected a path first and the model second, got {type(path).__name__} as the path"
@@ -38,11 +33,7 @@ def check_call(name: str, path: object, timeout: object, **flags: object) -> str
 
 
 def check_model(model: object, call: str) -> ShardedModule:
-    """Return the model itself.
-
-    Raises:
-        ConfigurationError: it is not wrapped.
-    """
+    """Return the model itself; raise if it is not wrapped."""
     if not isinstance(model, ShardedModule):
         raise ConfigurationError(
             f"{call}: expected what fsshard.wrap returned as the model, got {type(model).__name__}; a model on one "
@@ -52,11 +43,7 @@ def check_model(model: object, call: str) -> ShardedModule:
 
 
 def name_optimizers(model: ShardedModule, optimizer: object, call: str) -> dict[str, ShardedOptimizer]:
-    """Name one optimizer ("optimizer"), a sequence of them ("0", "1", ...), or a mapping (by its keys).
-
-    Raises:
-        ConfigurationError: something else, a plain torch optimizer, or one over another model.
-    """
+    """Name one optimizer ("optimizer"), a sequence of them ("0", "1", ...), or a mapping (by its keys)."""
     if optimizer is None:
         return {}
     if isinstance(optimizer, Mapping):
@@ -100,21 +87,15 @@ def named_objects(scheduler: Any, scaler: Any, others: Mapping[str, Any]) -> dic
 
 
 def as_one(value: Any) -> Any:
-    """Return a list, tuple or mapping in which all have state, ``scheduler=[warmup, decay]``, as one object with state.
-
-    Anything else is returned as it is.
-    """
+    """Return a list or mapping in which all have state, ``scheduler=[warmup, decay]``, as one; all else as it is."""
     if hasattr(value, "state_dict") or not isinstance(value, (Mapping, list, tuple)):
         return value
     members = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
-    if not members or not all(_has_state(member) for member in members.values()):
-        return value
-    return _Several(members, named=isinstance(value, Mapping))
-
-
-def _has_state(member: Any) -> bool:
-    ours = isinstance(member, (ShardedModule, ShardedOptimizer))  # they are no state, and are refused
-    return hasattr(member, "state_dict") and hasattr(member, "load_state_dict") and not ours
+    for member in members.values():
+        ours = isinstance(member, (ShardedModule, ShardedOptimizer))  # they are no state, and are refused
+        if ours or not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")):
+            return value
+    return _Several(members, named=isinstance(value, Mapping)) if members else value
 
 
 class _Several:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import from_home, leftovers, newest_whole
-from fsshard.checkpoint.format.index import Index, ModelInfo, Origin, check_files, read_index
-from fsshard.checkpoint.format.pieces import INDEX_FILE, RANK_FILE
+from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Index, ModelInfo, Origin, check_files, read_index
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
@@ -52,8 +51,8 @@ class Inspection:
 
     def to_json(self) -> str:
         """Return all of it."""
-        found = {"ok": self.ok, "path": str(self.path), "problems": self.problems, "verified": self.verified}
-        return json.dumps(found | self.contents, indent=1, default=repr)
+        verdict = {"ok": self.ok, "path": str(self.path), "problems": self.problems, "verified": self.verified}
+        return json.dumps(verdict | self.contents, indent=1, default=repr)
 
     def render(self) -> Iterator[str]:
         """Yield lines for a terminal; whatever it would obey in names and texts is spelled out."""
@@ -78,13 +77,13 @@ def _lines(held: dict[str, Any]) -> Iterator[str]:
     ]
     yield from aligned([("tensor", "dtype", "shape", "pieces", "bytes"), *rows], "<<<>>")
     yield f"{len(rows)} tensors, {size(sum(t['bytes'] for t in tensors))} in {len(held['files'])} file(s)"
-    groups = [
-        (name, info["class"].rpartition(".")[2], str(number), str(group["params"]), _settings(group))
-        for name, info in held["optimizers"].items()
-        for number, group in enumerate(info["groups"])
-    ]
-    if groups:
-        yield from aligned([("optimizer", "class", "group", "parameters", "settings"), *groups], "<<<><")
+    rows = []
+    for name, info in held["optimizers"].items():
+        for number, group in enumerate(info["groups"]):
+            settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params" and v is not None)
+            rows.append((name, info["class"].rpartition(".")[2], str(number), str(group["params"]), settings))
+    if rows:
+        yield from aligned([("optimizer", "class", "group", "parameters", "settings"), *rows], "<<<><")
     if held["tied"]:
         yield "tied: " + ", ".join(f"{name} = {first}" for name, first in held["tied"].items())
     if held["objects"]:
@@ -94,23 +93,15 @@ def _lines(held: dict[str, Any]) -> Iterator[str]:
     yield from (f"not saved: {key}: {why}" for key, why in held["dropped"].items())
 
 
-def _settings(group: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in group.items() if key != "params" and value is not None)
-
-
 @dataclass(frozen=True)
 class Listing:
-    """The checkpoints of a directory.
-
-    Attributes:
-        path: of the directory.
-        checkpoints: the newest last; ``problems`` says what is wrong with one, ``latest`` which one counts.
-        leftovers: hidden directories of saves that run, or that were killed: of this host the next save removes them.
-    """
+    """The checkpoints of a directory."""
 
     path: Path
-    checkpoints: list[dict[str, Any]]
-    leftovers: list[str] = field(default_factory=list)
+    checkpoints: list[
+        dict[str, Any]
+    ]  # the newest last; "problems" says what is wrong with one, "latest" which one counts
+    leftovers: list[str] = field(default_factory=list)  # hidden directories of saves that run, or that were killed
 
     @property
     def ok(self) -> bool:
@@ -138,15 +129,10 @@ class Listing:
 def inspect(
     path: str | os.PathLike[str], *, verify: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Inspection | Listing:
-    """Look at a checkpoint, or at a directory of checkpoints.
+    """Look at a checkpoint, or at a directory of checkpoints; raise if there is neither.
 
-    Args:
-        path: of either.
-        verify: compare checksums as well, of one checkpoint.
-        progress: told the bytes that are read so far, and all there are.
-
-    Raises:
-        CheckpointError: there is neither.
+    With ``verify`` the checksums of one checkpoint are compared as well, and ``progress`` is told the bytes that are
+    read so far, and all there are.
     """
     path = Path(from_home(path))
     kind = foreign(path)
@@ -160,10 +146,10 @@ def inspect(
         raise CheckpointError(f"{path} {what}")
     if _looks_like_one(path):
         return _inspect_one(path, verify, progress)
-    found = inspect_directory(path)
-    if not found.checkpoints and not found.leftovers:
+    listing = inspect_directory(path)
+    if not listing.checkpoints and not listing.leftovers:
         raise CheckpointError(f"{path} is no checkpoint, and has none")
-    return found
+    return listing
 
 
 def _looks_like_one(path: Path) -> bool:
@@ -192,29 +178,38 @@ def inspect_directory(path: Path) -> Listing:
 
 
 def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] | None) -> Inspection:
-    index = Index("", 0, "", Origin("", "", "", 0), {}, {}, ModelInfo({}, {}, {}), format_version=0)  # where it is lost
+    index: Index | None = None
     problems: list[str] = []
-    done = 0
+    done = total = 0
 
     def count(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
-            progress(done, sum(file.bytes for file in index.files.values()))
+            progress(done, total)
 
     try:
         index = read_index(path, files=False)
+        total = sum(file.bytes for file in index.files.values())
         with Reader(path) as reader:
             reader.check_headers()
             if verify:
                 reader.verify(progress=count)
     except CorruptCheckpoint as error:
         problems = str(error).splitlines()
-    contents = _contents(index) if index.id else {**_contents(index), "origin": {}}
-    return Inspection(path, problems, verify and not problems, contents)
+    return Inspection(path, problems, verify and not problems, _contents(index))
 
 
-def _contents(index: Index) -> dict[str, Any]:
+def _contents(index: Index | None) -> dict[str, Any]:
+    if index is None:  # it is lost
+        empty = Index("", 0, "", Origin("", "", "", 0), {}, {}, ModelInfo({}, {}, {}), format_version=0)
+        return {**_contents(empty), "origin": {}}
+
+    def group(node: Any) -> dict[str, Any]:
+        values = decode(node, lambda name: torch.empty(0))
+        values = {key: "a tensor" if isinstance(value, Tensor) else value for key, value in values.items()}
+        return {**values, "params": len(values["params"])}
+
     return {
         "id": index.id,
         "ordinal": index.ordinal,
@@ -222,18 +217,12 @@ def _contents(index: Index) -> dict[str, Any]:
         "origin": index.origin.described(),
         "files": {name: file.bytes for name, file in index.files.items()},
         "tensors": [
-            {
-                "name": name,
-                "dtype": info.dtype,
-                "shape": list(info.shape),
-                "pieces": len(info.pieces),
-                "bytes": info.nbytes,
-            }
-            for name, info in index.tensors.items()
+            {"name": name, "dtype": t.dtype, "shape": list(t.shape), "pieces": len(t.pieces), "bytes": t.nbytes}
+            for name, t in index.tensors.items()
         ],
         "tied": index.tied,
         "optimizers": {
-            name: {"class": info.kind, "groups": [_group(index, node) for node in info.groups]}
+            name: {"class": info.kind, "groups": [group(node) for node in info.groups]}
             for name, info in index.optimizers.items()
         },
         "objects": {name: next(iter(entry)) for name, entry in index.objects.items()},
@@ -241,9 +230,3 @@ def _contents(index: Index) -> dict[str, Any]:
         "dropped": index.model.dropped,
         "format_version": index.format_version,
     }
-
-
-def _group(index: Index, node: Any) -> dict[str, Any]:
-    group = decode(node, lambda name: torch.empty(0, dtype=index.tensors[name].kind))
-    settings = {key: "a tensor" if isinstance(value, Tensor) else value for key, value in group.items()}
-    return {**settings, "params": len(group["params"])}

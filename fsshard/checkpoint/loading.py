@@ -20,7 +20,7 @@ from fsshard.backends.whole import owned, raw_state_dict
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import from_home, identity, resolve
-from fsshard.checkpoint.format.dtypes import dtype_name
+from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
 from fsshard.checkpoint.parts import class_name, counters, pairs_shape, user_range
 from fsshard.checkpoint.reader import Reader
@@ -147,35 +147,22 @@ def _open_together(
 ) -> None:
     """Have all ranks open the same checkpoint; once more where a save has replaced it before all had. Collective."""
 
+    def choose() -> list[Any]:
+        """Return the kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""
+        kind, seen = foreign(path), identity(path)
+        return [kind, str(resolve(path) if kind is None else Path(path)), seen]
+
     # One rank chooses, so that a save in another job cannot give ranks different ones.
-    chosen = exchange(channel, lambda: _choose(path) if channel.rank == 0 else [])[0]
-    errors: list[CheckpointError] = []
-
-    def attempt() -> str | None:
-        try:
-            return opened(chosen)
-        except CheckpointError as error:
-            errors.append(error)
-            return None
-
-    def fail() -> None:
-        if errors:
-            raise errors[0]
-
-    ids = set(exchange(channel, attempt))
-    if len(ids) == 1 and None not in ids:
-        return
-    if exchange(channel, lambda: channel.rank == 0 and identity(path) != chosen[2])[0]:
-        _open_together(channel, path, opened, call)
-        return
-    exchange(channel, fail)
-    raise CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
-
-
-def _choose(path: str | os.PathLike[str]) -> list[Any]:
-    """Return the kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""
-    kind, seen = foreign(path), identity(path)
-    return [kind, str(resolve(path) if kind is None else Path(path)), seen]
+    chosen = exchange(channel, lambda: choose() if channel.rank == 0 else [])[0]
+    failure = CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
+    try:
+        if len(set(exchange(channel, lambda: opened(chosen)))) == 1:
+            return
+    except CheckpointError as error:
+        failure = error
+    if not exchange(channel, lambda: channel.rank == 0 and identity(path) != chosen[2])[0]:
+        raise failure
+    _open_together(channel, path, opened, call)
 
 
 # ------------------------------------------------------------------------------------------------ one load
@@ -249,32 +236,31 @@ class _Load:
             log.warning("%s: %s. If this model's were, stop: %s", self.call, what, how)
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
+        """Find the tensor of each parameter and buffer; return what is expected and got of those that do not fit."""
         index, backend = self.reader.index, self.model.backend
         saved: Mapping[str, str | None] = index.model.keys
         raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
-        mine = [*dict.fromkeys([*raw, *backend.keys])]
+        mine = dict.fromkeys([*raw, *backend.keys])
         self.missing = [key for key in mine if key not in saved]
-        self.unexpected = [key for key in saved if key not in raw and key not in backend.keys]
+        self.unexpected = [key for key in saved if key not in mine]
         wrong: dict[str, tuple[object, object]] = {}
         for key in mine:
-            tensor_here = key in backend.keys or isinstance(raw[key], Tensor)
-            if key in saved and tensor_here == (saved[key] is None):
+            tensor, name, value = saved.get(key), backend.keys.get(key), raw.get(key)
+            tensor_here = name is not None or isinstance(value, Tensor)
+            if key in saved and tensor_here == (tensor is None):
                 kinds = ("a tensor", "a value that is none")
                 wrong[key] = kinds if tensor_here else kinds[::-1]
-        for key, name in backend.keys.items():
-            if (tensor := saved.get(key)) is not None:
+            elif tensor is not None and name is not None:
                 first = self.sources.setdefault(name, tensor)
                 if first != tensor and self.strict and not self._same_numbers(first, tensor):
                     wrong[key] = (f"one parameter, tied to {name}", "another tensor")
                 entry = backend.entries[name]
                 wrong |= self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
-        for key, value in raw.items():
-            if key not in backend.keys and isinstance(value, Tensor) and (tensor := saved.get(key)) is not None:
+            elif tensor is not None and isinstance(value, Tensor):
                 self.others[key] = tensor
-                if key.endswith(EXTRA_STATE):  # what modules may shape as they like
-                    continue
-                dtype = buffers_of(self.model).dtypes.get(key, value.dtype)
-                wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
+                if not key.endswith(EXTRA_STATE):  # which modules may shape as they like
+                    dtype = buffers_of(self.model).dtypes.get(key, value.dtype)
+                    wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
     def _same_numbers(self, one: str, other: str) -> bool:
@@ -344,13 +330,15 @@ class _Load:
             }
         for name in index.objects:
             self._read_object(name)
-        self._read_generators()
+        if index.rng is not None:
+            trees = index.rng["per_rank"]
+            self.random = self.reader.tree(trees[min(backend.settings.overall_rank, len(trees) - 1)])
 
     def _stored(self, entry: Entry, tensor: str) -> Tensor:
         """Read this rank's part of a tensor as the engine keeps it, in which complex numbers are pairs."""
         pairs = entry.kind.is_complex and not self.reader.index.tensors[tensor].kind.is_complex  # saved as pairs
         if entry.in_order and not entry.kind.order and not entry.divided_over:
-            values = self.reader.read(tensor, entry.here if pairs else user_range(entry, entry.here))
+            values = self.reader.read(tensor, entry.here if pairs else user_range(entry))
             stored = torch.view_as_real(values) if values.is_complex() else values
         else:  # elements from all over
             whole = entry.take_part(self.reader.tensor(tensor))
@@ -371,13 +359,11 @@ class _Load:
         for key, tensor in tensors.items():
             info = infos[tensor]
             same_kind = info.shape == tuple(entry.full_shape) and info.kind.is_complex == entry.kind.is_complex
-            if same_kind and key not in single:
+            if (same_kind and key not in single) or (entry.kind.is_complex and info.shape == pairs_shape(entry)):
                 values = self._stored(entry, tensor)
-                if entry.name in self.sources and info.dtype == infos[self.sources[entry.name]].dtype:
+                if same_kind and entry.name in self.sources and info.dtype == infos[self.sources[entry.name]].dtype:
                     values = values.to(entry.parameter.dtype)  # as the parameter itself
                 state[key] = _Part(values)
-            elif entry.kind.is_complex and info.shape == pairs_shape(entry):
-                state[key] = _Part(self._stored(entry, tensor))
             elif info.shape and (backend.facts.divides == "elements" or entry.divided_over):
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "
@@ -404,12 +390,6 @@ class _Load:
         else:
             self.per_rank[name] = [self.reader.tree(tree) for tree in trees]
 
-    def _read_generators(self) -> None:
-        saved, settings = self.reader.index.rng, self.model.backend.settings
-        if saved is not None:
-            rank = min(settings.overall_rank, len(saved["per_rank"]) - 1)
-            self.random = self.reader.tree(saved["per_rank"][rank])
-
     # -- put in place
 
     def commit(self, channel: Channel, rng: bool) -> None:
@@ -426,53 +406,48 @@ class _Load:
                     log.warning("%s: %s does not accept its own former state: %s", self.call, what, error)
             raise
         with torch.no_grad():
-            self._commit_parameters()
+            for name, values in self.values.items():
+                self.model.backend.entries[name].local().copy_(values)
+            mark_filled(self.model, {*self.values, *self.others})
             for name, optimizer in self.optimizers.items():
                 self._commit_optimizer(name, optimizer)
         seen_ordinal(self.reader.directory.parent, self.reader.index.ordinal)
 
     def _commit_refusable(self, undo: list[tuple[str, Callable[[], Any]]], rng: bool) -> None:
         """Run the code of others, which may raise; how to undo it is noted before each. Local."""
+
+        def taken(what: str, load: Callable[[Any], Any], state: Any) -> None:
+            try:
+                load(state)
+            except Exception as error:
+                raise CheckpointError(f"{self.call}: {what}: {type(error).__name__}: {error}") from error
+
         for name, value in self.given.items():
             if name in self.objects:
                 if hasattr(value, "state_dict"):
                     before = copy.deepcopy(value.state_dict())
                     undo.append((name, functools.partial(value.load_state_dict, before)))
-                self._commit_object(name, value)
+                what = f"{name} ({type(value).__name__}) refuses its state"
+                taken(what, value.load_state_dict, self.objects[name])
         if self.rest:
             raw = raw_state_dict(self.model.backend)
             rest = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
             undo.append(("the model", functools.partial(self._commit_rest, rest)))
-            try:
-                self._commit_rest(self.rest)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{self.call}: the model refuses its buffers or extra state: {type(error).__name__}: {error}"
-                ) from error
+            taken("the model refuses its buffers or extra state", self._commit_rest, self.rest)
         if rng and self.random is not None:
             device = self.model.backend.settings.device
             undo.append(("a generator", functools.partial(generators.restore, generators.capture(device), device)))
-            self._commit_generators()
-
-    def _commit_object(self, name: str, value: Any) -> None:
-        try:
-            value.load_state_dict(self.objects[name])
-        except Exception as error:
-            raise CheckpointError(
-                f"{self.call}: {name} ({type(value).__name__}) refuses its state: {type(error).__name__}: {error}"
-            ) from error
+            saved, rank = self.reader.index.rng, self.model.backend.settings.overall_rank
+            if saved is not None and rank < len(saved["per_rank"]):
+                for left in generators.restore(self.random, device):
+                    log.warning("%s: not restored on rank %d: %s", self.call, rank, left)
+            else:
+                generators.derive(self.random, rank, device)
 
     def _commit_rest(self, rest: Mapping[str, Any]) -> None:
         """Buffers and extra state, through the model's own method."""
-        if rest:
-            with self.model.backend.bare() as module:
-                module.load_state_dict(rest, strict=False)
-
-    def _commit_parameters(self) -> None:
-        backend = self.model.backend
-        for name, values in self.values.items():
-            backend.entries[name].local().copy_(values)
-        mark_filled(self.model, {*self.values, *self.others})
+        with self.model.backend.bare() as module:
+            module.load_state_dict(rest, strict=False)
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
@@ -488,15 +463,6 @@ class _Load:
                 else:
                     state[key] = placed(value, mine.get(key), entry.local(), devices[entry.name])
             set_state(backend, optimizer.inner, entry, state)
-
-    def _commit_generators(self) -> None:
-        saved, settings = self.reader.index.rng, self.model.backend.settings
-        assert saved is not None
-        if settings.overall_rank < len(saved["per_rank"]):
-            for left in generators.restore(self.random, settings.device):
-                log.warning("%s: not restored on rank %d: %s", self.call, settings.overall_rank, left)
-        else:
-            generators.derive(self.random, settings.overall_rank, settings.device)
 
     def result(self) -> Loaded:
         """Return what the caller gets."""

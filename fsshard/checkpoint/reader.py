@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,8 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import read_unreplaced, resolve
-from fsshard.checkpoint.format.dtypes import STORED
-from fsshard.checkpoint.format.index import Index, read_index, some
-from fsshard.checkpoint.format.pieces import Range, cover, steps
-from fsshard.checkpoint.format.tensors_file import Item, TensorsFile
+from fsshard.checkpoint.format.index import Index, Range, cover, read_index, some, steps
+from fsshard.checkpoint.format.tensors_file import STORED, Item, TensorsFile
 from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
 from fsshard.planning.text import printable
@@ -24,11 +23,7 @@ __all__ = ["Reader", "TensorReader"]
 
 
 class TensorReader(ABC):
-    """Tensors and other values by an index, whatever they are read from.
-
-    Attributes:
-        index: what there is.
-    """
+    """Tensors and other values by an index, whatever they are read from."""
 
     index: Index
 
@@ -57,14 +52,7 @@ class TensorReader(ABC):
 
 
 class Reader(TensorReader):
-    """An open checkpoint of ours.
-
-    Args:
-        directory: a valid checkpoint.
-
-    Raises:
-        CorruptCheckpoint: a file is missing or of another size.
-    """
+    """An open checkpoint of ours."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -76,13 +64,11 @@ class Reader(TensorReader):
         """Open the checkpoint at a path with all of its files: a save that replaces it from now on changes nothing."""
 
         def opened() -> Reader:
-            reader = cls(resolve(path))
-            try:
+            with ExitStack() as unless_whole:
+                reader = unless_whole.enter_context(cls(resolve(path)))
                 reader.check_headers()
-            except BaseException:
-                reader.__exit__()
-                raise
-            return reader
+                unless_whole.pop_all()
+                return reader
 
         return read_unreplaced(path, opened)
 
@@ -96,7 +82,7 @@ class Reader(TensorReader):
 
     def _open(self, name: str) -> TensorsFile:
         if name not in self._files:
-            file = TensorsFile.open(self.directory / name, expected_bytes=self.index.files[name].bytes)
+            file = TensorsFile(self.directory / name, expected_bytes=self.index.files[name].bytes)
             self._files[name] = file
             if file.metadata.get("checkpoint") != self.index.id:
                 raise CorruptCheckpoint(
@@ -106,11 +92,7 @@ class Reader(TensorReader):
         return self._files[name]
 
     def check_headers(self) -> None:
-        """Raise unless every piece lies in its file as the index says.
-
-        Raises:
-            CorruptCheckpoint: names the file and the tensor.
-        """
+        """Raise a CorruptCheckpoint, which names the file and the tensor, unless every piece lies as the index says."""
         for name, info in self.index.tensors.items():
             stored = STORED[info.kind]
             for piece in info.pieces:
@@ -123,11 +105,7 @@ class Reader(TensorReader):
                     )
 
     def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
-        """Compare checksums: of every ``ranks``-th file, from the ``rank``-th on.
-
-        Raises:
-            CorruptCheckpoint: names the file and the tensors in it.
-        """
+        """Compare checksums of every ``ranks``-th file, from the ``rank``-th on; the error names files and tensors."""
         # By the descriptors from which tensors are read: a save may have put other files under these names meanwhile.
         faults = [
             f"{self.directory / name}: its checksum differs from what was written; it holds "
@@ -139,7 +117,6 @@ class Reader(TensorReader):
             raise CorruptCheckpoint("\n".join(faults))
 
     def read(self, name: str, wanted: Range) -> Tensor:
-        """Return elements [start, stop) of a flattened tensor in its own dtype, on the host."""
         info = self.index.tensors[name]
         start, stop = wanted
         out = torch.empty(stop - start, dtype=info.kind, device="cpu")

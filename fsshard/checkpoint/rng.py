@@ -47,14 +47,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Put the generators back; the inverse of :func:`capture`.
-
-    Returns:
-        What could not be: a state of another kind of device.
-
-    Raises:
-        CorruptCheckpoint: the state is not one.
-    """
+    """Put the generators back, the inverse of :func:`capture`; return what could not be, of another kind of device."""
     try:
         torch.set_rng_state(state["torch"])
         python, saved = state["python"], state["numpy"]

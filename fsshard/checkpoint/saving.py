@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -24,10 +24,18 @@ from torch import Tensor
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
-from fsshard.checkpoint.format.index import FileEntry, Index, Origin, TensorInfo, write_index
-from fsshard.checkpoint.format.pieces import Range, divide, piece_key, piece_shape, rank_file
-from fsshard.checkpoint.format.tensors_file import Item, write
-from fsshard.checkpoint.parts import Collected, collect, collect_together, holders, make_index, origin_of, tensor_infos
+from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, piece_shape, rank_file, write_index
+from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
+from fsshard.checkpoint.parts import (
+    Collected,
+    as_table,
+    collect,
+    collect_together,
+    divide,
+    in_pieces,
+    make_index,
+    origin_of,
+)
 from fsshard.checkpoint.staging import Staging
 from fsshard.comm.agreement import exchange
 from fsshard.comm.channel import Channel
@@ -42,6 +50,11 @@ __all__ = ["SaveHandle", "save", "wait_for_saves"]
 
 log = logging.getLogger("fsshard")
 LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
+PARTS_OF_A_MODEL = (
+    ". This model is on a part of the ranks, and wrap was told nothing of the others: if they save their parts of it, "
+    "say so (fsshard.wrap(..., replicated={...}, sharded={...})), and all write one checkpoint; if theirs is another "
+    "model, give it a path of its own"
+)
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
 
 
@@ -101,18 +114,18 @@ def save(
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)
-    job = _Save(channel, Path(path).absolute(), call, timeout, keep, origin_of(sharded), settings.knows_all_ranks)
+    hint = "" if settings.knows_all_ranks else PARTS_OF_A_MODEL
+    job = _Save(channel, Path(path).absolute(), call, timeout, keep, origin_of(sharded), hint)
 
     def collected() -> Collected:
-        _check_keep(keep, Path(path).name)
-        _check_state(objects)
+        _check_arguments(keep, Path(path).name, objects)
         sharded.backend.reshard()
         optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
-        found = collect(sharded, optimizers, objects, settings.overall_rank)
+        parts = collect(sharded, optimizers, objects, settings.overall_rank)
         if rng:
-            found.add_generators(generators.capture(settings.device))
+            parts.add_generators(generators.capture(settings.device))
         job.place = CheckpointTarget(path)
-        return found
+        return parts
 
     job.collected = collect_together(collected, sharded.backend, channel, timeout)
     job.arrange()
@@ -126,21 +139,16 @@ def save(
     return handle
 
 
-def _check_keep(keep: object, name: str) -> None:
-    if keep is None:
-        return
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 2:
+def _check_arguments(keep: object, name: str, objects: Mapping[str, Any]) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
         raise ConfigurationError(
             f"keep={keep!r}: at least 2, since the last one may be the one that a crash leaves unfinished"
         )
-    if not any(character.isdigit() for character in name):
+    if keep is not None and not any(character.isdigit() for character in name):
         raise ConfigurationError(
             f"keep={keep}: the name {name!r} has no number, so it is always replaced, and the one "
             "before is kept as '.previous'; save to a name such as 'step-000100', or leave keep out"
         )
-
-
-def _check_state(objects: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         if name in OF_LOAD:
             raise ConfigurationError(f"{name}= is an option of fsshard.load; save that value under another name")
@@ -154,19 +162,12 @@ def _check_state(objects: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ one save
 
 
-@dataclass(frozen=True)
-class _Arrangement:
-    """Who writes what.
+class _Arrangement(NamedTuple):
+    """Who writes what."""
 
-    Attributes:
-        key: hash of what every rank holds, and of which objects they have alike.
-        mine: tensor's name -> the elements that this rank writes.
-        tensors: all tensors with their pieces, on rank 0.
-    """
-
-    key: str
-    mine: Mapping[str, Range]
-    tensors: dict[str, TensorInfo]
+    key: str  # hash of what every rank holds, and of which objects they have alike
+    mine: Mapping[str, Range]  # the elements that this rank writes of each tensor
+    tensors: dict[str, TensorInfo]  # all of them with their pieces, on rank 0
 
 
 _arrangements: WeakKeyDictionary[Channel, _Arrangement] = WeakKeyDictionary()
@@ -187,7 +188,7 @@ class _Save:
     timeout: float
     keep: int | None
     origin: Origin
-    knows_all_ranks: bool  # whether wrap was told of ranks that are not the model's
+    hint: str  # where another process saves to the path
     collected: Collected = field(default_factory=Collected)
     place: CheckpointTarget = field(default=None)  # type: ignore[assignment]
     alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
@@ -207,28 +208,15 @@ class _Save:
     def arrange(self) -> None:
         """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
         known, mine = _arrangements.get(self.channel), self.collected
-        rows = mine.table()
-        kinds, ranges = [[name, *row[:2]] for name, row in rows.items()], [row[2:] for row in rows.values()]
-        holds = [ranges, {name: Collected(own).table() for name, own in mine.own.items()}]
-        told = [_digest(kinds), _digest(holds), known.key if known else "", mine.digests]
-        layouts = self.channel.gather(told, self.timeout)
-        self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in layouts}) == 1}
-        key = _digest([[layout[:2] for layout in layouts], sorted(self.alike)])
+        held = _digest([as_table(mine.parts), {name: as_table(own) for name, own in mine.own.items()}])
+        told = self.channel.gather([held, known.key if known else "", mine.digests], self.timeout)
+        self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in told}) == 1}
+        key = _digest([[theirs for theirs, *_ in told], sorted(self.alike)])
         mine.adopt_own(self.channel.rank, self.alike)
-        if known is None or any(layout[2] != key for layout in layouts):  # on all ranks, or on none
-            # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
-            same = len({layout[0] for layout in layouts}) == 1
-            adopted = {name: row for name, row in mine.table().items() if name not in rows}
-            answers = self.channel.gather([None if same else kinds, ranges, adopted], self.timeout)
-            tables = [
-                {name: [*kind, *part] for (name, *kind), part in zip(theirs or kinds, parts, strict=True)} | others
-                for theirs, parts, others in answers
-            ]
-            infos, held = holders(tables, self.call)
-            shares = divide(held, {name: info.kind.itemsize for name, info in infos.items()})
-            shares += [{}] * (self.channel.size - len(shares))
-            tensors = tensor_infos(infos, shares) if self.channel.rank == 0 else {}
-            known = _arrangements[self.channel] = _Arrangement(key, shares[self.channel.rank], tensors)
+        if known is None or any(theirs != key for _, theirs, _ in told):  # on all ranks, or on none
+            infos, written = divide(self.channel.gather(as_table(mine.parts), self.timeout), self.call)
+            tensors = in_pieces(infos, written) if self.channel.rank == 0 else {}
+            known = _arrangements[self.channel] = _Arrangement(key, written[self.channel.rank], tensors)
         self.tensors = known.tensors
         for name, (start, stop) in known.mine.items():
             part = mine.parts[name]
@@ -237,50 +225,6 @@ class _Save:
             key = piece_key(name, math.prod(part.shape), (start, stop))
             self.items.append(Item(key, part.dtype, shape, values.view(shape)))
             self.total += values.nbytes
-
-    # -- on the disk
-
-    def _open(self, until_written: contextlib.ExitStack) -> tuple[str, Path, Index | None]:
-        """Take the lock and make the directory beside, on rank 0, which hears what the index needs. Collective."""
-
-        def make() -> dict[str, Any]:
-            trees = self.collected.trees(self.alike)
-            if self.channel.rank:
-                return {"trees": trees}
-            self._lock(until_written)
-            self.place.sweep()
-            id = uuid.uuid4().hex
-            partial = self.place.partial(id)
-            until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
-            return {"trees": trees, "id": id, "partial": str(partial)}
-
-        answers = exchange(self.channel, make, self.timeout)
-        id, partial = answers[0]["id"], Path(answers[0]["partial"])
-
-        def visible() -> None:
-            if not partial.is_dir():
-                raise CheckpointError(
-                    f"{partial} was made by rank 0 and is not there for rank {self.channel.rank}; "
-                    "path must be on a file system that all ranks share"
-                )
-
-        exchange(self.channel, visible, self.timeout)
-        if self.channel.rank:
-            return id, partial, None
-        trees = [answer["trees"] for answer in answers]
-        return id, partial, make_index(self.origin, self.collected, self.tensors, trees, self.alike)
-
-    def _lock(self, until_written: contextlib.ExitStack) -> None:
-        try:
-            until_written.enter_context(self.place.lock())
-        except CheckpointError as error:
-            if self.knows_all_ranks:
-                raise
-            raise CheckpointError(
-                f"{error}. This model is on a part of the ranks, and wrap was told nothing of the others: if they "
-                "save their parts of it, say so (fsshard.wrap(..., replicated={...}, sharded={...})), and all "
-                "write one checkpoint; if theirs is another model, give it a path of its own"
-            ) from error
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""
@@ -291,34 +235,52 @@ class _Save:
             self.uncopied, self.items = error, []
         self.collected = dataclasses.replace(self.collected, parts={}, own={})
 
+    # -- on the disk
+
     def run(self) -> None:
         """Write, and make it the checkpoint. Collective, and in any thread."""
         with contextlib.ExitStack() as until_written:
-            id, partial, index = self._open(until_written)
+            answers = exchange(self.channel, lambda: self._open(until_written), self.timeout)
+            id, partial = answers[0]["id"], Path(answers[0]["partial"])
             self.moved += 1
-
-            def written() -> list[Any]:
-                if self.uncopied is not None:
-                    raise self.uncopied
-                path = partial / rank_file(self.channel.rank, self.channel.size)
-                return list(write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on))
-
-            files = exchange(self.channel, written, self.timeout)
+            files = exchange(self.channel, lambda: self._write(id, partial), self.timeout)
             self.moved += 1
+            trees = [answer["trees"] for answer in answers]
+            exchange(self.channel, lambda: self._commit(id, partial, trees, files), self.timeout)
 
-            def commit() -> None:
-                if index is not None:
-                    self._commit(partial, dataclasses.replace(index, id=id), files)
+    def _open(self, until_written: contextlib.ExitStack) -> dict[str, Any]:
+        """Take the lock and make the directory beside, on rank 0; return what the index needs of this rank."""
+        trees = self.collected.trees(self.alike)
+        if self.channel.rank:
+            return {"trees": trees}
+        until_written.enter_context(self.place.lock(self.hint))
+        self.place.sweep()
+        id = uuid.uuid4().hex
+        partial = self.place.partial(id)
+        until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
+        return {"trees": trees, "id": id, "partial": str(partial)}
 
-            exchange(self.channel, commit, self.timeout)
+    def _write(self, id: str, partial: Path) -> list[Any]:
+        if self.uncopied is not None:
+            raise self.uncopied
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"{partial} was made by rank 0 and is not there for rank {self.channel.rank}; path must be on a file "
+                "system that all ranks share"
+            )
+        path = partial / rank_file(self.channel.rank, self.channel.size)
+        return list(write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on))
 
     def _on(self, count: int) -> None:
         self.written += count
         self.moved += 1
 
-    def _commit(self, partial: Path, index: Index, files: list[list[Any]]) -> None:
+    def _commit(self, id: str, partial: Path, trees: list[Any], files: list[list[Any]]) -> None:
+        if self.channel.rank:
+            return
         index = dataclasses.replace(
-            index,
+            make_index(self.origin, self.collected, self.tensors, trees, self.alike),
+            id=id,
             ordinal=_next_ordinal(self.place.path.parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             files={rank_file(rank, len(files)): FileEntry(*file) for rank, file in enumerate(files)},
@@ -396,10 +358,8 @@ class SaveHandle:
         self._guard.start()
 
     def _wait_while_it_moves(self) -> None:
-        """Return when the writer has ended, or nothing of it has moved for longer than it may take by its own limits.
-
-        What the ranks ask each other ends by itself; a file system that does not answer does not.
-        """
+        """Return when the writer has ended, or nothing of it has moved for longer than its own limits allow."""
+        # What the ranks ask each other ends by itself; a file system that does not answer does not.
         assert self._thread is not None
         seen, deadline = -1, 0.0
         while self._thread.is_alive() and (time.monotonic() < deadline or self._job.moved != seen):

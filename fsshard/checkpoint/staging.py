@@ -20,22 +20,13 @@ _spare: list[mmap.mmap] = []  # where the last copies lay
 
 
 class Staging:
-    """Room for one set of copies at a time.
-
-    Copies of what is on the CPU lie in one mapping, of large pages where the system has them: to be given memory in
-    pages of 4 KiB can take longer than the copy itself. After use the mapping is kept for the next time, and the
-    system may take its pages back at any moment without asking (MADV_FREE). Copies of what is on a device lie in pinned
-    memory, which torch keeps itself.
-    """
+    """Room for one set of copies at a time."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors; complete on return and good until :meth:`give_back`.
-
-        Args:
-            tensors: of any shape, dtype and device.
 
         Raises:
             OSError: there is no such amount of memory.
@@ -47,7 +38,13 @@ class Staging:
             if self._memory is not None:
                 bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
             places = iter(bytes.split(sizes) if sizes else ())
-            copies = [_copy_into(next(places), tensor) if tensor.is_cpu else _pinned(tensor) for tensor in tensors]
+            copies = [
+                _copy_into(next(places), tensor)
+                if tensor.is_cpu
+                # Complete when the device's current stream is. torch keeps pinned memory for the next time itself.
+                else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
         for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
             torch.get_device_module(device).current_stream(device).synchronize()
         return copies
@@ -56,6 +53,7 @@ class Staging:
         """Let the copies go."""
         memory, self._memory = self._memory, None
         if memory is not None and hasattr(mmap, "MADV_FREE"):
+            # The mapping serves the next save; the system may take its pages back at any moment without asking.
             memory.madvise(mmap.MADV_FREE)
             with _lock:
                 _spare[:] = [memory]
@@ -70,26 +68,19 @@ def _room(nbytes: int) -> mmap.mmap | None:
     if not nbytes:
         return None
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # to be given memory in pages of 4 KiB can take longer than the copy itself
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _copy_into(place: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in the bytes of ``place``.
-
-    For copies of that length glibc uses instructions that do not read the target before they write it: on two ranks at
-    a time they take a tenth to a quarter less than torch's own copy of the whole (glibc 2.36, torch 2.13).
-    """
+    """Return a copy of a tensor in the bytes of ``place``."""
     room = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return room.copy_(tensor)
+    # For copies of that length glibc uses instructions that do not read the target before they write it: on two ranks
+    # at a time they take a tenth to a quarter less than torch's own copy of the whole (glibc 2.36, torch 2.13).
     target, source = room.data_ptr(), tensor.data_ptr()
     for start in range(0, tensor.nbytes, STRIDE):
         ctypes.memmove(target + start, source + start, min(STRIDE, tensor.nbytes - start))
     return room
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    """Return a copy that is complete when the device's current stream is."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -67,25 +67,15 @@ class LongRun(Run):
 
 def digest(run: Run) -> str:
     """Of everything that training depends on. Collective."""
-    sha = hashlib.sha256()
 
-    def add(value: Any) -> None:
+    def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
-            plain = torch.view_as_real(value) if value.is_complex() else value
-            sha.update(plain.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                sha.update(str(key).encode())
-                add(value[key])
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                add(item)
-        else:
-            sha.update(repr(value).encode())
+            return (torch.view_as_real(value) if value.is_complex() else value).tolist()
+        if isinstance(value, dict):
+            return sorted((str(key), plain(item)) for key, item in value.items())
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
 
-    add(run.whole())
-    add(torch.get_rng_state())
-    return sha.hexdigest()
+    return hashlib.sha256(repr(plain([run.whole(), torch.get_rng_state()])).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -144,7 +134,7 @@ def start(life: Life, rank: int) -> tuple[int, Connection]:
         code = 0
     except BaseException as error:
         known = "" if expected(error) else "".join(traceback.format_exception(error))
-        theirs.send(("error", run_step(error), known))
+        theirs.send(("error", int(not isinstance(error, FsshardError)), known))  # 1: out of training
     finally:
         theirs.close()
         os._exit(code)
@@ -157,11 +147,6 @@ def expected(error: BaseException) -> bool:
         return True
     lost = isinstance(error, RuntimeError) and any(text in str(error) for text in ("gloo", "Timed out", "peer"))
     return lost and not any("fsshard/checkpoint/" in file for file in frames)  # in a collective of training
-
-
-def run_step(error: BaseException) -> int:
-    """0 if the error came out of a call of this room, 1 out of training."""
-    return 0 if isinstance(error, FsshardError) else 1
 
 
 # ------------------------------------------------------------------------------------------------ in the parent
@@ -342,15 +327,10 @@ def campaign(ranks: int, kills: int, seed: int = 0, steps: int = 60, jobs: int =
     return {
         "ranks": ranks,
         "kills": sum(job.kills for job in found),
-        "loaded": total([job.loads for job in found]),
-        "noticed": total([job.noticed for job in found]),
+        "loaded": dict(sum((Counter(job.loads) for job in found), Counter())),
+        "noticed": dict(sum((Counter(job.noticed) for job in found), Counter())),
         "surprises": [text for job in found for text in job.surprises],
     }
-
-
-def total(counts: list[dict[str, int]]) -> dict[str, int]:
-    """The sums."""
-    return dict(sum((Counter(count) for count in counts), Counter()))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -40,7 +40,7 @@ def after(function: Callable[..., Any], once: Callable[[], Any]) -> Callable[...
 def job_replaced(folder: Path) -> list[list[float]]:
     """The values that a load gives where a rank replaces the checkpoint after one of its steps."""
     rank, path, found = dist.get_rank(), folder / "last", []
-    for where, name in [(loading, "_choose"), (reader, "read_index"), (loading._Load, "check")]:
+    for where, name in [(loading, "resolve"), (reader, "read_index"), (loading._Load, "check")]:
         fsshard.save(path, filled(1.0))
         fsshard.save(folder / "new", filled(2.0))
 
@@ -50,7 +50,7 @@ def job_replaced(folder: Path) -> list[list[float]]:
             for file in (folder / f"old-{len(found)}").iterdir():
                 file.unlink()
 
-        replacing = replace if rank == (0 if name == "_choose" else 1) else lambda: None
+        replacing = replace if rank == (0 if name == "resolve" else 1) else lambda: None
         model = filled(0.0)
         with mock.patch.object(where, name, after(getattr(where, name), replacing)):
             fsshard.load(path, model, verify=True)

@@ -5,7 +5,7 @@ Beside ``ckpt/last`` lie, hidden, what is being written (``.last.partial-<id>``)
 (``last.previous``). Whenever the process is killed or the power fails, one of the last two saves is left whole, and
 :func:`latest` and :func:`resolve` find it. What a dead process of this host has left, under whatever name, goes with
 the next save or :func:`latest` in that directory; its lock says that it is dead. All here is local; one rank does it
-for the others.
+for the others. What the operating system refuses is raised as a CheckpointError.
 """
 
 from __future__ import annotations
@@ -24,24 +24,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsshard.checkpoint.format.index import read_index, says_ours
-from fsshard.checkpoint.format.pieces import INDEX_FILE, RANK_FILE
+from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, read_index, says_ours
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
 
-__all__ = [
-    "CheckpointTarget",
-    "clear",
-    "from_home",
-    "identity",
-    "latest",
-    "leftovers",
-    "newest_ordinal",
-    "newest_whole",
-    "read_unreplaced",
-    "resolve",
-    "sync",
-]
+__all__ = ["CheckpointTarget", "from_home", "latest", "leftovers", "newest_ordinal", "newest_whole", "resolve", "sync"]
 
 log = logging.getLogger("fsshard")
 
@@ -77,40 +64,43 @@ class CheckpointTarget:
         given = _absolute(path)
         if given.name in ("", ".."):
             given = Path(os.path.realpath(given))
-        parent = Path(os.path.realpath(given.parent))
-        self.path = parent / given.name
+        self._parent = Path(os.path.realpath(given.parent))
+        self.path = self._parent / given.name
+        self.previous = self._parent / (given.name + PREVIOUS)
         _check_link(self.path)
-        name = self.path.name
-        self.previous = parent / (name + PREVIOUS)
-        self._parent = parent
-        if not name:
+        if not given.name:
             raise CheckpointError(f"{os.fspath(path)!r} cannot be replaced by a checkpoint; name a directory in it")
-        if name.endswith(PREVIOUS):
+        if given.name.endswith(PREVIOUS):
             raise CheckpointError(f"{self.path}: names that end in {PREVIOUS!r} are for the checkpoint before the last")
 
-    def check(self) -> None:
-        """Raise if a save would replace something here that is not a checkpoint. Writes nothing."""
+    def _beside(self, suffix: str) -> Path:
+        return self._parent / f".{self.path.name}.{suffix}"
+
+    def _check(self) -> None:
+        """Raise if a save would replace something here that is not a checkpoint."""
         with _errors(f"look at {self.path}"):
             above = next(folder for folder in self.path.parents if os.path.lexists(folder))
             if not above.is_dir():
                 raise CheckpointError(f"{self.path}: {above} is not a directory")
             for place in (self.path, self.previous):
-                _check_replaceable(place)
-
-    # ------------------------------------------------------------------------------------------------ lock
+                if os.path.lexists(place):
+                    _check_replaceable(place)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, hint: str = "") -> Iterator[None]:
         """Lock the path for saves of this process. Raises instead of waiting; a process that dies releases it.
 
+        Args:
+            hint: what the error says beside that another process saves here.
+
         Raises:
-            CheckpointError: another one does already; or as :meth:`check`.
+            CheckpointError: another one does already, or what is here cannot be replaced.
         """
-        self.check()
+        self._check()
         with _errors(f"lock {self.path}"):
             _make(self._parent)
-            lock = self._parent / f".{self.path.name}.lock"
-            held = _lock(lock, self.path)
+            lock = self._beside("lock")
+            held = _lock(lock, self.path, hint)
         _held.add(held)
         try:
             yield
@@ -120,22 +110,10 @@ class CheckpointTarget:
             _held.discard(held)
             os.close(held)
 
-    # ------------------------------------------------------------------------------------------------ writing
-
-    def partial_path(self, id: str) -> Path:
-        """Return where the checkpoint of that id is written. The same on all ranks."""
-        return self._parent / f".{self.path.name}.partial-{id}"
-
     def partial(self, id: str) -> Path:
-        """Make the directory in which the checkpoint of that id is written, with missing parents.
-
-        Raises:
-            CheckpointError: it cannot be made, or as :meth:`check`.
-        """
-        path = self.partial_path(id)
-        self.check()
+        """Make the directory in which the checkpoint of that id is written; under the lock."""
+        path = self._beside(f"partial-{id}")
         with _errors(f"make {path}"):
-            _make(self._parent)
             path.mkdir()
         return path
 
@@ -145,16 +123,13 @@ class CheckpointTarget:
         Args:
             write: gets the checkpoint's id, the directory to write into, and the checkpoint's place in the count of
                 saves.
-
-        Raises:
-            CheckpointError: as :meth:`lock`, :meth:`partial` and :meth:`commit`.
         """
         with self.lock():
             self.sweep()
-            identity = uuid.uuid4().hex
-            partial = self.partial(identity)
+            id = uuid.uuid4().hex
+            partial = self.partial(id)
             try:
-                write(identity, partial, newest_ordinal(self._parent) + 1)
+                write(id, partial, newest_ordinal(self._parent) + 1)
                 return self.commit(partial)
             except BaseException:
                 self.discard(partial)
@@ -170,8 +145,8 @@ class CheckpointTarget:
             read_index(partial)
         except CheckpointError as error:
             raise CheckpointError(f"the new checkpoint is incomplete, {self.path} is as it was: {error}") from error
-        self.check()
-        old = self._parent / f".{self.path.name}.old-{uuid.uuid4().hex}"
+        self._check()
+        old = self._beside(f"old-{uuid.uuid4().hex}")
         done: list[tuple[Path, Path]] = []
         try:
             with _errors(f"put the new checkpoint into {self.path}; what was there is as it was"):
@@ -206,10 +181,7 @@ class CheckpointTarget:
             _remove(partial)
 
     def sweep(self) -> None:
-        """Remove what dead processes have left; under the lock.
-
-        Under other names in the same directory what no living process holds goes as well (:func:`clear`).
-        """
+        """Remove what dead processes have left, also under other names in the directory; under the lock."""
         _sweep(self.path)
         clear(self._parent, but=self.path.name)
 
@@ -224,7 +196,7 @@ class CheckpointTarget:
             Those that were removed.
         """
         with _errors(f"list {self._parent}"):
-            alike = _by_age(_series(self.path))
+            alike = [path for *_, path in _by_age(_series(self.path))]
         spared = {self.path, *_linked(self._parent), *_linked(self._parent.parent)}
         return [path for path in alike[keep:] if path not in spared and CheckpointTarget(path)._retire()]
 
@@ -234,7 +206,7 @@ class CheckpointTarget:
             with self.lock():
                 for path in (self.previous, self.path):
                     if os.path.lexists(path):
-                        gone = self.partial_path(uuid.uuid4().hex)  # so that nobody finds it half removed
+                        gone = self._beside(f"partial-{uuid.uuid4().hex}")  # so that nobody finds it half removed
                         os.rename(path, gone)
                         _remove(gone)
         except (CheckpointError, OSError) as error:
@@ -247,15 +219,9 @@ class CheckpointTarget:
 
 
 def clear(directory: Path, *, but: str = "") -> None:
-    """Remove what dead processes of this host have left of saves in a directory: parts, what was being removed, locks.
+    """Remove what dead processes of this host have left of saves in a directory; leave the name ``but`` alone.
 
-    A save that is killed leaves its lock, signed with the host and free to be taken. What another host has left stays,
-    since its locks may not show here; :func:`fsshard.checkpoint.inspecting.inspect` lists it. Nothing is raised: a
-    directory that cannot be written in stays as it is.
-
-    Args:
-        directory: of checkpoints.
-        but: a name that is left alone.
+    Nothing is raised: a directory that cannot be written in stays as it is.
     """
     try:
         locks = [match for name in os.listdir(directory) if (match := LOCK.fullmatch(name)) is not None]
@@ -274,9 +240,11 @@ def _clear_name(path: Path, file: Path) -> None:
     held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     _held.add(held)
     try:
+        # A save that is killed leaves its lock, signed with the host and free to be taken. What another host has left
+        # stays, since its locks may not show here. Other programs have such files too: theirs are not even tried.
         holder = HOLDER.fullmatch(os.pread(held, 400, 0).decode(errors="replace"))
         if holder is None or holder["host"] != socket.gethostname():
-            return  # other programs have such files too, and a lock of theirs is not even tried
+            return
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _same(held, file):
             return
@@ -289,24 +257,22 @@ def _clear_name(path: Path, file: Path) -> None:
 
 
 def _sweep(path: Path, *, links: bool = True) -> None:
-    """Remove what dead processes have left of saves to a path, whose lock is held.
-
-    A checkpoint is needed in none of it: a save moves one out of the way only when another is whole under a name. Not
-    so a link that was at the path, if the save was killed before its own checkpoint was there (``links``).
-    """
+    """Remove what dead processes have left of saves to a path, whose lock is held."""
     with _errors(f"list {path.parent}"):
         strays = _strays(path)
     for stray in strays:
+        # A checkpoint is needed in none of it: a save moves one out of the way only when another is whole under a
+        # name. Not so a link that was at the path, if the save was killed before its own checkpoint was there.
         if links or not stray.is_symlink():
             _remove(stray)
 
 
 def _series(path: Path) -> list[Path]:
     """List the directories beside ``path`` whose names differ from its name in the last number only, and itself."""
-    if not re.search(r"[0-9]", path.name):
+    number = re.fullmatch(r"(.*?)[0-9]+([^0-9]*)", path.name, re.DOTALL)
+    if number is None:
         return []
-    before, _, after = re.split(r"([0-9]+)(?=[^0-9]*\Z)", path.name)
-    pattern = f"{re.escape(before)}[0-9]+{re.escape(after)}"
+    pattern = f"{re.escape(number[1])}[0-9]+{re.escape(number[2])}"
     names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir(follow_symlinks=False)]
     return [path.parent / name for name in names if re.fullmatch(pattern, name)]
 
@@ -350,11 +316,15 @@ def newest_whole(directory: StrPath, *, warn: bool = True) -> Path | None:
         if not os.path.lexists(path):
             return _newest(own, warn=warn)
         if not path.is_dir():
-            raise CheckpointError(f"{path} is {_kind(path)}; latest() takes a directory of checkpoints")
+            raise CheckpointError(f"{path} is a file; latest() takes a directory of checkpoints")
         entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != ".")
         if os.path.lexists(path / INDEX_FILE) or (own and not entries):
             return _newest([path, *own], warn=warn)
-    return _newest([path / name for name in entries if not _is_alias(path / name)], warn=warn)
+    # A link to another entry of the directory is left out: that one is looked at anyway.
+    here = os.path.realpath(path)
+    children = [path / name for name in entries]
+    alias = {child for child in children if child.is_symlink() and os.path.dirname(os.path.realpath(child)) == here}
+    return _newest([child for child in children if child not in alias], warn=warn)
 
 
 def identity(path: StrPath) -> list[int]:
@@ -380,12 +350,7 @@ def read_unreplaced(path: StrPath, read: Callable[[], Value]) -> Value:
 def resolve(path: StrPath) -> Path:
     """Find what to load from: ``path``, or the checkpoint before it where a save was cut short and left none.
 
-    Returns:
-        An absolute path; its index can be read.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or ``path`` holds several.
-        CorruptCheckpoint: there was one, and it is damaged.
+    Returns an absolute path of a directory with an index; raises if there is no checkpoint, or ``path`` holds several.
     """
     return read_unreplaced(path, lambda: _resolved(path))
 
@@ -394,25 +359,22 @@ def _resolved(path: StrPath) -> Path:
     place = _absolute(path)
     if place.is_symlink():
         place = Path(os.path.realpath(place))
-    try:
-        read_index(place, files=False)  # loading says which file is damaged, and what was in it
-        return place
-    except CheckpointError as error:
-        # With an index something has happened to it, which is to be heard of.
-        cut_short = not os.path.lexists(place / INDEX_FILE)
-        before = _newest(_versions(place)) if cut_short else None
-        if before is not None:
-            log.warning("loading %s instead of %s: %s", before, place, error)
-            return before
-        with suppress(OSError):
-            if place.is_dir() and not os.path.lexists(place / INDEX_FILE):
-                newest = _newest([child for child in sorted(place.iterdir()) if child.name[0] != "."])
-                if newest is not None:
-                    raise CheckpointError(
-                        f"{place} is a directory of checkpoints, not one; take one of them, such as what "
-                        f"fsshard.latest({os.fspath(path)!r}) returns: {newest}"
-                    ) from error
-        raise
+    if os.path.lexists(place / INDEX_FILE):
+        return place  # if something has happened to it, that is to be heard of
+    before = _newest(_versions(place))
+    if before is not None:
+        log.warning("loading %s instead of %s: a save was cut short there", before, place)
+        return before
+    newest = None
+    with suppress(OSError):
+        newest = _newest([child for child in sorted(place.iterdir()) if child.name[0] != "."])
+    if newest is not None:
+        raise CheckpointError(
+            f"{place} is a directory of checkpoints, not one; take one of them, such as what "
+            f"fsshard.latest({os.fspath(path)!r}) returns: {newest}"
+        )
+    read_index(place)  # raises, and says why
+    return place
 
 
 def newest_ordinal(directory: StrPath) -> int:
@@ -420,36 +382,33 @@ def newest_ordinal(directory: StrPath) -> int:
     path = _absolute(directory)
     with _errors(f"list {path}"):
         children = sorted(path.iterdir()) if path.is_dir() else []
-    newest = _newest([child for child in children if child.is_dir()])
-    return read_index(newest).ordinal if newest is not None else 0
+    return next((ordinal for ordinal, *_ in _by_age([child for child in children if child.is_dir()])), 0)
 
 
-def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[Path]:
-    """List the directories that hold a whole checkpoint, the newest first."""
-    found = []
+def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[tuple[int, str, str, Path]]:
+    """List the directories that hold a whole checkpoint, the newest first, after what makes them so."""
+    ages = []
     for directory in directories:
         try:
             index = read_index(directory)
+            ages.append((index.ordinal, index.saved_at, directory.name, directory))
         except CheckpointError as error:
             if warn:
                 log.warning("%s is not a complete checkpoint and is skipped: %s", directory, error)
-            continue
-        found.append((index.ordinal, index.saved_at, directory.name, directory))
-    return [directory for *_, directory in sorted(found, reverse=True)]
+    return sorted(ages, reverse=True)
 
 
 def _newest(directories: Sequence[Path], *, warn: bool = False) -> Path | None:
-    found = _by_age(directories, warn=warn)
-    return found[0] if found else None
+    return next((directory for *_, directory in _by_age(directories, warn=warn)), None)
 
 
 def _versions(path: Path) -> list[Path]:
     """List what there is of earlier checkpoints at a path, ``previous`` first."""
     before = path.with_name(path.name + PREVIOUS) if path.name not in ("", "..") else path
-    found = [before] if before != path and before.is_dir() else []
+    versions = [before] if before != path and before.is_dir() else []
     with suppress(OSError):
-        found += [stray for stray in _strays(path) if ".old-" in stray.name]
-    return found
+        versions += [stray for stray in _strays(path) if ".old-" in stray.name]
+    return versions
 
 
 def _strays(path: Path) -> list[Path]:
@@ -461,11 +420,6 @@ def leftovers(parent: Path) -> list[Path]:
     """List what saves under any name write or remove in a directory, or did when their processes died."""
     names = sorted(os.listdir(parent)) if parent.is_dir() else []
     return [parent / name for name in names if STRAY.fullmatch(name)]
-
-
-def _is_alias(path: Path) -> bool:
-    """Tell whether a path is a link to another entry of its directory, which is looked at anyway."""
-    return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
 # ---------------------------------------------------------------------------------------------------------- paths
@@ -490,12 +444,12 @@ def from_home(path: Any) -> Any:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str) or not text.startswith("~"):
         return path
-    found = os.path.expanduser(text)
-    if found == text:
+    expanded = os.path.expanduser(text)
+    if expanded == text:
         raise CheckpointError(
             f"{text!r}: no such home directory is known; for a directory of that name write './{text}'"
         )
-    return found
+    return expanded
 
 
 def _check_link(path: Path) -> None:
@@ -511,12 +465,10 @@ def _check_link(path: Path) -> None:
 
 
 def _check_replaceable(path: Path) -> None:
-    if not os.path.lexists(path):
-        return
     _check_link(path)
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     if not path.is_dir():
-        raise CheckpointError(f"{path} is {_kind(path)}; a checkpoint is a directory, and replaces only a checkpoint")
+        raise CheckpointError(f"{path} is a file; a checkpoint is a directory, and replaces only a checkpoint")
     if os.path.ismount(path):
         raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
     names = sorted(os.listdir(path))
@@ -530,12 +482,6 @@ def _check_replaceable(path: Path) -> None:
         )
 
 
-def _kind(path: Path) -> str:
-    mode = path.lstat().st_mode
-    kinds = {stat.S_ISREG: "a file", stat.S_ISDIR: "a directory", stat.S_ISLNK: "a symbolic link"}
-    return next((name for test, name in kinds.items() if test(mode)), "a special file")
-
-
 @contextmanager
 def _errors(doing: str) -> Iterator[None]:
     """Raise errors of the operating system as one of ours."""
@@ -546,7 +492,7 @@ def _errors(doing: str) -> Iterator[None]:
 
 
 def _make(directory: Path) -> None:
-    """Make a directory and those above it that are missing, for good."""
+    """Make a directory and those above it that are missing, and have their names on the disk."""
     missing = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
@@ -573,16 +519,14 @@ def _remove(directory: Path) -> None:
             return
         # The index first: without one it is no checkpoint at once.
         names = sorted(os.listdir(directory), key=lambda name: name != INDEX_FILE)
-        others = [name for name in names if not OURS.fullmatch(name) or (directory / name).is_dir()]
+        others = [name for name in names if not OURS.fullmatch(name)]
         for name in names:
             if name not in others:
                 os.unlink(directory / name)
         if others:
-            log.warning(
-                "%s is not removed because of files that fsshard did not write: %s", directory, ", ".join(others[:5])
-            )
-            return
-        os.rmdir(directory)
+            log.warning("%s is not removed: fsshard did not write %s", directory, ", ".join(others[:5]))
+        else:
+            os.rmdir(directory)
     except OSError as error:
         log.warning("%s could not be removed: %s", directory, error)
 
@@ -603,7 +547,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _lock(file: Path, what: Path) -> int:
+def _lock(file: Path, what: Path, hint: str) -> int:
     """Return the descriptor of a lock file that is locked, and still the one of that name."""
     begun = time.monotonic()
     while True:
@@ -619,7 +563,7 @@ def _lock(file: Path, what: Path) -> int:
             os.close(held)
             if time.monotonic() - begun > (SWEEPING if who.startswith("sweeper ") else DYING):
                 said = f" ({printable(who)})" if who else ""
-                raise CheckpointError(f"another process is saving to {what}{said}") from None
+                raise CheckpointError(f"another process is saving to {what}{said}{hint}") from None
             time.sleep(0.01)
             continue
         except BaseException as error:
@@ -628,7 +572,12 @@ def _lock(file: Path, what: Path) -> int:
                 with suppress(OSError):
                     file.unlink()
             if isinstance(error, OSError) and error.errno in NO_LOCKS:
-                raise _without_locks(file, error) from error
+                raise CheckpointError(
+                    f"cannot lock {file}: {error.strerror}. The file system has no locks (flock), without which two "
+                    "jobs could write one checkpoint at the same time. Have it mounted with them (Lustre: the option "
+                    "flock; NFS: without nolock), or save to another file system and copy from there when the save "
+                    "has ended"
+                ) from error
             raise
         os.close(held)  # who held it has removed it in the same moment
 
@@ -638,14 +587,6 @@ def _sign(held: int, what: str) -> None:
     os.ftruncate(held, 0)
     with suppress(OSError):  # of a full disk
         os.pwrite(held, f"{what} {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-
-def _without_locks(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"cannot lock {file}: {error.strerror}. The file system has no locks (flock), without which two jobs could "
-        "write one checkpoint at the same time. Have it mounted with them (Lustre: the option flock; NFS: without "
-        "nolock), or save to another file system and copy from there when the save has ended"
-    )
 
 
 def _same(descriptor: int, file: Path) -> bool:

@@ -11,40 +11,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fsshard.checkpoint.format import tree
-from fsshard.checkpoint.format.dtypes import BY_NAME
-from fsshard.checkpoint.format.pieces import INDEX_FILE, Piece, piece_key
-from fsshard.checkpoint.format.tensors_file import FileEntry, new_file, open_regular, parse_json
+from fsshard.checkpoint.format.tensors_file import BY_NAME, FileEntry, new_file, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "FileEntry",
-    "Index",
-    "ModelInfo",
-    "OptimizerInfo",
-    "Origin",
-    "Piece",
-    "TensorInfo",
-    "check_files",
-    "read_index",
-    "says_ours",
-    "sealed",
-    "some",
-    "write_index",
-]
+__all__ = ["Index", "ModelInfo", "OptimizerInfo", "Origin", "Piece", "Range", "TensorInfo", "read_index", "write_index"]
 
 FORMAT = "fsshard-checkpoint"
 FORMAT_VERSION = 2
@@ -52,13 +32,77 @@ READ_VERSIONS = (1, 2)
 WROTE_IN_MEMORY_ORDER = "fsdp"
 """Name of the backend that wrote format version 1 as :attr:`Index.may_be_permuted` says: a fact about old files, which
 no class of today can tell."""
-MAX_BYTES = 1_000_000_000
-"""Bytes that an index can have."""
+MAX_BYTES = 1_000_000_000  # of an index
+
+INDEX_FILE = "index.json"
+RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
+"""The files of a checkpoint beside its index."""
+
+STEP_BYTES = 1 << 19
+"""What is held of a tensor at once where it is read in steps; the write that follows finds it in the cache."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+Range = tuple[int, int]
+"""[start, stop) of the elements of a flattened tensor."""
+
+
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened tensor; they are the whole of the tensor ``key`` in ``file``."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+def cover(pieces: Sequence[Piece], wanted: Range) -> Iterator[tuple[Piece, int, int]]:
+    """Yield the pieces (sorted, disjoint) that have elements within ``wanted``, and from where to where these go."""
+    for piece in pieces:
+        low, high = max(piece.start, wanted[0]), min(piece.stop, wanted[1])
+        if high > low:
+            yield piece, low, high
+
+
+def piece_key(name: str, elements: int, part: Range) -> str:
+    """Name a part of a tensor of so many elements in a file: as the tensor, with its start if not all."""
+    return name if part == (0, elements) else f"{name}@{part[0]}"
+
+
+def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
+    """Return the shape of a piece in its file: that of the tensor, of whole rows of it, or flat."""
+    start, stop = part
+    rows = math.prod(shape[1:])
+    if part == (0, math.prod(shape)):
+        return tuple(shape)
+    if len(shape) > 1 and start % rows == 0 and stop % rows == 0:
+        return ((stop - start) // rows, *shape[1:])
+    return (stop - start,)
+
+
+def rank_file(rank: int, ranks: int) -> str:
+    """Name the file that a rank writes."""
+    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def rank_of(file: str) -> int:
+    """Return the rank that writes a file."""
+    return int(RANK_FILE.fullmatch(file)[1])  # type: ignore[index]
+
+
+def steps(numel: int, itemsize: int) -> Iterator[Range]:
+    """Yield successive ranges of a flattened tensor, each of at most :data:`STEP_BYTES`."""
+    step = max(1, STEP_BYTES // itemsize)
+    return ((start, min(start + step, numel)) for start in range(0, numel, step))
+
+
+# ------------------------------------------------------------------------------------------------ the index
 
 
 class TensorInfo(NamedTuple):
@@ -85,35 +129,26 @@ class TensorInfo(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The writer of a checkpoint: versions, the backend's name, the number of ranks, along which mesh dimensions.
-
-    The mesh is empty where data is the only one, and left out of the text.
-    """
+    """The writer of a checkpoint: versions, the backend's name, the number of ranks, along which mesh dimensions."""
 
     fsshard: str
     torch: str
     backend: str
     world_size: int
-    mesh: Mapping[str, int] = MappingProxyType({})
+    mesh: Mapping[str, int] = MappingProxyType({})  # empty where data is the only dimension, and left out of the text
 
     def described(self) -> dict[str, Any]:
         """Return plain values, without the mesh where there is none."""
-        plain = {**self._asdict(), "mesh": dict(self.mesh)}
-        return plain if self.mesh else {key: value for key, value in plain.items() if key != "mesh"}
+        mesh = {"mesh": dict(self.mesh)} if self.mesh else {}
+        return {key: value for key, value in self._asdict().items() if key != "mesh"} | mesh
 
 
 class ModelInfo(NamedTuple):
-    """The model's state dict.
+    """The model's state dict."""
 
-    Attributes:
-        keys: key -> name of a tensor or None, in the order of the state dict.
-        extra: key -> tree, for what is no tensor.
-        dropped: key -> why it is not kept, in checkpoints of earlier releases.
-    """
-
-    keys: dict[str, str | None]
-    extra: dict[str, Any]
-    dropped: dict[str, str]
+    keys: dict[str, str | None]  # key -> name of a tensor or None, in the order of the state dict
+    extra: dict[str, Any]  # key -> tree, for what is no tensor
+    dropped: dict[str, str]  # key -> why it is not kept, in checkpoints of earlier releases
 
 
 class OptimizerInfo(NamedTuple):
@@ -126,42 +161,23 @@ class OptimizerInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """All that is known of a checkpoint without reading a tensor. Trees: :mod:`fsshard.checkpoint.format.tree`.
+    """All that is known of a checkpoint without reading a tensor. Trees: :mod:`fsshard.checkpoint.format.tree`."""
 
-    Attributes:
-        id: hexadecimal, another one for each save.
-        ordinal: grows with each save of a run.
-        saved_at: ISO 8601 in UTC.
-        origin: what wrote it.
-        files: name -> size and checksum.
-        tensors: name -> dtype, shape and where its pieces are.
-        model: its state dict.
-        tied: name -> the first name of the same tensor.
-        optimizers: name -> optimizer.
-        objects: name -> ``{"all": tree}``, or ``{"per_rank": [tree, ...]}`` where ranks differ.
-        rng: a tree per rank, or None.
-        format_version: of the text that it was read from; what is written has the present one.
-    """
-
-    id: str
-    ordinal: int
-    saved_at: str
+    id: str  # hexadecimal, another one for each save
+    ordinal: int  # grows with each save of a run
+    saved_at: str  # ISO 8601 in UTC
     origin: Origin
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorInfo]
+    files: dict[str, FileEntry]  # by name
+    tensors: dict[str, TensorInfo]  # by name
     model: ModelInfo
-    tied: dict[str, str] = field(default_factory=dict)
-    optimizers: dict[str, OptimizerInfo] = field(default_factory=dict)
-    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rng: dict[str, Any] | None = None
-    format_version: int = FORMAT_VERSION
+    tied: dict[str, str] = field(default_factory=dict)  # name -> the first name of the same tensor
+    optimizers: dict[str, OptimizerInfo] = field(default_factory=dict)  # by name
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"all": tree} or {"per_rank": [...]}
+    rng: dict[str, Any] | None = None  # {"per_rank": [tree, ...]}
+    format_version: int = FORMAT_VERSION  # of the text that was read; what is written has the present one
 
     def to_json(self) -> bytes:
-        """Return the text of the index.
-
-        Raises:
-            CheckpointError: it is larger than an index can be, or holds what JSON does not.
-        """
+        """Return the text of the index."""
         value = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -180,29 +196,21 @@ class Index:
             "objects": self.objects,
             "rng": self.rng,
         }
-        try:
-            text = sealed(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"the index cannot be written as JSON: {error}") from error
-        if len(text) > MAX_BYTES:
-            raise CheckpointError(f"the index takes {len(text)} bytes; at most {MAX_BYTES}")
-        return text
+        return sealed(value)
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, where: str) -> Index:
-        """Read a text that has the digest it was written with, and whose pieces and trees fit together.
-
-        Args:
-            data: the text.
-            where: its file, for messages.
+        """Read a text that has the digest it was written with, and whose pieces cover their tensors.
 
         Raises:
             CorruptCheckpoint: it is no sound index; no other exception comes out.
         """
-        whole = _check_seal(data, where)
+        seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+        if seal is not None and hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
+            raise CorruptCheckpoint(f"{where}: its checksum differs from what was written: it has been altered")
         value = parse_json(data, where)
         try:
-            return _index(value, whole)
+            return _index(value, whole=seal is not None)
         except ValueError as error:
             raise CorruptCheckpoint(f"{where}: {error}") from None
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:  # of another kind
@@ -232,11 +240,7 @@ class Index:
 
 
 def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Index:
-    """Read the index of a checkpoint.
-
-    Args:
-        directory: of the checkpoint.
-        files: check as well that its files are there and have their sizes.
+    """Read the index of a checkpoint; with ``files``, check as well that those are there and have their sizes.
 
     Raises:
         CorruptCheckpoint: the index, or a file, is missing, no regular file, or not sound.
@@ -248,15 +252,11 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
     path = directory / INDEX_FILE
-    descriptor = open_regular(path)
-    with os.fdopen(descriptor, "rb") as stream:
-        size = os.fstat(descriptor).st_size
-        if size > MAX_BYTES:
-            raise CorruptCheckpoint(f"{path}: {size} bytes; an index has at most {MAX_BYTES}")
-        try:
-            data = stream.read(size)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        with os.fdopen(open_regular(path), "rb") as stream:
+            data = stream.read(MAX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     index = Index.from_json(data, str(path))
     if files:
         check_files(directory, index)
@@ -264,35 +264,13 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
-    """Return a JSON object as text, with the digest of that text as its last key.
-
-    Raises:
-        TypeError, ValueError, RecursionError: JSON has no such thing.
-    """
+    """Return a JSON object as text, with the digest of that text as its last key."""
     body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
-def _check_seal(data: bytes | bytearray, where: str) -> bool:
-    """Tell whether the text ends with a digest.
-
-    Raises:
-        CorruptCheckpoint: that is the digest of another text.
-    """
-    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    if seal is None:
-        return False
-    if hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
-        raise CorruptCheckpoint(f"{where}: its checksum differs from what was written: it has been altered")
-    return True
-
-
 def says_ours(directory: str | os.PathLike[str]) -> bool:
-    """Tell whether the index in a directory says at its beginning that it is fsshard's, of any version.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Tell whether the index in a directory says at its beginning that it is fsshard's, of any version."""
     try:
         with os.fdopen(open_regular(Path(directory) / INDEX_FILE), "rb") as stream:
             return _HEAD.match(stream.read(4096)) is not None
@@ -340,20 +318,18 @@ def some(names: list[str]) -> str:
 def _index(value: Any, whole: bool) -> Index:
     """Make the index of a JSON value; ``whole``: the digest at its end is right.
 
-    That digest says that all is as it was written. What is checked beside it keeps an index that is made by hand, or
-    of format 1, which has no digest, from giving another tensor's numbers, or files from elsewhere.
-
-    Raises:
-        CorruptCheckpoint, ValueError, or what Python raises for a value of another kind: it is not sound.
+    Raises ValueError, or what Python raises for a value of another kind, if it is not sound.
     """
     version = _check_format(value)
     if version > 1 and not whole:
         raise ValueError("the checksum at its end is missing: it is cut short, or has been altered")
+    # The digest says that all is as it was written. What is checked beside it keeps an index that is made by hand, or
+    # of format 1, which has none, from naming files elsewhere, and tensors whose elements are not all there.
     files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
             raise ValueError(f"files: {name!r:.100} is no name of a file beside the index")
-    found = Index(
+    index = Index(
         id=value["id"],
         ordinal=int(value["ordinal"]),
         saved_at=str(value["saved_at"]),
@@ -370,10 +346,9 @@ def _index(value: Any, whole: bool) -> Index:
         rng=value["rng"],
         format_version=version,
     )
-    _check_references(found)
-    for values in found.model:  # no value of the model; earlier releases saved it
+    for values in index.model:  # no value of the model; earlier releases saved it
         values.pop(NEURALOP_ARGUMENTS, None)
-    return found
+    return index
 
 
 def _check_format(value: Any) -> int:
@@ -401,8 +376,6 @@ def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry])
                 f"tensors, {name!r:.100}: elements {piece.start} to {piece.stop} of {elements} follow {position}: "
                 "pieces overlap, leave a gap, are out of order or reach beyond the shape"
             )
-        if piece.key != piece_key(name, elements, (piece.start, piece.stop)):
-            raise ValueError(f"tensors, {name!r:.100}: a piece is named {piece.key!r:.100}, as another tensor")
         if (piece.stop - piece.start) * itemsize > files[piece.file].bytes:  # before anybody makes room for them
             raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
         position = piece.stop
@@ -410,41 +383,3 @@ def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry])
     if position != elements or min(shape, default=0) < 0:
         raise ValueError(f"tensors, {name!r:.100}: pieces cover {position} of {elements} elements")
     return TensorInfo(dtype, shape, tuple(pieces))
-
-
-def _check_references(index: Index) -> None:
-    """Raise unless all trees decode, and name every tensor and no other; in format 1 no digest says so."""
-    used: set[str] = set()
-
-    def stand_in(name: str) -> Tensor:
-        used.add(name)
-        return torch.empty(0, dtype=index.tensors[name].kind)
-
-    def decoded(node: Any) -> Any:
-        return tree.decode(node, stand_in)
-
-    keys, extra, dropped = index.model
-    for name in keys.values():
-        if name is not None:
-            stand_in(name)
-    for node in extra.values():
-        decoded(node)
-    if odd := {key for key, name in keys.items() if name is None} ^ (extra.keys() | dropped.keys()):
-        raise ValueError(f"model: the index lists other non-tensor values than it has: {some(sorted(odd))}")
-    for name, info in index.optimizers.items():
-        members = {parameter for node in info.groups for parameter in decoded(node)["params"]}
-        if unknown := info.state.keys() - members:
-            raise ValueError(f"optimizers, {name!r:.100}: state of {some(sorted(unknown))}, in none of the groups")
-        for values in info.state.values():
-            for node in values.values():
-                decoded(node)
-        for parameter, tensors in index.optimizer_tensors(name).items():
-            used.update(tensors.values() if parameter in members else ())
-    for name, value in [*index.objects.items(), *([("rng", index.rng)] if index.rng is not None else [])]:
-        nodes = [value["all"]] if value.keys() == {"all"} else value["per_rank"]
-        if "all" not in value and len(nodes) != index.origin.world_size:
-            raise ValueError(f"{name!r:.100}: {len(nodes)} trees of {index.origin.world_size} ranks")
-        for node in nodes:
-            decoded(node)
-    if unused := index.tensors.keys() - used:  # what they belong to has been lost: nobody would ever read them
-        raise ValueError(f"tensors: nothing in the index refers to {some(sorted(unused))}")

@@ -1,4 +1,4 @@
-"""Safetensors files, written as a stream and read by slices.
+"""Safetensors files, written as a stream and read by slices, and the dtypes that they hold.
 
 The safetensors package writes a file from tensors that are all in memory at once, and reads through a map of the file,
 whose pages count as the process's memory. Here a file is written tensor by tensor with its checksum on the way, and a
@@ -16,29 +16,17 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format.dtypes import BY_FILE_NAME, STORED, dtype_name
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = [
-    "MAX_HEADER",
-    "FileEntry",
-    "Item",
-    "TensorEntry",
-    "TensorsFile",
-    "new_file",
-    "open_regular",
-    "parse_json",
-    "write",
-]
+__all__ = ["BY_NAME", "STORED", "FileEntry", "Item", "TensorsFile", "dtype_name", "new_file", "open_regular", "write"]
 
-MAX_HEADER = 100_000_000
-"""Bytes that a header can have; safetensors has the same bound."""
-
+MAX_HEADER = 100_000_000  # bytes; safetensors has the same bound
 CHUNK = 1 << 20  # Small enough that the checksum leaves the bytes in the cache for the write that follows.
 _AHEAD = 8 << 20  # What the disk is told to begin with while the next is written.
 _TRANSFER = 16 << 20  # What is copied from a device at once; less would leave the bus idle.
@@ -46,21 +34,70 @@ _METADATA = "__metadata__"
 Progress = Callable[[int], None]
 
 
-class Item(NamedTuple):
-    """A tensor to write.
+# ------------------------------------------------------------------------------------------------ dtypes
 
-    Attributes:
-        key: its name in the file.
-        dtype: its dtype.
-        shape: its shape.
-        data: the tensor, or a function that gives it when its turn has come, whole or as its elements in order in any
-            number of tensors. One that is contiguous and on the CPU is not copied; others are copied there piece by
-            piece.
-    """
+
+class Stored(NamedTuple):
+    """The form in which elements of a dtype lie in a file."""
+
+    name: str  # what the file's header calls it
+    dtype: torch.dtype  # what the header means by that; the dtype itself unless lanes is 2
+    lanes: int = 1  # 2: an element is stored as real and imaginary part, in one more, last dimension of size 2
+
+
+BY_FILE_NAME = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The header's name of a dtype -> the dtype."""
+
+# safetensors 0.8 knows neither of the last two ("unknown variant `C128`"), so they lie as pairs of reals.
+STORED = MappingProxyType(
+    {
+        **{dtype: Stored(name, dtype) for name, dtype in BY_FILE_NAME.items()},
+        torch.complex32: Stored("F16", torch.float16, 2),
+        torch.complex128: Stored("F64", torch.float64, 2),
+    }
+)
+"""Every dtype a checkpoint can hold. Quantized and sub-byte dtypes are none of them."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"complex64"`` for ``torch.complex64``, as the index writes it."""
+    return str(dtype).removeprefix("torch.")
+
+
+BY_NAME = MappingProxyType({dtype_name(dtype): dtype for dtype in STORED})
+"""The index's name of a dtype -> the dtype."""
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+class Item(NamedTuple):
+    """A tensor to write under a key."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # The tensor, or a function that gives it when its turn has come: whole, or its elements in order, in parts.
     data: Tensor | Callable[[], Tensor | Iterable[Tensor]]
 
 
@@ -71,41 +108,28 @@ class FileEntry(NamedTuple):
     crc32: int
 
 
-class TensorEntry(NamedTuple):
-    """A tensor in a file; its bytes are ``[begin, end)`` of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 def write(
     path: str | os.PathLike[str],
     items: Sequence[Item],
     metadata: Mapping[str, str] | None = None,
     *,
-    sync: bool = True,
     progress: Progress | None = None,
 ) -> FileEntry:
     """Write a new file; wider dtypes come first, as safetensors readers want them aligned, else in the order given.
 
-    complex128 and complex32, which safetensors does not know, become float64 and float16 with one more dimension of 2.
-
-    Args:
-        path: of a file that does not exist.
-        items: the tensors.
-        metadata: text for the file's header.
-        sync: return only when the disk has it.
-        progress: told the bytes of each chunk that was written.
+    It returns when the disk has the file; ``progress`` is told the bytes of each chunk.
 
     Raises:
         CheckpointError: it exists, cannot be written, or an item is not what it says or has a dtype that checkpoints do
             not hold. No file is left behind.
     """
-    ordered = sorted(items, key=lambda item: -_stored(item).dtype.itemsize)
+    for item in items:
+        if item.dtype not in STORED:
+            known = ", ".join(map(dtype_name, STORED))
+            raise CheckpointError(f"{item.key}: a tensor of {item.dtype}; checkpoints hold {known}")
+    ordered = sorted(items, key=lambda item: -STORED[item.dtype].dtype.itemsize)
     header = _header(ordered, metadata or {})
-    with new_file(Path(path), sync=sync, progress=progress) as stream:
+    with new_file(Path(path), progress) as stream:
         stream.write(memoryview(header))
         for item in ordered:
             for tensor in _tensors(item):
@@ -115,21 +139,16 @@ def write(
 
 
 @contextlib.contextmanager
-def new_file(path: Path, *, sync: bool = True, progress: Progress | None = None) -> Iterator[_Stream]:
-    """Yield what writes into a file that does not exist yet; no file is left behind by an error.
-
-    Raises:
-        CheckpointError: it exists, or cannot be written.
-    """
+def new_file(path: Path, progress: Progress | None = None) -> Iterator[_Stream]:
+    """Yield what writes into a file that does not exist yet; no file is left behind by an error."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise CheckpointError(f"cannot create {path}: {error.strerror}") from error
     try:
         try:
-            yield _Stream(descriptor, progress, ahead=sync and hasattr(os, "posix_fadvise"))
-            if sync:
-                os.fsync(descriptor)
+            yield _Stream(descriptor, progress)
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except BaseException as error:
@@ -141,50 +160,35 @@ def new_file(path: Path, *, sync: bool = True, progress: Progress | None = None)
 
 
 class _Stream:
-    """Bytes to a file, with count and checksum; ``ahead``: the disk begins before the fsync that waits for it."""
+    """Bytes to a file, with count and checksum; the disk begins before the fsync that waits for it."""
 
-    def __init__(self, descriptor: int, progress: Progress | None, ahead: bool) -> None:
+    def __init__(self, descriptor: int, progress: Progress | None) -> None:
         self.bytes = self.crc32 = 0
-        self._descriptor, self._progress, self._ahead = descriptor, progress, ahead
+        self._descriptor, self._progress = descriptor, progress
         self._begun = 0  # up to which byte the disk was told to take them
 
     def write(self, data: memoryview) -> None:
         for start in range(0, len(data), CHUNK):
-            chunk = data[start : start + CHUNK]
+            chunk = left = data[start : start + CHUNK]
             self.crc32 = zlib.crc32(chunk, self.crc32)
-            left = chunk
             while len(left):
                 left = left[os.write(self._descriptor, left) :]
             self.bytes += len(chunk)
-            if self._ahead and self.bytes - self._begun >= _AHEAD:
-                self._begin()
+            if (size := self.bytes - self._begun) >= _AHEAD and hasattr(os, "posix_fadvise"):
+                # Linux begins to write dirty pages when it is told that nobody needs them, without waiting for the
+                # disk; they stay in its cache while it does. Some file systems take no advice.
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(self._descriptor, self._begun, size, os.POSIX_FADV_DONTNEED)
+                self._begun = self.bytes
             if self._progress is not None:
                 self._progress(len(chunk))
-
-    def _begin(self) -> None:
-        """Have the disk take what it was not told of yet, without waiting for it.
-
-        Linux begins to write dirty pages when it is told that nobody needs them; they stay in its cache while it does.
-        """
-        with contextlib.suppress(OSError):  # of a file system that takes no advice; a failed write is fsync's to tell
-            os.posix_fadvise(self._descriptor, self._begun, self.bytes - self._begun, os.POSIX_FADV_DONTNEED)
-        self._begun = self.bytes
-
-
-def _stored(item: Item) -> Any:
-    try:
-        return STORED[item.dtype]
-    except KeyError:
-        raise CheckpointError(
-            f"{item.key}: a tensor of {item.dtype}; checkpoints hold {', '.join(map(dtype_name, STORED))}"
-        ) from None
 
 
 def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for item in items:
-        stored = _stored(item)
+        stored = STORED[item.dtype]
         if item.key in header or item.key == _METADATA:
             raise CheckpointError(f"the key {item.key!r} occurs twice, or is reserved by the format")
         shape = [*item.shape, *([stored.lanes] if stored.lanes > 1 else [])]
@@ -212,10 +216,8 @@ def _tensors(item: Item) -> Iterator[Tensor]:
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield contiguous tensors on the CPU that make up ``tensor`` in order; each is small if it is a copy."""
-    lazy = tensor.is_conj() or tensor.is_neg()
-    on_cpu = tensor.device.type == "cpu"
-    copied = CHUNK if on_cpu else _TRANSFER
-    if tensor.is_contiguous() and on_cpu and not lazy:
+    copied = CHUNK if tensor.is_cpu else _TRANSFER
+    if tensor.is_contiguous() and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()):
         yield tensor
     elif tensor.nbytes <= copied:
         yield tensor.cpu().resolve_conj().resolve_neg().contiguous()
@@ -233,25 +235,24 @@ def _view(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
+# ------------------------------------------------------------------------------------------------ reading
+
+
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """Open a regular file for reading; a pipe, device or directory under its name is refused.
+    """Open a regular file for reading; what else has its name, or that there is nothing, is a CorruptCheckpoint.
 
     A link is refused too, unless ``follow``: the Hub's cache holds links, which a checkpoint of ours may not.
-
-    Raises:
-        CorruptCheckpoint: there is no such file, or it is something else.
-        CheckpointError: it cannot be opened.
     """
     try:
         # Without O_NONBLOCK the open of a pipe waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
-            if isinstance(error, FileNotFoundError):
-                raise CorruptCheckpoint(f"{path}: missing") from None
-            what = "a symbolic link" if os.path.islink(path) else str(error.args[-1])
-            raise CorruptCheckpoint(f"{path}: not a regular file: {what}") from None
-        raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{path}: missing") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+            raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+        what = "a symbolic link" if os.path.islink(path) else str(error.strerror)
+        raise CorruptCheckpoint(f"{path}: not a regular file: {what}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CorruptCheckpoint(f"{path}: not a regular file")
@@ -259,59 +260,81 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
 
 def parse_json(data: bytes | bytearray, where: str) -> Any:
-    """Return the value of UTF-8 JSON.
-
-    Raises:
-        CorruptCheckpoint: it is anything else, or nested too deep for Python; no other exception comes out.
-    """
+    """Return the value of UTF-8 JSON; all else, or what is nested too deep for Python, is a CorruptCheckpoint."""
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise CorruptCheckpoint(f"{where}: not valid JSON: {error}") from None
 
 
+class TensorEntry(NamedTuple):
+    """A tensor in a file; its bytes are ``[begin, end)`` of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
 class TensorsFile:
-    """A safetensors file open for reading slices. Make one with :meth:`open`; close it, or use it as a context.
+    """A safetensors file open for reading slices; close it, or use it as a context.
+
+    Args:
+        path: of the file.
+        expected_bytes: what its size has to be; None for any.
+
+    Raises:
+        CorruptCheckpoint: it is missing, no regular file, of another size, or no sound safetensors file.
+        CheckpointError: the system does not let it be read.
 
     Attributes:
-        path: of the file.
         entries: key -> what the header says of the tensor, in the order of their bytes.
         metadata: text of the header.
     """
 
-    def __init__(self, path: Path, descriptor: int, entries: dict[str, TensorEntry], metadata: dict[str, str]) -> None:
-        self.path, self.entries, self.metadata = path, entries, metadata
-        self._descriptor = descriptor
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], expected_bytes: int | None = None) -> TensorsFile:
-        """Open a file and check all that its header says.
-
-        Args:
-            path: of the file.
-            expected_bytes: what its size has to be.
-
-        Raises:
-            CorruptCheckpoint: it is missing, no regular file, of another size, or no sound safetensors file.
-            CheckpointError: the system does not let it be read.
-        """
-        path = Path(path)
-        descriptor = open_regular(path)
+    def __init__(self, path: str | os.PathLike[str], expected_bytes: int | None = None) -> None:
+        self.path = Path(path)
+        self._descriptor = open_regular(self.path)
         try:
-            size = os.fstat(descriptor).st_size
+            size = os.fstat(self._descriptor).st_size
             if expected_bytes is not None and size != expected_bytes:
-                raise CorruptCheckpoint(f"{path}: {size} bytes where {expected_bytes} were written")
-            return cls(path, descriptor, *_read_header(path, descriptor, size))
+                raise CorruptCheckpoint(f"{self.path}: {size} bytes where {expected_bytes} were written")
+            self.entries, self.metadata = self._read_header(size)
         except BaseException:
-            os.close(descriptor)
+            self.close()
             raise
 
-    def checksum(self, progress: Progress | None = None) -> FileEntry:
-        """Read the whole file, for its size and CRC-32.
+    def _read_header(self, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+        path, prefix = self.path, bytearray(8)
+        if size < len(prefix):
+            raise CorruptCheckpoint(f"{path}: {size} bytes are too few for a safetensors file")
+        self._read(0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER, size - len(prefix)):  # before there is room made for it
+            raise CorruptCheckpoint(f"{path}: claims a header of {length} bytes; the file has {size}")
+        text = bytearray(length)
+        self._read(len(prefix), memoryview(text))
+        header = parse_json(text, f"{path}: header")
+        if not isinstance(header, dict):
+            raise CorruptCheckpoint(f"{path}: the header is no JSON object")
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise CorruptCheckpoint(f"{path}: {_METADATA} is not text by name")
+        end = len(prefix) + length
+        entries = {key: _entry(f"{path}: {key!r}", value, end) for key, value in header.items()}
+        entries = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
+        for key, entry in entries.items():
+            if entry.begin != end:
+                raise CorruptCheckpoint(
+                    f"{path}: {key!r} begins at byte {entry.begin}, what is before it ends at {end}"
+                )
+            end = entry.end
+        if end != size:
+            raise CorruptCheckpoint(f"{path}: {size} bytes where its header describes {end}")
+        return entries, metadata
 
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+    def checksum(self, progress: Progress | None = None) -> FileEntry:
+        """Read the whole file, for its size and CRC-32."""
         size = crc32 = 0
         buffer = memoryview(bytearray(CHUNK))
         try:
@@ -327,18 +350,17 @@ class TensorsFile:
     def read(
         self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Read elements ``[start, stop)`` of the flattened tensor.
+        """Read elements ``[start, stop)`` of the flattened tensor, into ``out`` if that is given.
 
         Args:
             key: of the tensor.
             start: the first element.
             stop: one past the last.
-            out: where to put them: contiguous, on the CPU, ``stop - start`` elements of the dtype. Else they are new.
+            out: contiguous, on the CPU, ``stop - start`` elements of the dtype.
             dtype: complex128 or complex32 where the entry is the pairs of these, and elements are counted in it.
 
         Raises:
             CorruptCheckpoint: the file has no such tensor, not as many elements, or is cut short.
-            CheckpointError: the system does not let it be read.
         """
         entry = self.entries.get(key)
         if entry is None:
@@ -351,8 +373,18 @@ class TensorsFile:
             raise CorruptCheckpoint(f"{self.path}: {key!r} has no elements {start} to {stop}")
         if out is None:
             out = torch.empty(stop - start, dtype=dtype, device="cpu")
-        _read(self.path, self._descriptor, entry.begin + start * dtype.itemsize, _view(out.detach()))
+        self._read(entry.begin + start * dtype.itemsize, _view(out.detach()))
         return out
+
+    def _read(self, position: int, view: memoryview) -> None:
+        try:
+            while len(view):
+                count = os.preadv(self._descriptor, [view], position)
+                if count == 0:
+                    raise CorruptCheckpoint(f"{self.path}: cut short at byte {position}")
+                view, position = view[count:], position + count
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -367,54 +399,13 @@ class TensorsFile:
         self.close()
 
 
-def _read(path: Path, descriptor: int, position: int, view: memoryview) -> None:
-    try:
-        while len(view):
-            count = os.preadv(descriptor, [view], position)
-            if count == 0:
-                raise CorruptCheckpoint(f"{path}: cut short at byte {position}")
-            view, position = view[count:], position + count
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    prefix = bytearray(8)
-    if size < len(prefix):
-        raise CorruptCheckpoint(f"{path}: {size} bytes are too few for a safetensors file")
-    _read(path, descriptor, 0, memoryview(prefix))
-    length = int.from_bytes(prefix, "little")
-    if length > min(MAX_HEADER, size - len(prefix)):
-        raise CorruptCheckpoint(f"{path}: claims a header of {length} bytes; the file has {size}")
-    text = bytearray(length)
-    _read(path, descriptor, len(prefix), memoryview(text))
-    header = parse_json(text, f"{path}: header")
-    if not isinstance(header, dict):
-        raise CorruptCheckpoint(f"{path}: the header is no JSON object")
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CorruptCheckpoint(f"{path}: {_METADATA} is not text by name")
-    data = len(prefix) + length
-    entries = {key: _entry(f"{path}: {key!r}", value, data) for key, value in header.items()}
-    entries = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
-    end = data
-    for key, entry in entries.items():
-        if entry.begin != end:
-            raise CorruptCheckpoint(f"{path}: {key!r} begins at byte {entry.begin}, what is before it ends at {end}")
-        end = entry.end
-    if end != size:
-        raise CorruptCheckpoint(f"{path}: {size} bytes where its header describes {end}")
-    return entries, metadata
-
-
 def _entry(where: str, value: Any, data: int) -> TensorEntry:
     try:
         name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         dtype, sizes = BY_FILE_NAME[name], [*shape, begin, end]
     except (LookupError, TypeError, ValueError):
         raise CorruptCheckpoint(f"{where} has no known dtype, shape and data_offsets: {str(value)[:80]}") from None
-    if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):  # True is no size
+    sound = all(type(size) is int and 0 <= size < 1 << 63 for size in sizes)  # True is no size
+    if not sound or end - begin != math.prod(shape) * dtype.itemsize:
         raise CorruptCheckpoint(f"{where} has an impossible shape or offsets: {str(value)[:80]}")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise CorruptCheckpoint(f"{where} of {name} {shape} cannot take {end - begin} bytes")
     return TensorEntry(dtype, tuple(shape), data + begin, data + end)

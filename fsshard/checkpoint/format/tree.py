@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format.dtypes import dtype_name
+from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.errors import CheckpointError
 
 __all__ = ["MAX_DEPTH", "decode", "encode"]
@@ -60,25 +60,17 @@ def encode(value: Any, put: Put, path: str = "state") -> Any:
     Args:
         value: None, bool, int, float, complex, str, bytes; list, tuple, set, frozenset, dict, OrderedDict, Counter,
             defaultdict of a plain kind (keys: the scalar kinds, and tuples of them); torch.Size, torch.dtype,
-            torch.device; numpy's scalars and arrays of numbers; tensors.
+            torch.device; numpy's scalars and arrays of numbers; tensors. Anything else is a CheckpointError.
         put: told the path of each tensor and the tensor; gives the name that stands for it.
         path: of the value, for messages and ``put``.
-
-    Raises:
-        CheckpointError: it holds anything else; the message says where and what.
     """
     return _node(value, put, path, 0)
 
 
 def decode(node: Any, get: Get) -> Any:
-    """Return the value of a JSON tree.
+    """Return the value of a JSON tree, with the tensors that ``get`` gives by their names.
 
-    Args:
-        node: what :func:`encode` gave, as JSON text brings it back.
-        get: gives the tensor of a name.
-
-    Raises:
-        LookupError, TypeError, ValueError: it is no such tree; reading an index finds that out.
+    Raises LookupError, TypeError or ValueError for what is no such tree.
     """
     if isinstance(node, list):
         return [decode(item, get) for item in node]

@@ -7,23 +7,35 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from fsshard.checkpoint.arguments import TIMEOUT, name_optimizers
 from fsshard.checkpoint.format.directory import from_home, sync
-from fsshard.checkpoint.format.dtypes import STORED
-from fsshard.checkpoint.format.index import Index
-from fsshard.checkpoint.format.tensors_file import new_file, write
-from fsshard.checkpoint.interop.live import LiveReader
-from fsshard.checkpoint.interop.torch_file import Placeholder, write_torch
+from fsshard.checkpoint.format.index import Index, Range, cover, rank_of
+from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
+from fsshard.checkpoint.parts import (
+    Collected,
+    as_table,
+    collect,
+    collect_together,
+    divide,
+    in_pieces,
+    make_index,
+    origin_of,
+)
 from fsshard.checkpoint.reader import Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import exchange
 from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -78,20 +90,26 @@ def export(
         CorruptCheckpoint: the checkpoint is damaged.
     """
     path = Path(from_home(file))
-    request = _Request(path, _format(path, format), max_shard_bytes, config, overwrite)
-    request.check(optimizer)
+    format = _format(path, format)
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
+        raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: expected a positive number of bytes")
+    if optimizer is not False and format not in ("torch", "dcp"):
+        raise ConfigurationError(f"format={format!r} has no place for optimizer=; use 'torch' or 'dcp'")
+    if config is not None and format != "hf":
+        raise ConfigurationError(f"config= goes with format='hf', not with {format!r}")
+    job = _Export(path, format, max_shard_bytes, overwrite)
     if isinstance(source, ShardedModule):
-        return _of_model(source, request, optimizer, timeout)
+        return _of_model(source, job, config, optimizer, timeout)
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigurationError("export of a checkpoint: optimizer= takes True, or the name that it was saved under")
-    if request.format == "hf":
-        request.config = _config(request.config)
+    if format == "hf":
+        job.config = _config(config)
     with Reader.at(source) as reader:
-        return request.write(reader, _chosen(reader.index, optimizer))
+        return job.write(reader, _chosen(reader.index, optimizer))
 
 
-def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: float) -> list[Path]:
-    call = f"fsshard.export(model, {os.fspath(request.path)!r})"
+def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, timeout: float) -> list[Path]:
+    call = f"fsshard.export(model, {os.fspath(job.path)!r})"
     channel = Channel.of(model.backend.settings.everyone)
     wait_for_saves()
     channel.arrive(call, timeout)
@@ -100,7 +118,9 @@ def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: 
     def prepared() -> None:
         if optimizer is not False:
             named.update(name_optimizers(model, optimizer, "fsshard.export"))
-        request.adopt_config(model)
+        if job.format == "hf":
+            own = config if config is not None else getattr(model.module, "config", None)
+            job.config = {"architectures": [type(model.module).__name__], **_config(own)}
 
     exchange(channel, prepared)
     live = LiveReader(model, named, channel, call)
@@ -110,7 +130,7 @@ def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: 
             live.serve()
             return []
         try:
-            return [str(path) for path in request.write(live, next(iter(named), None))]
+            return [str(path) for path in job.write(live, next(iter(named), None))]
         finally:
             live.close()
 
@@ -118,63 +138,48 @@ def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: 
 
 
 def _format(path: Path, given: str | None) -> str:
-    if given is None:
-        given = SUFFIXES.get(path.suffix)
-        if given is None:
-            raise ConfigurationError(
-                f"{os.fspath(path)!r} does not say which format; pass format= one of {', '.join(FORMATS)}, or a file "
-                f"that ends in {', '.join(SUFFIXES)}"
-            )
-    if given not in FORMATS:
-        raise ConfigurationError(f"unknown format {given!r}; known: {', '.join(FORMATS)}")
-    other = SUFFIXES.get(path.suffix)
-    if other is not None and other != given:
-        raise ConfigurationError(f"format={given!r} into {os.fspath(path)!r}, whose name says {other!r}; change one")
-    return given
+    of_suffix = SUFFIXES.get(path.suffix)
+    format = given if given is not None else of_suffix
+    if format is None:
+        raise ConfigurationError(
+            f"{os.fspath(path)!r} does not say which format; pass format= one of {', '.join(FORMATS)}, or a file that "
+            f"ends in {', '.join(SUFFIXES)}"
+        )
+    if format not in FORMATS:
+        raise ConfigurationError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    if of_suffix not in (None, format):
+        raise ConfigurationError(
+            f"format={format!r} into {os.fspath(path)!r}, whose name says {of_suffix!r}; change one"
+        )
+    return format
 
 
 def _chosen(index: Index, optimizer: bool | str) -> str | None:
     """Return the name of the optimizer to write."""
+    known = list(index.optimizers)
     if optimizer is False:
         return None
-    known = ", ".join(map(repr, index.optimizers)) or "none"
-    if optimizer is True:
-        if len(index.optimizers) != 1:
-            raise ConfigurationError(f"optimizer=True: the checkpoint has {known}; pass the name of one")
-        return next(iter(index.optimizers))
-    if optimizer not in index.optimizers:
-        raise ConfigurationError(f"optimizer={optimizer!r}: the checkpoint has {known}")
-    return optimizer
+    if optimizer is True and len(known) == 1:
+        return known[0]
+    if optimizer not in known:
+        raise ConfigurationError(
+            f"optimizer={optimizer!r}: the checkpoint has {', '.join(map(repr, known)) or 'none'}; pass the name of one"
+        )
+    return str(optimizer)
+
+
+# ------------------------------------------------------------------------------------------------ files
 
 
 @dataclass
-class _Request:
-    """The contents to write, and the place for them."""
+class _Export:
+    """The place and format of what is written."""
 
     path: Path
     format: str
     max_shard_bytes: int
-    config: Any
     overwrite: bool
-
-    def check(self, optimizer: Any) -> None:
-        """Raise for every argument that has no meaning."""
-        most = self.max_shard_bytes
-        if isinstance(most, bool) or not isinstance(most, int) or most <= 0:
-            raise ConfigurationError(f"max_shard_bytes={most!r}: expected a positive number of bytes")
-        if optimizer is not False and self.format not in ("torch", "dcp"):
-            raise ConfigurationError(f"format={self.format!r} has no place for optimizer=; use 'torch' or 'dcp'")
-        if self.config is not None and self.format != "hf":
-            raise ConfigurationError(f"config= goes with format='hf', not with {self.format!r}")
-
-    def adopt_config(self, model: ShardedModule) -> None:
-        """Take the model's own configuration where none was given."""
-        if self.format != "hf":
-            return
-        own = self.config if self.config is not None else getattr(model.module, "config", None)
-        self.config = {"architectures": [type(model.module).__name__], **_config(own)}
-
-    # -- files
+    config: dict[str, Any] = field(default_factory=dict)  # for "hf"
 
     @property
     def directory(self) -> Path:
@@ -196,8 +201,8 @@ class _Request:
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
 
-    def _replaced(self, pattern: str, names: list[str]) -> list[Path]:
-        """Return the files beside those that will be written which are then no longer true.
+    def _replaced(self, names: list[str], pattern: str) -> list[Path]:
+        """Return files beside those that will be written which are then no longer true: other shards of the model.
 
         Raises:
             CheckpointError: there are such files already, and nothing said to overwrite them.
@@ -210,7 +215,7 @@ class _Request:
             )
         return [self.directory / name for name in there if name not in names]
 
-    def _commit(self, folder: Path, names: list[str], stale: list[Path]) -> list[Path]:
+    def _commit(self, folder: Path, names: list[str], stale: Sequence[Path] = ()) -> list[Path]:
         """Give the files their names."""
         paths = [self.directory / name for name in names]
         for path in paths:
@@ -222,22 +227,18 @@ class _Request:
         sync(self.directory)
         return paths
 
-    # -- formats
-
     def _write_safetensors(self, reader: TensorReader, folder: Path) -> list[Path]:
-        hf = self.format == "hf"
-        config = _config(self.config) if hf else None
-        tensors = reader.index.tensors
+        hf, tensors = self.format == "hf", reader.index.tensors
         weights, tied = _once(reader.index, self.format)
-        stem = "model" if hf else self.path.name.removesuffix(".safetensors")
         shards = list(_shards(reader.index, weights, self.max_shard_bytes))
+        stem = "model" if hf else self.path.name.removesuffix(".safetensors")
         single = f"{stem}.safetensors" if hf else self.path.name
         files = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
         files = files if len(shards) > 1 else [single]
-        index = f"{single if single.endswith('.safetensors') else single + '.safetensors'}.index.json"
+        index = f"{stem}.safetensors.index.json"
         names = [*files, *([index] if len(shards) > 1 else []), *([CONFIG_FILE] if hf else [])]
         pattern = rf"({re.escape(stem)}-\d+-of-\d+\.safetensors|{re.escape(single)}|{re.escape(index)})"
-        stale = self._replaced(pattern, names)
+        stale = self._replaced(names, pattern)
         for name, shard in zip(files, shards, strict=True):
             metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in shard}
             write(folder / name, [reader.item(key, weights[key]) for key in shard], metadata)
@@ -245,31 +246,36 @@ class _Request:
             total = sum(tensors[tensor].nbytes for tensor in weights.values())
             where = {key: name for name, shard in zip(files, shards, strict=True) for key in shard}
             _write_text(folder / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-        if config is not None:
+        if hf:
             dtypes = [tensors[tensor] for tensor in weights.values()]
             floating = next((info.dtype for info in dtypes if info.kind.is_floating_point), "float32")
-            _write_text(folder / CONFIG_FILE, {**config, "dtype": config.get("dtype") or floating})
+            _write_text(folder / CONFIG_FILE, {**self.config, "dtype": self.config.get("dtype") or floating})
         return self._commit(folder, names, stale)
 
     def _write_one(self, reader: TensorReader, optimizer: str | None, folder: Path) -> list[Path]:
         """Write one file of torch, or one directory of DCP."""
-        value: Any = _state_dict(reader)
+        from fsshard.checkpoint.interop.torch_formats import Placeholder, write_dcp, write_torch
+
+        model, name, path = reader.index.model, self.path.name, self.path
+        value: dict[str, Any] = {}  # with placeholders
+        for key, tensor in model.keys.items():
+            if tensor is not None:
+                value[key] = Placeholder(tensor, reader.index.tensors[tensor])
+            elif key in model.extra:
+                value[key] = reader.tree(model.extra[key])
         if optimizer is not None:
             state = _by_name(reader, optimizer)
             value = {"model": value, "optimizer": _numbered(state) if self.format == "torch" else state}
-        name, path = self.path.name, self.path
         if self.format == "torch":
-            stale = self._replaced(re.escape(name), [name])
+            self._replaced([name], "")
             write_torch(folder / name, value, reader.chunks)
-            return self._commit(folder, [name], stale)
-        from fsshard.checkpoint.interop.dcp import write_dcp
-
+            return self._commit(folder, [name])
         there = os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not os.listdir(path))
         if there and (not self.overwrite or not _is_dcp(path)):
             what = "it holds no DCP checkpoint alone" if self.overwrite else "pass overwrite=True to replace it"
             raise CheckpointError(f"{path} exists; {what}, or choose another path")
         write_dcp(folder / name, value, reader)
-        return self._commit(folder, [name], [])
+        return self._commit(folder, [name])
 
 
 def _write_text(path: Path, value: Any) -> None:
@@ -327,20 +333,10 @@ def _shards(index: Index, weights: Mapping[str, str], most: int) -> Iterator[lis
     yield shard
 
 
-def _state_dict(reader: TensorReader) -> dict[str, Any]:
-    """Return the state dict with placeholders."""
-    found: dict[str, Any] = {}
-    model, tensors = reader.index.model, reader.index.tensors
-    for key, tensor in model.keys.items():
-        if tensor is not None:
-            found[key] = Placeholder(tensor, tensors[tensor])
-        elif key in model.extra:
-            found[key] = reader.tree(model.extra[key])
-    return found
-
-
 def _by_name(reader: TensorReader, optimizer: str) -> dict[str, Any]:
     """Return an optimizer's state by parameter's name, with placeholders."""
+    from fsshard.checkpoint.interop.torch_formats import Placeholder
+
     index, saved = reader.index, reader.index.optimizers[optimizer]
     tensors = index.optimizer_tensors(optimizer)
     groups = [reader.tree(group) for group in saved.groups]
@@ -363,22 +359,105 @@ def _numbered(named: dict[str, Any]) -> dict[str, Any]:
 
 def _config(given: Any) -> dict[str, Any]:
     """Return a model's configuration as JSON has it."""
+    config: Any = None
     try:
         if isinstance(given, Mapping):
-            found = json.loads(json.dumps(dict(given)))
+            config = json.loads(json.dumps(dict(given)))
         elif hasattr(given, "to_json_string"):
-            found = json.loads(given.to_json_string())
+            config = json.loads(given.to_json_string())
         elif isinstance(given, (str, os.PathLike)):
             path = Path(given)
-            found = json.loads((path / CONFIG_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
-        else:
-            found = None
+            config = json.loads((path / CONFIG_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"config={given!r} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         got = "the model has none" if given is None else f"got {type(given).__name__}"
         raise ConfigurationError(
             f"format='hf' writes a config.json ({got}); pass config= a transformers configuration, a mapping, or the "
             "path of a config.json"
         )
-    return found
+    return config
+
+
+# ------------------------------------------------------------------------------------------------ a live model
+
+
+class LiveReader(TensorReader):
+    """Reads a wrapped model, and optimizers over it, in the memory of all ranks as if it were a checkpoint.
+
+    Collective to make. Rank 0 reads; every other rank calls :meth:`serve`, which hands out what rank 0 asks for until
+    it closes.
+    """
+
+    def __init__(
+        self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], channel: Channel, call: str
+    ) -> None:
+        settings = model.backend.settings
+        self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
+        buffers_of(model).sync()  # rank 0's count, as in a state dict
+
+        def collected() -> Collected:
+            model.backend.reshard()
+            return collect(model, optimizers, {}, settings.overall_rank)
+
+        mine = collect_together(collected, model.backend, channel)
+        self._parts = mine.parts
+        told = channel.gather([as_table(mine.parts), mine.trees(())])
+        tensors = in_pieces(*divide([table for table, _ in told], call, shared=False))
+        self.index = make_index(origin_of(model), mine, tensors, [trees for _, trees in told])
+        self._names = sorted(tensors)
+        ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
+        self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
+
+    # -- rank 0
+
+    def read(self, name: str, wanted: Range) -> Tensor:
+        """Return elements [start, stop) of a flattened tensor, on the CPU. On rank 0, while the others serve."""
+        info = self.index.tensors[name]
+        out = torch.empty(wanted[1] - wanted[0], dtype=info.kind)
+        for piece, low, high in cover(info.pieces, wanted):
+            place = out[low - wanted[0] : high - wanted[0]]
+            if rank_of(piece.file) == 0:
+                place.copy_(self._slice(name, low, high))
+            else:
+                self._fetch(rank_of(piece.file), name, low, high, place)
+        return out
+
+    def _slice(self, name: str, low: int, high: int) -> Tensor:
+        part = self._parts[name]
+        return part.values[low - part.range[0] : high - part.range[0]]
+
+    def _fetch(self, rank: int, name: str, low: int, high: int, place: Tensor) -> None:
+        self._send([self._names.index(name), low, high], rank)
+        direct = self._device.type == "cpu"
+        buffer = place if direct else torch.empty(place.shape, dtype=place.dtype, device=self._device)
+        dist.recv(_bytes(buffer), group=self._group, group_src=rank)
+        if not direct:
+            place.copy_(buffer)
+
+    def close(self) -> None:
+        """Let the others go on; on rank 0."""
+        for rank in self._asked:
+            self._send([-1, 0, 0], rank)
+        self._asked = []
+
+    def _send(self, request: list[int], rank: int) -> None:
+        dist.send(torch.tensor(request, device=self._device), group=self._group, group_dst=rank)
+
+    # -- the others
+
+    def serve(self) -> None:
+        """Hand out parts until rank 0 closes; on the other ranks."""
+        request = torch.empty(3, dtype=torch.int64, device=self._device)
+        while self._rank in self._asked:
+            dist.recv(request, group=self._group, group_src=0)
+            at, low, high = request.tolist()
+            if at < 0:
+                return
+            part = self._slice(self._names[at], low, high).to(self._device)  # a step's count is on the CPU
+            dist.send(_bytes(part), group=self._group, group_dst=0)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """View values as bytes, which every collective library carries; complex numbers and bool not all of them do."""
+    return values.contiguous().view(torch.uint8)

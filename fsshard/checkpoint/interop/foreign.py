@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsshard.checkpoint.format.pieces import INDEX_FILE, RANK_FILE, Range
+from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Range
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
@@ -83,31 +83,19 @@ def _kind_of_file(path: Path) -> str | None:
 
 
 class Opened(ExitStack):
-    """The tree of another program's checkpoint; close it after reading.
-
-    Attributes:
-        path: of the file or directory.
-        kind: one of :data:`KINDS`.
-        tree: dicts and lists of values and tensors; a tensor on the meta device is still to be read.
-        tied: key -> the key under which the same tensor was saved.
-    """
+    """The tree of another program's checkpoint; close it after reading."""
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__()
         self.path, self.kind = path, kind
-        self.tree: Any = {}
-        self.tied: dict[str, str] = {}
+        self.tree: Any = {}  # dicts and lists of values and tensors; a tensor on the meta device is still to be read
+        self.tied: dict[str, str] = {}  # key -> the key under which the same tensor was saved
         self._readers: dict[int, Callable[[Range], Tensor]] = {}
         self._stands: list[Tensor] = []  # kept, since they are known by their ids
         self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
 
     def read(self, tensor: Tensor, wanted: Range | None = None) -> Tensor:
-        """Return elements [start, stop) of a tensor of the tree, flat; all by default.
-
-        Raises:
-            CheckpointError: it is no plain tensor.
-            CorruptCheckpoint: it was saved without its numbers.
-        """
+        """Return elements [start, stop) of a tensor of the tree, flat; all by default."""
         start, stop = wanted if wanted is not None else (0, tensor.numel())
         reader = self._readers.get(id(tensor))
         if reader is not None:
@@ -139,50 +127,37 @@ class Opened(ExitStack):
 
 
 def open_tree(path: str | os.PathLike[str], kind: str, *, trust_pickle: bool) -> Opened:
-    """Open another program's checkpoint.
-
-    Args:
-        path: of the file or directory.
-        kind: what :func:`foreign` said.
-        trust_pickle: unpickle what cannot be read otherwise.
+    """Open another program's checkpoint, of the ``kind`` that :func:`foreign` said.
 
     Raises:
-        CheckpointError: it must be unpickled, and is not trusted.
+        CheckpointError: it must be unpickled, and is not trusted (``trust_pickle``).
         CorruptCheckpoint: it is damaged.
     """
     path = Path(path)
-    openers = {
-        "safetensors": _open_safetensors,
-        "hf": _open_hf,
-        "dcp": _open_dcp,
-        "neuralop": _open_neuralop,
-    }
     opened = Opened(path, kind)
     try:
-        if kind == "torch":
+        if kind == "safetensors":
+            _add_safetensors(opened, path)
+        elif kind == "torch":
             opened.tree = _unpickled(path, trust_pickle)
         else:
-            openers[kind](opened, path, trust_pickle)
+            {"hf": _open_hf, "dcp": _open_dcp, "neuralop": _open_neuralop}[kind](opened, path, trust_pickle)
         return opened
-    except OSError as error:
+    except BaseException as error:
         opened.close()
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except BaseException:
-        opened.close()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         raise
 
 
-def _open_safetensors(opened: Opened, path: Path, trust_pickle: bool) -> None:
+def _add_safetensors(opened: Opened, path: Path) -> None:
     # The Hub's cache holds links, which a checkpoint of ours may not.
-    file = opened.enter_context(TensorsFile.open(os.path.realpath(path)))
-
-    def read(key: str, wanted: Range) -> Tensor:
-        return file.read(key, *wanted)
-
+    file = opened.enter_context(TensorsFile(os.path.realpath(path)))
     for key, entry in file.entries.items():
         if key in opened.tree:
             raise CorruptCheckpoint(f"{path}: has {key!r}, which another file has too")
-        opened.tree[key] = opened.stand(entry.dtype, entry.shape, partial(read, key))
+        read = partial(lambda key, wanted: file.read(key, *wanted), key)
+        opened.tree[key] = opened.stand(entry.dtype, entry.shape, read)
     opened.tied |= {key: first for key, first in file.metadata.items() if first in file.entries}
 
 
@@ -193,7 +168,7 @@ def _open_hf(opened: Opened, path: Path, trust_pickle: bool) -> None:
     files = dict.fromkeys(where.values()) or [n for n in (*HF_FILES, *_single_file(names)) if n in names][:1]
     for name in files:
         if name.endswith(".safetensors"):
-            _open_safetensors(opened, path / name, trust_pickle)
+            _add_safetensors(opened, path / name)
         else:
             opened.tree |= _unpickled(path / name, trust_pickle)
     if absent := sorted(where.keys() - opened.tree.keys() - opened.tied.keys()):
@@ -202,17 +177,14 @@ def _open_hf(opened: Opened, path: Path, trust_pickle: bool) -> None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     with os.fdopen(open_regular(index, follow=True), "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > MAX_INDEX:
-            raise CorruptCheckpoint(f"{index}: {size} bytes; an index has at most {MAX_INDEX}")
-        value = parse_json(stream.read(size), str(index))
-    found = value.get("weight_map") if isinstance(value, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        value = parse_json(stream.read(MAX_INDEX), str(index))
+    files = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files")
-    outside = [name for name in found.values() if name != os.path.basename(name) or name in ("", ".", "..")]
+    outside = [name for name in files.values() if name != os.path.basename(name) or name in ("", ".", "..")]
     if outside:
         raise CorruptCheckpoint(f"{index}: {outside[0]!r} is not a file next to it")
-    return found
+    return files
 
 
 def _open_neuralop(opened: Opened, path: Path, trust_pickle: bool) -> None:
@@ -238,11 +210,8 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
             f"{path} is of torch.distributed.checkpoint, whose .metadata is a pickle: reading it runs whatever code is "
             "in it. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
         )
-    from fsshard.checkpoint.interop.dcp import DcpDirectory
+    from fsshard.checkpoint.interop.torch_formats import DcpDirectory
 
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if not entry.is_dir():
-            os.close(open_regular(path / entry.name, follow=True))
     opened.tree = DcpDirectory(path).tree(opened.stand)
 
 
@@ -253,41 +222,28 @@ def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
     """
     with os.fdopen(open_regular(path, follow=True), "rb") as stream:
         zipped = stream.read(4) == ZIP
-    if zipped:
-        _check_archive(path)
-
-    def loaded(plain: bool) -> dict[Any, Any]:
-        value = torch.load(os.fspath(path), weights_only=plain, map_location="cpu", mmap=zipped)
-        value = value.state_dict() if isinstance(value, nn.Module) else value
-        if not isinstance(value, dict):
-            raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
-        return value
-
     try:
+        if zipped:
+            with zipfile.ZipFile(path) as archive:
+                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                    raise CorruptCheckpoint(f"{path}: a compressed archive, which could unfold without end")
         try:
-            return loaded(plain=True)
+            value = torch.load(os.fspath(path), weights_only=True, map_location="cpu", mmap=zipped)
         except pickle.UnpicklingError as error:
-            if trust_pickle:
-                return loaded(plain=False)
-            raise CheckpointError(
-                f"{path} holds more than tensors and plain values ({_reason(error)}): reading it runs whatever code "
-                "the file asks for. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
-            ) from None
+            if not trust_pickle:
+                raise CheckpointError(
+                    f"{path} holds more than tensors and plain values ({_reason(error)}): reading it runs whatever "
+                    "code the file asks for. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
+                ) from None
+            value = torch.load(os.fspath(path), weights_only=False, map_location="cpu", mmap=zipped)
+        value = value.state_dict() if isinstance(value, nn.Module) else value
     except CheckpointError:
         raise
     except Exception as error:  # of a damaged file anything can come
         raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
-
-
-def _check_archive(path: Path) -> None:
-    """Raise for a compressed archive, which could unfold without end; torch.save writes none."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise CorruptCheckpoint(f"{path}: no sound archive: {error}") from None
-    if compressed:
-        raise CorruptCheckpoint(f"{path}: a compressed archive; torch.save writes none: it could unfold without end")
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
+    return value
 
 
 def check_plain(path: Path, tensor: Tensor) -> None:
@@ -305,5 +261,5 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return found[1] if found else str(error).strip().splitlines()[-1][:200] if str(error).strip() else "a bad pickle"
+    unknown = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return unknown[1] if unknown else (str(error).strip().splitlines() or ["a bad pickle"])[-1][:200]

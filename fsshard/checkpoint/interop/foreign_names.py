@@ -6,7 +6,6 @@ the model at hand.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -149,10 +148,9 @@ def _names_of_groups(
         if len(names) != len(groups):
             raise ConfigurationError(f"names has {len(names)} lists, the optimizer state has {len(groups)} groups")
         return [[known_name(optimizer, name) for name in members] for members in names]
-    if all("param_names" in group for group in groups):
-        return [[known_name(optimizer, name) for name in group["param_names"]] for group in groups]
-    if all(isinstance(number, str) for group in groups for number in group["params"]):
-        return [[known_name(optimizer, name) for name in group["params"]] for group in groups]
+    told = [group.get("param_names", group["params"]) for group in groups]
+    if all(isinstance(name, str) for members in told for name in members):
+        return [[known_name(optimizer, name) for name in members] for members in told]
     if of_fsdp:
         if len({unit for unit in states[0]["param_id_map"].values() if unit is not None}) > 1:
             raise ConfigurationError(
@@ -191,18 +189,17 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
 def _check_numbers(optimizer: ShardedOptimizer, state: State, group: State, names: Sequence[str]) -> None:
     """Check for as many numbers as names; if not, say which, as far as the shapes tell."""
     numbers = group["params"]
-    if len(numbers) == len(names):
+    over = len(names) - len(numbers)
+    if over == 0:
         return
     entries = optimizer.model.backend.entries
     mine = [tuple(entries[name].shape) if name in entries else None for name in names]
     saved = [_shape_of(state["state"].get(number)) for number in numbers]
-    known = None not in saved  # no state, no shape: then what is over is counted from the end
-    left, right = (mine, saved) if known else ([None] * len(mine), [None] * len(saved))
-    missing, unexpected = [], []
-    for kind, at, end, start, stop in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        if kind != "equal":
-            missing += [f"{names[i]} {mine[i]}" for i in range(at, end)]
-            unexpected += [f"parameter {numbers[i]} of shape {saved[i]}" for i in range(start, stop)]
+    unlike = (at for at, shapes in enumerate(zip(mine, saved, strict=False)) if shapes[0] != shapes[1])
+    # Without state there is no shape: then what is over is counted from the end.
+    start = min(len(mine), len(saved)) if None in saved else next(unlike, min(len(mine), len(saved)))
+    missing = [f"{names[i]} {mine[i]}" for i in range(start, start + over)]
+    unexpected = [f"parameter {numbers[i]} of shape {saved[i]}" for i in range(start, start - over)]
     raise StateDictError("optimizer state", missing, unexpected)
 
 
@@ -242,13 +239,11 @@ def regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]])
 
 
 def as_this_torch(optimizer: ShardedOptimizer, found: dict[str, Any]) -> dict[str, Any]:
-    """Let the optimizer class itself bring a state of older releases to what it works with now.
-
-    FSDP's ``gather_full_optim_state_dict`` and torch before 1.12 hold Adam's ``step`` as a number, where torch 2.13
-    asserts a tensor; groups of older releases lack newer hyper-parameters. Both are put right in ``load_state_dict`` of
-    a torch optimizer: here over empty parameters, so that nothing is copied. What is on the meta device stands for a
-    tensor that is still to be read, and stays as it is.
-    """
+    """Let the optimizer class itself bring a state of older releases to what it works with now."""
+    # FSDP's gather_full_optim_state_dict and torch before 1.12 hold Adam's step as a number, where torch 2.13 asserts a
+    # tensor; groups of older releases lack newer hyper-parameters. load_state_dict of a torch optimizer puts both
+    # right: here over empty parameters, so that nothing is copied. What is on the meta device stands for a tensor that
+    # is still to be read, and stays as it is.
     entries, names = optimizer.model.backend.entries, [n for g in found["param_groups"] for n in g["params"]]
     stands = {name: nn.Parameter(torch.empty(0, dtype=entries[name].dtype)) for name in names}
     inner = local_optimizer(optimizer.inner)
@@ -257,7 +252,9 @@ def as_this_torch(optimizer: ShardedOptimizer, found: dict[str, Any]) -> dict[st
     plain = optimizer.optimizer_class(groups, **arguments)
     number = {name: index for index, name in enumerate(names)}
     numbered = [{**group, "params": [number[name] for name in group["params"]]} for group in found["param_groups"]]
-    awaited = {n: {k: v for k, v in s.items() if _is_awaited(v)} for n, s in found["state"].items()}
+    awaited = {
+        n: {k: v for k, v in s.items() if isinstance(v, Tensor) and v.is_meta} for n, s in found["state"].items()
+    }
     here = {number[n]: {k: v for k, v in s.items() if k not in awaited[n]} for n, s in found["state"].items()}
     plain.load_state_dict({"state": here, "param_groups": numbered})
     state = {n: {**plain.state.get(stand, {}), **awaited.get(n, {})} for n, stand in stands.items()}
@@ -266,10 +263,6 @@ def as_this_torch(optimizer: ShardedOptimizer, found: dict[str, Any]) -> dict[st
         {**new, "params": old["params"]} for new, old in zip(plain.param_groups, found["param_groups"], strict=True)
     ]
     return {"state": state, "param_groups": groups}
-
-
-def _is_awaited(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def same_value(one: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ from typing import Any
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
-from fsshard.checkpoint.format.dtypes import STORED, dtype_name
 from fsshard.checkpoint.format.index import (
     Index,
     ModelInfo,
     OptimizerInfo,
     Origin,
     Piece,
+    Range,
     TensorInfo,
+    rank_file,
     write_index,
 )
-from fsshard.checkpoint.format.pieces import Range, rank_file
-from fsshard.checkpoint.format.tensors_file import write
+from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.interop.foreign import KINDS, Opened, check_plain, foreign, memory_of, open_tree
 from fsshard.checkpoint.interop.foreign_names import (
@@ -50,10 +50,9 @@ from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
 __all__ = ["UNKNOWN_CLASS", "ForeignReader", "foreign", "import_checkpoint", "open_foreign"]
 
-UNKNOWN_CLASS = "unknown"
-"""The class of an optimizer whose state does not say."""
-
+UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say
 FILE = rank_file(0, 1)
+DEPTH = 4  # how deep in the tree a state dict can be
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
 OBJECTS = {
     "lr_scheduler": "scheduler",
@@ -63,64 +62,14 @@ OBJECTS = {
     "scaler_state_dict": "scaler",
     "grad_scaler_state_dict": "scaler",
 }
-"""What scripts call what fsshard.load calls otherwise."""
+"""Map other programs' names of objects to those of fsshard.load."""
 
-SWITCHES = frozenset(
-    [
-        "amsgrad",
-        "capturable",
-        "decoupled_weight_decay",
-        "differentiable",
-        "foreach",
-        "fused",
-        "initial_lr",
-        "maximize",
-        "max_lr",
-        "min_lr",
-    ]
-)
+NEWER = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr"}
 """Hyper-parameters that came with some release of torch, or that schedulers add: they tell nothing about a class."""
 
-DEPTH = 4
-"""How deep in the tree a state dict can be."""
-
-Path_ = tuple[Any, ...]
-
-
-class ForeignReader(TensorReader):
-    """Reads another program's checkpoint as :class:`~fsshard.checkpoint.reader.Reader` reads ours.
-
-    Trees in its index are values already.
-
-    Attributes:
-        directory: the file or directory.
-    """
-
-    def __init__(self, opened: Opened, index: Index, tensors: Mapping[str, Tensor]) -> None:
-        self.directory, self.index = opened.path, index
-        self._opened, self._tensors = opened, tensors
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def check_headers(self) -> None:
-        """Do nothing: the headers made the index."""
-
-    def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Refuse: there are no checksums.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise CheckpointError(f"{self.directory}: verify=True, and {self.index.origin.backend} keeps no checksums")
-
-    def read(self, name: str, wanted: Range) -> Tensor:
-        """Return elements [start, stop) of a flattened tensor in its own dtype, on the host."""
-        return self._opened.read(self._tensors[name], wanted)
-
-    def tree(self, node: Any) -> Any:
-        """Return a value of the index, with its tensors."""
-        return self._opened.value(node)
+Place = tuple[Any, ...]
+"""The keys that lead to a node of the tree."""
 
 
 def open_foreign(
@@ -134,28 +83,17 @@ def open_foreign(
 ) -> ForeignReader:
     """Open what :func:`foreign` recognised, for a model and its optimizers. Local; nothing of them changes.
 
-    Args:
-        path: of the file or directory.
-        kind: what :func:`foreign` said.
-        model: whose names count.
-        optimizers: by name; those that are to be loaded.
-        strict: raise where trainable parameters have no optimizer state while others do.
-        trust_pickle: unpickle what cannot be read otherwise.
-
-    Raises:
-        CheckpointError: it must be unpickled and is not trusted, or has not as many optimizers.
-        CorruptCheckpoint: it is damaged.
-        StateDictError: it does not fit.
+    ``strict`` raises where trainable parameters have no optimizer state while others do.
     """
-    opened = open_tree(path, kind, trust_pickle=trust_pickle)
+    reader = ForeignReader(open_tree(path, kind, trust_pickle=trust_pickle))
     try:
-        found = _Found(opened)
-        found.add_model(model)
-        found.add_optimizers_for(optimizers, strict)
-        found.add_objects()
-        return ForeignReader(opened, found.index(kind), found.tensors)
+        reader.add_model(model)
+        reader.add_optimizers_for(optimizers, strict)
+        reader.add_objects()
+        reader.make_index()
+        return reader
     except BaseException:
-        opened.close()
+        reader.__exit__()
         raise
 
 
@@ -184,17 +122,16 @@ def import_checkpoint(
     kind = foreign(source)
     if kind is None:
         raise CheckpointError(f"{os.fspath(source)} is not a checkpoint of a known kind; known are: {', '.join(KINDS)}")
-    with open_tree(source, kind, trust_pickle=trust_pickle) as opened:
-        found = _Found(opened)
-        found.add_model()
+    with ForeignReader(open_tree(source, kind, trust_pickle=trust_pickle)) as reader:
+        reader.add_model()
         if optimizer:
-            found.add_named_optimizers()
-        found.add_objects()
+            reader.add_named_optimizers()
+        reader.add_objects()
 
         def write_into(identity: str, folder: Path, ordinal: int) -> None:
-            index = found.index(kind, found.encoded)
-            reader = ForeignReader(opened, index, found.tensors)
-            items = [reader.item(name, name) for name in found.tensors]
+            reader.encode_values()
+            index = reader.make_index()
+            items = [reader.item(name, name) for name in reader.tensors]
             file = write(folder / FILE, items, {"format": "pt", "checkpoint": identity})
             write_index(folder, dataclasses.replace(index, id=identity, ordinal=ordinal, files={FILE: file}))
 
@@ -204,27 +141,43 @@ def import_checkpoint(
 # ------------------------------------------------------------------------------------------------ what is where
 
 
-class _Found:
-    """The contents of somebody's checkpoint, under our names.
+class ForeignReader(TensorReader):
+    """Reads another program's checkpoint as :class:`~fsshard.checkpoint.reader.Reader` reads ours.
 
-    Attributes:
-        tensors: name -> tensor of the tree.
-        keys: state-dict key -> name, or None.
-        extra: state-dict key -> what is no tensor.
-        optimizers: name -> its groups and what of its state is no tensor; values, not trees.
-        objects: whatever else.
+    Its contents are added one after the other, under our names; :meth:`make_index` comes last. What is no tensor is a
+    value there, until :meth:`encode_values`.
     """
 
     def __init__(self, opened: Opened) -> None:
-        self.opened = opened
-        self.tensors: dict[str, Tensor] = {}
-        self.keys: dict[str, str | None] = {}
-        self.extra: dict[str, Any] = {}
-        self.optimizers: dict[str, OptimizerInfo] = {}
-        self.objects: dict[str, Any] = {}
-        self._model_path: Path_ = ()
-        self._encoded: dict[Any, str] = {}  # memory of tensors beside the state dict -> name
-        self._optimizer_nodes = {path: node for path, node in _mappings(opened.tree) if _is_optimizer(node)}
+        self.directory, self._opened = opened.path, opened
+        self.tensors: dict[str, Tensor] = {}  # our name -> tensor of the tree
+        self.keys: dict[str, str | None] = {}  # state-dict key -> name, or None
+        self.extra: dict[str, Any] = {}  # state-dict key -> what is no tensor
+        self.optimizers: dict[str, OptimizerInfo] = {}  # with what of the state is no tensor
+        self.objects: dict[str, Any] = {}  # whatever else
+        self._model_place: Place = ()
+        self._optimizer_nodes = {place: node for place, node in _mappings(opened.tree) if _is_optimizer(node)}
+
+    def __enter__(self) -> ForeignReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def check_headers(self) -> None:
+        """Do nothing: the headers made the index."""
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Refuse: there are no checksums."""
+        raise CheckpointError(f"{self.directory}: verify=True, and {self._opened.kind} keeps no checksums")
+
+    def read(self, name: str, wanted: Range) -> Tensor:
+        """Return elements [start, stop) of a flattened tensor in its own dtype, on the host."""
+        return self._opened.read(self.tensors[name], wanted)
+
+    def tree(self, node: Any) -> Any:
+        """Return a value of the index, with its tensors."""
+        return self._opened.value(node)
 
     # -- the model
 
@@ -238,79 +191,62 @@ class _Found:
             StateDictError: it is none of a whole model.
         """
         expected = set(model.backend.key_order) if model is not None else set()
-
-        def fitness(candidate: tuple[Path_, dict[str, Any]]) -> tuple[int, bool, int]:
-            path, node = candidate
-            shared = max(len(expected & set(each)) for each in _variants(node))
-            return shared, bool(path) and path[-1] in MODEL_KEYS, 0 if expected else len(_tensors_of(node))
-
-        best = max(self._candidates(), key=fitness, default=None)
-        if best is None or (model is None and not _tensors_of(best[1])):
-            raise CheckpointError(f"{self.opened.path} has no state dict of a model")
-        self._model_path, state = best
-        if model is not None:
-            self._add_state_dict(plain_names(model, state))
-            return
-        *_, plain = _variants(state)
-        self._add_state_dict(plain)
-        for key, first in self.opened.tied.items():
-            if self.keys.get(first) is not None:
-                self.keys.setdefault(key, self.keys[first])
-
-    def _candidates(self) -> list[tuple[Path_, dict[str, Any]]]:
-        return [
-            (path, node)
-            for path, node in _mappings(self.opened.tree)
-            if not any(path[: len(outer)] == outer for outer in self._optimizer_nodes)
+        candidates = [
+            (place, node)
+            for place, node in _mappings(self._opened.tree)
+            if not any(place[: len(outer)] == outer for outer in self._optimizer_nodes)
             and all(isinstance(key, str) for key in node)
         ]
 
-    def _add_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Add every key; those that were saved over the same memory share a tensor."""
-        by_memory: dict[Any, str] = {}
-        for key, value in state.items():
+        def fitness(candidate: tuple[Place, dict[str, Any]]) -> tuple[int, bool, int]:
+            place, node = candidate
+            shared = max(len(expected & set(each)) for each in _variants(node))
+            return shared, bool(place) and place[-1] in MODEL_KEYS, 0 if expected else _count_tensors(node)
+
+        best = max(candidates, key=fitness, default=None)
+        if best is None or (model is None and not _count_tensors(best[1])):
+            raise CheckpointError(f"{self.directory} has no state dict of a model")
+        self._model_place, state = best
+        *_, plain = _variants(state) if model is None else [plain_names(model, state)]
+        by_memory: dict[Any, str] = {}  # what was saved over the same memory shares a tensor
+        for key, value in plain.items():
             if isinstance(value, Tensor):
                 name = self.keys[key] = by_memory.setdefault(memory_of(value), f"model/{key}")
                 self.tensors.setdefault(name, value)
             elif key != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
-                self.keys[key] = None
-                self.extra[key] = value
+                self.keys[key], self.extra[key] = None, value
+        for key, first in self._opened.tied.items() if model is None else ():
+            if self.keys.get(first) is not None:
+                self.keys.setdefault(key, self.keys[first])
 
     # -- optimizers
 
     def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
         """Add the state of each optimizer, by the names of the model's parameters."""
-        for name, path in self._matched(list(optimizers)).items():
-            self._add_optimizer(name, optimizers[name], self._optimizer_nodes[path], strict)
-
-    def _matched(self, wanted: list[str]) -> dict[str, Path_]:
-        """Match optimizers to states by name, else in order where there are as many."""
-        by_name = {str(path[-1]): path for path in self._optimizer_nodes if path}
-        if all(name in by_name for name in wanted):
-            return {name: by_name[name] for name in wanted}
-        if len(wanted) != len(self._optimizer_nodes):
-            known = ", ".join(".".join(map(str, path)) or "itself" for path in self._optimizer_nodes) or "none"
-            raise CheckpointError(
-                f"{self.opened.path}: {len(wanted)} optimizer(s) to load ({', '.join(wanted)}), optimizer states in "
-                f"it: {known}"
-            )
-        return dict(zip(wanted, self._optimizer_nodes, strict=True))
-
-    def _add_optimizer(self, name: str, optimizer: ShardedOptimizer, node: Any, strict: bool) -> None:
-        node = _unflattened(optimizer, node) if not _is_nested(node) else node
-        _check_class(self.opened.path, optimizer, node["param_groups"])
-        read = NumberedState.of(optimizer, [node], None)
-        if strict:
-            check_complete(optimizer, read.state)
-        state = {"state": read.state, "param_groups": regroup(optimizer, read.groups)}
-        found = as_this_torch(optimizer, state)
-        optimizer.check_state_dict(found)
-        self._put_optimizer(name, class_name(optimizer.optimizer_class), found["param_groups"], found["state"])
+        nodes = self._optimizer_nodes
+        by_name = {str(place[-1]): node for place, node in nodes.items() if place}
+        if not all(name in by_name for name in optimizers):  # then in their order, where there are as many
+            if len(optimizers) != len(nodes):
+                known = ", ".join(".".join(map(str, place)) or "itself" for place in nodes) or "none"
+                raise CheckpointError(
+                    f"{self.directory}: {len(optimizers)} optimizer(s) to load ({', '.join(optimizers)}), optimizer "
+                    f"states in it: {known}"
+                )
+            by_name = dict(zip(optimizers, nodes.values(), strict=True))
+        for name, optimizer in optimizers.items():
+            node = by_name[name] if _is_nested(by_name[name]) else _unflattened(optimizer, by_name[name])
+            _check_class(self.directory, optimizer, node["param_groups"])
+            numbered = NumberedState.of(optimizer, [node], None)
+            if strict:
+                check_complete(optimizer, numbered.state)
+            groups = regroup(optimizer, numbered.groups)
+            state = as_this_torch(optimizer, {"state": numbered.state, "param_groups": groups})
+            optimizer.check_state_dict(state)
+            self._put_optimizer(name, class_name(optimizer.optimizer_class), state["param_groups"], state["state"])
 
     def _put_optimizer(self, name: str, kind: str, groups: list[Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        small: dict[str, dict[str, Any]] = {}
+        small: dict[str, dict[str, Any]] = {parameter: {} for parameter in state}
         for parameter, item in state.items():
-            small[parameter] = {}
             for key, value in item.items():
                 if isinstance(value, Tensor):
                     self.tensors[f"optimizer/{name}/{parameter}/{key}"] = value
@@ -324,12 +260,12 @@ class _Found:
         Raises:
             CheckpointError: one numbers them.
         """
-        for path, node in self._optimizer_nodes.items():
-            name = str(path[-1]).replace("/", ".") if path else "optimizer"
+        for place, node in self._optimizer_nodes.items():
+            name = str(place[-1]).replace("/", ".") if place else "optimizer"
             if not _is_nested(node) or not all(isinstance(m, str) for g in node["param_groups"] for m in _members(g)):
                 raise CheckpointError(
-                    f"{self.opened.path}: the optimizer state {name!r} numbers its parameters, and only the model "
-                    "knows which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
+                    f"{self.directory}: the optimizer state {name!r} numbers its parameters, and only the model knows "
+                    "which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
                     "optimizer states out (optimizer=False, --no-optimizer)"
                 )
             groups: list[Any] = []
@@ -344,71 +280,69 @@ class _Found:
 
     def add_objects(self) -> None:
         """Add what is beside the model's state dict and the optimizers' states."""
-        taken = {path[0] for path in (self._model_path, *self._optimizer_nodes) if path}
-        for key, value in self.opened.tree.items() if self._model_path else ():
+        taken = {place[0] for place in (self._model_place, *self._optimizer_nodes) if place}
+        for key, value in self._opened.tree.items() if self._model_place else ():
             if key not in taken:
                 self.objects[OBJECTS.get(str(key), str(key))] = value
 
-    def encoded(self, value: Any, place: str) -> Any:
-        """Return the tree of a value, whose tensors join the others."""
+    def encode_values(self) -> None:
+        """Put trees in place of values; their tensors join the others."""
+        names: dict[Any, str] = {}
 
-        def put(path: str, tensor: Tensor) -> str:
-            name = self._encoded.setdefault(memory_of(tensor), f"{place}/{path}")  # the same memory is written once
-            self.tensors.setdefault(name, tensor)
-            return name
+        def tree(value: Any, place: str) -> Any:
+            def put(path: str, tensor: Tensor) -> str:
+                name = names.setdefault(memory_of(tensor), f"{place}/{path}")  # the same memory is written once
+                self.tensors.setdefault(name, tensor)
+                return name
 
-        return encode(self.opened.value(value), put, place)
+            return encode(self._opened.value(value), put, place)
 
-    def index(self, kind: str, tree: Callable[[Any, str], Any] = lambda value, place: value) -> Index:
-        """Return an index over all that was found, with values in place of trees, or with what ``tree`` makes of them.
+        self.extra = {key: tree(value, f"model/{key}") for key, value in self.extra.items()}
+        for name, (kind, groups, state) in self.optimizers.items():
+            groups = [tree(group, f"groups/{name}") for group in groups]
+            for parameter, item in state.items():
+                state[parameter] = {k: tree(value, f"state/{name}/{parameter}/{k}") for k, value in item.items()}
+            self.optimizers[name] = OptimizerInfo(kind, groups, state)
+        self.objects = {name: tree(value, f"objects/{name}") for name, value in self.objects.items()}
 
-        Args:
-            kind: of the checkpoint.
-            tree: gets a value and a name for its place, and may add tensors to those that were found.
-        """
-        model = ModelInfo(self.keys, {key: tree(value, f"model/{key}") for key, value in self.extra.items()}, {})
-        optimizers = {
-            name: OptimizerInfo(
-                optimizer,
-                [tree(group, f"groups/{name}") for group in groups],
-                {
-                    parameter: {key: tree(value, f"state/{name}/{parameter}/{key}") for key, value in item.items()}
-                    for parameter, item in state.items()
-                },
-            )
-            for name, (optimizer, groups, state) in self.optimizers.items()
-        }
-        objects = {name: {"all": tree(value, f"objects/{name}")} for name, value in self.objects.items()}
-        return Index(
-            id=self._digest(),
-            # Saves of this run come after whatever is there: loading tells them this number.
-            ordinal=newest_ordinal(self.opened.path.absolute().parent),
-            saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            origin=Origin("unknown", "unknown", kind, 1),
-            files={},
-            tensors={name: _info(self.opened.path, name, tensor) for name, tensor in self.tensors.items()},
-            model=model,
-            optimizers=optimizers,
-            objects=objects,
-        )
-
-    def _digest(self) -> str:
-        """Return an id that is the same on all ranks that see the same."""
-        path = self.opened.path
+    def make_index(self) -> Index:
+        """Make the index over all that was added."""
+        path = self.directory
         files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
         names = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-        return hashlib.sha256(repr([[(f.name, f.stat().st_size) for f in files], names]).encode()).hexdigest()
+        seen = repr([[(file.name, file.stat().st_size) for file in files], names])
+        self.index = Index(
+            id=hashlib.sha256(seen.encode()).hexdigest(),  # the same on all ranks that see the same
+            # Saves of this run come after whatever is there: loading tells them this number.
+            ordinal=newest_ordinal(path.absolute().parent),
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            origin=Origin("unknown", "unknown", self._opened.kind, 1),
+            files={},
+            tensors={name: self._info(name, tensor) for name, tensor in self.tensors.items()},
+            model=ModelInfo(self.keys, self.extra, {}),
+            optimizers=self.optimizers,
+            objects={name: {"all": value} for name, value in self.objects.items()},
+        )
+        return self.index
+
+    def _info(self, name: str, tensor: Tensor) -> TensorInfo:
+        check_plain(self.directory, tensor)
+        if tensor.dtype not in STORED:
+            known = ", ".join(map(dtype_name, STORED))
+            raise CheckpointError(f"{self.directory}: {name} is of {tensor.dtype}; known are {known}")
+        pieces = (Piece(FILE, name, 0, tensor.numel()),) if tensor.numel() else ()
+        return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), pieces)
 
 
-def _mappings(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, dict[Any, Any]]]:
+def _mappings(node: Any, place: Place = ()) -> Iterator[tuple[Place, dict[Any, Any]]]:
     """Yield every dict of the tree to a certain depth, outer ones first; nothing within an optimizer's state."""
     if isinstance(node, dict):
-        yield path, node
-    if len(path) < DEPTH and not (isinstance(node, dict) and _is_optimizer(node)):
+        yield place, node
+    if len(place) < DEPTH and not (isinstance(node, dict) and _is_optimizer(node)):
         items = node.items() if isinstance(node, dict) else enumerate(node) if type(node) is list else ()
         for key, value in items:
             if isinstance(value, (dict, list)):
-                yield from _mappings(value, (*path, key))
+                yield from _mappings(value, (*place, key))
 
 
 def _variants(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -416,22 +350,20 @@ def _variants(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from unprefixed({clean_path(key): value for key, value in state.items()})
 
 
-def _tensors_of(node: Mapping[str, Any]) -> list[str]:
-    return [key for key, value in node.items() if isinstance(value, Tensor)]
+def _count_tensors(node: Mapping[str, Any]) -> int:
+    return sum(isinstance(value, Tensor) for value in node.values())
 
 
 def _is_optimizer(node: Mapping[Any, Any]) -> bool:
-    return _is_nested(node) or _is_flattened(node)
+    if _is_nested(node):
+        return True
+    # What DCP's flatten_optimizer_state_dict writes: "state.<parameter>.<key>".
+    prefixes = {key.partition(".")[0] if isinstance(key, str) else None for key in node}
+    return prefixes == {"state", "param_groups"} and all("." in key for key in node)
 
 
 def _is_nested(node: Mapping[Any, Any]) -> bool:
     return isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
-
-
-def _is_flattened(node: Mapping[Any, Any]) -> bool:
-    """Recognise what DCP's ``flatten_optimizer_state_dict`` writes: ``state.<parameter>.<key>``."""
-    prefixes = {key.partition(".")[0] if isinstance(key, str) else None for key in node}
-    return prefixes == {"state", "param_groups"} and all("." in key for key in node)
 
 
 def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,20 +393,12 @@ def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any])
         CheckpointError: the state and the optimizer have some that the other does not know.
     """
     mine = set(optimizer.defaults)
+    told_nothing = NEWER | OF_SCHEDULERS
     theirs = {str(key) for group in groups if isinstance(group, dict) for key in group}
-    unknown, absent = sorted(theirs - mine - SWITCHES), sorted(mine - theirs - SWITCHES)
+    unknown, absent = sorted(theirs - mine - told_nothing), sorted(mine - theirs - told_nothing)
     if unknown and absent:
         raise CheckpointError(
             f"{path}: the optimizer state has {', '.join(unknown)}, a {optimizer.optimizer_class.__name__} has "
             f"{', '.join(absent)}: it is of another class. Build that one, or leave optimizer= out to begin with a "
             "fresh one"
         )
-
-
-def _info(path: Path, name: str, tensor: Tensor) -> TensorInfo:
-    check_plain(path, tensor)
-    if tensor.dtype not in STORED:
-        raise CheckpointError(f"{path}: {name} is of {tensor.dtype}; known are {', '.join(map(dtype_name, STORED))}")
-    shape, numel = tuple(tensor.shape), tensor.numel()
-    pieces = (Piece(FILE, name, 0, numel),) if numel else ()
-    return TensorInfo(dtype_name(tensor.dtype), shape, pieces)

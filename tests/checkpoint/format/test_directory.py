@@ -8,8 +8,7 @@ import json
 import logging
 import os
 import signal
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +17,8 @@ import pytest
 
 from fsshard.checkpoint.format import directory as module
 from fsshard.checkpoint.format.directory import CheckpointTarget, latest, newest_ordinal, resolve
-from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin, read_index
-from fsshard.checkpoint.format.pieces import INDEX_FILE
+from fsshard.checkpoint.format.index import INDEX_FILE, Index, ModelInfo, Origin, read_index
+from fsshard.checkpoint.format.tensors_file import FileEntry
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -37,13 +36,16 @@ def write(folder: Path, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00
     (folder / INDEX_FILE).write_bytes(index.to_json())
 
 
-def save(path: Any, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00") -> Path:
+def save(path: Any, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00", keep: int | None = None) -> Path:
     place = CheckpointTarget(path)
     with place.lock():
         place.sweep()
         partial = place.partial(f"{ordinal:032x}")
         write(partial, ordinal, saved_at)
-        return place.commit(partial)
+        place.commit(partial)
+        if keep is not None:
+            place.retain(keep)
+        return place.path
 
 
 def listed(folder: Path) -> dict[str, int]:
@@ -124,18 +126,8 @@ def test_a_save_replaces_the_last_and_keeps_it_as_previous(tmp_path: Path) -> No
     assert listed(path.parent) == {"last": 3, "last.previous": 2}
 
 
-def remove(path: Path) -> None:
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
-
-
 def start_none(path: Path) -> None:
     path.parent.mkdir()
-
-
-def start_one(path: Path) -> None:
-    save(path, 2)
 
 
 def start_two(path: Path) -> None:
@@ -155,7 +147,7 @@ def start_moved(path: Path) -> None:
     os.rename(path.parent / "x", path.parent / ".last.old-1")
 
 
-STARTS = [start_none, start_one, start_two, start_damaged, start_moved]
+STARTS = [start_none, start_two, start_damaged, start_moved]
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -253,16 +245,8 @@ def test_nothing_else_is_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert (tmp_path / ".last.old-1" / "notes.txt").exists() and "notes.txt" in caplog.text
 
 
-def rotate(folder: Path, number: int, keep: int = 2) -> Path:
-    """What a save with ``keep`` does."""
-    place = CheckpointTarget(folder / f"step-{number}")
-    with place.lock():
-        place.sweep()
-        partial = place.partial(f"{number:032x}")
-        write(partial, number)
-        found = place.commit(partial)
-        place.retain(keep)
-        return found
+def rotate(folder: Path, number: int) -> Path:
+    return save(folder / f"step-{number}", number, keep=2)
 
 
 def unsigned(folder: Path) -> set[str]:
@@ -322,13 +306,6 @@ def test_what_another_host_or_nobody_signed_is_left(tmp_path: Path) -> None:
     assert [path.name for path in module.leftovers(tmp_path)] == [
         f".{n}.partial-1" for n in ("nobody", "other", "there")
     ]
-
-
-def test_locks_of_other_programs_are_not_even_tried(tmp_path: Path) -> None:
-    save(tmp_path / "last", 1)
-    (tmp_path / ".data.lock").touch(), (tmp_path / ".poetry.lock").write_text("# not ours")
-    with mock.patch.object(module.fcntl, "flock", side_effect=AssertionError):
-        assert latest(tmp_path) == tmp_path / "last"
 
 
 # ------------------------------------------------------------------------------------------------ other processes
@@ -432,23 +409,6 @@ def test_paths_as_users_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert CheckpointTarget(".").path == Path.cwd()
 
 
-def test_long_names(tmp_path: Path) -> None:
-    name = "ä" * 103
-    save(tmp_path / name, 1), save(tmp_path / name, 2)
-    for long in (tmp_path / (name + "abcdefgh"), tmp_path / ("x" * 300) / "last"):
-        with pytest.raises(CheckpointError, match="too long"):
-            save(long, 1)
-
-
-def test_files_are_readable_as_the_umask_says(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        path = save(tmp_path / "new" / "last", 1)
-    finally:
-        os.umask(before)
-    assert [stat.S_IMODE(p.stat().st_mode) for p in (path.parent, path)] == [0o750, 0o750]
-
-
 def _file(path: Path) -> Path:
     path.write_text("mine")
     return path
@@ -469,11 +429,6 @@ def _index(path: Path, *others: str, text: str = '{"photos": ["photo.jpg"]}') ->
     return path
 
 
-def _fifo(path: Path) -> Path:
-    os.mkfifo(path)
-    return path
-
-
 def _link(path: Path, target: Any) -> Path:
     path.symlink_to(target)
     return path
@@ -482,24 +437,14 @@ def _link(path: Path, target: Any) -> Path:
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "file": (lambda t: _file(t / "x"), "x is a file; a checkpoint is a directory"),
     "file above": (lambda t: _file(t / "x") / "last", "x is not a directory"),
-    "fifo": (lambda t: _fifo(t / "x"), "x is a special file"),
-    "previous is a file": (lambda t: _file(t / "x.previous").with_suffix(""), "x.previous is a file"),
     "other things": (lambda t: _full(t / "x"), r"x holds no checkpoint but other files \(results.csv\)"),
     "an index of others": (lambda t: _index(t / "x", "photo.jpg"), r"x holds no checkpoint but .*\(photo.jpg\)"),
     "nothing but an index of others": (lambda t: _index(t / "x"), r"x holds no checkpoint but .*\(index.json\)"),
-    "a damaged index among others": (lambda t: _index(t / "x", DATA, "notes", text="{"), r"but .*\(notes\)"),
-    "an index of others before": (lambda t: _index(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
-    "other things before": (lambda t: _full(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
     "dangling link": (lambda t: _link(t / "x", "nothing"), r"x is a symbolic link to nothing \(nothing\)"),
-    "link in a circle": (lambda t: _link(t / "x", "x"), "x is a symbolic link to nothing"),
     "link out": (lambda t: _link(t / "x", "/tmp"), "x is a symbolic link out of its directory, to /"),
-    "link in it to a file": (lambda t: _link(t / "x", _file(t / "y")), "y is a file"),
-    "previous is a link": (lambda t: _link(t / "x.previous", "/tmp").with_suffix(""), "x.previous is a symbolic link"),
     "root": (lambda t: "/", "'/' cannot be replaced"),
     "mount point": (lambda t: "/proc", "/proc is a mount point"),
     "empty": (lambda t: "", "'' is no path"),
-    "nul": (lambda t: "a\0b", "is no path"),
-    "no path": (lambda t: 3, "must be a string or a pathlib.Path, got int"),
     "reserved": (lambda t: t / "x.previous", "names that end in '.previous'"),
 }
 
@@ -509,9 +454,8 @@ def test_where_no_checkpoint_can_be(tmp_path: Path, what: str) -> None:
     make, message = BAD[what]
     path = make(tmp_path)
     before = sorted(os.listdir(tmp_path))
-    for call in (lambda: save(path, 1), lambda: CheckpointTarget(path).partial("1")):
-        with pytest.raises(CheckpointError, match=message):
-            call()
+    with pytest.raises(CheckpointError, match=message):
+        save(path, 1)
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -522,21 +466,12 @@ def test_a_damaged_one_of_ours_is_replaced(tmp_path: Path, text: str) -> None:
     assert save(path, 2) == path and read_index(path).ordinal == 2
 
 
-def test_a_link_to_a_checkpoint_beside_it_is_replaced(tmp_path: Path) -> None:
-    """Not so the checkpoint that it points to, which would no longer be what its name says."""
-    step_1, last = save(tmp_path / "step-1", 1), tmp_path / "last"
-    last.symlink_to("step-1")
-    assert save(last, 2) == last == resolve(last) == latest(tmp_path) and not last.is_symlink()
-    assert read_index(last).ordinal == 2 and read_index(step_1).ordinal == 1
-    assert sorted(os.listdir(tmp_path)) == ["last", "step-1"]
-
-
 def test_a_save_through_a_link_may_be_killed_at_any_moment(tmp_path: Path) -> None:
     seen = set()
     for at in itertools.count():
         folder = tmp_path / str(at)
         step_1, last = save(folder / "step-1", 1), folder / "last"
-        last.symlink_to("step-1")
+        last.symlink_to("step-1")  # is replaced; not so what it points to, which would no longer be what its name says
         outcome = interrupted(at, Killed(), lambda: save(last, 2))  # noqa: B023
         newest = latest(last)
         assert newest is not None and read_index(newest).ordinal == read_index(resolve(last)).ordinal
@@ -555,11 +490,6 @@ def test_refusals_of_the_operating_system(tmp_path: Path, call: str) -> None:
         with pytest.raises(CheckpointError, match="Read-only file system"):
             save(path, 2)
     assert read_index(path).ordinal == 1 and save(path, 3) == path and "last.previous" in os.listdir(tmp_path)
-
-
-def test_file_systems_that_cannot_sync_directories(tmp_path: Path) -> None:
-    with mock.patch.object(os, "fsync", side_effect=OSError(errno.EINVAL, "Invalid argument")):
-        assert save(tmp_path / "last", 1).is_dir()
 
 
 # ------------------------------------------------------------------------------------------------ retaining
@@ -583,31 +513,15 @@ def test_the_oldest_beyond_a_number_are_removed(tmp_path: Path, caplog: pytest.L
         (tmp_path.parent / "best").unlink()
         assert place.retain(2) == [tmp_path / "step-20"]
     assert CheckpointTarget(tmp_path / "last").retain(2) == []
-    left = {"step-3", "step-21", "other-1", "step-4b", "last", "step-5"}
+    assert CheckpointTarget(save(tmp_path / "step-1", 1)).retain(2) == [], "the one just saved is never removed"
+    left = {"step-3", "step-21", "other-1", "step-4b", "last", "step-5", "step-1"}
     assert set(os.listdir(tmp_path)) == left
-
-
-def test_the_one_just_saved_is_never_removed(tmp_path: Path) -> None:
-    for ordinal in (5, 6, 7):
-        save(tmp_path / f"step-{ordinal}", ordinal)
-    place = CheckpointTarget(save(tmp_path / "step-1", 1))  # a run that began anew
-    assert place.retain(2) == [tmp_path / "step-5"]
 
 
 # ------------------------------------------------------------------------------------------------ finding
 
 
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    def taken() -> list[str]:
-        told = [record.getMessage() for record in caplog.records]
-        caplog.clear()
-        return told
-
-    return taken
-
-
-def test_the_latest_is_the_newest_whole_one(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+def test_the_latest_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert latest(tmp_path / "gone") is None and latest(tmp_path) is None and newest_ordinal(tmp_path / "gone") == 0
     early, late = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
     save(tmp_path / "b", 1, late), save(tmp_path / "a", 2, early)
@@ -617,28 +531,17 @@ def test_the_latest_is_the_newest_whole_one(tmp_path: Path, warned: Callable[[],
     save(tmp_path / "c", 2, late)
     assert latest(str(tmp_path)) == tmp_path / "c" and newest_ordinal(tmp_path) == 2
     (tmp_path / "notes.txt").write_text("")
-    assert warned() == []
+    assert not caplog.messages
     save(tmp_path / "9", 9), save(tmp_path / "8", 8), save(tmp_path / "7", 7), (tmp_path / "logs").mkdir()
     (tmp_path / "9" / DATA).write_bytes(b"short")
     (tmp_path / "8" / INDEX_FILE).write_bytes(b"{")
     (tmp_path / "7" / INDEX_FILE).unlink()
     assert latest(tmp_path) == tmp_path / "c"
-    told = warned()
+    told = caplog.messages
     assert [text.partition(" is not a complete")[0] for text in told] == [
         str(tmp_path / name) for name in ("7", "8", "9", "logs")
     ]
     assert DATA in told[2]
-
-
-def test_a_count_of_saves_that_lost_a_bit_does_not_win(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
-    for number in (1, 2, 3):
-        save(tmp_path / f"step-{number}", number)
-    index = tmp_path / "step-2" / INDEX_FILE
-    text = index.read_bytes()
-    index.write_bytes(text.replace(b'"ordinal":2', b'"ordinal":6'))
-    assert latest(tmp_path) == tmp_path / "step-3" and newest_ordinal(tmp_path) == 3
-    assert "its checksum differs" in warned()[0]
-    assert save(tmp_path / "step-2", 4) == tmp_path / "step-2" == latest(tmp_path), "what is damaged is replaced"
 
 
 def test_latest_of_what_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
@@ -651,19 +554,18 @@ def test_latest_of_what_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
     assert latest(path) == path.with_name("last.previous"), "a run that is killed here must not begin anew"
 
 
-def test_what_is_loaded_where_a_save_was_cut_short(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+def test_what_is_loaded_where_a_save_was_cut_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "last"
     with pytest.raises(CheckpointError, match=f"there is no checkpoint at {path}"):
         resolve(path)
     save(path, 1), save(path, 2)
     (path / DATA).unlink()
-    assert resolve(path) == path and warned() == [], "loading names the file"
+    assert resolve(path) == path and not caplog.messages, "loading names the file"
     (path / INDEX_FILE).write_bytes(b"{")
-    with pytest.raises(CorruptCheckpoint, match="not valid JSON"):  # something happened to it: not older numbers
-        resolve(path)
+    assert resolve(path) == path and not caplog.messages, "something happened to it: not older numbers"
     (path / INDEX_FILE).unlink()
     assert resolve(path) == path.with_name("last.previous")
-    assert warned()[0].startswith(f"loading {path}.previous instead of {path}: ")
+    assert caplog.messages[0].startswith(f"loading {path}.previous instead of {path}: ")
     (path.with_name("last.previous") / DATA).unlink()
     with pytest.raises(CorruptCheckpoint, match=INDEX_FILE):
         resolve(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -14,19 +13,20 @@ import pytest
 import torch
 
 from fsshard.checkpoint.format.index import (
-    FileEntry,
     Index,
     ModelInfo,
     OptimizerInfo,
     Origin,
     Piece,
     TensorInfo,
+    cover,
+    piece_shape,
     read_index,
     says_ours,
     sealed,
 )
-from fsshard.checkpoint.format.tensors_file import Item, write
-from fsshard.checkpoint.format.tree import MAX_DEPTH, encode
+from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
+from fsshard.checkpoint.format.tree import encode
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 ONE, TWO = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
@@ -82,23 +82,6 @@ def test_comes_back_with_its_order() -> None:
     assert Index.from_json(bare.to_json(), "x") == bare
 
 
-def test_what_is_no_json_is_not_written() -> None:
-    for objects in ({"a": {"all": float("nan")}}, {"a": {"all": object()}}):
-        with pytest.raises(CheckpointError, match="JSON"):
-            Index(**{**sample().__dict__, "objects": objects}).to_json()
-
-
-def test_the_deepest_tree_that_encodes_fits() -> None:
-    value: Any = 0
-    for _ in range(MAX_DEPTH):
-        value = {1: value}
-    node = encode(value, lambda path, tensor: path)
-    index = Index(
-        **{**sample().__dict__, "optimizers": {"main": OptimizerInfo("A", [{"params": ["w"]}], {"w": {"k": node}})}}
-    )
-    assert Index.from_json(index.to_json(), "x") == index
-
-
 def put(*path: Any) -> Callable[[dict[str, Any]], None]:
     """A change: the last of ``path`` to where the others lead; ``del`` removes it."""
 
@@ -121,27 +104,13 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "another format": put("format", "zip"),
     "version 0": put("format_version", 0),
     **{
-        f"file {name!r}": put("files", name, {"bytes": 1, "crc32": 1})
-        for name in ("../x", "a/b", "/etc/passwd", ".hidden", "a\0", "x" * 256, "index.json")
+        f"file {name!r}": put("files", name, {"bytes": 1, "crc32": 1}) for name in ("../x", "/etc/passwd", "index.json")
     },
     "unknown dtype": put(*W, "dtype", "qint8"),
-    "negative shape": put(*W, "shape", [-2, -3]),
     "other shape": put(*W, "shape", [2, 4]),
     "a gap": put(*W, "pieces", 1, 2, 5),
     "an overlap": put(*W, "pieces", 1, 2, 3),
-    "beyond": put(*W, "pieces", 1, 3, 7),
-    "too early an end": put(*W, "pieces", 1, 3, 5),
-    "a file outside": put(*W, "pieces", 0, 0, "../x"),
     "more than its file": put("files", TWO, "bytes", 15),
-    "pieces of another tensor": put(*W, "pieces", 0, 1, "model/s"),
-    "a tensor that nothing refers to": put("model", "keys", "s", None),
-    "state of an unknown parameter": put("optimizers", "main", "state", "u", {"step": 3}),
-    "a value that is gone": put("model", "extra", {}),
-    "unknown tensor": put("model", "keys", "w", "model/none"),
-    "hostile extra": put("model", "extra", "x", {"$": "eval", "v": "1"}),
-    "an impossible device": put("model", "extra", "x", {"$": "device", "v": "nowhere"}),
-    "state without tensor": put("optimizers", "main", "state", "w", "step", {"$": "tensor", "v": "none"}),
-    "rng of one rank": put("rng", "per_rank", [1]),
 }
 
 
@@ -149,10 +118,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_one_false_statement_is_enough(name: str) -> None:
     value = copy.deepcopy(json.loads(sample().to_json()))
     CHANGES[name](value)
-    assert json.dumps(value, separators=(",", ":")) != TEXT
     with pytest.raises(CorruptCheckpoint, match=r"^index\.json(?!.*checksum)"):
         parse(value)
-    assert len(sealed(value)) > 0
     with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
         parse(value, seal=False)
 
@@ -191,17 +158,6 @@ def test_every_single_flipped_bit_is_found() -> None:
     assert Index.from_json(data, "index.json") == sample()
 
 
-def test_a_name_that_lost_a_bit_is_named_in_the_format_before() -> None:
-    """What the names and the tensors say of each other is all that there is without a digest."""
-    for was, now in (
-        (b'"optimizer/main/w/exp_avg":{', b'"optimizer/main/v/exp_avg":{'),
-        (b'"model/s":{', b'"model/r":{'),
-    ):
-        assert was in old(sample())
-        with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
-            Index.from_json(old(sample()).replace(was, now), "index.json")
-
-
 def test_whose_index_it_is(tmp_path: Path) -> None:
     def said(text: bytes) -> bool:
         (tmp_path / "index.json").write_bytes(text)
@@ -213,21 +169,7 @@ def test_whose_index_it_is(tmp_path: Path) -> None:
     assert not any(said(text) for text in others)
 
 
-TEXT = sample().to_json().decode()
-
-
-def resealed(was: str, now: str) -> str:
-    """The text with something else in it, and the digest of that."""
-    body = TEXT[: TEXT.index(',"sha256"')].replace(was, now)
-    assert now in body
-    return f'{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}'
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "null", "[]", DEEP, '{"a":' * 100_000, resealed('"best":', f'"best":{DEEP},"b":'), TEXT + "x"],
-    ids=lambda text: text[:20],
-)
+@pytest.mark.parametrize("text", ["", "null", "[]", DEEP], ids=lambda text: text[:20])
 def test_no_json_or_none_of_an_index(text: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
         Index.from_json(text.encode(), "index.json")
@@ -250,11 +192,6 @@ def checkpoint(tmp_path: Path) -> Path:
         files[name] = write(directory / name, items)
     (directory / "index.json").write_bytes(sample(files).to_json())
     return directory
-
-
-def test_the_way_to_a_directory_may_be_a_link(checkpoint: Path) -> None:
-    (checkpoint.parent / "link").symlink_to(checkpoint)
-    assert read_index(checkpoint.parent / "link") == read_index(checkpoint)
 
 
 def test_swapped_files_are_named_with_their_tensors(checkpoint: Path) -> None:
@@ -289,8 +226,21 @@ def test_no_directory(tmp_path: Path) -> None:
         read_index(tmp_path / "none")
 
 
-def test_an_index_of_terabytes_is_not_read(checkpoint: Path) -> None:
-    with (checkpoint / "index.json").open("r+b") as stream:
-        stream.truncate(1 << 40)
-    with pytest.raises(CorruptCheckpoint, match="at most"):
-        read_index(checkpoint)
+def test_what_a_reader_needs_of_the_pieces() -> None:
+    one, two, three = pieces = [Piece("f", "w", start, stop) for start, stop in [(0, 4), (4, 9), (9, 12)]]
+    assert list(cover(pieces, (3, 10))) == [(one, 3, 4), (two, 4, 9), (three, 9, 10)]
+    assert list(cover(pieces, (4, 4))) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "expected"),
+    [
+        ((4, 3), (0, 12), (4, 3)),
+        ((4, 3), (3, 9), (2, 3)),
+        ((4, 3), (3, 8), (5,)),
+        ((), (0, 1), ()),
+        ((5,), (1, 3), (2,)),
+    ],
+)
+def test_shape_of_a_piece(shape: Any, part: Any, expected: Any) -> None:
+    assert piece_shape(shape, part) == expected

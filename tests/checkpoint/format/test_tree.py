@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,11 +84,6 @@ def test_comes_back(value: Any) -> None:
     assert same(value, through_json(value))
 
 
-def test_plain_json_stays_plain() -> None:
-    value = {"lr": 0.1, "betas": [0.9, 0.99], "name": "x", "fused": None, "nesterov": False, "step": 3}
-    assert encode(value, lambda path, tensor: path) == value
-
-
 def test_put_is_told_paths_and_plain_tensors() -> None:
     told = []
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -117,43 +112,34 @@ class Rule:
         return self.rate**epoch
 
 
-def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    short = functools.partial(lr_scheduler.ConstantLR, optimizer, total_iters=2)
-    return [
-        lr_scheduler.LambdaLR(optimizer, Rule()),
-        lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0),
-        lr_scheduler.MultiplicativeLR(optimizer, Rule()),
-        lr_scheduler.StepLR(optimizer, 2),
-        lr_scheduler.MultiStepLR(optimizer, [2, 2, 5]),
-        short(),
-        lr_scheduler.LinearLR(optimizer),
-        lr_scheduler.ExponentialLR(optimizer, 0.9),
-        lr_scheduler.PolynomialLR(optimizer),
-        lr_scheduler.CosineAnnealingLR(optimizer, 5),
-        lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
-        lr_scheduler.SequentialLR(optimizer, [short(), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]),
-        lr_scheduler.ChainedScheduler([short(), lr_scheduler.ExponentialLR(optimizer, 0.9)]),
-        lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
-        lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, scale_fn=Rule()),
-        lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
-        lr_scheduler.ReduceLROnPlateau(optimizer),
-        torch.optim.swa_utils.SWALR(optimizer, 0.05),
-    ]
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda of: lr_scheduler.LambdaLR(of, Rule()),
+    "LambdaLR of a function": lambda of: lr_scheduler.LambdaLR(of, lambda epoch: 1.0),
+    "MultiStepLR": lambda of: lr_scheduler.MultiStepLR(of, [2, 2, 5]),
+    "CosineAnnealingWarmRestarts": lambda of: lr_scheduler.CosineAnnealingWarmRestarts(of, 5),
+    "SequentialLR": lambda of: lr_scheduler.SequentialLR(
+        of, [lr_scheduler.ConstantLR(of), lr_scheduler.ExponentialLR(of, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda of: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(of), lr_scheduler.StepLR(of, 2)]
+    ),
+    "CyclicLR": lambda of: lr_scheduler.CyclicLR(of, 0.01, 0.1, scale_fn=Rule()),
+    "OneCycleLR": lambda of: lr_scheduler.OneCycleLR(of, 0.1, total_steps=9),
+    "ReduceLROnPlateau": lambda of: lr_scheduler.ReduceLROnPlateau(of),
+    "SWALR": lambda of: torch.optim.swa_utils.SWALR(of, 0.05),
+}
+"""Those of torch whose state is more than numbers."""
 
 
-def test_every_scheduler_of_torch() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-    tried = schedulers(optimizer)
-    known = {kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)}
-    known = {kind for kind in known if issubclass(kind, lr_scheduler.LRScheduler)} - {lr_scheduler.LRScheduler}
-    assert {kind for kind in known if not kind.__name__.startswith("_")} <= set(map(type, tried))
-    for scheduler in tried:
-        for loss in (1.0, 2.0, 2.0):
-            scheduler.step(*([loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-        state = scheduler.state_dict()
-        assert same(state, through_json(state)), type(scheduler)
-        scheduler.load_state_dict(through_json(state))
-        assert same(scheduler.state_dict(), state)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch(name: str) -> None:
+    scheduler = SCHEDULERS[name](torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9))
+    for loss in (1.0, 2.0, 2.0):
+        scheduler.step(*([loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+    state = scheduler.state_dict()
+    assert same(state, through_json(state))
+    scheduler.load_state_dict(through_json(state))
+    assert same(scheduler.state_dict(), state)
 
 
 def optimizers() -> list[type[torch.optim.Optimizer]]:
@@ -182,29 +168,17 @@ def test_every_optimizer_of_torch(kind: type[torch.optim.Optimizer]) -> None:
     assert same(scaler, through_json(scaler))
 
 
-def looped() -> list[Any]:
-    loop: list[Any] = []
-    loop.append({"a": loop})
-    return loop
-
-
 @pytest.mark.parametrize(
     ("value", "where", "what"),
     [
-        ({"lr_lambdas": [max]}, "it.lr_lambdas[0]", "builtin_function_or_method"),
         ([Rule()], "it[0]", "Rule"),
-        ([lambda: 0], "it[0]", "function"),
         ({"m": torch.nn.Linear(1, 1)}, "it.m", "Linear"),
         (np.array([None]), "it", "of object"),
-        (np.array(["text"]), "it", "<U4"),
-        ({"d": np.datetime64("2026-01-01")}, "it.d", "datetime64"),
         (np.longdouble(1), "it", "longdouble"),
         ({"p": namedtuple("Pair", "a")(1)}, "it.p", "Pair"),
         (defaultdict(Rule), "it, its default factory", "Rule"),
         ({Rule(): 1}, "it, its key", "Rule"),
-        ({1: {torch.ones(1): 1}}, "it[1], its key", "Tensor"),
         ({"k": {torch.float32}}, "it.k, its key", "dtype"),
-        (looped(), "it[0].a[0]", "itself"),
         (bytearray(b"x"), "it", "bytearray"),
     ],
 )
@@ -214,52 +188,29 @@ def test_what_is_no_tree_is_named(value: Any, where: str, what: str) -> None:
     assert str(caught.value).startswith(where) and what in str(caught.value)
 
 
-class Unprintable:
-    def __repr__(self) -> str:
-        raise RuntimeError("no")
-
-
-def test_an_object_that_cannot_be_printed_is_named_too() -> None:
-    with pytest.raises(CheckpointError, match="Unprintable"):
-        encode({"x": Unprintable()}, lambda path, tensor: path)
-
-
-def nested(depth: int, make: Any) -> Any:
+@pytest.mark.parametrize("make", [lambda v: [v], lambda v: {1: v}, lambda v: {"a": v}], ids=["list", "pairs", "dict"])
+def test_depth_is_bounded_and_what_is_within_comes_back(make: Any) -> None:
     value: Any = 0
-    for _ in range(depth):
+    for _ in range(MAX_DEPTH):
         value = make(value)
-    return value
+    assert through_json(value) == value
+    with pytest.raises(CheckpointError, match="deeper"):
+        encode([value], lambda path, tensor: path)
 
 
-def test_depth_is_bounded_and_what_is_within_comes_back() -> None:
-    for make in (lambda value: [value], lambda value: {1: value}, lambda value: {"a": value}):
-        value = nested(MAX_DEPTH, make)
-        assert through_json(value) == value
-        with pytest.raises(CheckpointError, match="deeper"):
-            encode([value], lambda path, tensor: path)
-
-
-def tagged(kind: str, content: Any, **more: Any) -> dict[str, Any]:
-    return {"$": kind, "v": content, **more}
-
-
-HOSTILE = [
-    {"$": "tuple"},
-    tagged("os.system", "true"),
-    tagged("__reduce__", []),
-    tagged("set", [[1]]),
-    tagged("defaultdict", [], of="eval"),
-    tagged("float", "1"),
-    tagged("bytes", "***"),
-    tagged("dtype", "load"),
-    tagged("numpy", 1, dtype="object"),
-    tagged("ndarray", "x", dtype="float64"),
-    tagged("tensor", "none"),
-]
-
-
-@pytest.mark.parametrize("node", HOSTILE, ids=lambda node: repr(node)[:50])
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"$": "tuple"},
+        {"$": "os.system", "v": "true"},
+        {"$": "defaultdict", "v": [], "of": "eval"},
+        {"$": "dtype", "v": "load"},
+        {"$": "numpy", "v": 1, "dtype": "object"},
+        {"$": "ndarray", "v": "x", "dtype": "float64"},
+        {"$": "tensor", "v": "none"},
+    ],
+    ids=repr,
+)
 def test_nothing_is_looked_up_by_a_name_in_a_file(node: Any) -> None:
-    tensors = {"x": torch.ones(2)}
     with pytest.raises((LookupError, TypeError, ValueError)):
-        decode([node], tensors.__getitem__)
+        decode([node], {"x": torch.ones(2)}.__getitem__)
