@@ -47,16 +47,6 @@ class Embedded(nn.Module):
         return self.head(h) if self.twice else h
 
 
-def equal_on_ranks(module: nn.Module) -> bool:
-    """Whether all ranks have the same parameters and buffers."""
-    for tensor in values(module):
-        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, tensor)
-        if any(not torch.equal(tensor, other) for other in others):
-            return False
-    return True
-
-
 # ------------------------------------------------------------------------------------------------ inputs, optimizers
 
 
@@ -119,25 +109,6 @@ def job_modes() -> list[bool]:
 
 def test_training_and_evaluation_mode(ranks: Any) -> None:
     assert ranks.run(job_modes, 2) == [[True] * 3] * 2
-
-
-def job_casts() -> list[bool]:
-    torch.manual_seed(0)
-    module = small()
-    wrapped, optimizer = build("ours", module, settings=SETTINGS)
-    seen = []
-    for step in range(4):
-        wrapped.zero_grad(set_to_none=step % 2 == 0)
-        wrapped(torch.rand(4, 2)).sum().backward()
-        optimizer.step()
-        for dtype in (torch.float16, torch.float32):
-            wrapped.to(device="cpu", dtype=dtype)
-        seen.append(equal_on_ranks(module) and all(p.dtype == torch.float32 for p in module.parameters()))
-    return seen
-
-
-def test_casting_between_steps(ranks: Any) -> None:
-    assert ranks.run(job_casts, 2) == [[True] * 4] * 2
 
 
 # ------------------------------------------------------------------------------------------------ parity

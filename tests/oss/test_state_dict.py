@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.oss.optimizer import OSS
+from tests.on_ranks import on_ranks
 from tests.oss.trainings import (
     OPTIMIZERS,
     batches,
     build,
     ddp,
+    fill,
     mlp,
     refusal,
     same,
@@ -25,7 +28,7 @@ from tests.oss.trainings import (
     whole_state,
 )
 
-STATEFUL = [
+STATEFUL = (
     "SGD nesterov",
     "Adam",
     "Adam tensor lr",
@@ -35,7 +38,7 @@ STATEFUL = [
     "Adagrad",
     "ASGD",
     "Adafactor",
-]
+)
 
 
 # ------------------------------------------------------------------------------------------------ resuming
@@ -70,41 +73,32 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def job_resume() -> list[str]:
-    wrong = []
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+@on_ranks()
+def test_state_goes_to_the_plain_optimizer_and_back(world_size: int) -> None:
     for name in STATEFUL:
         model, plain = begin("plain", name)
         twin, sharded = begin("oss", name)
         state = saved(whole_state(sharded))
         untouched = copy.deepcopy(state)
         found = [resume("oss", name, twin, state)]
-        if not same(state, untouched):
-            wrong.append(f"{name}: its state dict was changed")
+        assert same(state, untouched), name
         found += [resume("plain", name, twin, state), resume("oss", name, model, saved(plain.state_dict()))]
         for batch in batches(3, seed=200):
             step(ddp(model), plain, batch)
-        wrong += [name for each in found if not same(each, weights(model))]
-    return wrong
+        assert all(same(each, weights(model)) for each in found), name
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_state_goes_to_the_plain_optimizer_and_back(ranks: Any, world_size: int) -> None:
-    assert ranks.run(job_resume, world_size) == [[]] * world_size
-
-
-def job_loaded() -> Any:
+@on_ranks()
+def test_the_state_is_empty_until_one_is_loaded() -> None:
     _, plain = begin("plain", "AdamW fused")
-    model = mlp()
-    optimizer = OSS(two_groups(model), optim=torch.optim.AdamW, lr=0.01, fused=True)
-    before = len(optimizer.state)
+    optimizer = OSS(two_groups(mlp()), optim=torch.optim.AdamW, lr=0.01, fused=True)
+    assert len(optimizer.state) == 0
     optimizer.load_state_dict(plain.state_dict())
-    own = [bool(optimizer.state[p]) == (owner == optimizer.rank) for p, owner in optimizer._param_to_rank.items()]
-    live = all(optimizer.state[p] is state for p, state in optimizer.optim.state.items())
-    return before, len(optimizer.state), all(own), live, len(optimizer.optim.state) < 6
-
-
-def test_the_state_is_empty_until_one_is_loaded(ranks: Any) -> None:
-    assert ranks.run(job_loaded, 2) == [(0, 6, True, True, True)] * 2
+    assert len(optimizer.state) == 6 > len(optimizer.optim.state)
+    for p, owner in optimizer._param_to_rank.items():
+        assert bool(optimizer.state[p]) == (owner == optimizer.rank)
+    assert all(optimizer.state[p] is state for p, state in optimizer.optim.state.items())
 
 
 class Spectral(nn.Module):
@@ -117,7 +111,8 @@ class Spectral(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
 
 
-def job_complex() -> Any:
+@on_ranks()
+def test_moments_of_complex_weights_are_complex() -> None:
     found = []
     for kind in ("plain", "oss"):
         model = Spectral()
@@ -129,117 +124,67 @@ def job_complex() -> Any:
         found.append((weights(model), whole_state(optimizer)))
     other = OSS(Spectral().parameters(), optim=torch.optim.Adam, lr=0.1)
     other.load_state_dict(found[1][1])
-    return same(*found), same(whole_state(other), found[0][1]), found[1][1]["state"][1]["exp_avg"].is_complex()
+    assert same(*found) and same(whole_state(other), found[0][1])
+    assert found[1][1]["state"][1]["exp_avg"].is_complex()
 
 
-def test_moments_of_complex_weights_are_complex(ranks: Any) -> None:
-    assert ranks.run(job_complex, 2) == [(True, True, True)] * 2
-
-
-def job_single() -> Any:
-    weight = torch.tensor([1.0], requires_grad=True)
-    optimizer = OSS([weight], lr=0.1, momentum=0.9)
-    early = refusal(optimizer.state_dict)
-    weight.backward()
-    optimizer.step()
-    optimizer.consolidate_state_dict()
-    state = optimizer.state_dict()
-    alike = all(state["param_groups"][0][k] == v for k, v in optimizer.param_groups[0].items() if k != "params")
-    other = OSS([weight], lr=0.01)
-    other.load_state_dict(state)
-    other.step()
-    return early, alike, other.param_groups[0]["lr"], other.optim.state[weight]["momentum_buffer"].item(), weight.item()
-
-
-def test_a_single_rank_consolidates_too(ranks: Any) -> None:
-    ((early, alike, lr, momentum, weight),) = ranks.run(job_single, 1)
-    assert early[0] == "NotConsolidated"
-    assert (alike, lr, momentum, weight) == (True, 0.1, pytest.approx(1.9), pytest.approx(0.71))
-
-
-def job_copy() -> Any:
+@on_ranks(3)
+def test_what_was_consolidated_is_a_copy_and_says_when_it_is_old() -> None:
     _, optimizer = begin("oss", "Adam")
     optimizer.consolidate_state_dict(recipient_rank=-1)
     first = optimizer.state_dict()
     held = copy.deepcopy(first)
-    for p in optimizer._param_to_rank:
-        p.grad = torch.ones_like(p)
+    fill(optimizer._param_to_rank)
     optimizer.step()
     with pytest.warns(UserWarning, match="before the last step"):
         optimizer.state_dict()
-    return same(first["state"], held["state"])
+    assert same(first["state"], held["state"])
 
 
-def test_what_was_consolidated_is_a_copy_and_says_when_it_is_old(ranks: Any) -> None:
-    assert ranks.run(job_copy, 3) == [True] * 3
-
-
-def job_who(recipient: int) -> Any:
+@pytest.mark.parametrize(("world_size", "recipient"), [(1, 0), (3, 0), (3, 2)])
+@on_ranks()
+def test_only_the_recipient_has_it(world_size: int, recipient: int) -> None:
     _, optimizer = begin("oss", "Adam")
+    kind, text = refusal(optimizer.state_dict)
+    assert kind == "NotConsolidated" and "has only its own part" in text
     optimizer.consolidate_state_dict(recipient_rank=recipient)
-    return refusal(optimizer.state_dict)
-
-
-def job_no_such_rank() -> Any:
-    return refusal(lambda: OSS(mlp().parameters(), lr=0.1).consolidate_state_dict(2))
-
-
-@pytest.mark.parametrize("recipient", [0, 2])
-def test_only_the_recipient_has_it(ranks: Any, recipient: int) -> None:
-    found = ranks.run(job_who, 3, recipient)
-    assert [each is None for each in found] == [rank == recipient for rank in range(3)]
-    assert all(each is None or (each[0] == "NotConsolidated" and "has only its own part" in each[1]) for each in found)
-
-
-def test_a_recipient_that_does_not_exist(ranks: Any) -> None:
-    assert (
-        ranks.run(job_no_such_rank, 2)
-        == [("ConfigurationError", "recipient_rank must lie in -1..1 (-1: all ranks), got 2")] * 2
-    )
+    assert refusal(optimizer.state_dict) == (None if dist.get_rank() == recipient else (kind, text))
+    kind, text = refusal(lambda: optimizer.consolidate_state_dict(world_size))
+    told = f"recipient_rank must lie in -1..{world_size - 1} (-1: all ranks), got {world_size}"
+    assert (kind, text) == ("ConfigurationError", told)
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
-def job_misfits() -> dict[str, Any]:
+@on_ranks()
+def test_a_state_dict_that_does_not_fit_is_refused_by_name() -> None:
     _, plain = begin("plain", "Adam")
     good = plain.state_dict()
     model = mlp()
     optimizer = OSS(two_groups(model), optim=torch.optim.Adam, lr=0.01)
-    names = dict(model.named_parameters())
-    named = OSS(names.items(), optim=torch.optim.Adam, lr=0.01)
+    named = OSS(dict(model.named_parameters()).items(), optim=torch.optim.Adam, lr=0.01)
+    other = mlp()
+    flat = torch.optim.Adam(other.parameters(), lr=0.01)
+    fill(other)
+    flat.step()
 
-    def with_(change: Any, target: OSS = optimizer, source: dict[str, Any] = good) -> Any:
+    def told(change: Any, target: OSS = optimizer, source: dict[str, Any] = good) -> str:
         state = copy.deepcopy(source)
         change(state)
-        return refusal(lambda: target.load_state_dict(state))
+        kind, text = refusal(lambda: target.load_state_dict(state))
+        assert kind == "OptimizerStateMismatch"
+        return text
 
-    flat = torch.optim.Adam(mlp().parameters(), lr=0.01)
-    for p in flat.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    flat.step()
-    found = {
-        "groups": with_(lambda state: state["param_groups"].pop()),
-        "size": with_(lambda state: state["param_groups"][1]["params"].pop()),
-        "unknown": with_(lambda state: state["state"].update({77: {"step": 1}})),
-        "shape": with_(lambda state: state["state"][2].update(exp_avg=torch.zeros(3))),
-        "name": with_(lambda state: state["state"][2].update(exp_avg_sq=torch.zeros(3)), named, flat.state_dict()),
-        "nothing": refusal(lambda: optimizer.load_state_dict({"model": 1})),
-    }
-    return {**found, "state": len(optimizer.optim.state)}
-
-
-def test_a_state_dict_that_does_not_fit_is_refused_by_name(ranks: Any) -> None:
-    for found in ranks.run(job_misfits, 2):
-        assert found.pop("state") == 0
-        assert {kind for kind, _ in found.values()} == {"OptimizerStateMismatch"}
-        text = {what: message for what, (_, message) in found.items()}
-        assert "number of param_groups: expected 2, got 1" in text["groups"]
-        assert "parameters in group 1: expected 3, got 2" in text["size"]
-        assert "unexpected: state of parameter 77" in text["unknown"]
-        assert "parameter 2 (in group 0): exp_avg: expected (3, 16), got (3,)" in text["shape"]
-        assert "2.weight: exp_avg_sq: expected (16, 15), got (3,)" in text["name"]
-        assert "missing: param_groups" in text["nothing"]
+    assert "number of param_groups: expected 2, got 1" in told(lambda state: state["param_groups"].pop())
+    assert "parameters in group 1: expected 3, got 2" in told(lambda state: state["param_groups"][1]["params"].pop())
+    assert "unexpected: state of parameter 77" in told(lambda state: state["state"].update({77: {"step": 1}}))
+    text = told(lambda state: state["state"][2].update(exp_avg=torch.zeros(3)))
+    assert "parameter 2 (in group 0): exp_avg: expected (3, 16), got (3,)" in text
+    text = told(lambda state: state["state"][2].update(exp_avg_sq=torch.zeros(3)), named, flat.state_dict())
+    assert "2.weight: exp_avg_sq: expected (16, 15), got (3,)" in text
+    assert "missing: param_groups" in told(lambda state: state.pop("param_groups"))
+    assert len(optimizer.optim.state) == 0
 
 
 # ------------------------------------------------------------------------------------------------ what it costs
@@ -254,20 +199,16 @@ TFNO = (
 def state_bytes(cls: Any, shapes: list[tuple[int, ...]]) -> int:
     parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     optimizer = cls(parameters, optim=torch.optim.AdamW, lr=0.1)
-    for p in parameters:
-        p.grad = torch.ones_like(p)
+    fill(parameters)
     optimizer.step()
     states = optimizer.optim.state.values()
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
-def job_state_bytes() -> list[tuple[int, int]]:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_no_rank_keeps_more_state_than_under_the_real_oss(world_size: int) -> None:
     from fairscale.optim.oss import OSS as Raw
 
-    return [(state_bytes(OSS, shapes), state_bytes(Raw, shapes)) for shapes in (MLP, T5, TFNO)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_no_rank_keeps_more_state_than_under_the_real_oss(ranks: Any, world_size: int) -> None:
-    for found in ranks.run(job_state_bytes, world_size):
-        assert all(ours <= 1.02 * raw for ours, raw in found), found
+    for shapes in (MLP, T5, TFNO):
+        assert state_bytes(OSS, shapes) <= 1.02 * state_bytes(Raw, shapes)

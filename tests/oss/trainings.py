@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -67,6 +67,19 @@ def step(model: Callable[..., Tensor], optimizer: Any, batch: Tensor, set_to_non
     optimizer.zero_grad(set_to_none)
     model(batch).square().mean().backward()
     optimizer.step()
+
+
+def fill(model: nn.Module | Iterable[Tensor], value: float = 1.0) -> None:
+    """Give every parameter a gradient of this number."""
+    for p in model.parameters() if isinstance(model, nn.Module) else model:
+        p.grad = torch.full_like(p, value)
+
+
+def clip(optimizer: Any, model: nn.Module, limit: float, norm_type: float = 2.0) -> Tensor:
+    """Clip by the method of an OSS, else by torch's function."""
+    if isinstance(optimizer, OSS):
+        return optimizer.clip_grad_norm(limit, norm_type)
+    return nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type)
 
 
 def whole_state(optimizer: Any) -> dict[str, Any]:

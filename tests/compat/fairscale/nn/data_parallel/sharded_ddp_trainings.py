@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fairscale.nn.data_parallel as real_parallel
@@ -107,26 +108,22 @@ def values(module: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for t in (*module.parameters(), *module.buffers())]
 
 
+WAYS = [f"{who}{how}" for who in ("optimizer", "wrapper", "module", "by hand") for how in ("", " zeros")]
+"""To get rid of gradients."""
+
+
 def zero(wrapped: Any, optimizer: Any, how: str) -> None:
-    """Every way to get rid of gradients."""
-    if how == "optimizer":
-        optimizer.zero_grad()
-    elif how == "optimizer zeros":
-        optimizer.zero_grad(set_to_none=False)
-    elif how == "wrapper":
-        wrapped.zero_grad(set_to_none=True)
-    elif how == "wrapper zeros":
-        wrapped.zero_grad(set_to_none=False)
-    elif how == "module":
-        wrapped.module.zero_grad()
-    elif how == "module zeros":
-        wrapped.module.zero_grad(set_to_none=False)
-    else:
-        for parameter in wrapped.module.parameters():
-            if how == "by hand":
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+    """Get rid of gradients in one of the ways."""
+    zeros = how.endswith(" zeros")
+    owner = {"optimizer": optimizer, "wrapper": wrapped, "module": wrapped.module}.get(how.removesuffix(" zeros"))
+    if owner is not None:
+        owner.zero_grad(set_to_none=not zeros)
+        return
+    for parameter in wrapped.module.parameters():
+        if not zeros:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.zero_()
 
 
 # ------------------------------------------------------------------------------------------------ trainings
@@ -164,26 +161,6 @@ def train_accumulating(kind: str, pattern: str, how: str = "optimizer", **kw: An
             with wrapped.no_sync() if letter == "n" else contextlib.nullcontext():
                 loss_of(wrapped, step).backward()
                 after(wrapped)
-    return values(module)
-
-
-def train_changing_a_part(kind: str, change: str, **kw: Any) -> list[Tensor]:
-    module = mlp()
-    wrapped, optimizer = build(kind, module, **kw)
-    loss_of(wrapped, 0).backward()
-    after(wrapped)
-    with wrapped.no_sync():
-        loss_of(module, 1).backward()
-    for parameter in module.parameters():
-        if change == "replaced" and parameter.grad is not None:
-            parameter.grad = parameter.grad * 2
-        elif change in ("in place", "zeroed") and parameter.grad is not None:
-            parameter.grad.mul_(2 if change == "in place" else 0)
-        elif change == "dropped":
-            parameter.grad = None
-    loss_of(wrapped, 2).backward()
-    after(wrapped)
-    optimizer.step()
     return values(module)
 
 
@@ -228,10 +205,11 @@ def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
 class Branch(nn.Module):
     """A model whose middle is left out by some ranks at some times."""
 
-    def __init__(self, when: str) -> None:
+    def __init__(self, when: str, width: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.middle = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
         self.when, self.calls = when, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -343,19 +321,17 @@ def train_mixed(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
 class Words(nn.Module):
     """A sparse embedding, of which ranks use different rows."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20, bias=False)
-        if tied:
-            self.out.weight = self.words.weight
 
     def forward(self, indices: Tensor) -> Tensor:
         return self.out(self.words(indices))
 
 
 def train_sparse(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
-    module = Words(tied=False)
+    module = Words()
     wrapped, optimizer = build(kind, module, settings={"optim": torch.optim.SGD, "lr": 0.1}, **kw)
     for step in range(3):
         optimizer.zero_grad()
@@ -363,19 +339,6 @@ def train_sparse(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
             seed = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
             wrapped(torch.randint(0, 20, (6,), generator=seed)).logsumexp(-1).mean().backward()
         optimizer.step()
-    return values(module)
-
-
-def train_tied_sparse(kind: str) -> list[Tensor]:
-    """The weight's gradient is dense: one part of it is."""
-    module = Words(tied=True)
-    wrapped, optimizer = build(kind, module)
-    for step in range(3):
-        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        wrapped(torch.randint(0, 20, (6,), generator=seed)).logsumexp(-1).mean().backward()
-        after(wrapped)
-        optimizer.step()
-        optimizer.zero_grad()
     return values(module)
 
 
@@ -395,29 +358,6 @@ def train_normalized(kind: str, eval_between: bool, **kw: Any) -> list[Tensor]:
             with torch.no_grad():
                 wrapped(batch(50))
             wrapped.train()
-    return values(module)
-
-
-class Half(nn.Module):
-    """A generator and a critic, of which a step uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.critic = mlp(1), mlp(2)
-
-    def forward(self, x: Tensor, which: str) -> Tensor:
-        made = self.generator(x)
-        return self.critic(made if which == "generator" else made.detach())
-
-
-def train_halves(kind: str, **kw: Any) -> list[Tensor]:
-    module = Half()
-    parts = [list(module.generator.parameters()), list(module.critic.parameters())]
-    wrapped, optimizers = build(kind, module, parts, [ADAM, ADAM], **kw)
-    for step in range(6):
-        wrapped.zero_grad(set_to_none=True)
-        loss_of(wrapped, step, ("generator", "critic")[step % 2]).backward()
-        optimizers[step % 2].step()
     return values(module)
 
 
@@ -544,10 +484,6 @@ def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     return values(module)
 
 
-def train_reducing_in_half_precision(kind: str, buffer_size: int) -> list[Tensor]:
-    return train_zeroing(kind, "wrapper", reduce_buffer_size=buffer_size, reduce_fp16=True)
-
-
 def train_large(kind: str, pattern: str, elements: int) -> list[Tensor]:
     """Many buckets, more than are in flight at once."""
     torch.manual_seed(0)
@@ -565,6 +501,19 @@ def train_large(kind: str, pattern: str, elements: int) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------ looking inside
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """The warnings of a logger."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def compare(train: Callable[..., Any], reference: str, *args: Any, kind: str = "ours", **kw: Any) -> list[str]:

@@ -6,49 +6,69 @@ behind each backward, with DDP's arithmetic. The numbers in names are the rows o
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.compat.fairscale.nn.data_parallel import sharded_ddp_checks as checks
+from fsshard.compat.errors import GradientError, MisuseError
+from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
+from fsshard.compat.fairscale.optim.oss import OSS
+from fsshard.errors import FsshardError
+from fsshard.oss import gradient_buckets
 from tests.compat.fairscale.nn.data_parallel import sharded_ddp_trainings as trainings
+from tests.compat.fairscale.nn.data_parallel.sharded_ddp_trainings import (
+    Branch,
+    Mixed,
+    Words,
+    batch,
+    build,
+    compare,
+    furthest,
+    loss_of,
+    mlp,
+    values,
+)
+from tests.on_ranks import on_ranks
+from tests.oss.trainings import refusal
 
-SAME = [[], []]
 BUFFERS = [2**23, 0]
 
 
-def same(ranks: Any, train: Any, *args: Any, reference: str = "ddp", **kw: Any) -> None:
-    assert ranks.run(checks.compared, 2, train.__name__, reference, args, kw) == SAME
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(values(one), values(other), strict=True))
 
 
-def raw_distance(ranks: Any, train: Any, *args: Any, reference: str = "ddp", size: int = 2, **kw: Any) -> float:
-    return max(ranks.run(checks.raw_distance, size, train.__name__, reference, args, kw))
+def beside_ddp(module: nn.Module, expected: nn.Module) -> list[tuple[Any, Any]]:
+    """Ours and DDP, each with its optimizer."""
+    return [build("ours", module), build("ddp", expected)]
 
 
 # ------------------------------------------------------------------------------------------------ zeroing (row 1)
 
-WAYS = [
-    "optimizer",
-    "optimizer zeros",
-    "wrapper",
-    "wrapper zeros",
-    "module",
-    "module zeros",
-    "by hand",
-    "by hand zeros",
-]
+
+@pytest.mark.fairscale_row(1)
+@pytest.mark.parametrize("how", trainings.WAYS)
+@on_ranks()
+def test_row_1_every_way_to_zero_gradients(how: str) -> None:
+    assert compare(trainings.train_zeroing, "ddp", how) == []
 
 
 @pytest.mark.fairscale_row(1)
-@pytest.mark.parametrize("how", WAYS)
-def test_row_1_every_way_to_zero_gradients(ranks: Any, how: str) -> None:
-    same(ranks, trainings.train_zeroing, how)
-
-
-@pytest.mark.fairscale_row(1)
-@pytest.mark.parametrize("how", ["optimizer", "module", "by hand"])
-def test_row_1_raw_reduces_a_stale_bucket(ranks: Any, how: str) -> None:
-    assert raw_distance(ranks, trainings.train_zeroing, how) > 1e-4
+@on_ranks()
+def test_row_1_raw_reduces_a_stale_bucket() -> None:
+    for how in ("optimizer", "module", "by hand"):
+        assert furthest(trainings.train_zeroing, "ddp", how, kind="real") > 1e-4
 
 
 # ------------------------------------------------------------------------------------------------ accumulation (row 4)
@@ -61,21 +81,25 @@ def test_row_1_raw_reduces_a_stale_bucket(ranks: Any, how: str) -> None:
 )
 @pytest.mark.parametrize("how", ["optimizer", "wrapper zeros", "by hand"])
 @pytest.mark.fairscale_row(4)
-def test_row_4_accumulation(ranks: Any, pattern: str, how: str) -> None:
+@on_ranks()
+def test_row_4_accumulation(pattern: str, how: str) -> None:
     """``s`` reduces, ``n`` is under no_sync, ``z`` zeroes, ``!`` steps."""
-    same(ranks, trainings.train_accumulating, pattern, how, reference="hand")
+    assert compare(trainings.train_accumulating, "hand", pattern, how) == []
 
 
 @pytest.mark.fairscale_row(4)
-def test_the_reference_by_hand_is_ddp(ranks: Any) -> None:
+@on_ranks()
+def test_the_reference_by_hand_is_ddp() -> None:
     for pattern in ("zss!", "znns!", "zsns!"):
-        assert ranks.run(checks.compared, 2, "train_accumulating", "ddp", (pattern,), {"kind": "hand"}) == SAME
+        assert compare(trainings.train_accumulating, "ddp", pattern, kind="hand") == []
 
 
 @pytest.mark.fairscale_row(4)
-@pytest.mark.parametrize("size", BUFFERS)
-def test_row_4_raw_averages_twice(ranks: Any, size: int) -> None:
-    assert raw_distance(ranks, trainings.train_accumulating, "zss!", "wrapper zeros", reduce_buffer_size=size) > 1e-4
+@on_ranks()
+def test_row_4_raw_averages_twice() -> None:
+    for size in BUFFERS:
+        train = trainings.train_accumulating
+        assert furthest(train, "ddp", "zss!", "wrapper zeros", kind="real", reduce_buffer_size=size) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -90,30 +114,53 @@ def test_row_4_raw_averages_twice(ranks: Any, size: int) -> None:
         "gradient of parameters in between",
     ],
 )
-def test_backward_passes(ranks: Any, mode: str) -> None:
-    same(ranks, trainings.train_backwards, mode, reference="hand")
+@on_ranks()
+def test_backward_passes(mode: str) -> None:
+    assert compare(trainings.train_backwards, "hand", mode) == []
 
 
-def test_accumulation_under_no_sync_alone_is_reduced_at_the_step(ranks: Any) -> None:
+@on_ranks()
+def test_accumulation_under_no_sync_alone_is_reduced_at_the_step() -> None:
     """DDP's ranks would drift apart, FairScale's owner would step with its own gradient; here a warning says so."""
-    assert ranks.run(checks.job_no_sync_alone, 2) == [(True, 1)] * 2
-
-
-@pytest.mark.parametrize("change", ["replaced", "in place", "zeroed", "dropped"])
-def test_a_part_on_top_of_a_mean_is_changed(ranks: Any, change: str) -> None:
-    """A mean, a local part that came without a forward through the wrapper, and a change of the two.
-
-    The owner adds twice its mean to its part: roundings of gradients below 4, times the learning rate of 0.1.
-    """
-    bound = 0.1 * 4 * 4 * 2.0**-24 + 2.0**-24
-    assert max(ranks.run(checks.distance, 2, "train_changing_a_part", "hand", (change,), {})) <= bound
+    module, expected = mlp(), mlp()
+    both = beside_ddp(module, expected)
+    with trainings.warnings_of("fsshard") as warned:
+        for step in range(2):
+            for each, optimizer in both:
+                with each.no_sync() if each.module is module else contextlib.nullcontext():
+                    loss_of(each, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert equal(module, expected) and sum("no_sync" in text for text in warned) == 1
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("size", BUFFERS)
 @pytest.mark.parametrize("pattern", ["zshsh!", "zscs!", "zshns!", "mshs!", "mshsms!", "zsh!s!", "zsnhs!"])
-def test_gradients_replaced_between_backwards(ranks: Any, pattern: str, size: int) -> None:
-    same(ranks, trainings.train_accumulating, pattern, reference="hand", reduce_buffer_size=size)
+@on_ranks()
+def test_gradients_replaced_between_backwards(pattern: str, size: int) -> None:
+    assert compare(trainings.train_accumulating, "hand", pattern, reduce_buffer_size=size) == []
+
+
+@on_ranks()
+def test_reduce() -> None:
+    """Backwards under no_sync, then reduce()."""
+    module, expected = mlp(), mlp()
+    (wrapped, optimizer), (reference, plain) = beside_ddp(module, expected)
+    for step in range(3):
+        for each in (wrapped, reference):
+            with each.no_sync():
+                loss_of(each, 2 * step).backward()
+        with wrapped.no_sync():
+            loss_of(wrapped, 2 * step + 1).backward()
+        wrapped.reduce()
+        loss_of(reference, 2 * step + 1).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    assert equal(module, expected)
+    with pytest.raises(AssertionError, match="no gradients wait"):
+        wrapped.reduce()
 
 
 # ------------------------------------------------------------------------------------------------ reentrancy (row 2)
@@ -125,15 +172,28 @@ def test_gradients_replaced_between_backwards(ranks: Any, pattern: str, size: in
     "mode", ["blocks", "reentrant", "reentrant, tied", "reentrant, used again", "wrapper", "wrapper, reentrant"]
 )
 @pytest.mark.parametrize("size", [1, 2**23])
-def test_row_2_checkpoints(ranks: Any, mode: str, size: int) -> None:
+@on_ranks()
+def test_row_2_checkpoints(mode: str, size: int) -> None:
     """A bucket for each parameter, which leaves as soon as it can, and one for all."""
-    same(ranks, trainings.train_checkpointed, mode, reference="hand", reduce_buffer_size=size)
+    assert compare(trainings.train_checkpointed, "hand", mode, reduce_buffer_size=size) == []
 
 
 @pytest.mark.fairscale_row(2)
-def test_row_2_raw_ends_with_the_inner_backward(ranks: Any) -> None:
+@on_ranks()
+def test_row_2_raw_ends_with_the_inner_backward() -> None:
     """FairScale's end of backward comes while gradients of earlier blocks have not: what comes later is a race."""
-    assert all(missing > 0 for missing in ranks.run(checks.job_raw_flush, 2))
+    from fairscale.nn.checkpoint import checkpoint_wrapper
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(checkpoint_wrapper(nn.Linear(8, 8)) for _ in range(3)))
+    wrapped, _ = build("real", module, reduce_buffer_size=0)
+    missing: list[int] = []
+    flush = wrapped._flush_reduce_calls
+    wrapped._flush_reduce_calls = lambda: (missing.append(sum(wrapped._grad_to_be_reduced)), flush())
+    wrapped(batch(0).requires_grad_()).sum().backward()
+    for handle in wrapped._work_handles:
+        handle.handle.wait()
+    assert missing[0] > 0
 
 
 # ------------------------------------------------------------------------------------------------ set-up (rows 5 to 8)
@@ -141,53 +201,67 @@ def test_row_2_raw_ends_with_the_inner_backward(ranks: Any) -> None:
 
 @pytest.mark.fairscale_row(5)
 @pytest.mark.parametrize("mode", ["zeroed", "kept", "wrapped again"])
-def test_row_5_gradients_from_before(ranks: Any, mode: str) -> None:
-    same(ranks, trainings.train_after_leftovers, mode)
-
-
-@pytest.mark.fairscale_row(5)
-def test_row_5_raw_does_not_zero_them(ranks: Any) -> None:
-    assert raw_distance(ranks, trainings.train_after_leftovers, "zeroed") > 1e-4
+@on_ranks()
+def test_row_5_gradients_from_before(mode: str) -> None:
+    assert compare(trainings.train_after_leftovers, "ddp", mode) == []
 
 
 @pytest.mark.fairscale_row(6)
 @pytest.mark.parametrize("mode", ["", "wrapped again"])
-def test_row_6_add_param_group(ranks: Any, mode: str) -> None:
-    same(ranks, trainings.train_added_group, mode)
+@on_ranks()
+def test_row_6_add_param_group(mode: str) -> None:
+    assert compare(trainings.train_added_group, "ddp", mode) == []
 
 
-@pytest.mark.fairscale_row(6)
-def test_row_6_raw_steps_with_local_gradients(ranks: Any) -> None:
-    assert raw_distance(ranks, trainings.train_added_group, "") > 1e-4
+@pytest.mark.fairscale_row(5, 6)
+@on_ranks()
+def test_row_5_6_raw_does_not_zero_them_and_steps_with_local_gradients() -> None:
+    assert furthest(trainings.train_after_leftovers, "ddp", "zeroed", kind="real") > 1e-4
+    assert furthest(trainings.train_added_group, "ddp", "", kind="real") > 1e-4
 
 
 @pytest.mark.fairscale_row(8)
 @pytest.mark.parametrize("size", BUFFERS)
-def test_row_8_subgroup(ranks: Any, size: int) -> None:
-    found = ranks.run(checks.compared, 3, "train_subgroup", "ddp", (), {"reduce_buffer_size": size})
-    assert found == [[], [], []]
-
-
-@pytest.mark.fairscale_row(8)
-def test_row_8_raw_never_trains(ranks: Any) -> None:
-    assert raw_distance(ranks, trainings.train_subgroup, size=3, reduce_buffer_size=0) > 1e-3
+@on_ranks(3)
+def test_row_8_subgroup(size: int) -> None:
+    assert compare(trainings.train_subgroup, "ddp", reduce_buffer_size=size) == []
+    if size == 0:
+        trained = furthest(trainings.train_subgroup, "ddp", kind="real", reduce_buffer_size=0)
+        assert trained > 1e-3 or dist.get_rank() == 0  # rank 0 is not in the group
 
 
 @pytest.mark.parametrize("mode", ["freeze", "thaw"])
-def test_freezing_and_thawing(ranks: Any, mode: str) -> None:
-    same(ranks, trainings.train_freezing, mode)
+@on_ranks()
+def test_freezing_and_thawing(mode: str) -> None:
+    assert compare(trainings.train_freezing, "ddp", mode) == []
 
 
-def test_thawing_a_layer_that_still_has_a_mean(ranks: Any) -> None:
-    assert ranks.run(checks.job_thawed_with_a_mean, 2) == [[True] * 6] * 2
+@on_ranks()
+def test_thawing_a_layer_that_still_has_a_mean() -> None:
+    """A layer is frozen with its mean left in ``grad`` at the owner alone, and thawed before a step."""
+    module, expected = mlp(), mlp()
+    (wrapped, optimizer), (reference, plain) = build("ours", module), build("hand", expected)
+    for each in (wrapped, reference):
+        loss_of(each, 0).backward()
+        trainings.after(each)
+        each.module[0].requires_grad_(False)
+        each(batch(1))
+        each.module[0].requires_grad_(True)
+    for each in (optimizer, plain):
+        each.step()
+    assert equal(module, expected)
 
 
-def test_two_optimizers_on_halves(ranks: Any) -> None:
-    same(ranks, trainings.train_halves)
+@on_ranks()
+def test_parameters_in_no_optimizer_are_reduced_to_all() -> None:
+    assert compare(trainings.train_partly_owned, "ddp") == []
 
 
-def test_parameters_in_no_optimizer_are_reduced_to_all(ranks: Any) -> None:
-    same(ranks, trainings.train_partly_owned)
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+@on_ranks()
+def test_two_modules_of_one_optimizer_with_a_wrapper_each(accumulate: bool, added: bool) -> None:
+    assert compare(trainings.train_modules_apart, "ddp", accumulate, added) == []
 
 
 # ------------------------------------------------------------------------------------------------ use (row 19)
@@ -196,14 +270,22 @@ def test_parameters_in_no_optimizer_are_reduced_to_all(ranks: Any) -> None:
 @pytest.mark.fairscale_row(19)
 @pytest.mark.parametrize("how", ["optimizer", "by hand zeros"])
 @pytest.mark.parametrize("when", ["never", "not on rank 1", "in turns", "ranks in turns"])
-def test_row_19_parameters_used_by_some_ranks(ranks: Any, when: str, how: str) -> None:
-    same(ranks, trainings.train_branching, when, how)
+@on_ranks()
+def test_row_19_parameters_used_by_some_ranks(when: str, how: str) -> None:
+    assert compare(trainings.train_branching, "ddp", when, how) == []
+
+
+def job_raw_unused() -> None:
+    model, optimizer = build("real", Branch("not on rank 1", width=64), reduce_buffer_size=0)
+    loss_of(model, 0).backward()
+    optimizer.step()
 
 
 @pytest.mark.fairscale_row(19)
 @pytest.mark.long
-def test_row_19_raw_reduces_another_parameter_on_each_rank() -> None:
-    assert checks.raw_unused_aborts()
+def test_row_19_raw_reduces_another_parameter_on_each_rank(ranks: Any) -> None:
+    """gloo ends the process, or the ranks wait for ever."""
+    assert any(ranks.run_expecting_errors(job_raw_unused, 2, timeout=60))
 
 
 # ------------------------------------------------------------------------------------------------ dtypes (rows 21, 27)
@@ -212,101 +294,178 @@ def test_row_19_raw_reduces_another_parameter_on_each_rank() -> None:
 @pytest.mark.fairscale_row(21)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("reference", ["ddp", "hand"])
-def test_row_21_mixed_dtypes(ranks: Any, micro_batches: int, reference: str) -> None:
-    same(ranks, trainings.train_mixed, micro_batches, reference=reference)
-
-
-@pytest.mark.fairscale_row(21)
-def test_row_21_raw_refuses(ranks: Any) -> None:
-    assert all("Different types for the bucket" in text for text in ranks.run(checks.job_raw_mixed, 2))
+@on_ranks()
+def test_row_21_mixed_dtypes(micro_batches: int, reference: str) -> None:
+    assert compare(trainings.train_mixed, reference, micro_batches) == []
 
 
 @pytest.mark.fairscale_row(27)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_row_27_sparse_gradients(ranks: Any, micro_batches: int) -> None:
-    same(ranks, trainings.train_sparse, micro_batches)
+@on_ranks()
+def test_row_27_sparse_gradients(micro_batches: int) -> None:
+    assert compare(trainings.train_sparse, "ddp", micro_batches) == []
 
 
-@pytest.mark.fairscale_row(27)
-def test_row_27_sparse_weight_with_a_dense_gradient(ranks: Any) -> None:
-    same(ranks, trainings.train_tied_sparse, reference="hand")
-
-
-@pytest.mark.fairscale_row(27)
-def test_row_27_raw_has_no_sparse_reduction(ranks: Any) -> None:
-    assert all("NotImplementedError" in text for text in ranks.run(checks.job_raw_sparse, 2))
+@pytest.mark.fairscale_row(21, 27)
+@on_ranks()
+def test_row_21_27_raw_refuses_several_dtypes_and_sparse_gradients() -> None:
+    module = Mixed()
+    assert "Different types for the bucket" in str(refusal(lambda: build("real", module)[0](batch(0))))
+    wrapped, _ = build("real", Words(), reduce_buffer_size=0)
+    assert "NotImplementedError" in str(refusal(lambda: wrapped(torch.tensor([1, 2])).sum().backward()))
 
 
 @pytest.mark.parametrize("size", BUFFERS)
-def test_float16_gradients_in_transit(ranks: Any, size: int) -> None:
+@on_ranks()
+def test_float16_gradients_in_transit(size: int) -> None:
     """To the last bit what FairScale computes without buckets; with them it ignores the setting."""
-    assert ranks.run(checks.job_half, 2, size) == [(True, True)] * 2
+    ours, real = (
+        trainings.train_zeroing(kind, "wrapper", reduce_buffer_size=where, reduce_fp16=True)
+        for kind, where in (("ours", size), ("real", 0))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, real, strict=True))
+    full = trainings.train_zeroing("ours", "wrapper")
+    assert any(not torch.equal(a, b) for a, b in zip(ours, full, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ copies, compiling
 
 
+def train_compiled(kind: str, where: str) -> list[Tensor]:
+    module = mlp()
+    inside: Any = torch.compile(module, backend="eager") if where == "inner" else module
+    wrapped, optimizer = build(kind, inside, list(module.parameters()))
+    called: Any = torch.compile(wrapped, backend="eager") if where == "outer" else wrapped
+    for step in range(3):
+        optimizer.zero_grad()
+        called(batch(step)).square().mean().backward()
+        optimizer.step()
+    return values(module)
+
+
 @pytest.mark.fairscale_row(10)
 @pytest.mark.long
-def test_row_10_compiled(ranks: Any) -> None:
-    (ours, inner, raw), other = ranks.run(checks.job_compiled, 2, timeout=240)
-    assert (ours, inner, *other[:2]) == (0, 0, 0, 0)
-    assert raw > 1e-4
+@on_ranks()
+def test_row_10_compiled() -> None:
+    assert compare(train_compiled, "ddp", "outer") == compare(train_compiled, "ddp", "inner") == []
+    assert furthest(train_compiled, "ddp", "outer", kind="real") > (1e-4 if dist.get_rank() == 0 else -1)
 
 
 @pytest.mark.fairscale_row(26)
-def test_row_26_copies(ranks: Any) -> None:
-    assert ranks.run(checks.job_copies, 2) == [("TypeError", "TypeError", True, True, True)] * 2
+@on_ranks()
+def test_row_26_copies() -> None:
+    module = mlp()
+    raw, _ = build("real", mlp())
+    wrapped, optimizer = build("ours", module)
+    loss_of(wrapped, 0).backward()
+    optimizer.step()
+    stored = io.BytesIO()
+    torch.save(wrapped, stored)
+    stored.seek(0)
+    for twin in (copy.deepcopy(wrapped), torch.load(stored, weights_only=False), pickle.loads(pickle.dumps(wrapped))):
+        assert torch.equal(twin(batch(1)), wrapped(batch(1))) and type(twin) is ShardedDataParallel
+        assert next(twin.parameters()) is not next(module.parameters())
+        assert twin.state_dict().keys() == wrapped.state_dict().keys()
+        with pytest.raises(FsshardError, match="is a copy"):
+            loss_of(twin, 1).backward()
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError):
+            way(raw)
 
 
 @pytest.mark.fairscale_row(33)
-def test_row_33_gradients_on_other_ranks(ranks: Any) -> None:
+@on_ranks()
+def test_row_33_gradients_on_other_ranks() -> None:
     """FairScale leaves garbage with the ranks that do not own a parameter; here they have None."""
-    for ours, freed, raw in ranks.run(checks.job_gradients, 2):
-        assert ours == freed == {"owner": {"mean"}, "other": {"none"}}
-        assert raw["owner"] == {"mean"} and raw["other"] & {"garbage"}
+    expected = mlp()
+    reference, _ = build("ddp", expected)
+    loss_of(reference, 0).backward()
+
+    def look(kind: str, **options: Any) -> dict[str, set[str]]:
+        module = mlp()
+        wrapped, optimizer = build(kind, module, **options)
+        loss_of(wrapped, 0).backward()
+        found: dict[str, set[str]] = {"owner": set(), "other": set()}
+        for parameter, right in zip(module.parameters(), expected.parameters(), strict=True):
+            same = parameter.grad is not None and torch.equal(parameter.grad, right.grad)
+            what = "none" if parameter.grad is None else "mean" if same else "garbage"
+            found["owner" if optimizer._param_to_rank[parameter] == dist.get_rank() else "other"].add(what)
+        return found
+
+    assert look("ours") == look("ours", reduce_buffer_size=0) == {"owner": {"mean"}, "other": {"none"}}
+    raw = look("real")
+    assert raw["owner"] == {"mean"} and "garbage" in raw["other"]
+
+
+def train_clipped(kind: str, norm_type: float, pattern: str, **options: Any) -> list[Tensor]:
+    """Norms by torch's own function, and the parameters after three steps."""
+    module = mlp()
+    wrapped, optimizer = build(kind, module, **options)
+    norms = []
+    for step in range(3):
+        named = wrapped.named_parameters()
+        parameters = [p for n, p in named if pattern == "all" or not n.endswith("bias")]
+        loss_of(wrapped, step).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.01, norm_type))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*norms, *values(module)]
 
 
 @pytest.mark.covering
 @pytest.mark.fairscale_row(33)
-@pytest.mark.parametrize("size", [0, 2**23])
+@pytest.mark.parametrize("size", BUFFERS)
 @pytest.mark.parametrize("pattern", ["all", "bias left out"])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_row_33_torchs_own_clipping(ranks: Any, norm_type: float, pattern: str, size: int) -> None:
-    expected = ranks.run(checks.job_torch_clip, 2, "ddp", norm_type, pattern)
-    ours, raw = (
-        ranks.run(checks.job_torch_clip, 2, kind, norm_type, pattern, reduce_buffer_size=size)
-        for kind in ("ours", "real")
-    )
-    for here, there in zip(ours, expected, strict=True):
-        assert not checks.unequal(here, there)
-    if norm_type < 3:  # the largest gradient can be one that a rank owns
-        assert any(checks.unequal(here[:1], there[:1]) for here, there in zip(raw, expected, strict=True))
+@on_ranks()
+def test_row_33_torchs_own_clipping(norm_type: float, pattern: str, size: int) -> None:
+    assert compare(train_clipped, "ddp", norm_type, pattern, reduce_buffer_size=size) == []
 
 
-def test_a_norm_alone_is_no_collective(ranks: Any) -> None:
-    assert ranks.run(checks.job_norm_on_one_rank, 2) == [True, True]
+@pytest.mark.fairscale_row(33)
+@on_ranks()
+def test_row_33_raw_clips_by_another_norm() -> None:
+    norms = [torch.stack(train_clipped(kind, 2.0, "all")[:3]) for kind in ("real", "ddp")]
+    assert not torch.equal(*norms)
 
 
-def test_every_way_to_zero_in_one_training(ranks: Any) -> None:
-    assert ranks.run(checks.job_zeroing_in_turns, 2) == [[True] * 6] * 2
+@on_ranks()
+def test_a_norm_alone_is_no_collective() -> None:
+    """One rank may ask for a norm without clipping, and sees its own gradients."""
+    module = mlp()
+    wrapped, optimizer = build("ours", module)
+    loss_of(wrapped, 0).backward()
+    if dist.get_rank() == 0:
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        assert torch.isfinite(torch.nn.utils.get_total_norm(gradients))
+    optimizer.step()
+    assert torch.isfinite(torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0))
 
 
 # ------------------------------------------------------------------------------------------------ three ranks
 
 
 @pytest.mark.parametrize("pattern", ["zs!", "znns!", "zss!"])
-def test_three_ranks(ranks: Any, pattern: str) -> None:
+@on_ranks(3)
+def test_three_ranks(pattern: str) -> None:
     """Sums of three in another order: gradients below 1 differ by at most 2 roundings of 2**-24 each, at every of
 
     the 2 steps of momentum 0.9 and learning rate 0.1, doubled for what the parameters' own difference does next.
     """
     bound = 2 * (1 + 1.9) * 0.1 * 4 * 2.0**-24 + 4 * 2.0**-24
-    assert max(ranks.run(checks.distance, 3, "train_accumulating", "hand", (pattern,), {})) <= bound
+    assert furthest(trainings.train_accumulating, "hand", pattern) <= bound
 
 
-def test_three_ranks_where_sums_are_exact(ranks: Any) -> None:
-    assert ranks.run(checks.job_exact_sums, 3) == [True] * 3
+@on_ranks(3)
+def test_three_ranks_where_sums_are_exact() -> None:
+    """Small whole numbers times 1/3: three equal parts are the same in any order."""
+    module, reference = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+    (wrapped, optimizer), (by_hand, _) = build("ours", module), build("hand", reference)
+    for each in (wrapped, by_hand):
+        each(torch.ones(2, 4)).sum().backward()
+    by_hand.after()
+    owner = optimizer._param_to_rank[module.weight]
+    assert owner != dist.get_rank() or torch.equal(module.weight.grad, reference.weight.grad)
 
 
 # ------------------------------------------------------------------------------------------------ buckets
@@ -314,106 +473,338 @@ def test_three_ranks_where_sums_are_exact(ranks: Any) -> None:
 
 @pytest.mark.parametrize("elements", [0, 1, 100, 2**23])
 @pytest.mark.parametrize("pattern", ["s", "ns"])
-def test_any_size_of_bucket(ranks: Any, elements: int, pattern: str) -> None:
-    same(ranks, trainings.train_large, pattern, elements)
+@on_ranks()
+def test_any_size_of_bucket(elements: int, pattern: str) -> None:
+    assert compare(trainings.train_large, "ddp", pattern, elements) == []
+
+
+def job_launches() -> list[list[str]]:
+    """Where each bucket left: inside of a hook in backward, or at its end."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+    wrapped, optimizer = build("ours", module, reduce_buffer_size=150)
+    rounds: list[list[str]] = []
+    launch = gradient_buckets.GradientBucket.launch
+
+    def launched(self: Any, arrived: set[int]) -> None:
+        rounds[-1].append("backward" if len(arrived) < 24 else "end")
+        launch(self, arrived)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_buckets.GradientBucket, "launch", launched)
+        for step in range(2):
+            rounds.append([])
+            loss_of(wrapped, step).backward()
+            optimizer.zero_grad()
+    return rounds
 
 
 def test_buckets_leave_during_backward_in_one_order(ranks: Any) -> None:
-    first, second = ranks.run(checks.job_launches, 2)
+    first, second = ranks.run(job_launches, 2)
     assert first == second
     learned, later = first
     assert learned == ["end"] * len(learned)  # the first backward shows which gradients come in parts
     assert later[-1] == "end" and "backward" in later
 
 
-def test_no_more_bytes_than_fairscale(ranks: Any) -> None:
-    """What is handed to collectives, less what stays on the rank, and what the process writes to its sockets."""
-    for ours, real in ranks.run(checks.job_bytes, 2):
-        assert ours["payload"] <= real["payload"]
-        assert ours["written"] <= real["written"]
+def written() -> int:
+    with open("/proc/self/io", encoding="ascii") as file:
+        return int(dict(line.split(": ") for line in file.read().splitlines())["wchar"])
+
+
+@on_ranks()
+def test_no_more_bytes_than_fairscale() -> None:
+    """What the process writes to its sockets in two steps."""
+
+    def measure(kind: str) -> int:
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        wrapped, optimizer = build(kind, module, settings=trainings.ADAM)
+        for step in range(4):
+            if step == 2:
+                dist.barrier()
+                before = written()
+            wrapped.zero_grad()
+            wrapped(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        return written() - before
+
+    assert measure("ours") <= measure("real")
 
 
 # ------------------------------------------------------------------------------------------------ buffers, start
 
 
 @pytest.mark.parametrize("eval_between", [False, True])
-def test_buffers(ranks: Any, eval_between: bool) -> None:
-    same(ranks, trainings.train_normalized, eval_between, reference="ddp")
+@on_ranks()
+def test_buffers(eval_between: bool) -> None:
+    assert compare(trainings.train_normalized, "ddp", eval_between) == []
 
 
-def test_buffers_as_the_settings_say(ranks: Any) -> None:
-    assert ranks.run(checks.job_buffers, 2) == [
-        {"default": 0.0, "off": 0.0, "no_sync": 0.0, "by hand": 0.0},
-        {"default": 0.0, "off": 1.0, "no_sync": 1.0, "by hand": 0.0},
-    ]
+@on_ranks()
+def test_buffers_as_the_settings_say() -> None:
+    for by, expected in {"default": 0, "off": dist.get_rank(), "no_sync": dist.get_rank(), "by hand": 0}.items():
+        module = nn.Linear(8, 8)
+        wrapped, _ = build("ours", module, broadcast_buffers=by in ("default", "no_sync"))
+        module.register_buffer("rank", torch.tensor(float(dist.get_rank())))
+        with wrapped.no_sync() if by == "no_sync" else contextlib.nullcontext():
+            wrapped(batch(0))
+        if by == "by hand":
+            wrapped.sync_buffers(blocking=True)
+        assert float(module.rank) == expected, by
 
 
-def test_start(ranks: Any) -> None:
+class WithMore(nn.Linear):
+    """A state dict that has more than tensors in it."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@on_ranks()
+def test_start() -> None:
     """All parameters and buffers, whatever else is in the state dict; nothing where it is turned off."""
-    assert ranks.run(checks.job_start, 2) == [(True, True), (True, False)]
+    for sync in (True, False):
+        torch.manual_seed(dist.get_rank())
+        module = WithMore(8, 8)
+        module.register_buffer("kept", torch.randn(2))
+        module.register_buffer("passing", torch.randn(2), persistent=False)
+        build("ours", module, sync_models_at_startup=sync)
+        torch.manual_seed(0)
+        expected = [WithMore(8, 8).weight, torch.randn(2), torch.randn(2)]
+        same = [torch.equal(a, b) for a, b in zip(expected, [module.weight, module.kept, module.passing], strict=True)]
+        assert same == [sync or dist.get_rank() == 0] * 3
 
 
 # ------------------------------------------------------------------------------------------------ errors, ends
 
 
-def test_an_error_in_backward_is_not_forgotten(ranks: Any) -> None:
-    assert ranks.run(checks.job_error_in_backward, 2) == [("forward", "step", True)] * 2
+class Fails(torch.autograd.Function):
+    """A backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("planted")
 
 
-def test_an_error_under_no_sync_is_of_one_rank_alone(ranks: Any) -> None:
-    assert ranks.run(checks.job_error_under_no_sync, 2) == [[True] * 4] * 2
+class Breakable(nn.Module):
+    """Its backward raises half-way where asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, fail: bool) -> Tensor:
+        h = self.first(x)
+        return self.last(Fails.apply(h) if fail else h)
 
 
-def test_no_sync_ends_with_an_error(ranks: Any) -> None:
-    assert ranks.run(checks.job_no_sync_error, 2) == [(False, True)] * 2
+@on_ranks()
+def test_an_error_under_no_sync_is_of_one_rank_alone() -> None:
+    """Nothing was sent: one rank drops its gradients and goes on."""
+    module, expected = Breakable(), Breakable()
+    both = beside_ddp(module, expected)
+    for step in range(3):
+        if dist.get_rank() == 1:
+            wrapped = both[0][0]
+            with contextlib.suppress(ValueError), wrapped.no_sync():
+                loss_of(wrapped, step, True).backward()
+        both[0][1].zero_grad()
+        for each, optimizer in both:
+            loss_of(each, step, False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(module, expected)
 
 
-def test_nothing_stays_alive(ranks: Any) -> None:
-    assert ranks.run(checks.job_garbage, 2) == [(True, True)] * 2
+@on_ranks()
+def test_an_error_in_backward_is_not_forgotten() -> None:
+    """Every rank fails half-way through the model; the next forward, and the next step, say so."""
+    wrapped, optimizer = build("ours", Breakable())
+    loss_of(wrapped, 0, False).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="planted"):
+        loss_of(wrapped, 1, True).backward()
+    optimizer.zero_grad()
+    for call in (lambda: loss_of(wrapped, 2, False), optimizer.step):
+        with pytest.raises(GradientError, match="earlier backward"):
+            call()
 
 
-def test_the_newer_wrapper_takes_over(ranks: Any) -> None:
-    assert all("newer" in text for text in ranks.run(checks.job_taken_over, 2))
+@on_ranks()
+def test_no_sync_ends_with_an_error() -> None:
+    for kind, stays in (("ours", False), ("real", True)):
+        wrapped, _ = build(kind, mlp())
+        with contextlib.suppress(KeyError), wrapped.no_sync():
+            raise KeyError
+        assert wrapped._should_accumulate_grads is stays
+
+
+@on_ranks()
+def test_nothing_stays_alive() -> None:
+    module = mlp()
+    wrapped, optimizer = build("ours", module)
+    for step in range(2):
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    kept = [p.expand_as(p).grad_fn for p in module.parameters()]  # C++ holds the parameters
+    gone = weakref.ref(wrapped), weakref.ref(optimizer)
+    del wrapped, optimizer
+    gc.collect()
+    assert kept and gone[0]() is gone[1]() is None
+
+
+@on_ranks()
+def test_the_newer_wrapper_takes_over() -> None:
+    module = mlp()
+    older, optimizer = build("ours", module)
+    newer = ShardedDataParallel(module, optimizer)
+    loss_of(newer, 0).backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(older(batch(0)), newer(batch(0)))
+    older.eval()
+    loss = loss_of(older, 1)
+    older.train()
+    for call in (loss.backward, lambda: loss_of(older, 1)):
+        with pytest.raises(GradientError, match="newer"):
+            call()
 
 
 # ------------------------------------------------------------------------------------------------ the surface
 
 
-def test_surface(ranks: Any) -> None:
-    assert ranks.run(checks.job_surface, 1) == [[]]
+@on_ranks(1)
+def test_surface() -> None:
+    """What FairScale's users see of it."""
+    module = mlp()
+    module.banana = "sweet"  # type: ignore[assignment]
+    (wrapped, optimizer), (raw, _) = build("ours", module), build("real", mlp())
+    assert inspect.signature(wrapped.zero_grad).parameters["set_to_none"].default is False
+    assert wrapped.module is module and wrapped.banana == "sweet" and not hasattr(wrapped, "orange")
+    assert wrapped.is_multi_device_module is raw.is_multi_device_module is False
+    assert wrapped.device_type == raw.device_type == "cpu"
+    assert wrapped.state_dict().keys() == raw.state_dict().keys()
+    assert wrapped.to("cpu") is wrapped.to(torch.device("cpu"), torch.float32) is wrapped.train() is wrapped
+    assert {n for n in dir(raw) if not n.startswith("_")} <= set(dir(wrapped)) | {"T_destination"}
+    loss_of(wrapped, 0).backward()
+    optimizer.step()
+    wrapped.to(dtype=torch.float64)
+    assert all(p.dtype == torch.float64 for p in module.parameters())
+    wrapped(batch(0).double()).sum().backward()
+    optimizer.step()
+    wrapped.zero_grad()
+    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
-def test_one_rank(ranks: Any) -> None:
-    assert ranks.run(checks.job_alone, 1) == [[True] * 6]
+@on_ranks(1)
+def test_one_rank() -> None:
+    """Nothing is reduced, and everything can be called."""
+    module, expected = mlp(), mlp()
+    wrapped, optimizer = build("ours", module)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        with wrapped.no_sync():
+            loss_of(wrapped, step).backward()
+        wrapped.reduce()
+        loss_of(expected, step).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+        for each in (module, expected):
+            each[0].requires_grad_(step % 2 == 0)
+    assert equal(module, expected)
 
 
-def test_misuse(ranks: Any) -> None:
-    assert ranks.run(checks.job_misuse, 1) == [[]]
+@on_ranks(1)
+def test_misuse() -> None:
+    module = mlp()
+    optimizer = OSS(module.parameters(), lr=0.1)
+    wrapped = ShardedDataParallel(module, optimizer)
+    calls: dict[str, Callable[[], Any]] = {
+        "SGD": lambda: ShardedDataParallel(module, torch.optim.SGD(module.parameters())),
+        "empty": lambda: ShardedDataParallel(module, []),
+        "no parameters": lambda: ShardedDataParallel(nn.Flatten(), optimizer),
+        "before OSS is built": lambda: wrapped.to("meta"),
+    }
+    for text, call in calls.items():
+        with pytest.raises(AssertionError, match=text):
+            call()
 
 
-def test_refused(ranks: Any) -> None:
-    words = {"float16": "use reduce_fp16=False", "clip": "call the wrapper's own method"}
-    words |= {"mismatch": "unlike rank 0 are [1]", "graph": "requires grad"}
-    first, second = ranks.run(checks.job_refused, 2)
-    assert "[0]" in first["group"] and "[0, 1]" in first.pop("group")
-    for told in (first, second):
-        assert list(told) == list(words) and all(text in told[name] for name, text in words.items()), told
+@on_ranks()
+def test_refused() -> None:
+    rank, alone = dist.get_rank(), dist.new_group([0])
+
+    def wrap(module: nn.Module, **options: Any) -> ShardedDataParallel:
+        return ShardedDataParallel(module, OSS(module.parameters(), lr=0.1), **options)
+
+    with pytest.raises(MisuseError, match="use reduce_fp16=False"):
+        wrap(nn.Linear(4, 4, dtype=torch.complex64), reduce_buffer_size=0, reduce_fp16=True)
+    with pytest.raises(FsshardError, match=r"unlike rank 0 are \[1\]"):
+        wrap(nn.Linear(8, 8 + rank))
+    if rank == 0:
+        with pytest.raises(MisuseError, match=r"has ranks \[0\], the optimizer's group \[0, 1\]"):
+            wrap(mlp(), process_group=alone)
+    module = mlp()
+    first = next(module.parameters())
+    first.grad = torch.zeros_like(first).requires_grad_()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        wrap(module)(batch(0))
 
 
-def test_reduce(ranks: Any) -> None:
-    assert ranks.run(checks.job_reduce, 2) == [([], True)] * 2
-
-
-def test_refreshing(ranks: Any) -> None:
+@on_ranks()
+def test_refreshing() -> None:
     """Once a change, whether it is warned of or not (FairScale without warnings: at every forward)."""
-    assert ranks.run(checks.job_refreshing, 2) == [{"warned": (1, 1), "silent": (1, 0), "by hand": (1, 0)}] * 2
+    for options, warns in (
+        ({}, 1),
+        ({"warn_on_trainable_params_changed": False}, 0),
+        ({"auto_refresh_trainable": False}, 0),
+    ):
+        module = mlp()
+        wrapped, _ = build("ours", module, **options)
+        refreshed: list[None] = []
+        refresh = wrapped.refresh_trainable
+        wrapped.refresh_trainable = lambda refresh=refresh, told=refreshed: told.append(refresh())
+        with trainings.warnings_of("fsshard") as warned:
+            for step in range(6):
+                if step == 3:
+                    module[0].requires_grad_(False)
+                    if "auto_refresh_trainable" in options:
+                        wrapped.refresh_trainable()
+                wrapped.zero_grad()
+                loss_of(wrapped, step).backward()
+        assert (len(refreshed), sum("have changed" in text for text in warned)) == (1, warns)
 
 
-def test_one_rank_alone_freezes_and_evaluates(ranks: Any) -> None:
-    assert ranks.run(checks.job_evaluated_alone, 2) == [[True] * 6] * 2
-
-
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_two_modules_of_one_optimizer_with_a_wrapper_each(ranks: Any, accumulate: bool, added: bool) -> None:
-    same(ranks, trainings.train_modules_apart, accumulate, added)
+@on_ranks()
+def test_one_rank_alone_freezes_and_evaluates() -> None:
+    """Rank 0 freezes, casts and evaluates the model between steps; nothing to be done under DDP, which would hang."""
+    module, expected = mlp(), mlp()
+    both = beside_ddp(module, expected)
+    wrapped = both[0][0]
+    for step in range(4):
+        if dist.get_rank() == 0 and step:
+            wrapped.requires_grad_(False)
+            wrapped.eval()
+            with torch.no_grad():
+                wrapped(batch(9))
+                if step == 2:
+                    module.double()
+                    wrapped(batch(9).double())
+                    module.float()
+            wrapped.requires_grad_(True)
+            wrapped.train()
+        for each, optimizer in both:
+            loss_of(each, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(module, expected)

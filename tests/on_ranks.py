@@ -1,0 +1,39 @@
+"""Tests whose body runs on ranks: an assertion that fails on one of them fails the test, with that rank's traceback."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsshard.launching.pool import RankPool
+
+__all__ = ["on_ranks"]
+
+
+def on_ranks(world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a module's function that every rank of the session's pool runs, with the test's parameters.
+
+    Args:
+        world_size: how many ranks; a parameter of the test with this name comes before it.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: RankPool, **parameters: Any) -> None:
+            size = parameters.get("world_size", world_size)
+            ranks.run(_run, size, body.__module__, body.__name__, parameters)
+
+        ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([ranks, *inspect.signature(body).parameters.values()])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run(module: str, name: str, parameters: dict[str, Any]) -> None:
+    """Run the body of a test on this rank."""
+    getattr(importlib.import_module(module), name).__wrapped__(**parameters)
