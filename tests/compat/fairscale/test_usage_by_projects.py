@@ -21,12 +21,10 @@ stale, counted_twice, by_defaults = (
     pytest.mark.fairscale_row(23),
 )
 MARKS = {
-    "Lightning, SGD": [stale],
-    "Lightning, AdamW": [by_defaults],
+    "Lightning, AdamW": [stale, by_defaults],
     "ESPnet": [stale],
     "ESPnet, GAN": [stale],
     "prompt tuning": [stale, counted_twice],
-    "stoke": [stale],
 }
 """Usages that run into one of the real library's faults."""
 

@@ -231,28 +231,30 @@ def hugging_face_simple(fairscale: Any) -> Outcome:
     return outcome(run, [optimizer], losses=losses, norms=norms)
 
 
-def espnet(fairscale: Any) -> Outcome:
-    """ESPnet: plain ``import fairscale``, names by attribute, arguments by keyword, the scaler, torch's clipping."""
-    model = net()
+def engine(fairscale: Any, model: nn.Module, params: Any, optim: Any, settings: Any, **options: Any) -> tuple[Any, Any]:
+    """ShardedDDP and its OSS, or DDP and the plain optimizer."""
     if fairscale is None:
-        optimizers: list[Any] = [torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.01)]
-        run: Any = DistributedDataParallel(model)
-        scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    else:
-        configuration = {"lr": 0.02, "weight_decay": 0.01}
-        optimizers = [fairscale.optim.oss.OSS(params=model.parameters(), optim=torch.optim.Adam, **configuration)]
-        run = fairscale.nn.data_parallel.ShardedDataParallel(module=model, sharded_optimizer=optimizers)
+        return DistributedDataParallel(model), optim(params, **settings)
+    optimizer = fairscale.optim.oss.OSS(params=params, optim=optim, **settings)
+    return fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer, **options), optimizer
+
+
+def espnet(fairscale: Any) -> Outcome:
+    """ESPnet: plain ``import fairscale``, names by attribute, the scaler, torch's clipping."""
+    model = net()
+    run, optimizer = engine(fairscale, model, model.parameters(), torch.optim.Adam, {"lr": 0.02})
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    if fairscale is not None:
         scaler = fairscale.optim.grad_scaler.ShardedGradScaler(init_scale=2.0**10)
     norms = []
     for x in batches():
         scaler.scale(loss_of(run(x))).backward()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-            norms.append(float(torch.nn.utils.clip_grad_norm_(run.parameters(), 0.05)))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return outcome(run, optimizers, norms=norms)
+        scaler.unscale_(optimizer)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(run.parameters(), 0.05)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return outcome(run, [optimizer], norms=norms)
 
 
 class Gan(nn.Module):
@@ -292,13 +294,8 @@ def espnet_gan(fairscale: Any) -> Outcome:
 def mmf(fairscale: Any) -> Outcome:
     """MMF: ``isinstance`` before clipping, an evaluation between steps, the optimizer's state where it can be had."""
     model = nn.Sequential(net(), nn.BatchNorm1d(3))
-    if fairscale is None:
-        optimizer: Any = torch.optim.AdamW(two_groups(model), lr=0.03)
-        run: Any = DistributedDataParallel(model)
-    else:
-        optimizer = fairscale.optim.oss.OSS(params=two_groups(model), optim=torch.optim.AdamW, lr=0.03)
-        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
-        assert isinstance(optimizer, fairscale.optim.oss.OSS)
+    run, optimizer = engine(fairscale, model, two_groups(model), torch.optim.AdamW, {"lr": 0.03})
+    assert fairscale is None or isinstance(optimizer, fairscale.optim.oss.OSS)
     norms, evaluations = [], []
     for x in batches():
         run.train()
@@ -314,19 +311,14 @@ def mmf(fairscale: Any) -> Outcome:
 
 def atlas(fairscale: Any) -> Outcome:
     """Atlas: a part of the model alone is wrapped, ``auto_refresh_trainable=False``."""
-    model = nn.ModuleDict({"reader": net(1), "retriever": net(2)})
-    optimizer: Any
-    reader: Any
-    if fairscale is None:
-        optimizer = torch.optim.AdamW(model["reader"].parameters(), lr=0.02)
-        reader = DistributedDataParallel(model["reader"])
-    else:
-        optimizer = fairscale.optim.oss.OSS(params=model["reader"].parameters(), optim=torch.optim.AdamW, lr=0.02)
-        sharded = fairscale.nn.data_parallel.ShardedDataParallel
-        reader = sharded(model["reader"], optimizer, auto_refresh_trainable=False)
+    part, retriever = net(1), net(2)
+    settings = {"lr": 0.02}
+    reader, optimizer = engine(
+        fairscale, part, part.parameters(), torch.optim.AdamW, settings, auto_refresh_trainable=False
+    )
     for x in batches():
         with torch.no_grad():
-            x = x + model["retriever"](x).mean()
+            x = x + retriever(x).mean()
         loss_of(reader(x)).backward()
         optimizer.step()
         reader.zero_grad()
@@ -336,15 +328,9 @@ def atlas(fairscale: Any) -> Outcome:
 def x_vlm(fairscale: Any) -> Outcome:
     """X-VLM: ``checkpoint_wrapper`` around ShardedDDP itself."""
     model = net()
-    optimizer: Any
-    if fairscale is None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run: Any = DistributedDataParallel(model)
-    else:
-        optimizer = fairscale.optim.oss.OSS(params=model.parameters(), optim=torch.optim.SGD, lr=0.1, momentum=0.9)
-        sharded = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
-        run = fairscale.nn.checkpoint.checkpoint_wrapper(sharded)
-        assert run is sharded
+    sharded, optimizer = engine(fairscale, model, model.parameters(), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    run = sharded if fairscale is None else fairscale.nn.checkpoint.checkpoint_wrapper(sharded)
+    assert run is sharded
     for x in batches():
         run.zero_grad()
         loss_of(run(x)).backward()
@@ -355,16 +341,9 @@ def x_vlm(fairscale: Any) -> Outcome:
 def prompt_tuning(fairscale: Any) -> Outcome:
     """Prompt tuning of BERT and T5: ``optimizer.zero_grad()``, and accumulation without no_sync."""
     model = net()
-    for parameter in model[0].parameters():
-        parameter.requires_grad = False  # the language model; the prompt is trained
+    model[0].requires_grad_(False)  # the language model; the prompt is trained
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer: Any
-    if fairscale is None:
-        optimizer = torch.optim.AdamW(parameters, lr=0.02)
-        run: Any = DistributedDataParallel(model)
-    else:
-        optimizer = fairscale.optim.oss.OSS(parameters, optim=torch.optim.AdamW, lr=0.02)
-        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
+    run, optimizer = engine(fairscale, model, parameters, torch.optim.AdamW, {"lr": 0.02})
     for index, x in enumerate(batches(3 * STEPS)):
         (loss_of(run(x)) / 3).backward()
         if index % 3 == 2:
@@ -373,7 +352,21 @@ def prompt_tuning(fairscale: Any) -> Outcome:
     return outcome(run, [optimizer])
 
 
-def vision(fairscale: Any, offload_to_cpu: bool = False) -> Outcome:
+def classy_vision(fairscale: Any) -> Outcome:
+    """ClassyVision, and VISSL's ZeRO: an optimizer from configured groups, and a schedule that writes into them."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(3))
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
+    run, optimizer = engine(fairscale, model, two_groups(model), torch.optim.SGD, settings, reduce_buffer_size=0)
+    for step, x in enumerate(batches()):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        optimizer.zero_grad()
+        loss_of(run(x)).backward()
+        optimizer.step()
+    return outcome(run, [optimizer])
+
+
+def vision(fairscale: Any) -> Outcome:
     """SlowFast, detectron2's ViTDet, LAVIS, perceiver-io: checkpoint_wrapper on blocks, and torch's own DDP."""
     torch.manual_seed(0)
 
@@ -389,7 +382,7 @@ def vision(fairscale: Any, offload_to_cpu: bool = False) -> Outcome:
     for _ in range(3):
         block: nn.Module = Block()
         if fairscale is not None:
-            block = fairscale.nn.checkpoint.checkpoint_wrapper(block, offload_to_cpu=offload_to_cpu)
+            block = fairscale.nn.checkpoint.checkpoint_wrapper(block)
         blocks.append(block)
 
     class Backbone(nn.Module):
@@ -443,63 +436,7 @@ def oss_subclass(fairscale: Any) -> Outcome:
     return outcome(run, [optimizer])
 
 
-def stoke(fairscale: Any) -> Outcome:
-    """stoke: every argument of ShardedDDP and OSS from a configuration, all by keyword."""
-    model = net()
-    optimizer: Any
-    if fairscale is None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run: Any = DistributedDataParallel(model)
-    else:
-        optimizer = fairscale.optim.oss.OSS(
-            params=model.parameters(),
-            optim=torch.optim.SGD,
-            group=None,
-            broadcast_fp16=False,
-            force_broadcast_object=False,
-            lr=0.1,
-            momentum=0.9,
-        )
-        run = fairscale.nn.data_parallel.ShardedDataParallel(
-            module=model,
-            sharded_optimizer=optimizer,
-            process_group=None,
-            broadcast_buffers=True,
-            sync_models_at_startup=True,
-            reduce_buffer_size=2**23,
-            auto_refresh_trainable=True,
-            reduce_fp16=False,
-            warn_on_trainable_params_changed=True,
-        )
-    for x in batches():
-        optimizer.zero_grad()
-        loss_of(run(x)).backward()
-        optimizer.step()
-    return outcome(run, [optimizer])
-
-
-def classy_vision(fairscale: Any) -> Outcome:
-    """ClassyVision, and VISSL's ZeRO: an optimizer from configured groups, and a schedule that writes into them."""
-    model = nn.Sequential(net(), nn.BatchNorm1d(3))
-    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
-    optimizer: Any
-    if fairscale is None:
-        optimizer = torch.optim.SGD(two_groups(model), **settings)
-        run: Any = DistributedDataParallel(model)
-    else:
-        optimizer = fairscale.optim.oss.OSS(params=two_groups(model), optim=torch.optim.SGD, **settings)
-        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer, reduce_buffer_size=0)
-    for step, x in enumerate(batches()):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (step + 1)
-        optimizer.zero_grad()
-        loss_of(run(x)).backward()
-        optimizer.step()
-    return outcome(run, [optimizer])
-
-
 USAGES: dict[str, Callable[[Any], Outcome]] = {
-    "Lightning, SGD": lambda f: lightning(f, torch.optim.SGD),
     "Lightning, Adam, one node": lambda f: lightning(f, torch.optim.Adam, **({"reduce_buffer_size": 0} if f else {})),
     "Lightning, AdamW": lambda f: lightning(f, torch.optim.AdamW),
     "Lightning, two optimizers": lightning_manual,
@@ -511,8 +448,6 @@ USAGES: dict[str, Callable[[Any], Outcome]] = {
     "X-VLM": x_vlm,
     "prompt tuning": prompt_tuning,
     "SlowFast, detectron2": vision,
-    "SlowFast, detectron2, offloaded": lambda f: vision(f, offload_to_cpu=True),
     "mmcv": oss_subclass,
-    "stoke": stoke,
     "ClassyVision, VISSL": classy_vision,
 }

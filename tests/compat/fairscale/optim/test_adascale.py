@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import io
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,8 +25,12 @@ from torch.optim import SGD
 
 import fsshard.compat.fairscale.optim.adascale as ours
 from fsshard.compat.errors import MisuseError
+from fsshard.compat.fairscale.nn import checkpoint_wrapper
+from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
+from fsshard.compat.fairscale.optim import OSS
 from fsshard.errors import FsshardError
-from fsshard.oss.partitioned import PartitionedOptimizer
+from tests.on_ranks import on_ranks
+from tests.oss.trainings import same, weights
 
 AdaScale, AdaScaleWrapper = ours.AdaScale, ours.AdaScaleWrapper
 
@@ -98,16 +101,13 @@ def test_the_gain_of_accumulated_gradients(scaled: bool, batches: Any, gain: flo
 
 
 def test_one_gradient_to_a_step_is_refused() -> None:
+    assert accumulating()[1].gain() == 1.0  # the first one
     with pytest.raises(RuntimeError, match="variance between the gradients") as caught:
         AdaScale(SGD(linear().parameters(), lr=0.1))
     assert isinstance(caught.value, FsshardError)
     _, optimizer = accumulating()
     with pytest.raises(RuntimeError, match="num_gradients_to_accumulate 1 there is one"):
         optimizer.set_num_gradients_to_accumulate(1)
-
-
-def test_the_first_gain_is_one() -> None:
-    assert accumulating()[1].gain() == 1.0
 
 
 @pytest.mark.parametrize("scale", [None, 4.0, 2.0, 4 / 3])
@@ -234,6 +234,8 @@ def test_a_scheduler_sets_the_learning_rate_and_the_gain_multiplies_it(lr: Any) 
 def test_step_gives_arguments_and_results_through() -> None:
     class Takes(SGD):
         def step(self, closure: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+            if kwargs.pop("fails", False):
+                raise RuntimeError("no step")
             return closure, kwargs, self.param_groups[0]["lr"]
 
     model = linear()
@@ -244,19 +246,10 @@ def test_step_gives_arguments_and_results_through() -> None:
     optimizer.step()
     assert posts == [1]
     assert optimizer.defaults["lr"] == 0.5  # for schedulers
-
-
-def test_the_learning_rate_comes_back_when_the_step_fails() -> None:
-    class Fails(SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise RuntimeError("no step")
-
-    model = linear()
-    optimizer = AdaScale(Fails(model.parameters(), lr=0.5), num_gradients_to_accumulate=2)
     for batch in ((1.0, 0.0), (0.0, 1.0)):
         backward(model, batch, 2)
     with pytest.raises(RuntimeError, match="no step"):
-        optimizer.step()
+        optimizer.step(fails=True)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -310,15 +303,10 @@ def test_complex_and_sparse_gradients() -> None:
     optimizer = AdaScale(SGD([weight, table.weight], lr=0.1), num_gradients_to_accumulate=2)
     for index in (0, 1):
         ((weight[index] * 1j).imag + table(torch.tensor([index, index])).sum()).backward()
-    # In each: one complex gradient of size 1, and one of 2 for a row that was looked up twice.
+    # In each: one complex gradient of size 1, and one of 2 for a row that was looked up twice. The losses were not
+    # divided: the local norms of 5 are taken as a half of the gradients'.
     assert optimizer.gain() == pytest.approx(2.0)
-    assert float(optimizer._grad_var_avg()) == pytest.approx(paper_var([[5.0, 5.0]], [10.0]))
-
-
-def paper_var(local: Any, accumulated: Any) -> float:
-    (norms,), (mean,) = local, accumulated
-    # The losses were not divided: the local norms are taken as a half of the gradients'.
-    return float(2.0 * (sum(norms) * 4 / 2 - mean))
+    assert float(optimizer._grad_var_avg()) == pytest.approx(2.0 * ((5.0 + 5.0) * 4 / 2 - 10.0))
 
 
 def test_steps_that_overflow_leave_the_estimates() -> None:
@@ -358,8 +346,6 @@ def test_a_layer_that_is_frozen_and_thawed() -> None:
 def test_reentrant_checkpointing_is_refused_and_ours_works() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from fsshard.compat.fairscale.nn import checkpoint_wrapper
-
     model, optimizer = accumulating()
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(MisuseError, match="runs inside of another one, as under reentrant checkpointing"):
@@ -390,17 +376,6 @@ def test_unhook_lets_parameters_go() -> None:
 def test_copies_are_refused() -> None:
     with pytest.raises(MisuseError, match="use state_dict"):
         copy.deepcopy(accumulating()[1])
-
-
-def test_signatures_are_fairscales() -> None:
-    for name in ("AdaScale", "AdaScaleWrapper"):
-        found = [
-            [(p.name, p.kind, p.default) for p in list(inspect.signature(kind.__init__).parameters.values())]
-            for kind in (getattr(ours, name), getattr(real, name))
-        ]
-        assert found[0] == found[1]
-    public = {name for name in vars(real.AdaScale) if not name.startswith("_")}
-    assert public <= set(dir(AdaScale))
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
@@ -539,31 +514,6 @@ def test_row_14_the_wrapper_hands_on_debias_ewma(debias: bool) -> None:
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-class Owned(PartitionedOptimizer, SGD):
-    """As OSS under ShardedDataParallel, which it stands in for: reduces when it is told to, and keeps its own part."""
-
-    def __init__(self, parameters: list[nn.Parameter], **defaults: Any) -> None:
-        super().__init__(parameters, **defaults)
-        everyone: Any = dist.group.WORLD
-        self.group, self.rank, self.world_size = everyone, dist.get_rank(), dist.get_world_size()
-        self._param_to_rank = {p: i % self.world_size for i, p in enumerate(parameters)}
-        self.pending = False
-
-    def finish_gradients(self) -> None:
-        if not self.pending:
-            return
-        for parameter, owner in self._param_to_rank.items():
-            dist.all_reduce(parameter.grad.div_(self.world_size))  # type: ignore[union-attr]
-            if owner != self.rank:
-                parameter.grad = None
-        self.pending = False
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for parameter, owner in self._param_to_rank.items():
-            dist.broadcast(parameter.data, owner)
-
-
 def mlp() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
@@ -575,12 +525,7 @@ def build(kind: str, accumulate: int) -> tuple[Any, nn.Module, Any]:
     if kind == "ddp":
         wrapped: nn.Module = DistributedDataParallel(model)
         return model, wrapped, AdaScale(SGD(parameters, lr=0.1), num_gradients_to_accumulate=accumulate)
-    if kind == "owned":
-        return model, model, AdaScale(Owned(parameters, lr=0.1), num_gradients_to_accumulate=accumulate)
     if kind in ("native", "native, ddp"):
-        from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
-        from fsshard.compat.fairscale.optim import OSS
-
         optimizer = AdaScale(OSS(parameters, optim=SGD, lr=0.1), num_gradients_to_accumulate=accumulate)
         # FairScale's own tests give ShardedDataParallel the AdaScale, not the OSS.
         wrap: Any = DistributedDataParallel if kind == "native, ddp" else ShardedDataParallel
@@ -590,7 +535,7 @@ def build(kind: str, accumulate: int) -> tuple[Any, nn.Module, Any]:
     return model, RealShardedDataParallel(model, oss), real.AdaScale(oss, num_gradients_to_accumulate=accumulate)
 
 
-def job_gains(kind: str, accumulate: int, steps: int = 3) -> Any:
+def gains_of(kind: str, accumulate: int, steps: int = 3) -> Any:
     """Gains and parameters after each step, and what the paper gives for this run's gradients."""
     model, wrapped, optimizer = build(kind, accumulate)
     world = dist.get_world_size()
@@ -603,18 +548,14 @@ def job_gains(kind: str, accumulate: int, steps: int = 3) -> Any:
         local.append(norms)
         total.append(mean)
         for index, batch in enumerate(batches):
-            last = index == accumulate - 1
-            if kind == "owned":
-                optimizer._optimizer.pending = last
-            silent = wrapped.no_sync() if hasattr(wrapped, "no_sync") and not last else contextlib.nullcontext()
-            with silent:
+            with contextlib.nullcontext() if index == accumulate - 1 else wrapped.no_sync():
                 (wrapped(batch).square().mean() / accumulate).backward()
         seen.append(optimizer.gain())
         optimizer.step()
         optimizer.zero_grad()
     scale = float(world * accumulate)
     expected = paper(local, total, scale, max(1 - scale / 1000, 0))
-    return seen, expected, [p.detach().clone() for p in model.parameters()]
+    return seen, expected, weights(model)
 
 
 def reference(model: nn.Module, batches: Sequence[Tensor], world: int) -> tuple[list[float], float]:
@@ -632,28 +573,30 @@ def reference(model: nn.Module, batches: Sequence[Tensor], world: int) -> tuple[
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_gain_under_ddp_is_the_papers(ranks: Any, world: int, accumulate: int) -> None:
-    results = ranks.run(job_gains, world, "ddp", accumulate)
-    for gains, expected, _ in results:
-        assert gains == results[0][0]
-        assert gains == pytest.approx(expected, rel=1e-5)  # gradients in float32 against float64
-        assert all(1 < gain < world * accumulate for gain in gains)
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_the_gain_under_ddp_is_the_papers(world_size: int, accumulate: int) -> None:
+    gains, expected, _ = gains_of("ddp", accumulate)
+    assert gains == pytest.approx(expected, rel=1e-5)  # gradients in float32 against float64
+    assert all(1 < gain < world_size * accumulate for gain in gains)
 
 
 @pytest.mark.fairscale_row(13)
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["owned", "native", "native, ddp"])
-def test_row_13_sharded_gradients_give_the_gain_of_ddp(ranks: Any, kind: str, accumulate: int) -> None:
-    ddp, owned = (ranks.run(job_gains, 2, which, accumulate) for which in ("ddp", kind))
-    assert ddp[0][0] == ddp[1][0] == owned[0][0] == owned[1][0]  # to the last bit
-    for one, other in zip(ddp, owned, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+@pytest.mark.parametrize("kind", ["native", "native, ddp"])
+@on_ranks()
+def test_row_13_sharded_gradients_give_the_gain_of_ddp(kind: str, accumulate: int) -> None:
+    (gains, _, values), (found, _, ours_) = gains_of("ddp", accumulate), gains_of(kind, accumulate)
+    assert gains == found and same(values, ours_)  # to the last bit
+
+
+def raw_gains() -> list[float]:
+    return gains_of("raw", 1)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.fairscale_row(13)
 def test_row_13_raw_gains_differ_between_ranks(ranks: Any) -> None:
-    first, second = (result[0] for result in ranks.run(job_gains, 2, "raw", 1))
+    first, second = ranks.run(raw_gains, 2)
     assert all(abs(a - b) > 0.01 for a, b in zip(first, second, strict=True))
 
 
@@ -663,9 +606,7 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(size, size + 1, bias=False) for size in (2, 3, 4, 5)))
 
 
-def job_ways_to_build(way: str) -> Any:
-    from fsshard.compat.fairscale.optim import OSS
-
+def built(way: str) -> tuple[float, list[Tensor]]:
     model = deep()
     wrapped = DistributedDataParallel(model)
     parameters = list(wrapped.parameters())
@@ -673,46 +614,28 @@ def job_ways_to_build(way: str) -> Any:
         "plain": lambda: AdaScale(SGD(parameters, lr=0.1)),
         "AdaScale(OSS)": lambda: AdaScale(OSS(parameters, SGD, lr=0.1)),
         "AdaScaleWrapper(optim_cls=OSS)": lambda: AdaScaleWrapper(parameters, optim_cls=OSS, optim=SGD, lr=0.1),
-        "OSS(AdaScaleWrapper)": lambda: OSS(parameters, AdaScaleWrapper, optim_cls=SGD, lr=0.1),
-        "raw, plain": lambda: real.AdaScale(SGD(parameters, lr=0.1)),
-        "raw, OSS(AdaScaleWrapper)": lambda: RealOSS(parameters, real.AdaScaleWrapper, optim_cls=SGD, lr=0.1),
+        "raw": lambda: real.AdaScale(SGD(parameters, lr=0.1)),
     }
     optimizer = build[way]()
     for batch in ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]):
         wrapped(torch.tensor(batch[dist.get_rank()])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    gain = float(optimizer.gain()) if hasattr(optimizer, "gain") else None
-    return gain, [p.detach().clone() for p in parameters]
+    return float(optimizer.gain()), weights(model)
 
 
-def test_every_way_to_build_it_trains_alike(ranks: Any) -> None:
-    (gain, plain), _ = ranks.run(job_ways_to_build, 2, "plain")
-    for way in ("AdaScale(OSS)", "AdaScaleWrapper(optim_cls=OSS)"):
-        for our_gain, values in ranks.run(job_ways_to_build, 2, way):
-            assert our_gain == gain and all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
-    (raw_gain, raw), _ = ranks.run(job_ways_to_build, 2, "raw, plain")
+@on_ranks()
+def test_every_way_to_build_it_trains_alike() -> None:
+    gain, plain = built("plain")
+    assert same((gain, plain), built("AdaScale(OSS)")) and same((gain, plain), built("AdaScaleWrapper(optim_cls=OSS)"))
+    raw_gain, raw = built("raw")
     assert gain == pytest.approx(raw_gain, rel=1e-6)
     torch.testing.assert_close(plain, raw, rtol=1e-5, atol=1e-6)
 
 
-def test_oss_around_it_computes_what_fairscales_does(ranks: Any) -> None:
-    # Of no use, each rank has its own gain; but it is there.
-    ours_, raw = (
-        ranks.run(job_ways_to_build, 2, way)[0][1] for way in ("OSS(AdaScaleWrapper)", "raw, OSS(AdaScaleWrapper)")
-    )
-    torch.testing.assert_close(ours_, raw, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.fairscale_row(30)
-def test_row_30_state_of_adascale_around_oss(ranks: Any) -> None:
-    assert ranks.run(job_oss_state, 2) == [(True, True, True, True)] * 2
-
-
-def job_oss_state() -> Any:
-    from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
-    from fsshard.compat.fairscale.optim import OSS
-
+@on_ranks()
+def test_row_30_state_of_adascale_around_oss() -> None:
     def build_it() -> tuple[nn.Module, Any, Any]:
         model = mlp()
         optimizer = AdaScale(OSS(model.parameters(), SGD, lr=0.1, momentum=0.9))
@@ -729,63 +652,55 @@ def job_oss_state() -> Any:
     train(wrapped, optimizer, 0)
     optimizer.consolidate_state_dict(recipient_rank=-1)
     state = saved(optimizer.state_dict(), weights_only=True)
-    weights = copy.deepcopy(model.state_dict())
-    keys = list(state["state"]) == [*range(6), "adascale"]
-    everywhere = len(optimizer.state_dict(all_ranks=True)["state"]) == 7
+    values = copy.deepcopy(model.state_dict())
+    assert list(state["state"]) == [*range(6), "adascale"]
+    assert len(optimizer.state_dict(all_ranks=True)["state"]) == 7
     train(wrapped, optimizer, 1)
     again, new_wrapped, new = build_it()
-    again.load_state_dict(weights)
+    again.load_state_dict(values)
     new.load_state_dict(state)
     train(new_wrapped, new, 1)
-    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    return keys, everywhere, same, new.gain() == optimizer.gain()
+    assert same(weights(model), weights(again)) and new.gain() == optimizer.gain()
 
 
-def job_raw_oss_state(load: bool) -> str:
+@pytest.mark.fairscale_row(30)
+@on_ranks()
+def test_row_30_raw_state_of_adascale_around_oss() -> None:
     model = mlp()
     oss = RealOSS(model.parameters(), SGD, lr=0.1, momentum=0.9)
     optimizer, wrapped = real.AdaScale(oss), DistributedDataParallel(model)
     wrapped(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    try:
-        if load:
-            del oss.state["adascale"]
-            optimizer.load_state_dict(oss.state_dict(all_ranks=True))
-            optimizer.gain()
-        else:
-            oss.consolidate_state_dict(-1)
-            optimizer.state_dict()
-    except (KeyError, TypeError) as error:
-        return type(error).__name__
-    return ""
+    oss.consolidate_state_dict(-1)
+    with pytest.raises(TypeError):
+        optimizer.state_dict()
+    del oss.state["adascale"]
+
+    def load() -> None:
+        optimizer.load_state_dict(oss.state_dict(all_ranks=True))
+        optimizer.gain()
+
+    with pytest.raises(KeyError):
+        load()
 
 
-@pytest.mark.fairscale_row(30)
-def test_row_30_raw_state_of_adascale_around_oss(ranks: Any) -> None:
-    assert ranks.run(job_raw_oss_state, 2, False) == ["TypeError"] * 2
-    assert ranks.run(job_raw_oss_state, 2, True) == ["KeyError"] * 2
+class Halves(nn.Module):
+    """Each rank uses its own half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[dist.get_rank()](x)  # type: ignore[no-any-return]
 
 
-def job_unused_at_a_rank() -> Any:
-    torch.manual_seed(0)
-    parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = parts
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts[dist.get_rank()](x)  # type: ignore[no-any-return]
-
-    model = DistributedDataParallel(Model(), find_unused_parameters=True)
+@on_ranks()
+def test_a_parameter_that_one_rank_uses() -> None:
+    model = DistributedDataParallel(Halves(), find_unused_parameters=True)
     optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
     model(torch.ones(2)).sum().backward()
-    gain = optimizer.gain()
-    optimizer.step()
-    return gain
-
-
-def test_a_parameter_that_one_rank_uses(ranks: Any) -> None:
     # Either rank's gradients are zero where the other's are not: orthogonal.
-    assert ranks.run(job_unused_at_a_rank, 2) == [pytest.approx(2.0)] * 2
+    assert optimizer.gain() == pytest.approx(2.0)
+    optimizer.step()

@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fairscale.internal.params import calc_grad_norm
+from fairscale.optim.oss import OSS as Raw
+from fairscale.optim.oss import _broadcast_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsshard.compat.fairscale.optim import OSS
+from tests.on_ranks import on_ranks
 from tests.oss.trainings import (
     batches,
     both,
     build,
+    clip,
     ddp,
+    fill,
     mlp,
     refusal,
     same,
@@ -30,15 +36,11 @@ from tests.oss.trainings import (
 )
 
 
-def raw_oss() -> Any:
-    from fairscale.optim.oss import OSS as Raw
-
-    return Raw
-
-
-def fill(parameters: Any, value: float = 1.0) -> None:
-    for p in parameters:
-        p.grad = torch.full_like(p, value)
+def told(call: Any) -> tuple[str, str]:
+    """What is raised."""
+    found = refusal(call)
+    assert found is not None, "nothing was raised"
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ 3: frozen layers
@@ -54,46 +56,36 @@ FROZEN = {
 def frozen(kind: str, name: str) -> Any:
     cls, settings = FROZEN[name]
     model = mlp()
-    optimizer = build(kind, model.parameters(), cls, **settings)
+    make = Raw if kind == "raw" else lambda *a, optim, **k: build(kind, *a, optim, **k)
+    optimizer = make(model.parameters(), optim=cls, **settings)
     for number, batch in enumerate(batches(6)):
         if number == 2:
             model[0].requires_grad_(False)
+            if kind == "raw":
+                optimizer.refresh_trainable()  # as ShardedDataParallel does
         step(ddp(model), optimizer, batch, set_to_none=False)
-    return weights(model), whole_state(optimizer)
-
-
-def job_raw_frozen() -> list[Tensor]:
-    cls, settings = FROZEN["momentum"]
-    model = mlp()
-    optimizer = raw_oss()(model.parameters(), optim=cls, **settings)
-    for number, batch in enumerate(batches(6)):
-        if number == 2:
-            model[0].requires_grad_(False)
-            optimizer.refresh_trainable()  # as ShardedDataParallel does
-        step(ddp(model), optimizer, batch, set_to_none=False)
-    return weights(model)
+    return weights(model), None if kind == "raw" else whole_state(optimizer)
 
 
 @pytest.mark.fairscale_row(3)
 def test_row_3_raw_ranks_drift_apart(ranks: Any) -> None:
-    here, there = ranks.run(job_raw_frozen, 2)
+    (here, _), (there, _) = ranks.run(frozen, 2, "raw", "momentum")
     assert max(float((a - b).abs().max()) for a, b in zip(here, there, strict=True)) > 1e-3
-
-
-def job_frozen() -> list[str]:
-    return [name for name in FROZEN if not both(frozen, name)]
 
 
 @pytest.mark.fairscale_row(3)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_row_3_a_frozen_layer_that_its_owner_moves_is_sent(ranks: Any, world_size: int) -> None:
-    assert ranks.run(job_frozen, world_size) == [[]] * world_size
+@on_ranks()
+def test_row_3_a_frozen_layer_that_its_owner_moves_is_sent(world_size: int) -> None:
+    assert [name for name in FROZEN if not both(frozen, name)] == []
 
 
-def job_bytes(trunk: bool) -> Any:
-    """Bytes that each step sends, and how many the trainable parameters have."""
+@pytest.mark.parametrize("trunk", [False, True])
+@on_ranks()
+def test_nothing_but_trainable_parameters_is_sent(trunk: bool) -> None:
     model = mlp()
     model[0].requires_grad_(not trunk)
+    trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = OSS(model.parameters(), lr=0.1, momentum=0.9)
     sent: list[int] = []
     calls = {"broadcast": dist.broadcast, "all_reduce": dist.all_reduce}
@@ -108,48 +100,43 @@ def job_bytes(trunk: bool) -> Any:
     with mock.patch.multiple(dist, **{name: counting(name) for name in calls}):
         for _ in range(3):
             sent.append(0)
-            fill(p for p in model.parameters() if p.requires_grad)
+            fill(trainable)
             optimizer.step()
-    return sent[1:], sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-
-@pytest.mark.parametrize("trunk", [False, True])
-def test_nothing_but_trainable_parameters_is_sent(ranks: Any, trunk: bool) -> None:
-    for sent, trainable in ranks.run(job_bytes, 2, trunk):
-        assert sent == [trainable, trainable]
+    assert sent[1:] == [sum(p.nbytes for p in trainable)] * 2
 
 
 # ------------------------------------------------------------------------------------------------ 6, 7: new groups
 
 
-def job_raw_orphans() -> list[int]:
+def orphans(optimizer: Any) -> list[int]:
+    """Sizes of the parameters that this rank owns and does not update."""
+    updated = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+    own = [p for p, rank in optimizer._param_to_rank.items() if rank == optimizer.rank]
+    return [p.numel() for p in own if id(p) not in updated]
+
+
+def raw_orphans() -> list[int]:
     model, extra = mlp(), nn.Linear(8, 8)
-    optimizer = raw_oss()(model.parameters(), lr=0.1)
+    optimizer = Raw(model.parameters(), lr=0.1)
     model[2].requires_grad_(False)
     optimizer.add_param_group({"params": list(extra.parameters())})
-    updated = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
-    own = [
-        p for group in optimizer.param_groups for p in group["params"] if optimizer._param_to_rank[p] == optimizer.rank
-    ]
-    return [p.numel() for p in own if id(p) not in updated]
+    return orphans(optimizer)
 
 
 @pytest.mark.fairscale_row(7)
 def test_row_7_raw_parameters_change_hands_and_are_updated_by_nobody(ranks: Any) -> None:
-    assert any(ranks.run(job_raw_orphans, 2))
+    assert any(ranks.run(raw_orphans, 2))
 
 
 def grown(kind: str, freeze: bool) -> Any:
     model = mlp()
     trunk, head = list(model[:4].parameters()), list(model[4].parameters())
-    for p in head:
-        p.requires_grad_(False)
+    model[4].requires_grad_(False)
     optimizer = build(kind, trunk, torch.optim.AdamW, lr=0.01)
     wrapped = ddp(model)
     for number, batch in enumerate(batches(5)):
         if number == 2:
-            for p in head:
-                p.requires_grad_(True)
+            model[4].requires_grad_(True)
             model[2].requires_grad_(not freeze)
             wrapped = ddp(model)
             optimizer.add_param_group({"params": head, "lr": 0.05})
@@ -157,81 +144,53 @@ def grown(kind: str, freeze: bool) -> Any:
     return weights(model), whole_state(optimizer)
 
 
-def job_grown() -> Any:
-    model = mlp()
-    optimizer = OSS(model[:4].parameters(), lr=0.1)
-    owners, version = dict(optimizer._param_to_rank), optimizer._partition_version
-    model[2].requires_grad_(False)
-    optimizer.add_param_group({"params": model[4].parameters()})
-    updated = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
-    orphans = [p for p, rank in optimizer._param_to_rank.items() if rank == optimizer.rank and id(p) not in updated]
-    kept = all(optimizer._param_to_rank[p] == rank for p, rank in owners.items())
-    return both(grown, False), both(grown, True), orphans, kept, optimizer._partition_version > version
-
-
 @pytest.mark.fairscale_row(6, 7)
-def test_row_6_7_a_group_that_comes_later(ranks: Any) -> None:
-    assert ranks.run(job_grown, 2) == [(True, True, [], True, True)] * 2
-
-
-def job_bad_group() -> Any:
+@on_ranks()
+def test_row_6_7_a_group_that_comes_later() -> None:
+    assert both(grown, False) and both(grown, True)
     model = mlp()
     optimizer = OSS(model[:4].parameters(), optim=torch.optim.Adam, lr=0.1)
-    bad = refusal(lambda: optimizer.add_param_group({"params": model[0].parameters()}))
-    return bad, len(optimizer.param_groups), len(optimizer.optim.param_groups), len(optimizer._param_to_rank)
-
-
-def test_a_group_that_is_refused_leaves_nothing(ranks: Any) -> None:
-    for (kind, text), *counts in ranks.run(job_bad_group, 2):
-        assert kind == "ValueError" and "more than one parameter group" in text
-        assert counts == [1, 1, 4]
+    owners, version = dict(optimizer._param_to_rank), optimizer._partition_version
+    kind, text = told(lambda: optimizer.add_param_group({"params": model[0].parameters()}))
+    assert kind == "ValueError" and "more than one parameter group" in text  # and leaves nothing
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+    model[2].requires_grad_(False)
+    optimizer.add_param_group({"params": model[4].parameters()})
+    assert orphans(optimizer) == [] and optimizer._partition_version > version
+    assert all(optimizer._param_to_rank[p] == rank for p, rank in owners.items())
 
 
 # ------------------------------------------------------------------------------------------------ 9, 20, 21: norms
 
 
-def norms_around_unfreezing(cls: Any) -> list[Tensor]:
-    model = mlp()
-    optimizer = cls(model.parameters(), lr=0.1)
-    fill(model[4].parameters())
-    found = [optimizer.clip_grad_norm(1e6)]
-    fill(model.parameters())
-    return [*found, optimizer.clip_grad_norm(1e6)]
+@pytest.mark.fairscale_row(9)
+@on_ranks()
+def test_row_9_a_layer_that_is_unfrozen_counts() -> None:
+    def norms(cls: Any) -> list[Tensor]:
+        model = mlp()
+        optimizer = cls(model.parameters(), lr=0.1)
+        fill(model[4])
+        found = [optimizer.clip_grad_norm(1e6)]
+        fill(model)
+        return [*found, optimizer.clip_grad_norm(1e6)]
 
-
-def job_unfreezing() -> Any:
     model = mlp()
     want = [nn.utils.get_total_norm([torch.ones_like(p) for p in part.parameters()]) for part in (model[4], model)]
-    return norms_around_unfreezing(raw_oss()), norms_around_unfreezing(OSS), want
-
-
-@pytest.mark.fairscale_row(9)
-def test_row_9_a_layer_that_is_unfrozen_counts(ranks: Any) -> None:
-    for raw, ours, want in ranks.run(job_unfreezing, 2):
-        assert torch.equal(raw[1], raw[0]) and not torch.allclose(raw[1], want[1])
-        assert same(ours, want)
-
-
-def job_bfloat16() -> Any:
-    from fairscale.internal.params import calc_grad_norm
-
-    weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-    optimizer = OSS([weight], lr=0.1)
-    weight.grad = torch.full_like(weight, 0.3)
-    own = [p for group in optimizer.optim.param_groups for p in group["params"]]
-    raw = calc_grad_norm(own, 2.0).dtype
-    other = nn.Parameter(weight.detach().clone())
-    other.grad = weight.grad.clone()
-    want = nn.utils.clip_grad_norm_([other], 0.5)
-    return str(raw), same(optimizer.clip_grad_norm(0.5), want), same(weight.grad, other.grad)
+    raw = norms(Raw)
+    assert torch.equal(raw[1], raw[0]) and not torch.allclose(raw[1], want[1]) and same(norms(OSS), want)
 
 
 @pytest.mark.fairscale_row(20)
-def test_row_20_a_rank_without_gradients_in_bfloat16(ranks: Any) -> None:
-    found = ranks.run(job_bfloat16, 2)
+@on_ranks()
+def test_row_20_a_rank_without_gradients_in_bfloat16() -> None:
+    weight, other = (nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = OSS([weight], lr=0.1)
+    fill([weight, other], 0.3)
+    own = [p for group in optimizer.optim.param_groups for p in group["params"]]
     # The raw library gives these to one all_reduce: EnforceNotMet, and gloo ends the process.
-    assert [raw for raw, *_ in found] == ["torch.bfloat16", "torch.float32"]
-    assert [rest for _, *rest in found] == [[True, True]] * 2
+    assert calc_grad_norm(own, 2.0).dtype == (torch.bfloat16 if optimizer.rank == 0 else torch.float32)
+    assert same(optimizer.clip_grad_norm(0.5), nn.utils.clip_grad_norm_([other], 0.5))
+    assert same(weight.grad, other.grad)
 
 
 class Mixed(nn.Module):
@@ -257,37 +216,30 @@ def mixed(kind: str) -> Any:
         for p in model.parameters():
             if p.requires_grad:
                 p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        if kind == "plain":
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        else:
-            norms.append(optimizer.clip_grad_norm(1.0))
+        norms.append(clip(optimizer, model, 1.0))
         optimizer.step()
     return norms, weights(model), whole_state(optimizer)
 
 
-def job_mixed() -> Any:
-    return refusal(lambda: raw_oss()(Mixed().parameters(), lr=0.1)), both(mixed)
-
-
 @pytest.mark.fairscale_row(20, 21)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_row_21_several_dtypes_in_one(ranks: Any, world_size: int) -> None:
-    found = ranks.run(job_mixed, world_size)
-    assert any(raw is not None and raw[0] == "AssertionError" and "Different types" in raw[1] for raw, _ in found)
-    assert all(ours for _, ours in found)
+@on_ranks()
+def test_row_21_several_dtypes_in_one(world_size: int) -> None:
+    assert both(mixed)
+    if world_size == 1:
+        kind, text = told(lambda: Raw(Mixed().parameters(), lr=0.1))
+        assert kind == "AssertionError" and "Different types" in text
 
 
 # ------------------------------------------------------------------------------------------------ 15, 17: refused
 
 
-def job_lbfgs() -> Any:
-    return refusal(lambda: OSS(mlp().parameters(), optim=torch.optim.LBFGS))
-
-
-def job_raw_lbfgs() -> bool:
+def searched(kind: str) -> list[Tensor]:
     model = mlp(1)
     wrapped = ddp(model)
-    optimizer = raw_oss()(model.parameters(), optim=torch.optim.LBFGS, lr=0.1)
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.1)
+    if kind == "raw":
+        optimizer = Raw(model.parameters(), optim=torch.optim.LBFGS, lr=0.1)
     for batch in batches(2):
 
         def closure(batch: Tensor = batch) -> Tensor:
@@ -297,60 +249,33 @@ def job_raw_lbfgs() -> bool:
             return loss
 
         optimizer.step(closure)
-    reference = mlp(1)
-    wrapped = ddp(reference)
-    plain = torch.optim.LBFGS(reference.parameters(), lr=0.1)
-    for batch in batches(2):
-
-        def again(batch: Tensor = batch) -> Tensor:
-            reference.zero_grad()
-            loss = wrapped(batch).square().mean()
-            loss.backward()
-            return loss
-
-        plain.step(again)
-    return same(weights(model), weights(reference))
+    return weights(model)
 
 
 @pytest.mark.fairscale_row(15)
-def test_row_15_raw_searches_in_each_shard(ranks: Any) -> None:
-    assert ranks.run(job_raw_lbfgs, 2) == [False, False]
-
-
-@pytest.mark.fairscale_row(15)
-def test_row_15_an_optimizer_that_needs_all_parameters_is_refused(ranks: Any) -> None:
-    for kind, text in ranks.run(job_lbfgs, 2):
-        assert kind == "UnsupportedByBackend"
-        assert "optim=LBFGS on 2 ranks" in text and "DistributedDataParallel" in text
-    assert ranks.run(job_lbfgs, 1) == [None]
-
-
-def job_fp16() -> Any:
-    model = mlp()
-    before = weights(model)
-    raw = raw_oss()(model.parameters(), lr=0.0, broadcast_fp16=True)
-    fill(model.parameters())
-    raw.step()
-    changed = not same(before, weights(model))
-    optimizer = OSS(mlp().parameters(), lr=0.1, broadcast_fp16=False)
-    optimizer.broadcast_fp16 = False
-    at_once = refusal(lambda: OSS(mlp().parameters(), lr=0.1, broadcast_fp16=True))
-    later = refusal(lambda: setattr(optimizer, "broadcast_fp16", True))
-    advised = mlp().to(torch.bfloat16)  # as the refusal says
-    optimizer = OSS(advised.parameters(), lr=0.1)
-    fill(advised.parameters())
-    optimizer.step()
-    moved = not same(weights(advised), weights(mlp().to(torch.bfloat16)))
-    return changed, at_once, later, optimizer.broadcast_fp16 is False and moved
+@on_ranks()
+def test_row_15_an_optimizer_that_needs_all_parameters_is_refused() -> None:
+    kind, text = told(lambda: OSS(mlp().parameters(), optim=torch.optim.LBFGS))
+    assert kind == "UnsupportedByBackend"
+    assert "optim=LBFGS on 2 ranks" in text and "DistributedDataParallel" in text
+    assert not same(searched("raw"), searched("plain"))  # it searches in each shard
 
 
 @pytest.mark.fairscale_row(17)
-def test_row_17_weights_are_not_rounded(ranks: Any) -> None:
-    for changed, at_once, later, now in ranks.run(job_fp16, 2):
-        assert changed  # by a step of the raw library with a learning rate of zero
-        assert at_once == later and later[0] == "UnsupportedByBackend"
-        assert "broadcast_fp16=True" in later[1] and "leave it False" in later[1]
-        assert "model.to(torch.bfloat16)" in later[1] and now is True
+@on_ranks()
+def test_row_17_weights_are_not_rounded() -> None:
+    model = mlp()
+    before = weights(model)
+    raw = Raw(model.parameters(), lr=0.0, broadcast_fp16=True)
+    fill(model)
+    raw.step()
+    assert not same(before, weights(model))  # by a learning rate of zero
+    optimizer = OSS(mlp().parameters(), lr=0.1, broadcast_fp16=False)
+    optimizer.broadcast_fp16 = False
+    at_once = told(lambda: OSS(mlp().parameters(), lr=0.1, broadcast_fp16=True))
+    assert at_once == told(lambda: setattr(optimizer, "broadcast_fp16", True))
+    assert at_once[0] == "UnsupportedByBackend" and "broadcast_fp16=True" in at_once[1]
+    assert "leave it False" in at_once[1] and "model.to(torch.bfloat16)" in at_once[1]
 
 
 # ------------------------------------------------------------------------------------------------ 23, 24, 25: arguments
@@ -370,22 +295,18 @@ def lightning(kind: str, name: str) -> Any:
     return weights(model), whole_state(optimizer), optimizer.defaults
 
 
-def job_lightning() -> Any:
-    plain = torch.optim.AdamW(mlp().parameters())
-    raw = refusal(lambda: raw_oss()(params=plain.param_groups, optim=type(plain), **plain.defaults))
-    wrong = [name for name in LIGHTNING if not both(lightning, name)]
-    unknown = refusal(lambda: OSS(mlp().parameters(), optim=torch.optim.AdamW, nonsense=1))
-    other = refusal(lambda: OSS(mlp().parameters(), optim=torch.optim.AdamW, decoupled_weight_decay=False))
-    return raw, wrong, unknown, other
-
-
 @pytest.mark.fairscale_row(23)
-def test_row_23_built_from_the_defaults_of_another(ranks: Any) -> None:
-    for raw, wrong, unknown, other in ranks.run(job_lightning, 2):
-        assert raw[0] == "TypeError" and "decoupled_weight_decay" in raw[1]
-        assert wrong == []
-        assert unknown[0] == "TypeError" and "nonsense" in unknown[1]
-        assert other[0] == "TypeError" and "decoupled_weight_decay" in other[1]
+@on_ranks()
+def test_row_23_built_from_the_defaults_of_another() -> None:
+    assert [name for name in LIGHTNING if not both(lightning, name)] == []
+    plain = torch.optim.AdamW(mlp().parameters())
+    for wrong, make in (
+        ("decoupled_weight_decay", lambda: Raw(params=plain.param_groups, optim=type(plain), **plain.defaults)),
+        ("nonsense", lambda: OSS(mlp().parameters(), optim=torch.optim.AdamW, nonsense=1)),
+        ("decoupled_", lambda: OSS(mlp().parameters(), optim=torch.optim.AdamW, decoupled_weight_decay=False)),
+    ):
+        kind, text = told(make)
+        assert kind == "TypeError" and wrong in text
 
 
 def cycled(kind: str, name: str) -> Any:
@@ -403,55 +324,40 @@ def cycled(kind: str, name: str) -> Any:
     return weights(model), whole_state(optimizer)
 
 
-def job_cycled() -> Any:
-    raw = raw_oss()(mlp().parameters(), optim=torch.optim.AdamW, lr=0.01)
-    refused = refusal(lambda: torch.optim.lr_scheduler.OneCycleLR(raw, 0.1, total_steps=8))
-    return refused, [name for name in ("OneCycleLR", "CyclicLR") if not both(cycled, name)]
-
-
 @pytest.mark.fairscale_row(24)
-def test_row_24_schedulers_that_change_betas_and_momentum(ranks: Any) -> None:
-    for raw, wrong in ranks.run(job_cycled, 2):
-        assert raw[0] == "ValueError"
-        assert wrong == []
+@on_ranks()
+def test_row_24_schedulers_that_change_betas_and_momentum() -> None:
+    assert both(cycled, "OneCycleLR") and both(cycled, "CyclicLR")
+    raw = Raw(mlp().parameters(), optim=torch.optim.AdamW, lr=0.01)
+    assert told(lambda: torch.optim.lr_scheduler.OneCycleLR(raw, 0.1, total_steps=8))[0] == "ValueError"
 
 
-def job_numpy() -> Any:
-    from fairscale.optim.oss import _broadcast_object
-
-    value = {"lr": np.float64(0.005)}
-    raw = refusal(lambda: _broadcast_object(value, src_rank=0, group=dist.group.WORLD))
+@pytest.mark.fairscale_row(25)
+@on_ranks()
+def test_row_25_numpy_numbers_in_groups() -> None:
+    raw = refusal(lambda: _broadcast_object({"lr": np.float64(0.005)}, src_rank=0, group=dist.group.WORLD))
+    assert raw is None if dist.get_rank() == 0 else raw is not None and raw[0] == "UnpicklingError"
     model = mlp()
     optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=0.01, force_broadcast_object=True)
     for group in optimizer.param_groups:
         group["lr"] = np.float64(0.005)
-    fill(model.parameters())
+    fill(model)
     optimizer.step()
     found = optimizer.state_dict(all_ranks=True)
-    return raw, len(found["state"]), type(found["param_groups"][0]["lr"]).__name__
-
-
-@pytest.mark.fairscale_row(25)
-def test_row_25_numpy_numbers_in_groups(ranks: Any) -> None:
-    found = ranks.run(job_numpy, 2)
-    assert found[0][0] is None and found[1][0][0] == "UnpicklingError"
-    assert [rest for _, *rest in found] == [[6, "float64"]] * 2
+    assert len(found["state"]) == 6 and type(found["param_groups"][0]["lr"]) is np.float64
 
 
 # ------------------------------------------------------------------------------------------------ 26, 28, 34
 
 
-def job_copies() -> Any:
-    raw = copy.deepcopy(raw_oss()(mlp().parameters(), lr=0.1))
-    optimizer = OSS(mlp().parameters(), lr=0.1)
-    return hasattr(raw, "optim"), refusal(lambda: copy.deepcopy(optimizer)), refusal(lambda: pickle.dumps(optimizer))
-
-
 @pytest.mark.fairscale_row(26)
-def test_row_26_copies_are_refused(ranks: Any) -> None:
-    for raw, deep, pickled in ranks.run(job_copies, 2):
-        assert raw is False
-        assert deep == pickled and deep[0] == "NotCopyable" and "state_dict()" in deep[1]
+@on_ranks()
+def test_row_26_copies_are_refused() -> None:
+    assert not hasattr(copy.deepcopy(Raw(mlp().parameters(), lr=0.1)), "optim")
+    optimizer = OSS(mlp().parameters(), lr=0.1)
+    for way in (copy.deepcopy, pickle.dumps):
+        kind, text = told(lambda way=way: way(optimizer))
+        assert kind == "NotCopyable" and "state_dict()" in text
 
 
 def empty_first(kind: str) -> Any:
@@ -462,82 +368,51 @@ def empty_first(kind: str) -> Any:
     return weights(model), whole_state(optimizer)
 
 
-def job_empty_first() -> Any:
-    raw = raw_oss()([{"params": []}, {"params": list(mlp().parameters())}], lr=0.1)
-    return refusal(raw.step), both(empty_first)
+@pytest.mark.fairscale_row(28)
+@on_ranks()
+def test_row_28_an_empty_first_group() -> None:
+    assert both(empty_first)
+    assert told(Raw([{"params": []}, {"params": list(mlp().parameters())}], lr=0.1).step)[0] == "IndexError"
 
 
 @pytest.mark.fairscale_row(28)
-def test_row_28_an_empty_first_group(ranks: Any) -> None:
-    for raw, ours in ranks.run(job_empty_first, 2):
-        assert raw[0] == "IndexError"
-        assert ours
-
-
-def job_distributed_checkpoint() -> Any:
-    raw_model = mlp()
-    raw = raw_oss()(raw_model.parameters(), optim=torch.optim.Adam, lr=0.01)
-    model = mlp()
+@on_ranks()
+def test_row_28_torchs_distributed_checkpoint() -> None:
+    raw_model, model, other = mlp(), mlp(), mlp(5)
+    raw = Raw(raw_model.parameters(), optim=torch.optim.Adam, lr=0.01)
     optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=0.01)
-    for each, parameters in ((raw, list(raw_model.parameters())), (optimizer, list(model.parameters()))):
-        fill(parameters)
+    for each, part, kind, steps in ((raw, raw_model, "RuntimeError", 2.0), (optimizer, model, "NotConsolidated", 1.0)):
+        fill(part)
         each.step()
         each.zero_grad()
-    refused = refusal(lambda: get_optimizer_state_dict(raw_model, raw))
-    spoilt = [float(state["step"]) for state in raw.optim.state.values()]
-    ours = refusal(lambda: get_optimizer_state_dict(model, optimizer))
-    kept = [float(state["step"]) for state in optimizer.optim.state.values()]
+        assert told(lambda each=each, part=part: get_optimizer_state_dict(part, each))[0] == kind
+        # the raw one has made a step that nobody asked for
+        assert {float(state["step"]) for state in each.optim.state.values()} == {steps}
     optimizer.consolidate_state_dict(-1)
     found = get_optimizer_state_dict(model, optimizer)
-    other = mlp(5)
+    assert sorted(found["state"]) == sorted(name for name, _ in model.named_parameters())
     fresh = OSS(other.parameters(), optim=torch.optim.Adam, lr=0.5)
     set_optimizer_state_dict(other, fresh, copy.deepcopy(found))
-    return (
-        refused,
-        set(spoilt),
-        ours,
-        set(kept),
-        sorted(found["state"]),
-        same(whole_state(fresh), whole_state(optimizer)),
-    )
-
-
-@pytest.mark.fairscale_row(28)
-def test_row_28_torchs_distributed_checkpoint(ranks: Any) -> None:
-    for refused, spoilt, ours, kept, names, equal in ranks.run(job_distributed_checkpoint, 2):
-        assert refused[0] == "RuntimeError" and spoilt == {2.0}  # a step that nobody asked for
-        assert ours[0] == "NotConsolidated" and "consolidate_state_dict" in ours[1] and kept == {1.0}
-        assert names == sorted(name for name, _ in mlp().named_parameters()) and equal
-
-
-def hooks(cls: Any) -> dict[str, int]:
-    model = mlp()
-    optimizer = cls(model.parameters(), lr=0.1)
-    found = dict.fromkeys(("pre", "post", "inner", "all before", "all after"), 0)
-
-    def count(name: str) -> Any:
-        return lambda *_: found.__setitem__(name, found[name] + 1)
-
-    handles = [
-        register_optimizer_step_pre_hook(count("all before")),
-        register_optimizer_step_post_hook(count("all after")),
-    ]
-    optimizer.register_step_pre_hook(count("pre"))
-    optimizer.register_step_post_hook(count("post"))
-    optimizer.optim.register_step_post_hook(count("inner"))
-    fill(model.parameters())
-    optimizer.step()
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def job_hooks() -> Any:
-    return hooks(raw_oss()), hooks(OSS)
+    assert same(whole_state(fresh), whole_state(optimizer))
 
 
 @pytest.mark.fairscale_row(34)
-def test_row_34_hooks_run_once(ranks: Any) -> None:
-    for raw, ours in ranks.run(job_hooks, 2):
-        assert raw["all after"] == 2
-        assert ours == dict.fromkeys(("pre", "post", "inner", "all before", "all after"), 1)
+@on_ranks()
+def test_row_34_hooks_run_once() -> None:
+    for cls, last in ((Raw, 2), (OSS, 1)):
+        model, ran = mlp(), []
+        optimizer = cls(model.parameters(), lr=0.1)
+        handles = [
+            register_optimizer_step_pre_hook(lambda *_, ran=ran: ran.append("all before")),
+            register_optimizer_step_post_hook(lambda *_, ran=ran: ran.append("all after")),
+        ]
+        optimizer.register_step_pre_hook(lambda *_, ran=ran: ran.append("pre"))
+        optimizer.register_step_post_hook(lambda *_, ran=ran: ran.append("post"))
+        optimizer.optim.register_step_post_hook(lambda *_, ran=ran: ran.append("inner"))
+        fill(model)
+        optimizer.step()
+        for handle in handles:
+            handle.remove()
+        assert ran.count("all after") == last
+        if cls is OSS:
+            assert sorted(ran) == ["all after", "all before", "inner", "post", "pre"]

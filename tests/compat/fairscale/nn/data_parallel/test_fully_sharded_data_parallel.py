@@ -9,22 +9,22 @@ compat/fairscale/nn/data_parallel/_fsdp_shards.py, compat/fairscale/nn/data_para
 from __future__ import annotations
 
 import copy
-import inspect
+import io
 import pickle
-import subprocess
-import sys
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-import fairscale.nn.data_parallel as real_package
+import fairscale.nn.data_parallel as real
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-import fsshard.compat.fairscale as mirror
 from fsshard.compat.errors import MisuseError
+from fsshard.compat.fairscale.nn import auto_wrap, checkpoint_wrapper, enable_wrap, wrap
+from fsshard.compat.fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP
 from fsshard.compat.fairscale.nn.data_parallel import (
-    FullyShardedDataParallel,
     TrainingState,
     auto_wrap_bn,
     get_fsdp_instances,
@@ -32,312 +32,509 @@ from fsshard.compat.fairscale.nn.data_parallel import (
 )
 from fsshard.compat.fairscale.nn.data_parallel import fully_sharded_data_parallel as module
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
-from fsshard.launching.pool import RankPool
-from tests.compat.fairscale.nn.data_parallel import fsdp_trainings as trainings
+from tests.compat.fairscale.nn.data_parallel.fsdp_trainings import (
+    Residual,
+    Twice,
+    TwoHeads,
+    adam,
+    against_ddp,
+    consolidated,
+    conv,
+    ddp,
+    differing,
+    from_every_rank,
+    from_rank_0,
+    images,
+    mlp,
+    nested,
+    one_loss_of_two,
+    plainly,
+    raw,
+    sentences,
+    sgd,
+    step,
+    t5,
+    tied,
+    told_by,
+    train,
+    trained,
+    two_forwards,
+    under_autocast,
+    unlike,
+    without_sync,
+)
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import net
+from tests.on_ranks import on_ranks
 
-real = real_package.FullyShardedDataParallel
-ONE = trainings.Group(0, 1)
 NORMAL = ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
 NORMAL += ["1.1.running_mean", "1.1.running_var", "1.1.num_batches_tracked", "3.weight", "3.bias"]
+HALF, SINGLE = torch.float16, torch.float32
 
 
-# ------------------------------------------------------------------------------------------------ names
+class Group:
+    """Looks like a process group, as FairScale's and fairseq's tests make them: says its rank and size."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "__init__",
-        "set_gradient_divide_factors",
-        "append_shared_param",
-        "apply",
-        "state_dict",
-        "local_state_dict",
-        "load_state_dict",
-        "load_local_state_dict",
-        "no_sync",
-        "reset_parameters",
-        "summon_full_params",
-        "forward",
-        "local_metadata_dict",
-        "consolidate_shard_weights",
-        "assert_state",
-        "gather_full_optim_state_dict",
-        "get_shard_from_optim_state_dict",
-        "named_parameters",
-    ],
-)
-def test_signatures(name: str) -> None:
-    theirs, ours = (inspect.signature(getattr(kind, name)).parameters for kind in (real, FullyShardedDataParallel))
-    assert [(p.name, p.kind, _plain(p.default)) for p in theirs.values()] == [
-        (p.name, p.kind, _plain(p.default)) for p in ours.values()
-    ]
+ONE = Group(0, 1)
 
 
-def _plain(default: Any) -> Any:
-    return getattr(default, "value", default)  # enumerations of each side
-
-
-def test_signatures_of_functions() -> None:
-    for ours in (auto_wrap_bn, get_fsdp_instances):
-        theirs = getattr(real_package, ours.__name__)
-        found = [inspect.signature(each).parameters.values() for each in (theirs, ours)]
-        assert [(p.name, p.default) for p in found[0]] == [(p.name, p.default) for p in found[1]]
-    assert [each.name for each in TrainingState] == [each.name for each in real_package.TrainingState]
-
-
-def test_addresses() -> None:
-    assert mirror.nn.FullyShardedDataParallel is mirror.nn.data_parallel.FullyShardedDataParallel
-    assert mirror.nn.FullyShardedDataParallel is FullyShardedDataParallel is module.FullyShardedDataParallel
-    for name in ("auto_wrap_bn", "get_fsdp_instances", "no_pre_load_state_dict_hook", "TrainingState"):
-        assert getattr(mirror.nn.data_parallel, name) is getattr(module, name)
-
-
-def test_torchs_engine_is_imported_with_the_first_wrapper() -> None:
-    code = "import sys, fsshard.compat.fairscale.nn.data_parallel; print('torch.distributed.fsdp' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+def alone(module: nn.Module | None = None, **options: Any) -> Any:
+    """In a wrapper of one rank, without a process group."""
+    return FSDP(nn.Linear(2, 2) if module is None else module, ONE, **options)
 
 
 def test_attributes() -> None:
-    ours = FullyShardedDataParallel(nn.Linear(4, 4), ONE)
-    theirs = real(nn.Linear(4, 4), ONE, ONE, compute_device=torch.device("cpu"))
+    ours, theirs = alone(nn.Linear(4, 4)), raw(nn.Linear(4, 4), ONE)
     absent = {name for name in vars(theirs) if not name.startswith("_")} - {"world_size"}
     assert {name for name in absent if not hasattr(ours, name)} == {"buffer_size", "has_full_params"}
-    for name in ("rank", "world_size", "compute_dtype", "buffer_dtype", "bucket_cap_mb", "numel_padded_per_param"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    for name in ("gradient_predivide_factor", "gradient_postdivide_factor", "cpu_offload", "move_grads_to_cpu"):
-        assert getattr(ours, name) == getattr(theirs, name), name
+    names = ["rank", "world_size", "compute_dtype", "buffer_dtype", "bucket_cap_mb", "numel_padded_per_param"]
+    names += ["gradient_predivide_factor", "gradient_postdivide_factor", "cpu_offload", "move_grads_to_cpu"]
+    assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
 
 
 # ------------------------------------------------------------------------------------------------ as under DDP
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"flatten_parameters": False},
-    {"reshard_after_forward": False},
-    {"disable_reshard_on_root": False},
-]
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("wrap_bn", [False, True], ids=["", "bn"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_mlp_to_the_last_bit(ranks: RankPool, options: dict[str, Any], wrap_bn: bool) -> None:
-    assert ranks.run(trainings.parity_mlp, 2, options, wrap_bn) == [{}, {}]
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"flatten_parameters": False}, {"reshard_after_forward": False}, {"disable_reshard_on_root": False}],
+    ids=str,
+)
+@on_ranks()
+def test_mlp_to_the_last_bit(options: dict[str, Any], wrap_bn: bool) -> None:
+    assert against_ddp(nested(wrap_bn=wrap_bn, **options), mlp()) == {}
 
 
-@pytest.mark.parametrize("name", ["t5", "conv", "tied", "tied, unflattened", "twice", "in place"])
-def test_models_to_the_last_bit(ranks: RankPool, name: str) -> None:
-    assert ranks.run(trainings.parity_model, 2, name) == [{}, {}]
+@on_ranks(1)
+def test_one_rank() -> None:
+    assert against_ddp(nested(wrap_bn=True), mlp()) == {}
 
 
-def test_wrapped_by_a_policy(ranks: RankPool) -> None:
-    assert ranks.run(trainings.parity_wrapped_by_policy, 2) == [({}, 4), ({}, 4)]
+MODELS: dict[str, Callable[[], dict[str, float]]] = {
+    "t5": lambda: against_ddp(t5(FSDP), t5(plainly), sentences),
+    "conv": lambda: against_ddp(FSDP(conv()), conv(), images),
+    "tied": lambda: against_ddp(FSDP(tied()), tied()),
+    "tied, unflattened": lambda: against_ddp(FSDP(tied(), flatten_parameters=False), tied()),
+    "twice": lambda: against_ddp(FSDP(Twice(FSDP)), Twice(plainly)),
+    "in place": lambda: against_ddp(FSDP(Residual(FSDP)), Residual(plainly)),
+    "no_sync": lambda: against_ddp(nested(bn=False), mlp(bn=False), without_sync),
+    "two forwards": lambda: against_ddp(nested(bn=False), mlp(bn=False), two_forwards),
+    "one loss of two": lambda: against_ddp(nested(bn=False), mlp(bn=False), one_loss_of_two),
+    "autocast": lambda: against_ddp(
+        nested(mixed_precision=True, compute_dtype=SINGLE, clear_autocast_cache=True), mlp(), under_autocast
+    ),
+}
 
 
-def test_wrapped_by_hand(ranks: RankPool) -> None:
-    assert ranks.run(trainings.parity_wrapped_by_hand, 2) == [{}, {}]
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks()
+def test_models_and_bodies_of_a_step_to_the_last_bit(name: str) -> None:
+    assert MODELS[name]() == {}
+
+
+@on_ranks()
+def test_wrapped_by_a_policy_and_by_hand() -> None:
+    def small(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+        return unwrapped_params >= 20 or module_is_root
+
+    with enable_wrap(small, wrapper_cls=FSDP):
+        model = auto_wrap(mlp())
+    assert against_ddp(model, mlp()) == {} and len(get_fsdp_instances(model)) == 4
+    by_hand = mlp()
+    with enable_wrap(wrapper_cls=FSDP, reshard_after_forward=False):
+        by_hand[1] = wrap(by_hand[1], reshard_after_forward=True)
+        by_hand = wrap(by_hand)  # type: ignore[assignment]
+    assert [each.reshard_after_forward for each in get_fsdp_instances(by_hand)] == [False, True]
+    assert against_ddp(by_hand, mlp()) == {}
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_with_checkpoint_wrapper(ranks: RankPool, outside: bool) -> None:
-    assert ranks.run(trainings.parity_checkpointed, 2, outside) == [{}, {}]
-
-
-@pytest.mark.parametrize("body", ["no_sync", "two_forwards", "one_loss"])
-def test_bodies_of_a_step(ranks: RankPool, body: str) -> None:
-    assert ranks.run(trainings.parity_body, 2, body) == [{}, {}]
+@on_ranks()
+def test_with_checkpoint_wrapper(outside: bool) -> None:
+    model = mlp()
+    model[1] = checkpoint_wrapper(FSDP(model[1])) if outside else FSDP(checkpoint_wrapper(model[1]))
+    assert against_ddp(FSDP(model), mlp()) == {}
 
 
 @pytest.mark.parametrize("flags", [[False], [True, False, True]], ids=["from the start", "and back"])
-def test_freezing(ranks: RankPool, flags: list[bool]) -> None:
-    assert ranks.run(trainings.parity_frozen, 2, flags) == [{}, {}]
+@on_ranks()
+def test_freezing(flags: list[bool]) -> None:
+    """Freeze and unfreeze a wrapper between steps; DDP is built again each time, which it needs."""
+    model, plain = nested(bn=False), mlp(bn=False)
+    optimizers = sgd(model), sgd(plain)
+    for seed, flag in enumerate(flags):
+        for parameter in (*model[1].parameters(), *plain[1].parameters()):
+            parameter.requires_grad_(flag)
+        train(model, optimizers[0], seed=seed)
+        train(ddp(plain), optimizers[1], seed=seed)
+    assert differing(model, plain) == {}
 
 
 @pytest.mark.parametrize("backwards", ["in turn", "after both forwards", "of one graph"])
-def test_gradients_of_two_backwards_are_added(ranks: RankPool, backwards: str) -> None:
+@on_ranks()
+def test_gradients_of_two_backwards_are_added(backwards: str) -> None:
     """FairScale adds means over ranks, DDP takes the mean of sums: the same but for the rounding of one addition."""
-    for found, first, second in ranks.run(trainings.gradients_of_accumulation, 2, backwards)[0]:
-        # Ours is fl(first + second), first and second being DDP's own: equal, without a bound.
-        assert torch.equal(found, first + second) and bool(found.abs().sum() > 0)
+    model, plain = nested(bn=False).eval(), mlp(bn=False).eval()
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(6, 5, generator=draw) for _ in range(2)]
+    if backwards == "of one graph":
+        batches[1] = batches[0]
+        loss = model(batches[0]).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif backwards == "in turn":
+        for batch in batches:
+            model(batch).square().mean().backward()
+    else:
+        for loss in [model(batch).square().mean() for batch in batches]:
+            loss.backward()
+    means = []
+    for batch in batches:
+        plain.zero_grad()
+        plain(batch).square().mean().backward()
+        for parameter in plain.parameters():
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+        means.append([parameter.grad for parameter in plain.parameters()])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    with model.summon_full_params(volatile=True):
+        for found, first, second in zip(model.parameters(), *means, strict=True):
+            assert torch.equal(found, first + second) and bool(found.abs().sum() > 0)  # equal, without a bound
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping(ranks: RankPool, norm_type: float) -> None:
+@on_ranks()
+def test_clipping(norm_type: float) -> None:
     """Norms of 150 elements are sums in another order: 150 eps of the norm, and so of gradients and steps."""
-    for norms, wrong in ranks.run(trainings.clipping, 2, norm_type):
-        assert len(norms) == 4 and all(abs(ours - theirs) <= 150 * 2**-24 * theirs for ours, theirs in norms)
-        # each of 4 steps moves a parameter by at most lr * (1 + .9 + .81 + .729) * 0.05, known to 150 eps
-        assert all(difference <= 4 * 0.1 * 3.44 * 0.05 * 150 * 2**-24 for difference in wrong.values())
+    norms: dict[bool, list[float]] = {True: [], False: []}
+
+    def body(model: Any, draw: torch.Generator) -> None:
+        step(model, draw)
+        ours = isinstance(model, FSDP)
+        clip = model.clip_grad_norm_ if ours else lambda *a: torch.nn.utils.clip_grad_norm_(model.parameters(), *a)
+        norms[ours].append(float(clip(0.05, norm_type)))
+
+    wrong = against_ddp(nested(bn=False), mlp(bn=False), body, sgd)
+    assert len(norms[True]) == 4
+    assert all(abs(a - b) <= 150 * 2**-24 * b for a, b in zip(norms[True], norms[False], strict=True))
+    # each of 4 steps moves a parameter by at most lr * (1 + .9 + .81 + .729) * 0.05, known to 150 eps
+    assert all(difference <= 4 * 0.1 * 3.44 * 0.05 * 150 * 2**-24 for difference in wrong.values())
 
 
-def test_every_state_is_seen(ranks: RankPool) -> None:
-    idle, shown = TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS
-    expected = [TrainingState.FORWARD, idle, TrainingState.BACKWARD_PRE, idle, shown, idle]
-    assert ranks.run(trainings.states, 2)[0] == expected
+@on_ranks()
+def test_every_state_is_seen() -> None:
+    seen: list[TrainingState] = []
+    model = nested(bn=False)
+    model[0].register_forward_hook(lambda *_: seen.append(model.training_state))
+    output = model(torch.ones(2, 5))
+    output.register_hook(lambda _: seen.append(model.training_state))
+    seen.append(model.training_state)
+    output.sum().backward()
+    seen.append(model.training_state)
+    with model.summon_full_params():
+        seen.append(model.training_state)
+    names = [state.name for state in (*seen, model.training_state)]
+    assert names == ["FORWARD", "IDLE", "BACKWARD_PRE", "IDLE", "SUMMON_FULL_PARAMS", "IDLE"]
 
 
 # ------------------------------------------------------------------------------------------------ out of the ordinary
 
 
-def test_no_stale_parameters(ranks: RankPool) -> None:
-    assert ranks.run(trainings.whole_after_a_forward, 2) == [[True] * 3] * 2
+def doubled(model: Any, plain: nn.Module) -> None:
+    with model.summon_full_params(), torch.no_grad():
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.mul_(2)
 
 
-def test_replaced_parameters_are_kept(ranks: RankPool) -> None:
-    assert ranks.run(trainings.replaced_values, 2) == [True, True]
+def doubled_in_place(model: Any, plain: nn.Module) -> None:
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.data.mul_(2)
 
 
-def test_a_part_before_the_whole(ranks: RankPool) -> None:
-    assert ranks.run(trainings.part_before_whole, 2) == [{}, {}]
+def loaded(model: Any, plain: nn.Module) -> None:
+    torch.manual_seed(5)
+    state = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
 
 
-def test_wrapped_again_after_use(ranks: RankPool) -> None:
-    assert ranks.run(trainings.wrapped_again, 2) == [({}, False)] * 2
+def on_one_rank(model: Any, plain: nn.Module) -> None:
+    """The second rank's part of the outer wrapper; the other rank must gather again, too."""
+    if dist.get_rank() == 1:
+        model.params[0].data.zero_()
+    outer = [parameter for name, parameter in plain.named_parameters() if not name.startswith("1.")]
+    values = torch.cat([parameter.detach().reshape(-1) for parameter in outer])
+    values[-model.params[0].numel() :] = 0  # an even number: no padding
+    torch.nn.utils.vector_to_parameters(values, outer)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("write", [doubled, doubled_in_place, loaded, on_one_rank])
+@on_ranks()
+def test_what_no_sync_leaves_whole_is_not_stale(write: Any, reshard: bool) -> None:
+    """Parameters that are written to after a backward without reduction, or a forward alone, are computed with."""
+    model, plain = nested(bn=False, reshard_after_forward=reshard).eval(), mlp(bn=False).eval()
+    x = torch.ones(2, 5)
+    with model.no_sync():
+        model(x).sum().backward()
+    for _ in range(2):
+        write(model, plain)
+        output = model(x)
+        assert torch.equal(output, plain(x))
+    output.sum().backward()
+
+
+@on_ranks()
+def test_replaced_parameters_are_kept() -> None:
+    model = nested(bn=False)
+    with model.summon_full_params():
+        model[0].weight.data = torch.ones(7, 5)
+        model[1][0].bias = nn.Parameter(torch.full((7,), 3.0))
+    found = model.state_dict()
+    assert (found["0.weight"] == 1).all() and (found["1.0.bias"] == 3).all()
+
+
+@on_ranks()
+def test_a_part_before_the_whole_and_wrapped_again_after_use() -> None:
+    model = nested()
+    model[1].state_dict()
+    model.eval()
+    model[1](torch.ones(2, 7))
+    model.train()
+    assert against_ddp(model, mlp()) == {}
+    inner = FSDP(mlp(bn=False))
+    inner(torch.ones(4, 5)).sum().backward()
+    inner.zero_grad()
+    outer = FSDP(inner)
+    assert against_ddp(outer, mlp(bn=False)) == {} and not outer._has_params
+
+
+def breaks(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def broken_pass(model: nn.Module) -> None:
+    output = model(torch.ones(2, 5))
+    output.register_hook(breaks)
+    output.sum().backward()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_going_on_after_an_exception(ranks: RankPool, where: str) -> None:
-    assert ranks.run(trainings.after_an_exception, 2, where) == [{}, {}]
+@on_ranks()
+def test_going_on_after_an_exception(where: str) -> None:
+    """A forward or a backward breaks off, the script goes on: as if it had not been."""
+    (model, mine), (plain, theirs) = trained(nested(bn=False), 2), trained(ddp(mlp(bn=False)), 2)
+    hook = model[3].register_forward_pre_hook(breaks) if where == "forward" else None
+    for _ in range(2):
+        assert told_by(lambda: broken_pass(model)).startswith("ZeroDivisionError")
+    if hook is not None:
+        hook.remove()
+        assert model.training_state is TrainingState.IDLE
+    train(model, mine, steps=2, seed=1)
+    train(plain, theirs, steps=2, seed=1)
+    assert differing(model, plain.module) == {}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_models_are_freed(ranks: RankPool, world_size: int, forward_only: bool) -> None:
-    assert all(ranks.run(trainings.freed, world_size, forward_only))
-
-
-def test_one_rank(ranks: RankPool) -> None:
-    assert ranks.run(trainings.parity_mlp, 1, {}, True) == [{}]
+@pytest.mark.parametrize("kind", PASSES)
+@on_ranks()
+def test_a_dropped_model_is_freed(kind: str) -> None:
+    """Under torch's, the modules show views of the flat parameter, which knows the modules."""
+    plain = net()
+    plain.middle = nn.ModuleList([nn.Linear(6, 6)])  # FairScale shards real parameters only
+    model = FSDP(plain)
+    known = Known(flat=model.params[0])
+    run_pass(model, kind)
+    dist.barrier()  # who lets go first breaks the pass of a rank that is behind
+    del model, plain
+    assert known.left() == []
 
 
 # ------------------------------------------------------------------------------------------------ options
 
 
-def test_mixed_precision(ranks: RankPool) -> None:
-    half, single = torch.float16, torch.float32
-    low = {"input": half, "output": half, "buffer": half, "reduction": half}
-    kept = {"parameter": single, "gradient": single, "saved": {single}}
+def dtypes(options: dict[str, Any]) -> dict[str, Any]:
+    """Trained a little: dtypes as seen inside, of parameters, gradients, reduction, buffers and state dict."""
+    plain = mlp(bn=False)
+    plain[1][1].register_buffer("offset", torch.ones(1))  # type: ignore[index, operator]
+    plain[1] = FSDP(plain[1], **options)
+    model = FSDP(plain, **options)
+    seen: dict[str, Any] = {}
+    model[0].register_forward_hook(lambda _, x, y: seen.update(input=x[0].dtype, output=y.dtype))
+    model[1][1].register_forward_hook(lambda m, *_: seen.update(buffer=m.offset.dtype))
+    state = trained(model)[0].state_dict()
+    assert all(bool(torch.isfinite(value).all()) for value in state.values())
+    seen.update(parameter=model.params[0].dtype, gradient=model.params[0].grad.dtype)
+    seen.update(reduction=model.module._handle._reduce_dtype)
+    seen.update(saved={value.dtype for value in state.values() if value.is_floating_point()})
+    return seen
+
+
+@on_ranks()
+def test_mixed_precision() -> None:
+    low = {"input": HALF, "output": HALF, "buffer": HALF, "reduction": HALF}
+    kept = {"parameter": SINGLE, "gradient": SINGLE, "saved": {SINGLE}}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
-        ({"fp32_reduce_scatter": True}, {"reduction": single}),
-        ({"buffer_dtype": single}, {"buffer": single}),
+        ({"fp32_reduce_scatter": True}, {"reduction": SINGLE}),
+        ({"buffer_dtype": SINGLE}, {"buffer": SINGLE}),
         ({"compute_dtype": torch.bfloat16}, dict.fromkeys(low, torch.bfloat16)),
     ]
     for options, other in cases:
-        found = ranks.run(trainings.dtypes, 2, {"mixed_precision": True, **options})
-        assert found == [{**low, **kept, **other}] * 2, options
-
-
-def test_float32_under_autocast_is_ddp_under_autocast(ranks: RankPool) -> None:
-    assert ranks.run(trainings.parity_autocast, 2) == [{}, {}]
+        assert dtypes({"mixed_precision": True, **options}) == {**low, **kept, **other}, options
+    found = dtypes({"buffer_dtype": torch.bfloat16})
+    assert (found["buffer"], found["input"], found["parameter"]) == (torch.bfloat16, SINGLE, SINGLE)
 
 
 def test_clear_autocast_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     cleared: list[bool] = []
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
-    FullyShardedDataParallel(nn.Linear(2, 2), ONE, clear_autocast_cache=True)(torch.ones(1, 2))
+    for clears in (True, False):
+        alone(clear_autocast_cache=clears)(torch.ones(1, 2))
     assert cleared == [True]
-    FullyShardedDataParallel(nn.Linear(2, 2), ONE)(torch.ones(1, 2))
-    assert cleared == [True]
 
 
-def test_buffer_dtype_without_mixed_precision(ranks: RankPool) -> None:
-    found = ranks.run(trainings.dtypes, 2, {"buffer_dtype": torch.bfloat16})[0]
-    assert (found["buffer"], found["input"], found["parameter"]) == (torch.bfloat16, torch.float32, torch.float32)
+@on_ranks()
+def test_batch_norm_in_full_precision() -> None:
+    """BatchNorm in wrappers of its own, float32 in a model that computes in float16."""
+    model = auto_wrap_bn(mlp())
+    inside: set[torch.dtype] = set()
+    bn = model[1][1]  # type: ignore[index]
+    bn.module.module.register_forward_hook(lambda m, *_: inside.add(m.weight.dtype))
+    trained(FSDP(model, mixed_precision=True))
+    assert inside == {bn.params[0].dtype} == {SINGLE} and not bn.flatten_parameters
 
 
-def test_batch_norm_in_full_precision(ranks: RankPool) -> None:
-    assert ranks.run(trainings.mixed_with_bn, 2)[0] == ({torch.float32}, {torch.float32}, False)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_wrapped_model_under_autocast(ranks: RankPool, world_size: int) -> None:
-    """FairScale's own smoke test, which needs CUDA there ("zeros_like(device=cuda)")."""
-    assert all(found and all(found) for found in ranks.run(trainings.smoke_under_autocast, world_size))
-
-
-def test_norms_in_float16_under_autocast_of_the_cpu(ranks: RankPool) -> None:
+@on_ranks()
+def test_norms_in_float16_under_autocast_of_the_cpu() -> None:
     """torch's kernels of the CPU take no float16 beside bfloat16, the default there; on a GPU it is float16."""
-    assert ranks.run(trainings.norms_under_autocast, 2, torch.float16)[0] == ["", "", ""]
-    *told, in_float32 = ranks.run(trainings.norms_under_autocast, 2, torch.bfloat16)[0]
-    assert all("expect parameter to have scalar type of Float" in text for text in told) and in_float32 == ""
+
+    def told(dtype: torch.dtype) -> list[str]:
+        def run(model: nn.Module) -> None:
+            with torch.autocast("cpu", dtype):
+                model(torch.rand(4, 5)).float().sum().backward()
+
+        mixed, in_float32 = (FSDP(mlp(), mixed_precision=True, compute_dtype=kind) for kind in (None, SINGLE))
+        return [told_by(lambda m=model: run(m)) for model in (mixed, mlp().half(), in_float32)]
+
+    assert told(torch.float16) == ["", "", ""]
+    *refused, in_float32 = told(torch.bfloat16)
+    assert all("expect parameter to have scalar type of Float" in text for text in refused) and in_float32 == ""
 
 
-def test_conversion_after_wrapping(ranks: RankPool) -> None:
-    half, single = torch.float16, torch.float32
-    assert ranks.run(trainings.converted, 2)[0] == [half, half, half, single, single]
+@on_ranks()
+def test_conversion_after_wrapping() -> None:
+    model = nested(bn=False).half()
+    assert model.compute_dtype is HALF
+    for dtype in (HALF, SINGLE):
+        model.to(dtype)
+        output = model(torch.ones(2, 5, dtype=dtype))
+        output.float().sum().backward()
+        assert output.dtype is model.params[0].grad.dtype is dtype
+        model.zero_grad()
 
 
 def test_pure_float16() -> None:
-    wrapped = FullyShardedDataParallel(nn.Linear(3, 3).half(), ONE, compute_dtype=torch.float16)
-    assert wrapped(torch.ones(1, 3).half()).dtype is torch.float16
+    wrapped = alone(nn.Linear(3, 3).half(), compute_dtype=HALF)
+    assert wrapped(torch.ones(1, 3).half()).dtype is HALF
     with pytest.raises(ValueError, match=r"float32, expected torch\.float16"):
-        FullyShardedDataParallel(nn.Linear(3, 3), ONE, compute_dtype=torch.float16)
+        alone(compute_dtype=HALF)
     with pytest.raises(ConfigurationError, match=r"'weight' is torch\.bfloat16, expected torch\.float32"):
-        FullyShardedDataParallel(nn.Linear(3, 3).bfloat16(), ONE)
+        alone(nn.Linear(3, 3).bfloat16())
 
 
-def test_what_is_kept_for_the_backward(ranks: RankPool) -> None:
-    cases = [({}, (True, False)), ({"reshard_after_forward": False}, (True, True))]
-    cases += [({"disable_reshard_on_root": False}, (False, False))]
-    for options, expected in cases:
-        assert ranks.run(trainings.kept_whole, 2, options) == [expected] * 2, options
+@on_ranks()
+def test_what_is_kept_for_the_backward() -> None:
+    cases = [({}, [True, False]), ({"reshard_after_forward": False}, [True, True])]
+    for options, expected in (*cases, ({"disable_reshard_on_root": False}, [False, False])):
+        model = nested(bn=False, **options)
+        output = model(torch.ones(2, 5))
+        assert [not each.module._handle.needs_unshard() for each in get_fsdp_instances(model)] == expected, options
+        output.sum().backward()
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("how", trainings.WRITES)
-def test_what_no_sync_leaves_whole_is_not_stale(ranks: RankPool, how: str, reshard: bool) -> None:
-    assert ranks.run(trainings.written_after_no_sync, 2, how, {"reshard_after_forward": reshard}) == [True] * 2
+@pytest.mark.parametrize("build", [adam, sgd])
+@on_ranks()
+def test_unflattened_parameters_have_gradients_on_every_rank(build: Any) -> None:
+    model = nested(bn=False, flatten_parameters=False)
+    step(model, torch.Generator().manual_seed(dist.get_rank()))
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+    def body(model: nn.Module, draw: torch.Generator) -> None:
+        step(model, draw)
+        ours = isinstance(model, FSDP)
+        _ = model.clip_grad_norm_(100.0) if ours else torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+
+    assert against_ddp(nested(bn=False, flatten_parameters=False), mlp(bn=False), body, build) == {}
 
 
-@pytest.mark.parametrize("build", ["adam", "sgd"])
-def test_unflattened_parameters_have_gradients_on_every_rank(ranks: RankPool, build: str) -> None:
-    assert ranks.run(trainings.empty_gradients, 2, build) == [([], [], {})] * 2
-
-
-def test_state_dict_of_the_wrapped_module(ranks: RankPool) -> None:
-    for found in ranks.run(trainings.states_of_the_module, 2):
-        assert found["parts"] and found["whole"] == [True, True]
-        ours, theirs = found["flat"]
-        assert "local_state_dict()" in ours and "Incorrect numel of supplied data" in theirs
-
-
-def test_gradient_divide_factors(ranks: RankPool) -> None:
+@on_ranks()
+def test_gradient_divide_factors() -> None:
     for options, factors, ratio in (({"gradient_predivide_factor": 1.0}, None, 1), ({}, (1.0, 1.0), 2)):
-        for found, plain in ranks.run(trainings.divided, 2, options, factors):
-            # by powers of two: exact, whether before or after the sum
-            assert all(torch.equal(a, b * ratio) for a, b in zip(found, plain, strict=True))
+        found = []
+        for kwargs in (options, {}):
+            model = nested(bn=False, **kwargs).eval()
+            if kwargs is options and factors is not None:
+                model.set_gradient_divide_factors(*factors, recursive=True)
+            step(model, torch.Generator().manual_seed(dist.get_rank()))
+            found.append([parameter.grad for parameter in model.parameters()])
+        # by powers of two: exact, whether before or after the sum
+        assert all(torch.equal(a, b * ratio) for a, b in zip(*found, strict=True))
 
 
-def test_force_input_to_fp32(ranks: RankPool) -> None:
-    assert ranks.run(trainings.floats_for_halves, 2) == [(torch.float32, True)] * 2
+@on_ranks()
+def test_force_input_to_fp32() -> None:
+    x = torch.ones(2, 5, dtype=HALF, requires_grad=True)
+    output = FSDP(nn.Linear(5, 5), force_input_to_fp32=True)(x)
+    output.sum().backward()
+    assert output.dtype is SINGLE and x.grad is not None and x.grad.dtype is HALF
     with pytest.raises(RuntimeError, match="dtype"):
-        FullyShardedDataParallel(nn.Linear(5, 5), ONE)(torch.ones(2, 5, dtype=torch.float16))
+        FSDP(nn.Linear(5, 5))(x)
 
 
-def test_state_dict_on_rank_0_only(ranks: RankPool) -> None:
-    assert ranks.run(trainings.keys_by_rank, 2, {"state_dict_on_rank_0_only": True}) == [NORMAL, []]
-    assert ranks.run(trainings.keys_by_rank, 2, {"state_dict_device": torch.device("cpu")}) == [NORMAL, NORMAL]
+@on_ranks()
+def test_where_state_dicts_are() -> None:
+    assert list(nested(state_dict_on_rank_0_only=True).state_dict()) == (NORMAL if dist.get_rank() == 0 else [])
+    state = FSDP(nn.Linear(2, 2), state_dict_device=torch.device("meta")).state_dict()
+    assert {value.device.type for value in state.values()} == {"meta"}
+    wrapped = FSDP(nn.Linear(2, 2), compute_device=torch.device("cpu"))
+    assert wrapped.compute_device == wrapped.state_dict_device == torch.device("cpu")
 
 
-def test_state_dict_device() -> None:
-    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE, state_dict_device=torch.device("meta"))
-    assert {value.device.type for value in wrapped.state_dict().values()} == {"meta"}
+@on_ranks()
+def test_reset_parameters() -> None:
+    assert "not allowed" in told_by(FSDP(nn.Linear(5, 5)).reset_parameters)
+    wrapped = FSDP(nn.Linear(5, 5), allow_reset_parameters=True)
+    before = wrapped.state_dict()
+    torch.manual_seed(3)
+    wrapped.reset_parameters()
+    torch.manual_seed(3)
+    wanted, after = nn.Linear(5, 5).state_dict(), wrapped.state_dict()
+    assert unlike(after, wanted) == [] and unlike(after, before) == list(before)
 
 
-def test_reset_parameters(ranks: RankPool) -> None:
-    said, *right = ranks.run(trainings.reset, 2)[0]
-    assert "reset parameters after FSDP wrapping is not allowed" in said and right == [True, True]
-
-
-def test_a_group_to_reduce_in(ranks: RankPool) -> None:
-    assert ranks.run(trainings.other_groups, 2) == [[2, 2]] * 2
+@on_ranks()
+def test_a_group_to_reduce_in() -> None:
+    """One of another size is not used."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert FSDP(nn.Linear(5, 5), process_group_reduce_scatter=group).process_group_reduce_scatter.size() == 2
     for name in module.ProcessGroupName:
-        assert FullyShardedDataParallel(nn.Linear(2, 2), ONE, name).process_group_reduce_scatter is ONE
+        assert alone(process_group_reduce_scatter=name).process_group_reduce_scatter is ONE
 
 
 @pytest.mark.parametrize(
@@ -345,15 +542,18 @@ def test_a_group_to_reduce_in(ranks: RankPool) -> None:
 )
 def test_accepted_without_effect_on_the_cpu(options: dict[str, Any]) -> None:
     plain = nn.Linear(2, 2)
-    wrapped = FullyShardedDataParallel(copy.deepcopy(plain), ONE, **options)
+    wrapped = alone(copy.deepcopy(plain), **options)
     assert {name: getattr(wrapped, name) for name in options} == options
     assert torch.equal(wrapped(torch.ones(1, 2)), plain(torch.ones(1, 2)))
     assert {parameter.device.type for parameter in wrapped.parameters()} == {"cpu"}
 
 
+# ------------------------------------------------------------------------------------------------ refused
+
+
 def test_contradictions() -> None:
     with pytest.raises(ValueError, match="fp32_reduce_scatter requires mixed_precision=True"):
-        FullyShardedDataParallel(nn.Linear(2, 2), ONE, fp32_reduce_scatter=True)
+        alone(fp32_reduce_scatter=True)
     from fsshard.compat.fairscale.nn.data_parallel._fsdp_options import check_offload
 
     cuda = torch.device("cuda", 0)
@@ -362,95 +562,97 @@ def test_contradictions() -> None:
     for parameters, gradients in ((True, False), (False, True)):
         with pytest.raises(NotImplementedError, match=f"move_grads_to_cpu={gradients}"):
             check_offload(parameters, gradients, cuda)
-
-
-def test_compute_device() -> None:
-    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE, compute_device=torch.device("cpu"))
-    assert wrapped.compute_device == wrapped.state_dict_device == torch.device("cpu")
-
-
-# ------------------------------------------------------------------------------------------------ refused
-
-
-def test_no_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"torch\.distributed is not yet initialized") as caught:
-        FullyShardedDataParallel(nn.Linear(2, 2))
+        FSDP(nn.Linear(2, 2))
     assert isinstance(caught.value, FsshardError)
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
 def test_parameters_that_cannot_be_sharded() -> None:
-    complex_one = nn.Linear(2, 2).to(torch.complex64)
     with pytest.raises(MisuseError, match=r'torch\.complex64.*fsshard\.wrap\(model, backend="fsdp2"\)'):
-        FullyShardedDataParallel(complex_one, ONE)
+        alone(nn.Linear(2, 2).to(torch.complex64))
     whole = nn.Linear(2, 2)
     whole.count = nn.Parameter(torch.ones(2, dtype=torch.long), requires_grad=False)
     with pytest.raises(MisuseError, match=r"'count' is torch\.int64"):
-        FullyShardedDataParallel(whole, ONE)
+        alone(whole)
     half_frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(AssertionError, match=r"same requires_grad; '1\.weight'"):
-        FullyShardedDataParallel(half_frozen, ONE)
-    unflat = FullyShardedDataParallel(half_frozen, ONE, flatten_parameters=False)
+        alone(half_frozen)
+    unflat = alone(half_frozen, flatten_parameters=False)
     assert [parameter.requires_grad for parameter in unflat.parameters()] == [True, True, False, False]
     with pytest.raises(MisuseError, match=r"expected a torch\.nn\.Module, got str"):
-        FullyShardedDataParallel("model", ONE)  # type: ignore[arg-type]
+        alone("model")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_ties_across_wrappers(flatten: bool) -> None:
     """FairScale unties them, and says nothing."""
-    model, theirs = trainings.tied(), trainings.tied()
-    model[2] = FullyShardedDataParallel(model[2], ONE, flatten_parameters=flatten)  # type: ignore[operator, index]
+    model, theirs = tied(), tied()
+    model[2] = alone(model[2], flatten_parameters=flatten)  # type: ignore[operator, index]
     with pytest.raises(MisuseError, match=r"'0\.weight' is tied to a parameter that an inner"):
-        FullyShardedDataParallel(model, ONE)
-    if flatten:
-        cpu = torch.device("cpu")
-        theirs[2] = real(theirs[2], ONE, ONE, compute_device=cpu)  # type: ignore[operator, index]
-        whole = real(theirs, ONE, ONE, compute_device=cpu)
-        assert (
-            sum(parameter.numel() for parameter in whole.parameters()) == 25 + 5 + 10 + 25 + 5
-        )  # the weight is there twice
+        alone(model)
+    theirs[2] = raw(theirs[2], ONE)  # type: ignore[operator, index]
+    count = sum(parameter.numel() for parameter in raw(theirs, ONE).parameters())
+    assert count == 25 + 5 + 10 + 25 + 5  # the weight is there twice
     with pytest.raises(NotImplementedError, match="wrap the modules that share the parameter in one wrapper"):
-        FullyShardedDataParallel(nn.Linear(2, 2), ONE).append_shared_param(nn.Parameter(torch.ones(1)))
+        alone().append_shared_param(nn.Parameter(torch.ones(1)))
 
 
 def test_copies() -> None:
-    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(RuntimeError, match="save its state_dict"):
-            attempt(wrapped)
+            attempt(alone())
 
 
-def test_inner_calls(ranks: RankPool) -> None:
-    clip, sync, twice = ranks.run(trainings.inner_calls, 2)[0]
-    assert "clip_grad_norm_ should only be called on the outermost" in clip and "no_sync on inner FSDP" in sync
-    assert "expected to be in states" in twice and "SUMMON_FULL_PARAMS" in twice
+@on_ranks()
+def test_inner_calls() -> None:
+    model = nested(bn=False)
+    model(torch.ones(2, 5))
+    with pytest.raises(MisuseError, match="clip_grad_norm_ should only be called on the outermost"):
+        model[1].clip_grad_norm_(1.0)
+    with pytest.raises(MisuseError, match="no_sync on inner FSDP"):
+        model[1].no_sync().__enter__()
+    model.assert_state([TrainingState.IDLE, TrainingState.FORWARD])
+    with model.summon_full_params():
+        with pytest.raises(ValueError, match=r"expected to be in states .*SUMMON_FULL_PARAMS"):
+            model.summon_full_params().__enter__()
 
 
-def test_an_optimizer_from_before(ranks: RankPool) -> None:
+@on_ranks()
+def test_an_optimizer_from_before() -> None:
     """In the real library it steps tensors that nobody computes with, in silence."""
-    for found in ranks.run(trainings.optimizers_from_before, 2):
-        assert found.pop("unflattened") == {}
-        for name, said in found.items():
-            assert said.startswith("OptimizerError") and "build the optimizer after wrapping" in said, name
+    for part in (lambda m: m, lambda m: m[0], lambda m: m[1]):  # all, the outer wrapper's, an inner one's
+        plain = mlp(bn=False)
+        optimizer = torch.optim.AdamW(part(plain).parameters())
+        plain[1] = FSDP(plain[1])
+        model = FSDP(plain)
+        model(torch.ones(2, 5)).sum().backward()
+        told = told_by(optimizer.step)
+        assert told.startswith("OptimizerError") and "build the optimizer after wrapping" in told
+        torch.optim.AdamW(model.parameters()).step()
+    plain = mlp(bn=False)
+    optimizer = adam(plain)
+    plain[1] = FSDP(plain[1], flatten_parameters=False)
+    kept = FSDP(plain, flatten_parameters=False)
+    assert against_ddp(kept, mlp(bn=False), build=lambda m: optimizer if m is kept else adam(m)) == {}
 
 
-def test_torchs_clip_grad_norm(ranks: RankPool) -> None:
+@on_ranks()
+def test_torchs_clip_grad_norm() -> None:
     """In the real library it takes another norm on each rank, in silence."""
-    for case in ranks.run(trainings.clipped_by_torch, 2):
-        for marks, said, same, works in case:
-            (mark,) = marks
-            assert mark.startswith("call fsdp.clip_grad_norm_(max_norm)")
-            assert said.startswith("GradientError") and mark in said and same and works
-    alone = FullyShardedDataParallel(nn.Linear(2, 2), ONE)  # has all, and torch's norm is right
-    assert not any(hasattr(p, "_fsshard_clip_with") for p in alone.parameters())
-
-
-def test_assert_state() -> None:
-    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
-    wrapped.assert_state([TrainingState.IDLE, TrainingState.FORWARD])
-    with pytest.raises(ValueError, match=r"current state is TrainingState\.IDLE"):
-        wrapped.assert_state(TrainingState.FORWARD)
+    for options in ({}, {"flatten_parameters": False}):
+        model, _ = trained(nested(bn=False, **options))
+        x = torch.ones(2, 5)
+        if model.flatten_parameters:
+            model.double()
+            x = x.double()
+        model(x).sum().backward()
+        gradients = [p.grad.clone() for p in model.params_with_grad]
+        told = told_by(lambda m=model: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05))
+        assert told.startswith("GradientError") and "call fsdp.clip_grad_norm_(max_norm)" in told
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.params_with_grad, gradients, strict=True))
+        assert float(model.clip_grad_norm_(0.05)) > 0
+    assert not any(hasattr(p, "_fsshard_clip_with") for p in alone().parameters())  # one rank has all
 
 
 @pytest.mark.parametrize(
@@ -461,154 +663,285 @@ def test_assert_state() -> None:
         ("summon_full_params", "load_local_state_dict"),
     ],
 )
-def test_ranks_in_other_calls(ranks: RankPool, call: str, other: str) -> None:
-    for said in ranks.run(trainings.apart, 2, call, other):
-        assert said.startswith("NotTogether: FullyShardedDataParallel.") and call in said and other in said
+@on_ranks()
+def test_ranks_in_other_calls(call: str, other: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=30))  # its ranks are out of step afterwards
+    model = nested(bn=False, process_group=group)
+    optimizer = adam(model)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    calls: dict[str, Callable[[], Any]] = {
+        "gather_full_optim_state_dict": lambda: model.gather_full_optim_state_dict(optimizer),
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict({}),
+        "load_local_state_dict": lambda: model.load_local_state_dict({}),
+        "summon_full_params": lambda: model.summon_full_params().__enter__(),
+    }
+    told = told_by(calls[other if dist.get_rank() else call])
+    assert told.startswith("NotTogether: FullyShardedDataParallel.") and call in told and other in told
 
 
 # ------------------------------------------------------------------------------------------------ as a module
 
 
 def test_only_looks_like_a_group() -> None:
-    """FairScale's and fairseq's tests build wrappers on groups that can do nothing but say their rank and size."""
-    wrapped = FullyShardedDataParallel(nn.Linear(5, 5), trainings.Group(1, 2))
+    wrapped = FSDP(nn.Linear(5, 5), Group(1, 2))
     assert (wrapped.rank, wrapped.world_size) == (1, 2) and wrapped.params[0].shape == (15,)
 
 
-def test_names_of_parameters(ranks: RankPool) -> None:
-    flat, whole, theirs = ranks.run(trainings.names, 2, {})[0]
+@on_ranks()
+def test_names_of_parameters() -> None:
     parameters = [name for name in NORMAL if "running" not in name and "batches" not in name]
-    assert flat == theirs and len(flat) == 2 and "flat_param_0" in flat[0] and whole == parameters
-    assert ranks.run(trainings.names, 2, {"flatten_parameters": False})[0][:2] == (parameters, parameters)
+    theirs = [name for name, _ in nested(kind=raw).named_parameters()]
+    for flatten, expected in ((True, theirs), (False, parameters)):
+        model = nested(flatten_parameters=flatten)
+        assert [name for name, _ in model.named_parameters()] == expected
+        with model.summon_full_params():
+            assert [name for name, _ in model.named_parameters()] == parameters
+    assert len(theirs) == 2 and "flat_param_0" in theirs[0]
 
 
-def test_falls_through_to_the_module(ranks: RankPool) -> None:
-    features, verbose, plain = ranks.run(trainings.reported, 2)[0]
-    assert features == 3
+@on_ranks()
+def test_falls_through_to_the_module() -> None:
+    model = nested(bn=False, verbose=True)
+    assert model[3].out_features == 3 and not hasattr(model, "strange")
+    assert "bucket_cap_mb=25" in repr(model) and "is_root=None" in repr(model)
+    plain = repr(nested(bn=False))
     assert "world_size=2, flatten_parameters=True, mixed_precision=False, " in plain and "bucket_cap_mb" not in plain
-    assert "bucket_cap_mb=25" in verbose and "is_root=None" in verbose
-    with pytest.raises(AttributeError, match="strange"):
-        _ = FullyShardedDataParallel(nn.Linear(2, 2), ONE).strange
 
 
-def test_apply(ranks: RankPool) -> None:
-    assert ranks.run(trainings.applied, 2) == [True, True]
+@on_ranks()
+def test_apply() -> None:
+    model = nested(bn=False)
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            assert module.weight.dim() == 2
+            module.weight.data.fill_(2.0)
+
+    assert model.apply(fill) is model
+    assert all(bool((model.state_dict()[f"{name}.weight"] == 2).all()) for name in ("0", "1.0", "3"))
 
 
-def test_auto_wrap_bn() -> None:
+def test_auto_wrap_bn_and_instances() -> None:
     config = {"process_group": ONE, "flatten_parameters": False}
-    model = auto_wrap_bn(trainings.mlp(), fsdp_config=config)
+    model = auto_wrap_bn(mlp(), fsdp_config=config)
     assert [type(each.module.module) for each in get_fsdp_instances(model)] == [nn.BatchNorm1d]
-    tagged = auto_wrap_bn(trainings.mlp(), fsdp_config=config, wrap_it=False)
+    tagged = auto_wrap_bn(mlp(), fsdp_config=config, wrap_it=False)
     assert get_fsdp_instances(tagged) == [] and tagged[1][1].wrapper_config is config  # type: ignore[index]
     with pytest.raises(AssertionError, match=r"'1\.1' has a wrapper_config already"):
         auto_wrap_bn(tagged, fsdp_config=config)
     other = dict(config)
     assert auto_wrap_bn(tagged, fsdp_config=other, wrap_it=False, assert_on_collision=False) is tagged
     assert tagged[1][1].wrapper_config is other  # type: ignore[index]
-
-
-def test_instances() -> None:
-    inner = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
-    outer = FullyShardedDataParallel(nn.Sequential(inner), ONE)
+    inner = alone()
+    outer = alone(nn.Sequential(inner))
     assert get_fsdp_instances(outer) == [outer, inner] and get_fsdp_instances(outer, skip_empty=True) == [inner]
-    assert get_fsdp_instances(nn.Linear(2, 2)) == []
 
 
 # ------------------------------------------------------------------------------------------------ state dicts
 
 
-def test_save_and_load(ranks: RankPool) -> None:
-    assert ranks.run(trainings.saved_and_loaded, 2) == [[True] * 5] * 2
+@on_ranks()
+def test_save_and_load() -> None:
+    model, optimizer = trained(nested())
+    state = model.state_dict()
+    snapshot = {name: value.clone() for name, value in state.items()}
+    other, plain = nested(), mlp()
+    other.load_state_dict(state)
+    plain.load_state_dict(state)
+    assert differing(other, plain) == {}
+    train(model, optimizer, steps=1)
+    assert unlike(state, snapshot) == []  # a copy, buffers too
+    with model.summon_full_params():
+        inside = model.state_dict()
+    outside = model.state_dict()
+    assert unlike(inside, outside) == [] and not any(vars(value) for value in outside.values())
+    file = io.BytesIO()
+    torch.save(outside, file)
+    file.seek(0)
+    assert unlike(torch.load(file, weights_only=True), inside) == []
 
 
-def test_inside_of_a_plain_model(ranks: RankPool) -> None:
-    assert ranks.run(trainings.in_a_plain_model, 2) == [({}, {}, True)] * 2
+@on_ranks()
+def test_inside_of_a_plain_model() -> None:
+    """Wrappers inside of a module that is none: saved and loaded with nothing around them."""
+    model, changed = mlp(), mlp()
+    model[1], model[3] = FSDP(model[1]), FSDP(model[3])
+    assert differing(model, mlp()) == {}
+    state = {name: value + 1 for name, value in mlp().state_dict().items()}
+    result = model.load_state_dict(state)
+    changed.load_state_dict(state)
+    assert differing(model, changed) == {} and result.missing_keys == result.unexpected_keys == []
 
 
 @pytest.mark.parametrize("where", ["everywhere", "on one rank"])
-def test_a_state_that_does_not_fit(ranks: RankPool, where: str) -> None:
-    for text, changed in ranks.run(trainings.misfit, 2, where):
-        assert text.startswith("StateDictError") and "nothing was loaded" in text and not changed
-        assert "missing: 3.bias" in text and "unexpected: strange" in text
-        assert "0.weight: expected (7, 5), got (2, 2)" in text
-        assert ("rank 1: " in text) == (where == "on one rank" and "rank 1" in text)
+@on_ranks()
+def test_a_state_that_does_not_fit(where: str) -> None:
+    model = nested()
+    state = model.state_dict()
+    bad = {name: value + 1 for name, value in state.items() if name != "3.bias"}
+    bad["0.weight"], bad["strange"] = torch.zeros(2, 2), torch.zeros(1)
+    told = told_by(lambda: model.load_state_dict(state if where != "everywhere" and dist.get_rank() == 0 else bad))
+    assert told.startswith("StateDictError") and "nothing was loaded" in told and differing(model, mlp()) == {}
+    assert "missing: 3.bias" in told and "unexpected: strange" in told
+    assert "0.weight: expected (7, 5), got (2, 2)" in told
+    assert ("rank 1: " in told) == (where == "on one rank" and dist.get_rank() == 0) or "rank 1" in told
 
 
-def test_loading_loosely(ranks: RankPool) -> None:
-    missing, unexpected, loaded = ranks.run(trainings.loosely, 2)[0]
-    assert missing and unexpected == ["1.strange"] and loaded
-
-
-def test_names_with_the_wrappers_levels() -> None:
-    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
+@on_ranks()
+def test_loading_loosely_and_with_the_wrappers_levels() -> None:
+    model = nested()
+    state = {"0.bias": torch.full((7,), 2.0), "1.strange": torch.zeros(1)}
+    result, plain = model.load_state_dict(state, strict=False), mlp().load_state_dict(state, strict=False)
+    assert result.missing_keys == plain.missing_keys and result.unexpected_keys == ["1.strange"]
+    assert (model.state_dict()["0.bias"] == 2).all()
+    wrapped = FSDP(nn.Linear(2, 2))
     state = {f"_fsdp_wrapped_module.{name}": value + 1 for name, value in wrapped.state_dict().items()}
     with no_pre_load_state_dict_hook():
         wrapped.load_state_dict(state)
-    found = wrapped.state_dict()
-    assert all(torch.equal(found[name], state[f"_fsdp_wrapped_module.{name}"]) for name in found)
+    assert unlike(state, {f"_fsdp_wrapped_module.{k}": v for k, v in wrapped.state_dict().items()}) == []
+
+
+@on_ranks()
+def test_state_dict_of_the_wrapped_module() -> None:
+    """Of an unflattened wrapper this rank's parts, as in the real library; of a flattened one an error."""
+    ours, theirs = FSDP(tied(), flatten_parameters=False), raw(tied(), flatten_parameters=False)
+    wanted, found = theirs.module.state_dict(), ours.module.state_dict()
+    assert list(found) == list(wanted) and unlike(found, wanted) == []
+    flat = FSDP(tied())
+    assert "local_state_dict()" in told_by(flat.module.state_dict)
+    assert "Incorrect numel of supplied data" in told_by(raw(tied()).module.state_dict)
+    with flat.summon_full_params():
+        whole = flat.module.state_dict()
+    single = FSDP(tied(), dist.new_subgroups(group_size=1)[0])
+    for state in (whole, single.module.state_dict()):
+        assert list(state) == list(tied().state_dict()) and unlike(state, tied().state_dict()) == []
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_parts_of_each_rank(ranks: RankPool, flatten: bool) -> None:
+@on_ranks()
+def test_parts_of_each_rank(flatten: bool) -> None:
+    """Ours and the real library put them together alike; they are loaded again."""
     buffers = [name for name in NORMAL if "running" in name or "batches" in name]
-    for part, right, wrong in ranks.run(trainings.local_parts, 2, {"flatten_parameters": flatten}):
-        assert part == (["flat_param_0", "1.flat_param_0", *buffers] if flatten else NORMAL)
-        assert right == [True, True] and not wrong
+    model, _ = trained(nested(flatten_parameters=flatten))
+    part, whole = model.local_state_dict(), model.state_dict()
+    assert list(part) == (["flat_param_0", "1.flat_param_0", *buffers] if flatten else NORMAL)
+    for kind in (FSDP, real.FullyShardedDataParallel):
+        found = consolidated(kind, model)
+        assert found.keys() == whole.keys()
+        assert dist.get_rank() or unlike(found, whole) == []  # the first rank's statistics are taken
+    other, plain = nested(flatten_parameters=flatten), mlp()
+    other.load_local_state_dict(part)
+    plain.load_state_dict(whole)
+    assert differing(other, plain) == {}
 
 
-def test_parts_that_the_real_library_wrote(ranks: RankPool) -> None:
-    assert ranks.run(trainings.real_parts, 2) == [(True, True, True, {})] * 2
+@on_ranks()
+def test_parts_that_the_real_library_wrote() -> None:
+    """What it writes of its parts is what we write, and what we load."""
+    theirs, ours, plain = nested(kind=raw), nested(), mlp()
+    with torch.no_grad():
+        for parameter in (*theirs.parameters(), *plain.parameters()):
+            parameter.add_(1)
+    part, own = theirs.local_state_dict(), ours.local_state_dict()
+    assert list(part) == list(own) and all(part[name].shape == own[name].shape for name in own)
+    assert theirs.local_metadata_dict() == ours.local_metadata_dict()
+    shared = from_every_rank((part, theirs.local_metadata_dict()))
+    whole = FSDP.consolidate_shard_weights([each[0] for each in shared], [each[1] for each in shared])
+    assert whole.keys() == plain.state_dict().keys() and unlike(whole, plain.state_dict()) == []
+    ours.load_local_state_dict(part)
+    assert differing(ours, plain) == {}
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_fewer_elements_than_ranks(ranks: RankPool, flatten: bool) -> None:
-    assert ranks.run(trainings.fewer_elements_than_ranks, 3, flatten) == [[True] * (4 if flatten else 3)] * 3
+@on_ranks(3)
+def test_fewer_elements_than_ranks(flatten: bool) -> None:
+    """Parts that are padding and nothing else: cut as the real library cuts them, and nothing is lost."""
+
+    def tiny(kind: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 1), nn.Linear(1, 3))
+        model[1] = kind(model[1], flatten_parameters=flatten)
+        return kind(model, flatten_parameters=flatten)
+
+    theirs, ours, other = tiny(raw), tiny(FSDP), tiny(FSDP)
+    part, wanted = ours.local_state_dict(), theirs.local_state_dict()
+    assert ours.local_metadata_dict() == theirs.local_metadata_dict()
+    assert part.keys() == wanted.keys() and unlike(part, wanted) == []
+    _, optimizer = trained(ours)
+    other.load_local_state_dict(ours.local_state_dict())
+    assert differing(other, ours) == {}
+    if flatten:
+        full = from_rank_0(ours.gather_full_optim_state_dict(optimizer))
+        assert_same_states(ours.get_shard_from_optim_state_dict(full), optimizer)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_parts_of_one_rank(ranks: RankPool, flatten: bool) -> None:
-    assert ranks.run(trainings.parts_of_one_rank, 1, flatten) == [[True] * 5]
+@on_ranks(1)
+def test_parts_of_one_rank(flatten: bool) -> None:
+    """Parts are what the real library's are, and come back; flat ones, as fsshard 0.1.0 wrote them, too."""
+    ours, other = (FSDP(tied(), flatten_parameters=flatten) for _ in range(2))
+    part, wanted = ours.local_state_dict(), raw(tied(), flatten_parameters=flatten).local_state_dict()
+    assert list(part) == list(wanted) and unlike(part, wanted) == []
+    expected = {name: value + 1 for name, value in tied().state_dict().items()}
+    changed = {name: value + 1 for name, value in part.items()}
+    for given in (changed, {name: value.reshape(-1) for name, value in changed.items()}):
+        with other.summon_full_params(), torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        other.load_local_state_dict(given)
+        assert unlike(other.state_dict(), expected) == []
+        assert unlike(FSDP.consolidate_shard_weights([given], [ours.local_metadata_dict()]), expected) == []
 
 
-def test_ties_in_parts(ranks: RankPool) -> None:
+@on_ranks()
+def test_ties_in_parts() -> None:
     """FairScale 0.4.13 looks at the ties of its last wrapper only, and without that one's path."""
-    assert ranks.run(trainings.shared_parts, 2) == [{"ours": True, "real": False}] * 2
+    wanted = TwoHeads().state_dict()
+    for kind, library in ((FSDP, FSDP), (raw, real.FullyShardedDataParallel)):
+        model = TwoHeads()
+        model.body = kind(model.body)
+        whole = kind(model)
+        if kind is raw:
+            with pytest.raises(KeyError):
+                consolidated(library, whole)
+        else:
+            state = consolidated(library, whole)
+            assert state.keys() == wanted.keys() and unlike(state, wanted) == []
 
 
-def test_parts_that_do_not_fit(ranks: RankPool) -> None:
-    first, second = ranks.run(trainings.local_misfit, 2)
-    assert "missing: 1.flat_param_0" in second and "flat_param_0: expected (33,), got (32,)" in second
-    assert first == second.replace("Error: ", "Error: rank 1: ", 1)
+@on_ranks()
+def test_parts_that_do_not_fit() -> None:
+    model = nested()
+    part = model.local_state_dict()
+    if dist.get_rank() == 1:
+        part["flat_param_0"] = part["flat_param_0"][:-1]
+        del part["1.flat_param_0"]
+    told = told_by(lambda: model.load_local_state_dict(part))
+    assert "missing: 1.flat_param_0" in told and "flat_param_0: expected (33,), got (32,)" in told
+    assert ("rank 1: " in told) == (dist.get_rank() == 0)
 
 
 def test_consolidation_of_what_is_not_there() -> None:
+    consolidate = FSDP.consolidate_shard_weights
     with pytest.raises(ValueError, match="of each rank"):
-        FullyShardedDataParallel.consolidate_shard_weights([], [])
-    wrapped = FullyShardedDataParallel(trainings.mlp(), ONE)
+        consolidate([], [])
+    wrapped = alone(mlp())
     part, meta = wrapped.local_state_dict(), wrapped.local_metadata_dict()
     some = {name: value for name, value in part.items() if "running" in name}
     with pytest.raises(StateDictError, match="missing: flat_param_0"):
-        FullyShardedDataParallel.consolidate_shard_weights([some], [meta])
-    loose = FullyShardedDataParallel.consolidate_shard_weights([some], [meta], strict=False)
-    assert loose.keys() == some.keys()
-    bare = FullyShardedDataParallel.consolidate_shard_weights([part], [meta], with_module_buffers=False)
-    assert list(bare) == [name for name, _ in trainings.mlp().named_parameters()]
+        consolidate([some], [meta])
+    assert consolidate([some], [meta], strict=False).keys() == some.keys()
+    bare = consolidate([part], [meta], with_module_buffers=False)
+    assert list(bare) == [name for name, _ in mlp().named_parameters()]
     cut = {**part, "flat_param_0": part["flat_param_0"][:-1]}
-    with pytest.raises(StateDictError, match="flat_param_0: expected 136 elements in all, got 135"):
-        FullyShardedDataParallel.consolidate_shard_weights([cut], [meta])
-
-
-@pytest.mark.parametrize("parts", [False, True])
-def test_a_subclass_with_fairseqs_habits(ranks: RankPool, parts: bool) -> None:
-    first, second = ranks.run(trainings.subclassed, 2, parts)
-    assert first[1] == "Sequential" and first[2] and second[2]
-    assert first[0][:1] == (["flat_param_0"] if parts else ["0.weight"])
-    assert (second[0] == []) == (not parts)
+    with pytest.raises(StateDictError, match=r"flat_param_0: expected 136.*, got 135"):
+        consolidate([cut], [meta])
 
 
 def test_a_subclass_whose_state_dict_is_its_parts() -> None:
-    class Local(FullyShardedDataParallel):
+    class Local(FSDP):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return self.local_state_dict(*args, **kwargs)
 
@@ -618,76 +951,136 @@ def test_a_subclass_whose_state_dict_is_its_parts() -> None:
 # ------------------------------------------------------------------------------------------------ optimizer states
 
 
+def assert_same_states(part: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    found, wanted = part["state"], optimizer.state_dict()["state"]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[n][k], wanted[n][k]) for n in wanted for k in wanted[n])
+
+
+def own_names(model: nn.Module, instance: Any) -> list[str]:
+    path = next(name for name, module in model.named_modules() if module is instance)
+    path = ".".join(part for part in path.split(".") if part != "_fsdp_wrapped_module")
+    return [f"{path}.{each.name}" if path else each.name for each in instance.module.own()]
+
+
 @pytest.mark.parametrize("wrap_bn", [False, True], ids=["", "bn"])
-def test_whole_optimizer_state(ranks: RankPool, wrap_bn: bool) -> None:
-    for found in ranks.run(trainings.optimizer_states, 2, wrap_bn):
-        assert found == {
-            "none elsewhere": True,
-            "states": True,
-            "in place": True,
-            "resumed": {},
-            "uninterrupted": {},
-        }
-
-
-def test_form_of_a_whole_state(ranks: RankPool) -> None:
-    full, none = ranks.run(trainings.gathered_form, 2)
-    assert none is None
+@on_ranks()
+def test_whole_optimizer_state(wrap_bn: bool) -> None:
+    """A gathered state is that of the plain optimizer under DDP; it is cut and loaded again, and trained on with."""
+    (model, optimizer), (reference, plain) = trained(nested(wrap_bn=wrap_bn)), trained(ddp(mlp()))
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=0)
+    assert (full is None) == (dist.get_rank() != 0)
+    full = from_rank_0(full)
     assert set(full) == {"state", "param_groups", "param_id_map", "uncollected_local_ids"}
-    assert full["param_id_map"] == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1, 7: 1}
-    assert full["uncollected_local_ids"] == [] and full["param_groups"][0]["params"] == list(range(8))
-    assert full["state"][0]["step"] == 4.0 and full["state"][4]["exp_avg"].shape == (7, 7)
+    if not wrap_bn:
+        assert list(full["param_id_map"].values()) == [0] * 4 + [1] * 4 and full["uncollected_local_ids"] == []
+        assert full["state"][0]["step"] == 4.0 and full["state"][4]["exp_avg"].shape == (7, 7)
+    order = [name for each in get_fsdp_instances(model, skip_empty=True) for name in own_names(model, each)]
+    place = {name: index for index, (name, _) in enumerate(reference.module.named_parameters())}
+    assert full["param_groups"][0]["params"] == list(range(len(place)))
+    wanted = plain.state_dict()["state"]
+    for number, state in full["state"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), wanted[place[order[number]]][key])
+    other = nested(wrap_bn=wrap_bn)
+    again = adam(other)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(other.get_shard_from_optim_state_dict(full))
+    assert "param_id_map" not in full  # changed in place
+    for each, with_ in ((model, optimizer), (other, again), (reference, plain)):
+        train(each, with_, steps=2, seed=1)
+    assert differing(other, reference.module) == differing(model, reference.module) == {}
 
 
-def test_a_state_that_the_real_library_gathered(ranks: RankPool) -> None:
+@on_ranks()
+def test_a_state_that_the_real_library_gathered() -> None:
     """The real one makes numbers of the live optimizer's steps while it gathers; Adam stops at the next step."""
-    for same, keys, raised in ranks.run(trainings.real_optimizer_state, 2):
-        assert same and all(same) and keys and raised
+    theirs, ours = nested(kind=raw), nested()
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for each in real.get_fsdp_instances(theirs):
+        for parameter, padding in zip(each.params, each.numel_padded_per_param, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+            parameter.grad[parameter.numel() - padding :] = 0
+            parameter._full_param_padded = torch.zeros(parameter.numel() * dist.get_world_size())  # as after a forward
+    optimizer = torch.optim.Adam(theirs.parameters())
+    optimizer.step()
+    before = {n: {k: v.clone() for k, v in s.items()} for n, s in optimizer.state_dict()["state"].items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "cpu", Tensor.clone)  # as from a GPU: it gathers into one buffer
+        full = theirs.gather_full_optim_state_dict(optimizer)
+    part = ours.get_shard_from_optim_state_dict(from_rank_0(full))
+    assert all(torch.equal(part["state"][n][k], before[n][k]) for n in before for k in before[n])
+    assert part.keys() == optimizer.state_dict().keys() and told_by(optimizer.step)
+    torch.optim.Adam(ours.parameters()).load_state_dict(part)
+
+
+class Unused(nn.Module):
+    """A frozen wrapper in the middle, without state in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l = nn.Linear(4, 4)
+        self.not_trained = FSDP(nn.Linear(4, 4).requires_grad_(False))
+        self.l2 = FSDP(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.l2(self.l(x)) - self.not_trained(x)
+        return output
 
 
 @pytest.mark.parametrize("first_frozen", [False, True])
-def test_parameters_without_state(ranks: RankPool, first_frozen: bool) -> None:
+@on_ranks()
+def test_parameters_without_state(first_frozen: bool) -> None:
+    whole = Unused()
+    whole.l.requires_grad_(not first_frozen)
+    model = FSDP(whole)
+    optimizer = sgd(model)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    full = from_rank_0(model.gather_full_optim_state_dict(optimizer))
     outer = None if first_frozen else 0
-    expected = {0: outer, 1: outer, 2: None, 3: None, 4: 2, 5: 2}
-    assert ranks.run(trainings.unused_states, 2, first_frozen) == [(expected, True)] * 2
+    assert full["param_id_map"] == {0: outer, 1: outer, 2: None, 3: None, 4: 2, 5: 2}
+    assert_same_states(model.get_shard_from_optim_state_dict(full), optimizer)
 
 
-def test_wrappers_of_one_rank(ranks: RankPool) -> None:
-    first, second = ranks.run(trainings.alone, 2)
-    assert first.pop("uncollected") == [1, 2] and first.pop("first rank's")
-    assert first == second and "clip_grad_value_" in first["clip"]
-    assert first["kept out"] and first["own gradients"] and first["norm of one group"] > 0
+@on_ranks()
+def test_wrappers_of_one_rank() -> None:
+    """BatchNorms of one rank each: not gathered, not to be clipped."""
+    model, optimizer = trained(FSDP(auto_wrap_bn(mlp(), single_rank_pg=True)))
+    assert "clip_grad_value_" in told_by(lambda: model.clip_grad_norm_(1.0))
+    together, _ = trained(FSDP(auto_wrap_bn(mlp(), single_rank_pg=False)))
+    assert together.clip_grad_norm_(1.0).item() > 0
+    full = model.gather_full_optim_state_dict(optimizer)
+    bn = get_fsdp_instances(model)[1]
+    first, second = from_every_rank(bn.params[0].grad)
+    assert bn.no_broadcast_optim_state and not torch.equal(first, second)
+    if full is not None:
+        assert full["uncollected_local_ids"] == [1, 2]
+        assert_same_states(model.get_shard_from_optim_state_dict(full), optimizer)
 
 
-def test_of_another_model(ranks: RankPool) -> None:
-    for said in ranks.run(trainings.of_another_model, 2):
-        assert said[0] == said[1] and said[0].startswith("OptimizerError") and "parameter 0 of the optimizer" in said[0]
-        assert said[2].startswith("MisuseError: Param groups are not supported: expected 1, got 2")
-        assert said[3].startswith("UnsupportedHere") and "flatten_parameters=False" in said[3]
-        assert said[4].startswith("MisuseError: Including itself, this model has 1 nested instances with 8 parameters")
-        assert said[5].startswith("MisuseError") and "param_id_map" in said[5]
-        assert said[6].startswith("StateDictError") and "0.weight.exp_avg: expected (7, 5), got (2, 2)" in said[6]
-        assert said[7] == ""
-
-
-def test_the_state_of_another_rank_than_the_first() -> None:
-    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
+@on_ranks()
+def test_of_another_model() -> None:
+    model, other = nested(bn=False), nested(bn=False)
+    for optimizer in (adam(other), adam(mlp(False))):
+        told = told_by(lambda optimizer=optimizer: model.gather_full_optim_state_dict(optimizer))
+        assert told.startswith("OptimizerError") and "parameter 0 of the optimizer" in told
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    with pytest.raises(MisuseError, match="Param groups are not supported: expected 1, got 2"):
+        model.gather_full_optim_state_dict(torch.optim.Adam(groups))
+    unflat = nested(bn=False, flatten_parameters=False)
+    with pytest.raises(NotImplementedError, match="flatten_parameters=False"):
+        unflat.gather_full_optim_state_dict(adam(unflat))
+    _, optimizer = trained(model, 1)
+    full = from_rank_0(model.gather_full_optim_state_dict(optimizer))
+    with pytest.raises(MisuseError, match="Including itself, this model has 1 nested instances with 8 parameters"):
+        FSDP(mlp(False)).get_shard_from_optim_state_dict(dict(full))
+    with pytest.raises(MisuseError, match="param_id_map"):
+        model.get_shard_from_optim_state_dict(optimizer.state_dict())
     with pytest.raises(MisuseError, match=r"expected a dict, got NoneType; .*broadcast_object_list"):
-        wrapped.get_shard_from_optim_state_dict(None)  # type: ignore[arg-type]
-
-
-def job_drops(kind: str) -> list[str]:
-    plain = net()
-    plain.middle = nn.ModuleList([nn.Linear(6, 6)])  # FairScale shards real parameters only
-    model = FullyShardedDataParallel(plain)
-    known = Known(flat=model.params[0])
-    run_pass(model, kind)
-    dist.barrier()  # who lets go first breaks the pass of a rank that is behind
-    del model, plain
-    return known.left()
-
-
-@pytest.mark.parametrize("kind", PASSES)
-def test_a_dropped_model_is_freed(ranks: RankPool, kind: str) -> None:
-    """Under torch's, the modules show views of the flat parameter, which knows the modules."""
-    assert ranks.run(job_drops, 2, kind) == [[], []]
+        model.get_shard_from_optim_state_dict(None)  # type: ignore[arg-type]
+    wider = {n: {**s, "exp_avg": torch.zeros(2, 2)} if n == 0 else s for n, s in full["state"].items()}
+    with pytest.raises(StateDictError, match=r"0\.weight\.exp_avg: expected \(7, 5\), got \(2, 2\)"):
+        model.get_shard_from_optim_state_dict({**full, "state": wider})
+    other.load_state_dict(model.state_dict())

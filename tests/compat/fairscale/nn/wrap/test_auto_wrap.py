@@ -19,7 +19,6 @@ import fsshard.compat.fairscale as mirror
 
 real = sys.modules["fairscale.nn.wrap.auto_wrap"]
 ours = sys.modules["fsshard.compat.fairscale.nn.wrap.auto_wrap"]
-NAMES = ["wrap", "auto_wrap", "enable_wrap", "default_auto_wrap_policy", "config_auto_wrap_policy"]
 
 
 class Wrapper(nn.Module):
@@ -53,22 +52,6 @@ def shape(module: nn.Module) -> Any:
 # ------------------------------------------------------------------------------------------------ the names
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_signatures(name: str) -> None:
-    theirs, here = (inspect.signature(getattr(module, name)).parameters for module in (real, ours))
-    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
-        (p.name, p.kind, p.default) for p in here.values()
-    ]
-
-
-@pytest.mark.parametrize("name", ["__init__", "enable_autowrap_context", "disable_autowrap_context", "recursive_wrap"])
-def test_signatures_of_the_context(name: str) -> None:
-    theirs, here = (inspect.signature(getattr(module.ConfigAutoWrap, name)).parameters for module in (real, ours))
-    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
-        (p.name, p.kind, p.default) for p in here.values()
-    ]
-
-
 @pytest.mark.parametrize("package", [fairscale, mirror], ids=["real", "ours"])
 def test_wrap_is_function_and_package(package: Any) -> None:
     name = package.__name__
@@ -80,15 +63,6 @@ def test_wrap_is_function_and_package(package: Any) -> None:
     assert importlib.import_module(f"{name}.nn.wrap.auto_wrap").ConfigAutoWrap is found["ConfigAutoWrap"]
     with pytest.raises(ImportError):
         exec(f"import {name}.nn.wrap.auto_wrap as hidden_by_the_function", found)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_addresses(name: str) -> None:
-    assert (
-        getattr(mirror.nn, name)
-        is getattr(ours, name)
-        is getattr(sys.modules["fsshard.compat.fairscale.nn.wrap"], name)
-    )
 
 
 def test_defaults_of_the_policy(library: Any) -> None:
