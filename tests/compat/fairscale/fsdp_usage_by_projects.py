@@ -92,15 +92,15 @@ def lightning(fairscale: Any) -> Outcome:
     return steps(run, optimizer, micro_batches=2)
 
 
-def hugging_face(fairscale: Any, zero_3: bool) -> Outcome:
-    """Trainer ``--sharded_ddp zero_dp_2``, or ``"zero_dp_3 auto_wrap"``: its auto_wrap runs outside of enable_wrap."""
+def hugging_face(fairscale: Any) -> Outcome:
+    """Trainer ``--sharded_ddp "zero_dp_2 auto_wrap"``: its auto_wrap runs outside of enable_wrap."""
     model: nn.Module = Layers()
     if fairscale is None:
         run: Any = DistributedDataParallel(model)
     else:
         model = fairscale.nn.auto_wrap(model)
         fully_sharded = fairscale.nn.FullyShardedDataParallel
-        run = fully_sharded(model, mixed_precision=False, reshard_after_forward=zero_3, cpu_offload=False)
+        run = fully_sharded(model, mixed_precision=False, reshard_after_forward=False, cpu_offload=False)
         run = run.to(torch.device("cpu"))
         assert isinstance(run, fully_sharded)
     optimizer = torch.optim.AdamW(run.parameters(), lr=0.02)
@@ -218,34 +218,9 @@ def vissl(fairscale: Any) -> Outcome:
     return {**found, "weights": {k: v for k, v in found["weights"].items() if k.endswith(("weight", "bias"))}}
 
 
-def esm(fairscale: Any) -> Outcome:
-    """ESM, metaseq, Megalodon: the children called ``layers`` are wrapped one by one, by setattr, then the whole."""
-    model: Any = Layers()
-    if fairscale is None:
-        run: Any = DistributedDataParallel(model)
-    else:
-        fsdp = fairscale.nn.data_parallel.FullyShardedDataParallel
-        settings = {"mixed_precision": False, "flatten_parameters": True, "state_dict_device": torch.device("cpu")}
-        with fairscale.nn.enable_wrap(wrapper_cls=fsdp, **settings):
-            for name, child in model.named_children():
-                if name == "layers":
-                    for layer_name, layer in child.named_children():
-                        setattr(child, layer_name, fairscale.nn.wrap(layer))
-            run = fairscale.nn.wrap(model)
-    before = run(next(batches(1))).detach().clone()
-    optimizer = torch.optim.AdamW(run.parameters(), lr=0.02)
-    found = steps(run, optimizer)
-    run.eval()
-    with torch.no_grad():
-        after = run(next(batches(1))).clone()
-    return {**found, "before": before, "after": after}
-
-
 USAGES: dict[str, Callable[[Any], Outcome]] = {
     "Lightning": lightning,
-    "Hugging Face, zero_dp_2": lambda f: hugging_face(f, zero_3=False),
-    "Hugging Face, zero_dp_3": lambda f: hugging_face(f, zero_3=True),
+    "Hugging Face": hugging_face,
     "fairseq": fairseq,
     "VISSL": vissl,
-    "ESM, metaseq": esm,
 }

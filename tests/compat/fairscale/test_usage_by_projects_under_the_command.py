@@ -22,16 +22,6 @@ names = [
 ]
 assert fairscale.optim.OSS is fairscale.optim.oss.OSS
 """,
-    "Lightning": """
-from fairscale.nn.data_parallel.sharded_ddp import ShardedDataParallel
-from fairscale.nn.data_parallel import FullyShardedDataParallel
-from fairscale.nn import default_auto_wrap_policy, enable_wrap
-from fairscale.optim import OSS
-from fairscale.optim.grad_scaler import ShardedGradScaler
-import fairscale
-assert tuple(map(int, fairscale.__version__.split("."))) >= (0, 3, 4)
-names = [ShardedDataParallel, FullyShardedDataParallel, default_auto_wrap_policy, enable_wrap, OSS, ShardedGradScaler]
-""",
     "Hugging Face": """
 import importlib.util
 assert importlib.util.find_spec("fairscale") is not None
@@ -56,14 +46,6 @@ from fairscale.nn.checkpoint import checkpoint_wrapper as again
 assert again is checkpoint_wrapper
 names = [FSDP, TrainingState, checkpoint_wrapper, wrap, enable_wrap, auto_wrap]
 """,
-    "VISSL, ClassyVision": """
-from fairscale.nn import FullyShardedDataParallel
-from fairscale.nn.data_parallel import FullyShardedDataParallel as the_same, auto_wrap_bn
-from fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-from fairscale.optim.oss import OSS
-assert the_same is FullyShardedDataParallel
-names = [FullyShardedDataParallel, auto_wrap_bn, auto_wrap, config_auto_wrap_policy, enable_wrap, OSS]
-""",
     "SlowFast, detectron2": """
 try:
     from fairscale.nn.checkpoint import checkpoint_wrapper
@@ -74,17 +56,6 @@ from fairscale.nn.misc import checkpoint_wrapper as two
 from fairscale.nn.misc.checkpoint_activations import checkpoint_wrapper as three
 assert checkpoint_wrapper is one is two is three
 names = [checkpoint_wrapper]
-""",
-    "mmcv": """
-try:
-    from fairscale.optim import OSS
-except ImportError:
-    OSS = object
-class OSSAdamW(OSS):
-    pass
-names = OSSAdamW.__mro__[1:2]
-from fairscale.optim import AdaScale
-names += (AdaScale,)
 """,
 }
 EACH = """
