@@ -16,7 +16,7 @@ from torch import Tensor
 from fsshard.checkpoint.interop.foreign_names import clean_path, path_below, same_value
 from fsshard.errors import ConfigurationError, StateDictError
 
-__all__ = ["join_model_shards", "join_optimizer_shards", "names_in_metadata"]
+__all__ = ["consolidate", "join_model_shards", "join_optimizer_shards", "names_in_metadata"]
 
 State = Mapping[str, Any]
 
@@ -50,14 +50,33 @@ def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dic
     """
     backings = _backings(states, metadata)
     cleaned = [{clean_path(key): value for key, value in state.items()} for state in states]
-    missing = [f"{b.key} of rank {r}" for b in backings for r, state in enumerate(cleaned) if b.key not in state]
-    if missing:
-        raise StateDictError("the shards of the model", missing=missing)
-    joined: dict[str, Any] = {}
-    for backing in backings:
-        joined.update(_parts(backing, [state[backing.key] for state in cleaned], backing.key))
+    joined = _joined(backings, cleaned)
     flat = {backing.key for backing in backings}
     return {**joined, **{key: value for key, value in cleaned[0].items() if key not in flat}}
+
+
+def consolidate(states: Sequence[State], metadata: Sequence[State], with_buffers: bool, strict: bool) -> dict[str, Any]:
+    """Do as ``FullyShardedDataParallel.consolidate_shard_weights``: shared weights are tied again in every module.
+
+    Args:
+        states: ``local_state_dict()`` of every rank, in rank order.
+        metadata: ``local_metadata_dict()`` of every rank, in rank order.
+        with_buffers: take rank 0's.
+        strict: raise for what the metadata names and no rank has.
+    """
+    backings = _backings(states, metadata, alone=True)
+    whole = _joined([each for each in backings if strict or each.key in states[0]], states)
+    for module in metadata[0]["param_metadata"]:
+        # FairScale 0.4.13 ties those of the last wrapper only, without its path
+        for kept, alias in module["shared_param_info"]:
+            kept, alias = (path_below(module["fsdp_path"], name) for name in (kept, alias))
+            whole.update({alias: whole[kept]} if kept in whole else {})
+    if with_buffers:
+        buffers = [name for name in metadata[0]["buffer_names"] if strict or name in states[0]]
+        if missing := [name for name in buffers if name not in states[0]]:
+            raise StateDictError("the shards of the model", missing=missing)
+        whole.update((name, states[0][name]) for name in buffers)
+    return whole
 
 
 def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
@@ -117,17 +136,31 @@ def _modules(metadata: State) -> Iterator[tuple[int, State]]:
     return enumerate(metadata["param_metadata"])
 
 
-def _backings(states: Sequence[State], metadata: Sequence[State]) -> list[_Backing]:
+def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, Any]:
+    """Join the parameters in flat ones, which all ranks must have."""
+    ranks = {backing.key: range(len(backing.paddings)) for backing in backings}
+    missing = [f"{key} of rank {r}" for key, every in ranks.items() for r in every if key not in states[r]]
+    if missing:
+        raise StateDictError("the shards of the model", missing=missing)
+    joined: dict[str, Any] = {}
+    for each in backings:
+        joined.update(_parts(each, [states[rank][each.key] for rank in ranks[each.key]], each.key))
+    return joined
+
+
+def _backings(states: Sequence[State], metadata: Sequence[State], alone: bool = False) -> list[_Backing]:
     if not states or len(states) != len(metadata):
         raise ConfigurationError(
             f"{len(states)} shards with {len(metadata)} metadata; give both of every rank, in rank order"
         )
-    return [backing for i, module in _modules(metadata[0]) for backing in _of_module(module, metadata, i)]
+    return [backing for i, module in _modules(metadata[0]) for backing in _of_module(module, metadata, i, alone)]
 
 
-def _of_module(module: State, metadata: Sequence[State], index: int) -> Iterator[_Backing]:
+def _of_module(module: State, metadata: Sequence[State], index: int, alone: bool = False) -> Iterator[_Backing]:
     path = module["fsdp_path"]
     if module["no_broadcast_optim_state"]:
+        metadata = metadata[:1]  # each rank has another module there
+    if module["no_broadcast_optim_state"] and not alone:
         raise ConfigurationError(
             f"the ranks of {path or 'the model'!r} held different weights (no_broadcast_optim_state=True); so they "
             "are not shards of one tensor; load each rank's file into that rank's experts"

@@ -371,8 +371,7 @@ def private_torch(source: str, own: set[str], ours: set[str], torchs: Set[str]) 
 
 
 ANOTHERS = {
-    "compat/fairscale/nn/data_parallel/_fsdp_names.py": {"_fsdp_wrapped_module"},  # FairScale's FSDP has it too
-    "compat/fairscale/nn/data_parallel/_fsdp_shards.py": {"_has_params"},  # of FairScale's FSDP
+    "compat/fairscale/nn/data_parallel/_fsdp_shards.py": {"_fsdp_wrapped_module"},  # FairScale's FSDP has it too
     "fsshard/backends/fairscale.py": {"_sync_params_and_buffers"},  # of FairScale's ShardedDDP
     "fsshard/sharded/state_dict.py": {"_metadata"},  # a key of neuralop's
     "fsshard/planning/torch_settings.py": {"_HYBRID_SHARD_ZERO2"},  # of a public enum: users may write it

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from fsshard.backends.fairscale_interface import Implementation
 from fsshard.comm.watchdog import taking_part
-from fsshard.oss.collectives import used_anywhere
+from fsshard.oss.collectives import average, used_anywhere
 from fsshard.oss.inner_step import step_under_hooks_of_another
 from fsshard.oss.optimizer import OSS
 from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of
-from fsshard.oss.shared_means import average
 from fsshard.torch_private.autograd import current_graph_task_id
 
 __all__ = ["IMPLEMENTATION", "EngineReduction", "NativeOSS", "Replicas"]

@@ -1,4 +1,4 @@
-"""Collectives of OSS and ShardedDataParallel, and the meeting of ranks before a rare one."""
+"""Collectives of OSS and ShardedDataParallel, means that all ranks get, and the meeting of ranks before a rare one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsshard.comm import watchdog
 from fsshard.comm.watchdog import meet, seen_waiting
@@ -19,12 +19,14 @@ from fsshard.torch_private.tensors import foreach_copy_
 
 __all__ = [
     "all_reduced",
+    "average",
     "be_found",
     "broadcast_coalesced",
     "come_together",
     "runs",
     "runs_by_dtype",
     "seen_waiting",
+    "share_means",
     "used_anywhere",
 ]
 
@@ -141,3 +143,58 @@ def runs_by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Cut a list of tensors into runs of one device and dtype each, which can be one flat tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         yield from runs(tensor for tensor in tensors if tensor.dtype == dtype)
+
+
+# ------------------------------------------------------------------------------------------------ means
+
+
+def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective.
+
+    They are added up in their own dtype: a mean that they were added to would be rounded once more in another.
+
+    Args:
+        parameters: the same ones on all ranks.
+        group: the ranks.
+    """
+    for run in runs_by_dtype(parameters):
+        parts = []
+        for parameter in run:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+            parts.append(gradient.resolve_conj().reshape(-1))
+        flat = torch.cat(parts)
+        real = torch.view_as_real(flat) if flat.is_complex() else flat
+        real.mul_(1.0 / group.size())
+        dist.all_reduce(real, group=group)
+        for parameter, mean in zip(run, flat.split([p.numel() for p in run]), strict=True):
+            if parameter.grad is None or parameter.grad.layout is not torch.strided or parameter.grad.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.copy_(mean.view(parameter.size()))
+
+
+@torch.no_grad()
+def share_means(
+    parameters: Sequence[nn.Parameter], owners: Sequence[int], has_mean: Sequence[bool], group: dist.ProcessGroup
+) -> None:
+    """Give every rank the means that owners have, before ``no_sync`` adds to them: as under DDP. Collective.
+
+    Each rank's later gradients are added to the mean one by one under DDP; added up by themselves first, their sum
+    would be rounded differently.
+
+    Args:
+        parameters: the same on all ranks.
+        owners: the rank in the group that has its mean, for each parameter.
+        has_mean: this rank has it.
+        group: the ranks.
+    """
+    if not parameters:
+        return
+    shared = used_anywhere(has_mean, group, parameters[0].device)
+    chosen = [(p, owner) for p, owner, flag in zip(parameters, owners, shared, strict=True) if flag]
+    for owner in dict.fromkeys(owner for _, owner in chosen):
+        theirs = [parameter for parameter, o in chosen if o == owner]
+        means = [p.grad if owner == group.rank() and p.grad is not None else torch.zeros_like(p) for p in theirs]
+        broadcast_coalesced(means, owner, group)
+        if owner != group.rank():
+            for parameter, mean in zip(theirs, means, strict=True):
+                parameter.grad = mean if parameter.grad is None else mean.add_(parameter.grad)

@@ -8,8 +8,8 @@ rank. A bucket has one real dtype, in which complex gradients are pairs. Several
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,39 +20,25 @@ from fsshard.complex_params.pairs import real_dtype
 from fsshard.oss.collectives import seen_waiting
 from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
 
-__all__ = ["GradientBucket", "Slot"]
+__all__ = ["GradientBucket", "share_memory"]
 
 _ALIGNMENT = 16  # of a segment, in bytes: the largest element there is
 
 
-@dataclass
 class _Segment:
     """A rank's own part of a bucket: gradients, complex ones first so that their pairs begin at even places.
 
     Behind them lies a flag for each, a byte: the sender's backward reached it. DDP keeps such a map to leave alone the
     gradients of parameters that no rank used.
-
-    Attributes:
-        places: where each gradient begins, in numbers.
-        gradients: bytes of all of them.
-        size: bytes with the flags, up to where the next segment may begin.
     """
 
-    indices: list[int]
-    places: list[int] = field(default_factory=list)
-    gradients: int = 0
-    size: int = 0
-
-    @classmethod
-    def of(cls, indices: Iterable[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> _Segment:
-        segment, place = cls(sorted(indices, key=lambda i: not parameters[i].is_complex())), 0
-        for i in segment.indices:
-            segment.places.append(place)
-            place += parameters[i].numel() * (1 + parameters[i].is_complex())
-        segment.gradients = place * dtype.itemsize
-        segment.size = segment.gradients + len(segment.indices)
-        segment.size += -segment.size % _ALIGNMENT
-        return segment
+    def __init__(self, indices: Iterable[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self.indices = sorted(indices, key=lambda i: not parameters[i].is_complex())
+        numels = [parameters[i].numel() * (1 + parameters[i].is_complex()) for i in self.indices]
+        self.places = [0, *itertools.accumulate(numels)]  # where each gradient begins, in numbers; and the end
+        self.gradients = self.places.pop() * dtype.itemsize  # bytes of all of them
+        size = self.gradients + len(self.indices)
+        self.size = size + -size % _ALIGNMENT  # bytes up to where the next segment may begin
 
     def parts(
         self, data: Tensor, parameters: Sequence[nn.Parameter], dtype: torch.dtype
@@ -81,15 +67,12 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
-class Slot:
-    """Memory that buckets take turns in, so that not all gradients are twice in memory."""
-
-    def __init__(self, buckets: Sequence[GradientBucket], device: torch.device) -> None:
-        sent, received = max(b.sent_bytes for b in buckets), max(b.received_bytes for b in buckets)
-        self.sent = torch.zeros(sent, dtype=torch.uint8, device=device)
-        self.received = torch.zeros(received, dtype=torch.uint8, device=device)
-        for bucket in buckets:
-            bucket.use(self)
+def share_memory(buckets: Sequence[GradientBucket], device: torch.device) -> None:
+    """Give buckets memory that they take turns in, so that not all gradients are twice in memory."""
+    sent, received = max(b.sent_bytes for b in buckets), max(b.received_bytes for b in buckets)
+    memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (sent, received)]
+    for bucket in buckets:
+        bucket.use(*memory)
 
 
 class GradientBucket:
@@ -117,7 +100,7 @@ class GradientBucket:
         self._dtype = reduce_dtype or real_dtype(parameters[indices[0]].dtype)
         self._parameters = parameters
         self._segments = [
-            _Segment.of([i for i in indices if owners[i] == rank], parameters, self._dtype)
+            _Segment([i for i in indices if owners[i] == rank], parameters, self._dtype)
             for rank in range(self.world_size)
         ]
         mine = self._segments[self.rank]
@@ -127,17 +110,19 @@ class GradientBucket:
         self.sent_bytes, self.received_bytes = sum(self._sizes), sum(self._sizes_received)
         self._work: Any = None
 
-    def use(self, slot: Slot) -> None:
+    def use(self, sent: Tensor, received: Tensor) -> None:
         """Take memory, once and for all."""
-        self._sent, self._received = slot.sent[: self.sent_bytes], slot.received[: self.received_bytes]
+        self._sent, self._received = sent[: self.sent_bytes], received[: self.received_bytes]
         self._outgoing: list[tuple[list[int], list[Tensor], Tensor]] = []
         for part, segment in zip(self._sent.split(self._sizes), self._segments, strict=True):
             if part.numel():
                 _, views, flags = segment.parts(part, self._parameters, self._dtype)
                 self._outgoing.append((segment.indices, views, flags))
         mine = self._segments[self.rank]
-        received = self._received.split(mine.size) if mine.size else []
-        found = [mine.parts(part, self._parameters, self._dtype) for part in received]
+        found = [
+            mine.parts(part, self._parameters, self._dtype)
+            for part in (self._received.split(mine.size) if mine.size else [])
+        ]
         self._numbers = [numbers for numbers, _, _ in found]
         self._parts = [views for _, views, _ in found]
         self._flags = [flags for _, _, flags in found]

@@ -63,16 +63,14 @@ def exchanged(own: Mapping[int, float], count: int, group: dist.ProcessGroup, de
 
 def _norms(gradients: Sequence[Any], norm_type: float) -> list[float]:
     """Return the norm of each tensor alone, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
-    found: dict[int, float] = {}
-    dense = [index for index, gradient in enumerate(gradients) if not gradient.is_sparse]
-    for index, gradient in enumerate(gradients):
-        if gradient.is_sparse:  # torch's own has no kernel for these
-            found[index] = float(torch.linalg.vector_norm(gradient.coalesce().values(), norm_type))
-    for places in grouped_by_device_and_dtype([gradients[index] for index in dense]):
-        chosen = [dense[place] for place in places]
-        each = foreach_norm([gradients[i] for i in chosen], norm_type)
-        found.update(zip(chosen, torch.stack(list(each)).tolist(), strict=True))
-    return [found[index] for index in range(len(gradients))]
+    found = [0.0] * len(gradients)
+    # torch's own has no kernel for sparse ones
+    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    for places in grouped_by_device_and_dtype(values):
+        norms = torch.stack(list(foreach_norm([values[place] for place in places], norm_type))).tolist()
+        for place, norm in zip(places, norms, strict=True):
+            found[place] = norm
+    return found
 
 
 def combined(norms: Mapping[int, float], parameters: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError, NotConsolidated, NotCopyable
 from fsshard.oss.collectives import be_found, come_together, seen_waiting
 from fsshard.oss.grad_scaling import agreed
@@ -187,9 +188,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         if any(p.requires_grad != flag or p.data_ptr() != where for p, flag, where in self._pointers):
             self.refresh_trainable()
 
-    def _all_buckets(self) -> Iterator[ParameterBucket]:
-        return chain.from_iterable(by_owner.values() for by_owner in self.buckets.values())
-
     def _current_pointers(self) -> list[tuple[Tensor, bool, int]]:
         return [(p, p.requires_grad, p.data_ptr()) for p in self._parameters()]
 
@@ -248,7 +246,7 @@ class OSS(PartitionedOptimizer, Optimizer):
             What the optimizer's ``step`` returns; None for a step that was skipped.
         """
         self.finish_gradients()
-        if grad_scaler is not None and not agreed(self, grad_scaler, self._comm_device):
+        if grad_scaler is not None and not agreed(self, grad_scaler):
             return None
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         if closure is not None:
@@ -267,7 +265,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._refresh_buckets()
         if self.world_size == 1:
             return
-        works = [self._broadcast(buffer, bucket.owner) for bucket in self._all_buckets() for buffer in bucket.as_bytes]
+        buckets = [bucket for by_owner in self.buckets.values() for bucket in by_owner.values()]
+        works = [self._broadcast(buffer, bucket.owner) for bucket in buckets for buffer in bucket.as_bytes]
         for parameter in self._moved_frozen():
             if parameter.stride() != dense_strides(parameter):  # a view with gaps
                 parameter.data = parameter.detach().clone()
@@ -325,8 +324,10 @@ class OSS(PartitionedOptimizer, Optimizer):
         """
         self.finish_gradients()
         parameters, norm_type = self._in_order_of_model(), float(norm_type)
-        chosen = self._local_params if filter_params_fn is None else filter_params_fn(self._local_params)
-        counted = {id(parameter) for parameter in chosen}
+        own = self._local_params
+        if filter_params_fn is not None:  # the user's: if it raises on one rank, the others must not wait for the norm
+            own = agree(self.group, lambda: list(filter_params_fn(own)))
+        counted = {id(parameter) for parameter in own}
         mine = [i for i, parameter in enumerate(parameters) if id(parameter) in counted]
         total = combined(owned_norms(parameters, mine, norm_type, self.group, self._comm_device), parameters, norm_type)
         scale(parameters, float(max_norm), total)
@@ -350,8 +351,9 @@ class OSS(PartitionedOptimizer, Optimizer):
                 f"recipient_rank must lie in -1..{self.world_size - 1} (-1: all ranks), got {recipient_rank!r}"
             )
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
-        mine = own_state(self.optim, {parameter: index for index, parameter in enumerate(self._parameters())})
         come_together(self.group, f"consolidate_state_dict({recipient_rank})")
+        index = {parameter: number for number, parameter in enumerate(self._parameters())}
+        mine = agree(self.group, lambda: own_state(self.optim, index))
         self._shards = send_objects(mine, recipient_rank, self.group)
         self._shards_are_old = False
 

@@ -22,9 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.complex_params.pairs import real_dtype
 from fsshard.errors import GradientError
-from fsshard.oss.collectives import runs, used_anywhere
-from fsshard.oss.gradient_buckets import GradientBucket, Slot
-from fsshard.oss.shared_means import average, share_means
+from fsshard.oss.collectives import average, runs, share_means, used_anywhere
+from fsshard.oss.gradient_buckets import GradientBucket, share_memory
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback, will_execute
 
 __all__ = ["Reduction", "owners_of", "reduction_of"]
@@ -108,18 +107,18 @@ class Reduction:
         for parameter in (self.parameters[i] for i in indices):
             reduce_dtype = reduce_dtypes.get(parameter)
             kinds.setdefault((reduce_dtype, reduce_dtype or real_dtype(parameter.dtype)), []).append(parameter)
-        made = []
-        for (reduce_dtype, _), parameters in kinds.items():
-            for run in runs(parameters, elements):
-                chosen = [self._index[parameter] for parameter in run]
-                made.append(
-                    GradientBucket(chosen, self.owners, self.parameters, self.group, reduce_dtype, self.rounds_first)
-                )
+        made = [
+            GradientBucket(
+                [self._index[p] for p in run], self.owners, self.parameters, self.group, reduce_dtype, self.rounds_first
+            )
+            for (reduce_dtype, _), parameters in kinds.items()
+            for run in runs(parameters, elements)
+        ]
         made.sort(key=lambda bucket: -min(bucket.indices))
         for device in dict.fromkeys(self.parameters[i].device for i in indices):
             here = [bucket for bucket in made if self.parameters[bucket.indices[0]].device == device]
             for turn in range(min(SLOTS, len(here))):
-                Slot(here[turn::SLOTS], device)
+                share_memory(here[turn::SLOTS], device)
         return made
 
     # ------------------------------------------------------------------------------------------ hooks
@@ -281,11 +280,10 @@ class Reduction:
         if self._arrived:  # from the next backward on their buckets wait for them
             self._flush()
 
-    def _all_launched(self) -> None:
-        """Do nothing: for subclasses; all buckets of this backward are on their way, on all ranks alike."""
-
-    def _all_reduced(self) -> None:
-        """Do nothing: for subclasses; owners have the means over the group, on all ranks alike."""
+    # Do nothing: for subclasses, called on all ranks alike where all buckets of this backward are on their way, and
+    # where owners have the means over the group.
+    def _all_launched(self) -> None: ...
+    def _all_reduced(self) -> None: ...
 
     # ------------------------------------------------------------------------------------------ asked from outside
 

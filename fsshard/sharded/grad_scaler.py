@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.errors import OptimizerError, RankMismatch
+from fsshard.oss.grad_scaling import unscale
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.optimizers import scale_of
-from fsshard.torch_private.tensors import amp_unscale
 
 __all__ = ["GradScaler"]
 
@@ -113,12 +113,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's method over this rank's parts of the gradients; what one rank finds, all have found."""
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in self._sharded(optimizer).local_gradients():
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, _), gradients in by_kind.items():
-            found = torch.zeros_like(found_inf, device=device)  # under cpu_offload they are in host memory
-            amp_unscale(gradients, found, inv_scale.to(device))
+        for found in unscale(self._sharded(optimizer).local_gradients(), inv_scale).values():
             torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
         if self._group is not None and self._group.size() > 1:
             self._agree(found_inf)

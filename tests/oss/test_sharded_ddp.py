@@ -1,7 +1,6 @@
 """What FairScale's own tests of ShardedDataParallel check, and here to the last bit.
 
-Tests fsshard/oss/collectives.py, fsshard/oss/gradient_buckets.py, fsshard/oss/reduction.py,
-fsshard/oss/shared_means.py too.
+Tests fsshard/oss/collectives.py, fsshard/oss/gradient_buckets.py, fsshard/oss/reduction.py too.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class AdaScale(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's, also after it has loaded others."""
+        """Return the inner optimizer's, also after it has loaded others."""
         return self._optimizer.param_groups
 
     @param_groups.setter
@@ -128,14 +128,7 @@ class AdaScale(Optimizer):
         raise MisuseError("AdaScale cannot be copied or pickled: its hooks are on the parameters; use state_dict()")
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the optimizer step, each group with its learning rate times :meth:`gain`.
-
-        Args:
-            *args: for the optimizer's ``step``.
-            **kwargs: likewise.
-
-        Returns:
-            What the optimizer returns.
+        """Let the optimizer step, each group with its learning rate times :meth:`gain`, and return what it returns.
 
         Raises:
             MisuseError: fewer backward passes than ``num_gradients_to_accumulate`` since the last step.
@@ -153,10 +146,7 @@ class AdaScale(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients.
-
-        Args:
-            set_to_none: as of torch.
+        """Drop the gradients, or set them to zero.
 
         Raises:
             MisuseError: a step's gradients are half accumulated.
@@ -168,9 +158,6 @@ class AdaScale(Optimizer):
     def add_param_group(self, pg: dict[str, Any]) -> None:
         """Give the optimizer another group, whose estimates begin anew.
 
-        Args:
-            pg: as of torch.
-
         Raises:
             MisuseError: a step's gradients are half accumulated.
         """
@@ -179,11 +166,7 @@ class AdaScale(Optimizer):
         self._hook()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The optimizer's state, with AdaScale's estimates at ``["state"]["adascale"]``, as float64 tensors.
-
-        Args:
-            *args: for the optimizer's ``state_dict``.
-            **kwargs: likewise, such as OSS's ``all_ranks``.
+        """Return the optimizer's state, with AdaScale's estimates at ``["state"]["adascale"]``, as float64 tensors.
 
         Raises:
             MisuseError: a step's gradients are half accumulated.
@@ -222,11 +205,11 @@ class AdaScale(Optimizer):
 
     @property
     def smoothing(self) -> float:
-        """The weight of the past in the moving averages."""
+        """Return the weight of the past in the moving averages."""
         return self._smoothing
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """The gain of the step to come: between 1, where gradients have no noise, and ``scale``, where they are noise.
+        """Return the gain of the step to come, from 1, where gradients have no noise, to ``scale``.
 
         Args:
             pg_idx: of the parameter group of this index alone; None is of all.
@@ -336,12 +319,8 @@ class AdaScale(Optimizer):
         self._hook_handles.clear()
         self._hooked.clear()
 
-    def __del__(self) -> None:
-        if "_hook_handles" in self.__dict__:
-            self.unhook()
-
     def _backward_hook(self, pg_idx: int, grad: Tensor) -> None:
-        """This rank's gradient of one parameter, of this backward alone, before anything is averaged or added."""
+        """Add up the squares of this rank's gradients, of this backward alone, before anything is averaged."""
         if self._local_grad_sqr is None:
             self._local_grad_sqr = torch.zeros(len(self.param_groups), dtype=torch.float64, device=grad.device)
         self._local_grad_sqr[pg_idx] += _square(grad).to(self._local_grad_sqr.device)
@@ -362,7 +341,7 @@ class AdaScale(Optimizer):
         queue_callback(self._final_callback)
 
     def _final_callback(self) -> None:
-        """Gradients are averaged, or are added up on this rank where more backward passes are to come."""
+        """Count a backward, and estimate once all of a step have ended: gradients are averages now."""
         self._num_backward_calls += 1
         if (self._num_backward_calls - self._last_final_backward_call) % self._num_grads_to_accum == 0:
             self._last_final_backward_call = self._num_backward_calls
@@ -373,7 +352,7 @@ class AdaScale(Optimizer):
     # ------------------------------------------------------------------------------------------ estimates
 
     def _estimate(self) -> None:
-        """Appendix B.3, for a batch that is ``scale`` times, and not always ``count`` times, the smaller one."""
+        """Follow appendix B.3, for a batch that is ``scale`` times, and not always ``count`` times, the smaller one."""
         local, total = self._square_norms()
         if self._is_scaled_loss:
             local *= self._num_grads_to_accum**2
@@ -387,7 +366,7 @@ class AdaScale(Optimizer):
             self._update_avg("grad_var_avg", var.clamp(min=_SMALLEST_VARIANCE), self._smoothing)
 
     def _square_norms(self) -> tuple[Tensor, Tensor]:
-        """For each group: the sum of all local gradients' squared norms, and the squared norm of their average.
+        """Return for each group the sum of all local gradients' squared norms, and the squared norm of their average.
 
         Where each parameter's average is at one rank, its square travels from there, in a place of its own: added up
         in the same order, the sum has the same bits as under DistributedDataParallel.
@@ -399,23 +378,21 @@ class AdaScale(Optimizer):
         local = self._local_grad_sqr
         assert local is not None
         groups = [group["params"] for group in self.param_groups]
-        zero = local.new_zeros(())
-        squares = [
-            _square(parameter.grad).to(local) if self._counts(parameter, oss) else zero
-            for parameters in groups
-            for parameter in parameters
-        ]
-        averages = torch.stack(squares) if squares else local.new_zeros(0)
+        every = [parameter for parameters in groups for parameter in parameters]
+        averages = local.new_zeros(len(every))
+        for place, parameter in enumerate(every):
+            if self._counts(parameter, oss):
+                averages[place] = _square(parameter.grad).to(local)
         if self._world_size > 1 and oss is None:
             local = all_reduced(local, dist.ReduceOp.SUM)
         elif oss is not None and self._world_size > 1:
             shared = all_reduced(torch.cat([local, averages]), dist.ReduceOp.SUM, oss.group)
-            local, averages = shared.split([len(groups), len(squares)])
+            local, averages = shared.split([len(groups), len(every)])
         parts = averages.cpu().split([len(parameters) for parameters in groups])
         return local.cpu().clone(), torch.stack([part.sum() for part in parts])
 
     def _counts(self, parameter: Tensor, oss: PartitionedOptimizer | None) -> bool:
-        """Not a leftover gradient of what is frozen, nor one whose local parts went unseen, nor another rank's."""
+        """Leave out leftovers of what is frozen, gradients whose local parts went unseen, and another rank's."""
         if parameter.grad is None or not parameter.requires_grad or parameter not in self._hooked:
             return False
         return oss is None or oss.owner_of(parameter) == oss.rank
@@ -444,14 +421,9 @@ class AdaScaleWrapper(AdaScale):
     would have the gain of its own parameters, from which no common one can be had.
 
     Args:
-        params: for the optimizer.
-        world_size: as of :class:`AdaScale`; the next ones too.
-        scale: likewise.
-        smoothing: likewise.
-        num_gradients_to_accumulate: likewise.
-        debias_ewma: likewise.
+        params, **additional_optim_args: for the optimizer.
+        world_size, scale, smoothing, num_gradients_to_accumulate, debias_ewma: as of :class:`AdaScale`.
         optim_cls: the optimizer's class.
-        **additional_optim_args: for the optimizer.
     """
 
     def __init__(
@@ -489,7 +461,7 @@ def _default_world_size(optimizer: Any) -> int:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    """The squared norm, without the overflow that half precision has at 65504."""
+    """Return the squared norm, without the overflow that half precision has at 65504."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if gradient.is_complex():
@@ -510,6 +482,7 @@ def _fresh(groups: int) -> dict[str, Tensor]:
 
 
 def _extend(state: dict[str, Tensor], groups: int) -> None:
+    """Begin the estimates of groups that are new."""
     for name, value in state.items():
         if not name.endswith("_count") and len(value) < groups:
             more = value.new_full((groups - len(value),), _START.get(name, 0.0))
@@ -517,13 +490,11 @@ def _extend(state: dict[str, Tensor], groups: int) -> None:
 
 
 def _checked(saved: Mapping[str, Any], groups: int) -> dict[str, Tensor]:
-    """A copy of estimates, of ours or of FairScale's, which are numpy arrays."""
+    """Copy estimates, ours or FairScale's, which are numpy arrays."""
     estimates = {name: torch.as_tensor(value).to("cpu", torch.float64, copy=True) for name, value in saved.items()}
     missing = [name for name in _START if name not in estimates]
     if missing:
-        raise MisuseError(
-            f"AdaScale's state has no {' and no '.join(missing)}; it has {', '.join(map(str, estimates))}"
-        )
+        raise MisuseError(f"AdaScale's state has no {' and no '.join(missing)}; it has {', '.join(estimates)}")
     for name, value in estimates.items():
         expected = 1 if name.endswith("_count") else groups
         if tuple(value.shape) != (expected,):

@@ -13,15 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fsshard.oss.collectives import all_reduced
+from fsshard.oss.grad_scaling import is_unscaled, share_infinities, unscale
 from fsshard.oss.partitioned import partitioned_within
-from fsshard.torch_private.optimizers import scale_of, scales_itself, states_of_scaler
-from fsshard.torch_private.tensors import amp_unscale, sparse_values
+from fsshard.torch_private.optimizers import scale_of, scales_itself
+from fsshard.torch_private.tensors import sparse_values
 
 from ...errors import MisuseError
 from ...not_served import missing_from
@@ -89,32 +87,12 @@ class GradScaler(torch.cuda.amp.GradScaler):
         if finish is not None:
             finish()
         super().unscale_(optimizer)
-        state: Any = states_of_scaler(self)[id(optimizer)]
-        scale = scale_of(self)
-        assert scale is not None
-        # One for all devices: ranks that own nothing, or own on other devices, take part in the same reduction.
-        found = torch.zeros((), dtype=torch.float32, device=scale.device)
-        for each in state["found_inf_per_device"].values():
-            found = torch.maximum(found, each.to(found.device))
-        for group in self._groups(optimizer):
-            found = all_reduced(found, dist.ReduceOp.MAX, group)
-        state["found_inf_per_device"] = {found.device: found}
+        share_infinities(optimizer, self, self._groups(optimizer))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # torch's refuses float16 gradients (fully sharded models have them) and knows no complex ones (2.13:
-        # "_amp_foreach_non_finite_check_and_unscale_cpu" not implemented for 'ComplexFloat').
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        with torch.no_grad():
-            for values in _values(optimizer):
-                by_kind.setdefault((values.device, values.dtype), []).append(values)
-            found: dict[torch.device, Tensor] = {}
-            for (device, _), gradients in by_kind.items():
-                if device not in found:
-                    found[device] = found_inf.to(device, copy=True)
-                amp_unscale(gradients, found[device], inv_scale.to(device))
-        return found
+        return unscale(_values(optimizer), inv_scale)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale, unless that is done, and call ``optimizer.step(*args, **kwargs)`` where all is finite on all ranks.
@@ -126,8 +104,10 @@ class GradScaler(torch.cuda.amp.GradScaler):
             RuntimeError: a closure, which is not supported; or a second step since the last ``update``.
         """
         ready = self.is_enabled() and "closure" not in kwargs and scale_of(self) is not None
-        if ready and states_of_scaler(self)[id(optimizer)]["stage"] is OptState.READY and _is_fused(optimizer):
-            self.unscale_(optimizer)  # torch would have it check the gradients of this rank alone
+        # torch leaves it to a fused optimizer to look for infinities, in the gradients of this rank alone
+        fused = scales_itself(optimizer) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        if ready and fused and not is_unscaled(optimizer, self):
+            self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -173,13 +153,6 @@ class ShardedGradScaler(GradScaler):
 
     def _groups(self, optimizer: Any) -> list[Any]:
         return [self.group, *(group for group in super()._groups(optimizer) if self.group not in (None, group))]
-
-
-def _is_fused(optimizer: Any) -> bool:
-    """Return whether torch leaves it to the optimizer to look for infinities, and that does not ask the scaler."""
-    if not scales_itself(optimizer):
-        return False
-    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 def _values(optimizer: Optimizer) -> Iterator[Tensor]:

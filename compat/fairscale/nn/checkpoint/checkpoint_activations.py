@@ -41,34 +41,28 @@ thread_local = ThreadLocalCheckpointingState()
 
 
 @contextmanager
-def _state(name: str, value: bool) -> Iterator[None]:
-    before = getattr(thread_local, name)
-    setattr(thread_local, name, value)
+def _state(**values: bool) -> Iterator[None]:
+    before = {name: getattr(thread_local, name) for name in values}
+    vars(thread_local).update(values)
     try:
         yield
     finally:
-        setattr(thread_local, name, before)
+        vars(thread_local).update(before)
 
 
-@contextmanager
-def disable_checkpointing() -> Iterator[None]:
+def disable_checkpointing() -> AbstractContextManager[None]:
     """Run wrapped modules as if they were not wrapped. What was checkpointed before is still recomputed."""
-    with _state("is_checkpointing_disabled", True):
-        yield
+    return _state(is_checkpointing_disabled=True)
 
 
-@contextmanager
-def enable_checkpointing() -> Iterator[None]:
+def enable_checkpointing() -> AbstractContextManager[None]:
     """Make :func:`is_checkpointing` true, for those who checkpoint by hand."""
-    with _state("is_checkpointing", True):
-        yield
+    return _state(is_checkpointing=True)
 
 
-@contextmanager
-def enable_recomputing() -> Iterator[None]:
+def enable_recomputing() -> AbstractContextManager[None]:
     """Make :func:`is_recomputing` true, for those who checkpoint by hand."""
-    with _state("is_recomputing", True):
-        yield
+    return _state(is_recomputing=True)
 
 
 def is_checkpointing() -> bool:
@@ -129,23 +123,11 @@ class CheckpointedForward(RecomputedForward):
         return super().is_off() or thread_local.is_checkpointing_disabled
 
     def around_first(self) -> AbstractContextManager[None]:
-        """:func:`is_checkpointing` is true."""
-        return _first()
+        """Make :func:`is_checkpointing` true."""
+        return enable_checkpointing()
 
     def around_second(self) -> AbstractContextManager[None]:
-        """:func:`is_recomputing` is true."""
-        return _second()
-
-
-@contextmanager
-def _first() -> Iterator[None]:
-    with _state("is_checkpointing", True):
-        yield
-
-
-@contextmanager
-def _second() -> Iterator[None]:
-    # What was checkpointed inside of the first forward has to be again, or the saved tensors do not match ("A
-    # different number of tensors was saved during the original forward and recomputation", torch 2.13).
-    with _state("is_recomputing", True), _state("is_checkpointing_disabled", False):
-        yield
+        """Make :func:`is_recomputing` true."""
+        # What was checkpointed inside of the first forward has to be again, or the saved tensors do not match ("A
+        # different number of tensors was saved during the original forward and recomputation", torch 2.13).
+        return _state(is_recomputing=True, is_checkpointing_disabled=False)

@@ -51,9 +51,8 @@ from fsshard.torch_private.modules import (
     state_dict_pre_hooks,
 )
 
-from ._fsdp_exports import is_exporting
-from ._fsdp_names import clean
 from ._fsdp_options import UnsupportedHere
+from ._fsdp_shards import clean
 
 __all__ = ["InnerFSDP", "Own"]
 
@@ -130,34 +129,21 @@ class InnerFSDP(TorchFSDP):
             hooks.clear()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return FairScale's ``wrapper.module.state_dict()``: the module's names, and parts of an unflattened wrapper.
-
-        Raises:
-            UnsupportedHere: the wrapper is flattened. In FairScale 0.4.13: "Incorrect numel of supplied data".
-        """
+        """Return FairScale's ``wrapper.module.state_dict()``: the module's names; parts of an unflattened wrapper."""
         wrapper = None if self._wrapper is None else self._wrapper()
-        if wrapper is None or is_exporting():  # the wrapper asks, and will take its levels out of the names
+        if wrapper is None or wrapper.is_exporting:  # the wrapper asks, and will take its levels out of the names
             return super().state_dict(*args, **kwargs)
         if is_summoned(self) or wrapper.world_size == 1:
             return wrapper.state_dict(*args, **kwargs)
         if self._flattens and self.flat is not None:
-            raise UnsupportedHere(
+            raise UnsupportedHere(  # in FairScale 0.4.13: "Incorrect numel of supplied data"
                 "state_dict() of a flattened wrapper's module outside of summon_full_params()",
                 "use state_dict() of the wrapper (whole), or local_state_dict() (this rank's part)",
             )
         return wrapper.local_state_dict(*args, **kwargs)
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Load as any module does: the wrapper around has shown the parameters whole already."""
-        return nn.Module.apply(self, fn)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Do what any module does."""
-        return nn.Module.named_parameters(self, *args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Do what any module does."""
-        return nn.Module.named_buffers(self, *args, **kwargs)
+    # As of any module: the wrapper around shows parameters whole, and cleans names.
+    apply, named_parameters, named_buffers = nn.Module.apply, nn.Module.named_parameters, nn.Module.named_buffers
 
     # ---------------------------------------------------------------------------------------- what is in it
 

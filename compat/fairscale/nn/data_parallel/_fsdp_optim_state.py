@@ -21,8 +21,7 @@ from fsshard.model.checks import agree
 from fsshard.torch_private.fsdp1 import shard_infos_of, sharded_size
 
 from ....errors import MisuseError
-from ._fsdp_names import shard
-from ._fsdp_wrapper import Wrapper
+from ._fsdp_shards import shard
 
 __all__ = ["cut", "gather"]
 
@@ -40,7 +39,7 @@ class _Unit:
         shapes: of those.
     """
 
-    instance: Wrapper
+    instance: Any
     parameter: nn.Parameter
     index: int | None
     first: int
@@ -69,37 +68,37 @@ class _Unit:
         """This rank's part of whole tensors."""
         whole = torch.cat([piece.reshape(-1) for piece in pieces])
         if self.index is None:
-            return shard(whole, self.instance.rank, self.instance.world_size)[0]
+            return shard(whole, self.instance.rank, self.instance.world_size)
         if self.instance.world_size == 1:
             return whole.view(self.parameter.shape)
         place = shard_infos_of(self.instance.module.flat)[self.index]
         return whole[place.intra_param_start_idx : place.intra_param_end_idx + 1] if place.in_shard else whole[:0]
 
 
-def _units(instances: Sequence[Wrapper]) -> list[_Unit]:
+def _units(instances: Sequence[Any]) -> list[_Unit]:
     found: list[_Unit] = []
     first = 0
     for instance in instances:
-        own = instance.module.own()
-        blocks = [list(own)] if instance.flatten_parameters else [[each] for each in own]
+        own, flat = instance.module.own(), instance.flatten_parameters
+        blocks = [list(own)] if flat else [[each] for each in own]
         for index, (parameter, block) in enumerate(zip(instance.params, blocks, strict=True)):
-            place = None if instance.flatten_parameters else index
             names, shapes = [each.name for each in block], [each.shape for each in block]
-            found.append(_Unit(instance, parameter, place, first, names, shapes))
+            found.append(_Unit(instance, parameter, None if flat else index, first, names, shapes))
             first += len(block)
     return found
 
 
-def _group(root: Wrapper) -> Any:
-    return root.process_group if isinstance(root.process_group, torch.distributed.ProcessGroup) else None
+def _is_tensor(value: Any) -> bool:
+    """Tell a state that has the shape of its parameter from a number."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 # ------------------------------------------------------------------------------------------------ to a file
 
 
-def gather(root: Wrapper, instances: Sequence[Wrapper], optim: Any) -> dict[str, Any] | None:
-    """Put the optimizer's whole state together on the first rank."""
-    group, units = _group(root), _units(instances)
+def gather(root: Any, instances: Sequence[Any], optim: Any, group: Any) -> dict[str, Any] | None:
+    """Put the optimizer's whole state together on the first rank of a group; None is this rank alone."""
+    units = _units(instances)
     known, mine = agree(group, lambda: _local_states(root, units, optim))
     described = [_describe(unit, state) for unit, state in zip(units, mine, strict=True)]
     tables = [described] if group is None else per_rank(group, described)
@@ -126,11 +125,9 @@ def gather(root: Wrapper, instances: Sequence[Wrapper], optim: Any) -> dict[str,
     }
 
 
-def _local_states(root: Wrapper, units: list[_Unit], optim: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _local_states(root: Any, units: list[_Unit], optim: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The optimizer's state dict, and of each unit what it holds for it on this rank."""
     state_dict = optim.state_dict()
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise OptimizerError("gather_full_optim_state_dict: the optimizer's state_dict() lacks state or param_groups")
     if len(state_dict["param_groups"]) != 1:
         raise MisuseError(f"Param groups are not supported: expected 1, got {len(state_dict['param_groups'])}")
     groups = getattr(optim, "param_groups", None)
@@ -147,7 +144,7 @@ def _local_states(root: Wrapper, units: list[_Unit], optim: Any) -> tuple[dict[s
     states = [dict(state_dict["state"].get(places.get(id(unit.parameter)), {})) for unit in units]
     for unit, state in zip(units, states, strict=True):
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != unit.parameter.shape:
+            if _is_tensor(value) and value.shape != unit.parameter.shape:
                 raise OptimizerError(
                     f"state {key!r} of {unit.names[0]!r} has shape {tuple(value.shape)}, its part of the parameter "
                     f"{tuple(unit.parameter.shape)}: it cannot be put together from the ranks' parts"
@@ -159,16 +156,14 @@ def _describe(unit: _Unit, state: dict[str, Any]) -> dict[str, Any]:
     """Per key the value, or the dtype of a tensor that must be sent."""
     if not unit.parameter.numel():
         return {}  # what is counted for no elements means nothing
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim():
-            found[key] = value.dtype
-        elif isinstance(value, Tensor):
-            # torch 1.12 made Adam's step a tensor; FairScale 0.4.13 writes a number
-            found[key] = value.item() if key == "step" else value.detach().cpu()
-        else:
-            found[key] = value
-    return found
+    return {key: value.dtype if _is_tensor(value) else _number(key, value) for key, value in state.items()}
+
+
+def _number(key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # torch 1.12 made Adam's step a tensor; FairScale 0.4.13 writes a number
+    return value.item() if key == "step" else value.detach().cpu()
 
 
 def _whole(unit: _Unit, local: dict[str, Any], tables: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,12 +192,12 @@ def _first_only(unit: _Unit, local: dict[str, Any]) -> list[dict[str, Any]]:
     """By original parameter this rank's state, where the rank has them whole; else its part, under the first."""
     found: list[dict[str, Any]] = [{} for _ in unit.names]
     for key, value in local.items():
-        if isinstance(value, Tensor) and value.dim():
+        if _is_tensor(value):
             value = value.detach().cpu().clone()
             whole = unit.index is None and unit.instance.world_size == 1
             pieces: list[Any] = unit.instance.module.split(value) if whole else [value]
         else:
-            pieces = [value.item() if key == "step" and isinstance(value, Tensor) else value] * len(unit.names)
+            pieces = [_number(key, value)] * len(unit.names)
         for state, piece in zip(found, pieces, strict=False):
             state[key] = piece
     return found
@@ -211,7 +206,7 @@ def _first_only(unit: _Unit, local: dict[str, Any]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ from a file
 
 
-def cut(root: Wrapper, instances: Sequence[Wrapper], full: dict[str, Any]) -> dict[str, Any]:
+def cut(root: Any, instances: Sequence[Any], full: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole state, for ``load_state_dict`` of an optimizer over ``root.parameters()``."""
     units = _units(instances)
     _check_units(units, full)
@@ -232,7 +227,7 @@ def cut(root: Wrapper, instances: Sequence[Wrapper], full: dict[str, Any]) -> di
 def _part(unit: _Unit, found: list[dict[str, Any]], uncollected: bool) -> dict[str, Any]:
     part: dict[str, Any] = {}
     for key, value in found[0].items():
-        if isinstance(value, Tensor) and value.dim():
+        if _is_tensor(value):
             pieces = [state[key] for state in found if key in state]
             whole = torch.cat([piece.reshape(-1) for piece in pieces])
             part[key] = whole.view(unit.parameter.shape) if uncollected else unit.cut(pieces)
@@ -281,8 +276,7 @@ def _check_units(units: list[_Unit], full: Any) -> None:
         for n, name, shape in zip(unit.numbers, unit.names, unit.shapes, strict=True):
             for key, value in full["state"].get(n, {}).items():
                 flat = number in full["uncollected_local_ids"] or unit.index is not None
-                tensor = isinstance(value, Tensor) and value.dim() and not flat
-                if tensor and value.shape != shape:
+                if _is_tensor(value) and not flat and value.shape != shape:
                     wrong[f"{name}.{key}"] = (tuple(shape), tuple(value.shape))
     if wrong:
         raise StateDictError("the optimizer state", mismatched=wrong)

@@ -1,8 +1,8 @@
-"""Checks the options of FullyShardedDataParallel before anything changes."""
+"""Checks options and parameters of FullyShardedDataParallel before anything changes, and marks what it replaces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsshard.errors import ConfigurationError, FsshardError, UnsupportedByBackend
+from fsshard.oss.gradient_norm import count_owners
+from fsshard.sharded.optimizer import refuse_foreign_optimizers
 
 from ....errors import MisuseError
 
@@ -18,14 +20,13 @@ __all__ = [
     "NotAllowed",
     "ProcessGroupName",
     "UnsupportedHere",
-    "check_module",
     "check_offload",
+    "check_parameters",
     "compute_device",
     "default_group",
-    "mark_sharded",
+    "mark",
+    "own_parameters",
 ]
-
-_ENGINE = "fsdp"
 
 
 class ProcessGroupName(str, Enum):
@@ -43,15 +44,11 @@ class UnsupportedHere(UnsupportedByBackend, NotImplementedError):
     """A call that FairScale 0.4.13 answers with a NotImplementedError, or that FSDP1 cannot do."""
 
     def __init__(self, setting: str, alternative: str) -> None:
-        super().__init__(setting, _ENGINE, alternative)
+        super().__init__(setting, "fsdp", alternative)
 
 
 def default_group() -> Any:
-    """The group of all ranks.
-
-    Raises:
-        NotAllowed: there is none yet.
-    """
+    """Return the group of all ranks."""
     if not dist.is_initialized():
         raise NotAllowed(
             "FullyShardedDataParallel: torch.distributed is not yet initialized; call "
@@ -62,28 +59,16 @@ def default_group() -> Any:
 
 def compute_device(asked: Any, module: nn.Module, group: Any) -> torch.device:
     """Return where to compute: as asked, else where the parameters are, else on the device that the group is for."""
-    if asked is not None:
-        return _indexed(torch.device(asked))
     found = next((p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
-    if found is not None:
-        return found
     nccl = isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend(group))
-    return _indexed(torch.device("cuda" if nccl else "cpu"))
-
-
-def _indexed(device: torch.device) -> torch.device:
+    device = torch.device(asked or found or ("cuda" if nccl else "cpu"))
     # FSDP1 compares with the devices of tensors, which have an index (torch 2.13)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    without = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if without else device
 
 
 def check_offload(params: bool, gradients: bool | None, device: torch.device) -> None:
-    """Raise where gradients are to be elsewhere than parameters; on the CPU both are in host memory, whatever is asked.
-
-    Raises:
-        UnsupportedHere: one of them is to be in host memory, the other on another device.
-    """
+    """Raise where gradients are to be elsewhere than parameters; on the CPU both are in host memory anyway."""
     if gradients is not None and gradients != params and device.type != "cpu":
         raise UnsupportedHere(
             f"move_grads_to_cpu={gradients} with move_params_to_cpu={params}",
@@ -91,23 +76,31 @@ def check_offload(params: bool, gradients: bool | None, device: torch.device) ->
         )
 
 
-def check_module(module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype, flatten: bool) -> None:
-    """See that the parameters that no inner wrapper has can be sharded in one unit.
+def own_parameters(module: nn.Module, wrapper: type[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the names and parameters that no inner wrapper has."""
+    if isinstance(module, wrapper):
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from own_parameters(child, wrapper, f"{prefix}{name}.")
+
+
+def check_parameters(own: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, flatten: bool) -> None:
+    """Raise unless parameters can be sharded in one unit.
 
     Args:
-        module: what is wrapped.
-        wrapper: the class of inner wrappers.
-        dtype: that the parameters must have.
+        own: that no inner wrapper has, with their names.
+        dtype: that they must have.
         flatten: they become one flat parameter.
 
     Raises:
-        MisuseError: not a module; complex or integer parameters; one that an inner wrapper has sharded already;
-            some frozen and some not, in one flat parameter.
+        MisuseError: complex or integer parameters; one that an inner wrapper has sharded already; some frozen and some
+            not, in one flat parameter.
         ConfigurationError: parameters of another dtype.
     """
-    if not isinstance(module, nn.Module):
-        raise MisuseError(f"FullyShardedDataParallel: expected a torch.nn.Module, got {type(module).__name__}")
-    own = list(_own(module, wrapper))
     for name, parameter in own:
         if getattr(parameter, "_fsshard_in_unit", False):
             raise MisuseError(
@@ -134,21 +127,27 @@ def check_module(module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype
         )
 
 
-def mark_sharded(module: nn.Module, wrapper: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Remember the parameters that a wrapper is about to shard, for :func:`check_module` of one around it."""
-    own = list(_own(module, wrapper))
-    for _, parameter in own:
-        parameter._fsshard_in_unit = True  # type: ignore[attr-defined]
-    return own
+def mark(wrapper: Any, before: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Let functions of torch that would silently be wrong with a wrapper's parameters raise.
 
-
-def _own(module: nn.Module, wrapper: type[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters outside of inner wrappers."""
-    if isinstance(module, wrapper):
-        return
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _own(child, wrapper, f"{prefix}{name}.")
+    Args:
+        wrapper: has just replaced them.
+        before: names and parameters until then.
+    """
+    refuse_foreign_optimizers(wrapper)
+    kept = {id(parameter) for parameter in wrapper.params}
+    for name, parameter in before:
+        # An optimizer over these would go on over tensors that nobody computes with, and train nothing.
+        if id(parameter) not in kept:
+            parameter._fsshard_stale = (  # type: ignore[attr-defined]
+                f"parameter {name!r} was replaced by a flat one when FullyShardedDataParallel wrapped its module, so "
+                "that this optimizer would train nothing; build the optimizer after wrapping, over model.parameters(), "
+                "or wrap with flatten_parameters=False"
+            )
+    if wrapper.world_size > 1:  # torch's clip_grad_norm_ would take another norm on each rank
+        count_owners(wrapper)
+        for parameter in wrapper.params:
+            parameter._fsshard_clip_with = (
+                "call fsdp.clip_grad_norm_(max_norm): the FullyShardedDataParallel's own method, on the outermost "
+                "wrapper, adds up the norms of all ranks"
+            )

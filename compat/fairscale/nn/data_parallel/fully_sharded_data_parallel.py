@@ -40,25 +40,13 @@ from fsshard.torch_private.fsdp1 import (
 from fsshard.torch_private.modules import BatchNorm
 
 from ....errors import MisuseError
+from ....fairscale_shards import consolidate
 from ....not_served import missing_from
 from ....report import called
 from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-from . import _fsdp_marks, _fsdp_optim_state, _fsdp_shards
-from ._fsdp_exports import one_export
-from ._fsdp_names import INNER, clean
-from ._fsdp_options import (
-    NotAllowed,
-    ProcessGroupName,
-    UnsupportedHere,
-    check_module,
-    check_offload,
-    default_group,
-    mark_sharded,
-)
-from ._fsdp_options import (
-    compute_device as _device_of,
-)
-from ._fsdp_wrapper import Wrapper
+from . import _fsdp_optim_state, _fsdp_options, _fsdp_shards
+from ._fsdp_options import NotAllowed, ProcessGroupName, UnsupportedHere, default_group
+from ._fsdp_shards import INNER, clean
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -87,15 +75,12 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
-_DURING_TRAINING = [
-    TrainingState.IDLE,
-    TrainingState.FORWARD,
-    TrainingState.BACKWARD_PRE,
-    TrainingState.BACKWARD_POST,
+_DURING_TRAINING: list[TrainingState] = [
+    state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS
 ]
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(nn.Module):
     """A module whose parameters are divided among ranks, and whole only while they are computed with.
 
     Wrappers nest; each shards what no wrapper inside of it does. Build the optimizer afterwards, over ``parameters()``.
@@ -185,30 +170,31 @@ class FullyShardedDataParallel(Wrapper):
         self.uncollected_opt_state: dict[int, dict[str, Any]] = {}
         self.children_share_process_group = True
         self._return_full_state_dict = True
+        self.is_exporting = False
         self._loading: ExitStack | None = None
 
         if fp32_reduce_scatter and not mixed_precision:
             raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
-        check_module(
-            module,
-            FullyShardedDataParallel,
-            torch.float32 if mixed_precision else self.compute_dtype,
-            flatten_parameters,
-        )
-        self.compute_device = _device_of(compute_device, module, self.process_group)
+        if not isinstance(module, nn.Module):
+            raise MisuseError(f"FullyShardedDataParallel: expected a torch.nn.Module, got {type(module).__name__}")
+        own = list(_fsdp_options.own_parameters(module, FullyShardedDataParallel))
+        dtype = torch.float32 if mixed_precision else self.compute_dtype
+        _fsdp_options.check_parameters(own, dtype, flatten_parameters)
+        self.compute_device = _fsdp_options.compute_device(compute_device, module, self.process_group)
         self.move_params_to_cpu = move_params_to_cpu or cpu_offload
         self.move_grads_to_cpu = self.move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
-        check_offload(self.move_params_to_cpu, move_grads_to_cpu, self.compute_device)
+        _fsdp_options.check_offload(self.move_params_to_cpu, move_grads_to_cpu, self.compute_device)
         self.state_dict_device = torch.device(state_dict_device or self.compute_device)
-        self._build(module, self._precision(buffer_dtype))
+        self._build(module, own, self._precision(buffer_dtype))
         if gradient_predivide_factor:
             self.gradient_predivide_factor = gradient_predivide_factor
             self.gradient_postdivide_factor = self.world_size / gradient_predivide_factor
 
-    def _build(self, module: nn.Module, precision: MixedPrecision | None) -> None:
+    def _build(self, module: nn.Module, own: list[tuple[str, nn.Parameter]], precision: MixedPrecision | None) -> None:
         from ._fsdp_engine import InnerFSDP  # not at the top: see there
 
-        before = mark_sharded(module, FullyShardedDataParallel)
+        for _, parameter in own:
+            parameter._fsshard_in_unit = True  # type: ignore[attr-defined]
         self._fsdp_wrapped_module: InnerFSDP = InnerFSDP(
             module,
             self.process_group,
@@ -219,8 +205,7 @@ class FullyShardedDataParallel(Wrapper):
             device=self.compute_device,
         )
         self._fsdp_wrapped_module._wrapper = weakref.ref(self)
-        _fsdp_marks.mark_replaced(self, before, self.params)
-        _fsdp_marks.mark_shards(self, self.params, self.world_size)
+        _fsdp_options.mark(self, own)
         nn.Module.register_load_state_dict_post_hook(self, _loaded)
         if self._has_params:
             flat = self._fsdp_wrapped_module.flat
@@ -569,15 +554,16 @@ class FullyShardedDataParallel(Wrapper):
         Raises:
             NotTogether: other ranks are in another call; on all of them.
         """
-        whole = self._return_full_state_dict or not self.flatten_parameters
-        with one_export() as outermost, ExitStack() as stack:
-            if whole and self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
+        outermost, local = not self.is_exporting, not self._return_full_state_dict
+        with self._set_inside("is_exporting", True), ExitStack() as stack:
+            shown = self.training_state is TrainingState.SUMMON_FULL_PARAMS or (local and self.flatten_parameters)
+            if not shown:
                 if outermost:
                     come_together(self.process_group, "FullyShardedDataParallel.state_dict()")
                 stack.enter_context(self.summon_full_params(recurse=False, volatile=True))
             found = super().state_dict(*args, **kwargs)
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            _fsdp_shards.export(self, found, prefix)
+            _fsdp_shards.export(self, _wrappers(self), found, prefix, local)
         if self.state_dict_on_rank_0_only and dist.get_rank() != 0:
             for key in [key for key in found if key.startswith(prefix)]:
                 del found[key]
@@ -589,21 +575,21 @@ class FullyShardedDataParallel(Wrapper):
         Collective where a wrapper does not flatten.
         """
         self.assert_state(_DURING_TRAINING)
-        with self._local():
+        with self._set_inside("_return_full_state_dict", False):
             # not self.state_dict: subclasses choose between the two there
             return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
 
     @contextmanager
-    def _local(self) -> Iterator[None]:
-        instances = get_fsdp_instances(self)
-        before = [instance._return_full_state_dict for instance in instances]
-        for instance in instances:
-            instance._return_full_state_dict = False
+    def _set_inside(self, name: str, value: bool) -> Iterator[None]:
+        """Set an attribute of this wrapper and of those inside for a while."""
+        before = [(instance, getattr(instance, name)) for instance in get_fsdp_instances(self)]
+        for instance, _ in before:
+            setattr(instance, name, value)
         try:
             yield
         finally:
-            for instance, value in zip(instances, before, strict=True):
-                instance._return_full_state_dict = value
+            for instance, old in before:
+                setattr(instance, name, old)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
         """Load a whole state. Collective; every rank must have it.
@@ -634,13 +620,13 @@ class FullyShardedDataParallel(Wrapper):
         return found
 
     def _load_whole(self, state_dict: Any, strict: bool) -> Any:
-        expected = _fsdp_shards.shapes(self)
+        shown = {clean(name): p for name, p in nn.Module.named_parameters(self, remove_duplicate=False)}
+        expected = {name: tuple(value.shape) for name, value in {**shown, **_fsdp_shards.saved_buffers(self)}.items()}
         try:
             return super().load_state_dict(state_dict, strict)
         except RuntimeError as error:
-            given = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
-            wrong = {k: (tuple(s), tuple(given[k].shape)) for k, s in expected.items() if k in given}
-            wrong = {key: (want, got) for key, (want, got) in wrong.items() if want != got}
+            given = {key: tuple(value.shape) for key, value in state_dict.items() if isinstance(value, Tensor)}
+            wrong = {key: (expected[key], got) for key, got in given.items() if expected.get(key, got) != got}
             missing, unexpected = expected.keys() - given.keys(), given.keys() - expected.keys()
             if not (wrong or missing or unexpected):
                 raise
@@ -667,13 +653,16 @@ class FullyShardedDataParallel(Wrapper):
         self.assert_state(_DURING_TRAINING)
         self._lazy_init()
         come_together(self.process_group, "FullyShardedDataParallel.load_local_state_dict()")
-        found = agree(_exchange(self.process_group), lambda: _fsdp_shards.check_local(self, state_dict, strict))
-        _fsdp_shards.load_local(self, state_dict)
+        wrappers = _wrappers(self)
+        found = agree(
+            _exchange(self.process_group), lambda: _fsdp_shards.check_local(self, wrappers, state_dict, strict)
+        )
+        _fsdp_shards.load_local(self, wrappers, state_dict, lambda each: each.summon_full_params(recurse=False))
         return found
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Give what :meth:`consolidate_shard_weights` needs to know of this rank's part, as FairScale writes it."""
-        return _fsdp_shards.metadata(self)
+        return _fsdp_shards.metadata(self, _wrappers(self))
 
     @staticmethod
     def consolidate_shard_weights(
@@ -694,7 +683,7 @@ class FullyShardedDataParallel(Wrapper):
             ConfigurationError: not one of each for each rank.
             StateDictError: something is missing, or has another length than the metadata says.
         """
-        return _fsdp_shards.consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
+        return consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
     # ---------------------------------------------------------------------------------------- optimizer states
 
@@ -721,7 +710,8 @@ class FullyShardedDataParallel(Wrapper):
             )
         self._lazy_init()
         come_together(self.process_group, "FullyShardedDataParallel.gather_full_optim_state_dict()")
-        return _fsdp_optim_state.gather(self, get_fsdp_instances(self, skip_empty=True), optim)
+        instances = get_fsdp_instances(self, skip_empty=True)
+        return _fsdp_optim_state.gather(self, instances, optim, _exchange(self.process_group))
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Give what ``optim.load_state_dict`` takes on this rank.
@@ -750,7 +740,7 @@ def _loaded(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _exchange(group: Any) -> Any:
-    """The group for exchanges of errors; what only looks like one has no other ranks."""
+    """Return the group for exchanges of errors; what only looks like one has no other ranks."""
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -831,3 +821,8 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
     """
     found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
     return [instance for instance in found if instance._has_params] if skip_empty else found
+
+
+def _wrappers(root: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
+    """Return the wrappers in a module with their clean paths, outermost first."""
+    return [(clean(path), each) for path, each in root.named_modules() if isinstance(each, FullyShardedDataParallel)]

@@ -1,9 +1,7 @@
 """FullyShardedDataParallel: DDP's numbers to the last bit, FairScale's behaviour and files, every option.
 
-Tests compat/fairscale/nn/data_parallel/_fsdp_engine.py, compat/fairscale/nn/data_parallel/_fsdp_exports.py,
-compat/fairscale/nn/data_parallel/_fsdp_marks.py,
-compat/fairscale/nn/data_parallel/_fsdp_names.py, compat/fairscale/nn/data_parallel/_fsdp_optim_state.py,
-compat/fairscale/nn/data_parallel/_fsdp_shards.py, compat/fairscale/nn/data_parallel/_fsdp_wrapper.py too.
+Tests compat/fairscale/nn/data_parallel/_fsdp_engine.py, compat/fairscale/nn/data_parallel/_fsdp_optim_state.py,
+compat/fairscale/nn/data_parallel/_fsdp_shards.py too.
 """
 
 from __future__ import annotations
@@ -925,7 +923,7 @@ def test_parts_that_do_not_fit() -> None:
 
 def test_consolidation_of_what_is_not_there() -> None:
     consolidate = FSDP.consolidate_shard_weights
-    with pytest.raises(ValueError, match="of each rank"):
+    with pytest.raises(ValueError, match="of every rank"):
         consolidate([], [])
     wrapped = alone(mlp())
     part, meta = wrapped.local_state_dict(), wrapped.local_metadata_dict()
