@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.backends import backend_class
-from fsshard.backends.registry import wrapper_classes
+from fsshard.backends.registry import check_known, wrapper_classes
 from fsshard.backends.settings import Settings
 from fsshard.comm import watchdog
 from fsshard.comm.agreement import per_rank
@@ -39,11 +39,9 @@ from fsshard.model.checks import (
     check_same_model,
     mark_managed,
 )
-from fsshard.model.compiled_before import takes_compiled_models
-from fsshard.model.compiling import check_compilation, compile_units, resolve_compilation
-from fsshard.model.initialisation import Initialiser
+from fsshard.model.compiling import check_compilation, compile_units, resolve_compilation, takes_compiled_models
 from fsshard.model.memory_layout import own_memory
-from fsshard.model.meta import check_resettable, initialiser, ranks_on_meta, value_source
+from fsshard.model.meta import Initialiser, check_resettable, initialiser, ranks_on_meta, value_source
 from fsshard.model.precision import (
     cast_buffers,
     cast_params,
@@ -373,6 +371,7 @@ def _validated(
     check_compilation(settings.compilation, settings.device, settings.plan)
     check_precision(settings.plan, settings.device)
     check_buffers(model, settings.plan)
+    check_known(engine, settings)
     settings = engine.check(settings)
     check_modules(model, settings.precision, engine, settings.world_size)
     check_tensorfiable(slots, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)

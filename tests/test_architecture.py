@@ -25,6 +25,7 @@ from tests.import_graph import (
     unused_overrides,
 )
 from tests.sets import FAST
+from tools.torch_behaviour import counted_on
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -337,6 +338,7 @@ def torchs_names() -> frozenset[str]:
     """Private names that the registry lists, and all others that classes have in the files that these stand on."""
     entries, site = registry.everything(), Path(torch.__file__).parent.parent
     files = {site / entry.source for entry in entries if entry.source.endswith(".py")}
+    files |= {site / f"{one.name.partition(':')[0].replace('.', '/')}.py" for one in counted_on()}
     listed = {entry.name.replace(":", ".").rpartition(".")[2] for entry in entries}
     found = listed.union(*(members_in(path) for path in files if path.exists()))
     return frozenset(name for name in found if is_private(name))

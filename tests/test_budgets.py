@@ -19,21 +19,21 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
     "fsshard + compat": 57_150,
-    "fsshard/backends": 4_450,
+    "fsshard/backends": 4_165,
     "fsshard/checkpoint": 5_372,
     "fsshard/parity": 5_400,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 4_530,
     "fsshard/simulation": 3_638,
-    "fsshard/model": 2_480,
+    "fsshard/model": 2_400,
     "fsshard/oss": 2_345,
-    "fsshard/torch_private": 2_150,
+    "fsshard/torch_private": 1_765,
     "fsshard/complex_params": 2_030,
     "compat": 9_145,
     "tests": 61_230,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 141
+PRIVATE_NAMES = 130
 CONTRACT = 24
 FLOORS = 12
 """Of imports: lines of the layers in pyproject.toml."""

@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fsshard.torch_private.registry import Private, StoodOn, everything, stood_on
+from fsshard.torch_private.registry import Private, everything
+from tools.torch_behaviour import CountedOn, counted_on
 from tools.torch_sources import Part, digest_of, parts_of
 
 __all__ = ["Change", "Comparison", "Ground", "Record", "compare", "ground", "unsigned", "users_of"]
@@ -66,7 +67,7 @@ def ground(site: Path = SITE) -> dict[Key, Ground]:
         for key, digest, lines in _parts_of_private(entry, site):
             found[key] = digest, lines
             names.setdefault(key, []).append(entry.name.partition(":")[2])
-    for one in stood_on():
+    for one in counted_on():
         for key, part in _parts_below(one, site):
             found[key] = part.digest, part.lines
             names.setdefault(key, []).append(one.why)
@@ -98,7 +99,7 @@ def _with_members(path: str, parts: Mapping[str, Part]) -> list[Part]:
     return [part for name, part in parts.items() if name == path or name.startswith(f"{path}.")]
 
 
-def _parts_below(one: StoodOn, site: Path) -> Iterator[tuple[Key, Part]]:
+def _parts_below(one: CountedOn, site: Path) -> Iterator[tuple[Key, Part]]:
     module, _, path = one.name.partition(":")
     folder = module.replace(".", "/")
     file = f"{folder}/__init__.py" if (site / folder).is_dir() else f"{folder}.py"

@@ -3,7 +3,7 @@
 A backend executes a :class:`~fsshard.planning.plan.Plan` on one module. Outside this package nobody asks which backend
 it is: all differences between engines are behind these methods, whose defaults are right for replicas, and in the
 ``facts`` of its class. What is the same for all engines are plain functions over the entries:
-:mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.optimizer_state`, :mod:`~fsshard.backends.cost`.
+:mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.cost`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsshard.backends.alternatives import no_offload, who_has_option, who_has_strategy
 from fsshard.backends.facts import EngineFacts
-from fsshard.backends.partial_state_guards import PartsGuard
-from fsshard.backends.settings import HINTS, Settings
+from fsshard.backends.part_guards import PartsGuard
+from fsshard.backends.settings import Settings
 from fsshard.complex_params.flattened import forget_shown, raw_state, stored_in
 from fsshard.complex_params.replaced import attributes_of
-from fsshard.errors import ConfigurationError, UnsupportedByBackend
+from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry, collect_entries
@@ -34,7 +33,7 @@ from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import HYBRIDS
 from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
 
-__all__ = ["Backend", "taking_gradients"]
+__all__ = ["Backend", "no_offload", "taking_gradients"]
 
 log = logging.getLogger("fsshard")
 
@@ -63,7 +62,11 @@ class Backend(ABC):
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.module = module
-        self.settings = self._without_hints(settings)
+        hints = sorted(settings.options.keys() - set(self.facts.option_names))
+        if hints and settings.rank == 0:
+            log.info("backend %r has no use for %s", self.name, ", ".join(hints))
+        own = {name: value for name, value in settings.options.items() if name not in hints}
+        self.settings = settings = replace(settings, options=own)
         mesh = settings.model_mesh
         self.entries = collect_entries(module, None if mesh is None else mesh.layouts)
         self.key_order, self.keys = self._name_keys()
@@ -90,13 +93,6 @@ class Backend(ABC):
         divided = self.facts.has_dtensors or flat
         self.guard = PartsGuard(module, parts, torchs_own=self.facts.has_dtensors) if divided else None
 
-    def _without_hints(self, settings: Settings) -> Settings:
-        """``settings`` with the options that this engine has; rank 0 names the others."""
-        others = sorted(settings.options.keys() - set(self.facts.option_names))
-        if others and settings.rank == 0:
-            log.info("backend %r has no use for %s", self.name, ", ".join(others))
-        return replace(settings, options={k: v for k, v in settings.options.items() if k not in others})
-
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
         """Return the state dict's keys in order, and for those of parameters their names.
 
@@ -116,14 +112,6 @@ class Backend(ABC):
         Returns:
             The settings, with what this rank decides by itself, so that ranks can tell whether they decide alike.
         """
-        for name in sorted(set(settings.options) - set(cls.facts.option_names) - HINTS):
-            others = [repr(other) for other in who_has_option(name)]
-            known = ", ".join(cls.facts.option_names) or "none"
-            whose = f"backend={' or '.join(others)} has; leave it out" if others else "no backend has"
-            raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
-        if settings.sharding_strategy not in (None, *cls.facts.strategies):
-            offer = who_has_strategy(cast(str, settings.sharding_strategy))
-            raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
         if settings.cpu_offload and cls.facts.divides != "elements":
             raise no_offload(cls.name)
         if settings.sharding_strategy in HYBRIDS and not settings.has_replicas:
@@ -316,6 +304,11 @@ def taking_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def no_offload(backend: str) -> UnsupportedByBackend:
+    """Return what is raised where a backend cannot keep shards in host memory."""
+    return UnsupportedByBackend("cpu_offload=True", backend, "use backend='fsdp2' or 'fsdp' on a GPU")
 
 
 def _unit_modules(module: nn.Module, plan: Plan) -> dict[str, list[nn.Module]]:

@@ -12,17 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.facts import EngineFacts, Summary, Tunable
+from fsshard.backends.facts import EngineFacts, Tunable
 from fsshard.backends.reducer_arrivals import Arrivals, ReplicatedModel
 from fsshard.backends.registry import register_backend
-from fsshard.backends.settings import Settings
-from fsshard.comm.gloo.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
-from fsshard.comm.gloo.shared_buckets import SharedBuckets, sum_bucket, summed
 from fsshard.complex_params.shown import stored_names
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
-from fsshard.torch_private.ddp import SteadyReducer, has_comm_hooks, rebuild_buckets, uses_python_reducer
+from fsshard.torch_private.ddp import SteadyReducer, rebuild_buckets
 
 __all__ = ["DDPBackend"]
 
@@ -39,25 +36,12 @@ class DDPBackend(Backend):
         is_reference=True,
         strategies=("NO_SHARD",),
         hooks_outputs=True,
-        summary=Summary(
-            engine="torch `DistributedDataParallel`", keeps="everything", note="the reference for the other backends"
-        ),
         tunable=Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}}),
-        option_names=(
-            "bucket_cap_mb",
-            "gradient_as_bucket_view",
-            "static_graph",
-            *SWITCHES,
-        ),
+        option_names=("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"),
     )
     _arrivals: Arrivals | None = None
     _replicated: ReplicatedModel | None = None
     _users_hook: tuple[object, Callable[..., Any]] | None = None  # (state, hook)
-
-    @classmethod
-    def check(cls, settings: Settings) -> Settings:
-        check_switches(settings.options)
-        return super().check(settings)
 
     def shard(self) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +52,6 @@ class DDPBackend(Backend):
         if not any(entry.parameter.requires_grad for entry in self.entries.values()):
             return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
         cuda = self.settings.device.type == "cuda"
-        options = {name: value for name, value in self.settings.options.items() if name not in SWITCHES}
         with stored_names():
             engine = DistributedDataParallel(
                 self.module,
@@ -77,28 +60,27 @@ class DDPBackend(Backend):
                 find_unused_parameters=self.settings.find_unused_parameters,
                 forward_sync_buffers=False,  # ShardedModule does it, alike for every backend
                 init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
-                **{"gradient_as_bucket_view": self._can_view_buckets(), **options},
+                **{"gradient_as_bucket_view": self._can_view_buckets(), **self.settings.options},
             )
-        self._register_hook(engine)
+        if (hook := self._hook()) is not None:  # DDP takes one
+            engine.register_comm_hook(*hook)
         if self._replicated is None and self.settings.world_size > 1:
             self._replicated = ReplicatedModel(self)
         named = {entry.parameter: name for name, entry in self.entries.items() if entry.parameter.requires_grad}
         self._arrivals = Arrivals(engine, named)
         return engine
 
-    def _register_hook(self, engine: Any) -> None:
-        """Register the user's hook, or where torch's own reduction would not do, ours. DDP takes one."""
+    def _hook(self) -> tuple[Any, Callable[..., Any]] | None:
+        """Return the user's hook with its state, or ours where torch's own reduction would not do."""
         reduce_dtypes = self._reduce_dtypes()
         if self._users_hook is not None:
-            engine.register_comm_hook(*self._users_hook)
-        elif any(reduce_dtypes.values()):
-            engine.register_comm_hook((self.settings.group, reduce_dtypes), _reduce_narrow)
-        elif uses_python_reducer(engine):
-            pass  # by torch._dynamo.config.optimize_ddp: it calls hooks with a gradient, not with a bucket (torch 2.13)
-        elif (shared := self._shared_buckets()) is not None:
-            engine.register_comm_hook(shared, sum_bucket)
-        elif self._has_sparse_gradients():
-            engine.register_comm_hook(self.settings.group, _reduce_sparse)
+            return self._users_hook
+        if any(reduce_dtypes.values()):
+            return (self.settings.group, reduce_dtypes), _reduce_narrow
+        embeddings = (m for m in self.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        if any(module.sparse and module.weight.requires_grad for module in embeddings):
+            return self.settings.group, _reduce_sparse
+        return None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a hook as torch does: it gets ``(state, bucket)``, and sees complex gradients as pairs of reals.
@@ -129,18 +111,6 @@ class DDPBackend(Backend):
             self.engine = self.shard()
             raise
 
-    def _shared_buckets(self) -> SharedBuckets | None:
-        """Let two ranks of one host sum buckets in shared memory; the sum of more has an order, which is gloo's."""
-        group = self.settings.group
-        if group is None or group.size() != 2 or not wants_shared_memory(self.settings.options, self.settings.device):
-            return None
-        exchange = exchange_of(group)
-        return None if exchange is None else SharedBuckets(exchange, group)
-
-    def _has_sparse_gradients(self) -> bool:
-        embeddings = (m for m in self.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-        return any(module.sparse and module.weight.requires_grad for module in embeddings)
-
     def _can_view_buckets(self) -> bool:
         """Return whether gradients may lie in DDP's buckets, which saves a copy of them all.
 
@@ -149,8 +119,7 @@ class DDPBackend(Backend):
         matrix products and decompositions (Shampoo's, SOAP's) round by the address: other bits than in bare DDP.
         """
         trained = [entry.parameter for entry in self.all if entry.parameter.requires_grad]
-        aligned = all(parameter.numel() * parameter.element_size() % ALIGNMENT == 0 for parameter in trained)
-        return self.settings.world_size > 1 and aligned
+        return all(parameter.numel() * parameter.element_size() % ALIGNMENT == 0 for parameter in trained)
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
@@ -159,19 +128,13 @@ class DDPBackend(Backend):
         if self._arrivals is None or not torch.is_grad_enabled():
             return
         if functorch_transforms_active():
-            self._prepare_for_functorch()
+            if self.settings.find_unused_parameters or self.settings.options.get("static_graph"):
+                # Of DDP's _DDPSink: "it must override the setup_context staticmethod" (torch 2.13).
+                told = "torch.func with find_unused_parameters or static_graph"
+                raise UnsupportedByBackend(told, self.name, "leave them off, or use backend='fairscale'")
+            with disable_functorch():  # else "Cannot access data pointer of Tensor that doesn't have storage"
+                rebuild_buckets(self.engine)
         self._arrivals.forward_begins()
-
-    def _prepare_for_functorch(self) -> None:
-        if self.settings.find_unused_parameters or self.settings.options.get("static_graph"):
-            # Of DDP's _DDPSink: "it must override the setup_context staticmethod" (torch 2.13).
-            raise UnsupportedByBackend(
-                "torch.func with find_unused_parameters or static_graph",
-                self.name,
-                "leave them off, or use backend='fairscale'",
-            )
-        with disable_functorch():  # else "Cannot access data pointer of Tensor that doesn't have storage"
-            rebuild_buckets(self.engine)
 
     def derivative_starts(self) -> None:
         if self.settings.options.get("static_graph"):
@@ -216,7 +179,7 @@ class DDPBackend(Backend):
         # reads from memory in which order the gradients were ready (torch 2.13).
         engine: Any = self.engine
         if isinstance(engine, torch.nn.parallel.DistributedDataParallel):
-            if not has_comm_hooks(engine):
+            if self._hook() is None:
                 engine.register_comm_hook(self.settings.group, _reduce_fake)
             setattr(engine, "reducer", SteadyReducer(engine.reducer))  # noqa: B010  # typed as a Reducer
 
@@ -257,7 +220,8 @@ def _reduce_sparse(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     """
     size, whole = dist.get_world_size(state), bucket.buffer()
     divided = whole.mul_(1 / size) if whole.layout is torch.strided else whole / size
-    return summed(divided, state)
+    future: Any = dist.all_reduce(divided, group=state, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
 def _put_into(wide: list[Tensor], narrow: Tensor, _: Any) -> None:

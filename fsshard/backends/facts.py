@@ -8,26 +8,11 @@ from typing import Any, Literal
 
 from fsshard.planning.plan import Plan
 
-__all__ = ["OWN_FILES", "EngineFacts", "Joining", "Summary", "Tunable"]
+__all__ = ["OWN_FILES", "EngineFacts", "Joining", "Tunable"]
 
 OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
 """Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
 shards they write half of the numbers under FSDP1, without an error, and wait forever under FSDP2."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The row of a backend in the README's table.
-
-    Attributes:
-        engine: whose engine it is, in Markdown.
-        keeps: what each rank keeps.
-        note: what a user should know before choosing it.
-    """
-
-    engine: str
-    keeps: str
-    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +70,6 @@ class EngineFacts:
         needs_whole: methods of users' models that cannot work on parts.
         wrapper_classes: names of the classes of modules that it has wrapped already.
         tunable: what a search may try.
-        summary: its row in the README's table; only ours are there.
     """
 
     divides: Literal["nothing", "elements", "owners"] = "nothing"
@@ -102,4 +86,3 @@ class EngineFacts:
     needs_whole: frozenset[str] = frozenset()
     wrapper_classes: frozenset[str] = frozenset()
     tunable: Tunable = Tunable()
-    summary: Summary | None = None

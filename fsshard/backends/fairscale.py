@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -20,19 +21,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
-from fsshard.backends.facts import EngineFacts, Summary
-from fsshard.backends.fairscale_interface import implementation_of, name_of
+from fsshard.backends.facts import EngineFacts
 from fsshard.backends.fairscale_native import EngineReduction, Replicas
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.shown import stored_names
-from fsshard.errors import OptimizerError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, MissingExtra, OptimizerError, UnsupportedByBackend
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry
 from fsshard.planning.torch_settings import KEEP_GATHERED
 
 __all__ = ["FairScaleBackend"]
+
+IMPLEMENTATIONS = {
+    "real": "fsshard.backends.fairscale_patched:PatchedOSS",
+    "native": "fsshard.backends.fairscale_native:NativeOSS",
+}
 
 
 @register_backend
@@ -45,11 +50,6 @@ class FairScaleBackend(Backend):
         option_names=("implementation",),
         divides="owners",
         stores_contiguous=True,  # OSS packs with view(-1)
-        summary=Summary(
-            engine="OSS + ShardedDDP: FairScale 0.4.13, patched, or fsshard's own if it is not installed",
-            keeps="all parameters; its shard of gradients and optimizer state",
-            note="build its optimizer before the first forward",
-        ),
     )
 
     @classmethod
@@ -60,12 +60,22 @@ class FairScaleBackend(Backend):
             raise UnsupportedByBackend(
                 f"{shape_text(settings.mesh)}, where nothing is divided", cls.name, "use backend='ddp', without a mesh"
             )
-        name = name_of(asked or ("native" if settings.has_replicas else None))  # the same on all ranks
-        about = implementation_of(name).about
+        if asked not in (None, *IMPLEMENTATIONS):
+            raise ConfigurationError(
+                f"backend 'fairscale', implementation={asked!r}: expected 'real' (FairScale 0.4.13, patched), 'native' "
+                "(fsshard's own), or None for the first where it is installed"
+            )
+        name = asked or ("native" if settings.has_replicas else "real")  # the same on all ranks
+        try:
+            about = _implementation(name).about
+        except MissingExtra:
+            if asked:
+                raise
+            name, about = "native", _implementation("native").about
         return replace(settings, options={**settings.options, "implementation": name}, about=about)
 
     def shard(self) -> nn.Module:
-        self._implementation = implementation_of(self.settings.options["implementation"])
+        self._oss = _implementation(self.settings.options["implementation"])
         self._optimizers: list[PartitionedOptimizer] = []
         self._memory: list[tuple[nn.Parameter, Tensor, int]] = []  # where OSS has put parameters; see _put_back
         self._reduction: EngineReduction | None = None
@@ -180,7 +190,8 @@ class FairScaleBackend(Backend):
         self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
     ) -> Optimizer:
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-        if len(dtypes) > 1 and self._implementation.one_dtype:
+        # FairScale packs a device's parameters into one buffer: "Different types for the bucket and the param".
+        if len(dtypes) > 1 and self.settings.options["implementation"] == "real":
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise UnsupportedByBackend(
                 f"one optimizer over storage of several dtypes ({names})",
@@ -194,9 +205,7 @@ class FairScaleBackend(Backend):
         given = {id(parameter) for group in groups for parameter in group["params"]}
         self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
         with self._moved(), stored_names():
-            optimizer = self._implementation.optimizer(
-                groups, optim=optimizer_class, group=self._owners_group, **defaults
-            )
+            optimizer = self._oss(groups, optim=optimizer_class, group=self._owners_group, **defaults)
             self._optimizers.append(optimizer)
             self._reduction = self._reduce()
         self._flags = [entry.parameter.requires_grad for entry in self.all]
@@ -217,6 +226,21 @@ class FairScaleBackend(Backend):
         for sharded in self._optimizers:
             if sharded.optim is optimizer:
                 sharded.send_parameters()
+
+
+def _implementation(name: str) -> Any:
+    """Import an OSS by its name.
+
+    Raises:
+        MissingExtra: FairScale is not installed.
+    """
+    module, _, oss = IMPLEMENTATIONS[name].partition(":")
+    try:
+        return getattr(import_module(module), oss)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "fairscale":
+            raise
+        raise MissingExtra("fairscale", "fairscale", f"backend='fairscale', implementation={name!r}") from error
 
 
 def _replaced(optimizer: Any, given: Collection[int]) -> bool:

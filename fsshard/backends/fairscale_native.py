@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.fairscale_interface import Implementation
 from fsshard.comm.watchdog import taking_part
 from fsshard.oss.collectives import average, used_anywhere
 from fsshard.oss.inner_step import step_under_hooks_of_another
@@ -22,12 +21,13 @@ from fsshard.oss.optimizer import OSS
 from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["IMPLEMENTATION", "EngineReduction", "NativeOSS", "Replicas"]
+__all__ = ["EngineReduction", "NativeOSS", "Replicas"]
 
 
 class NativeOSS(OSS):
     """An OSS whose gradients, buffers and step hooks are the backend's care."""
 
+    about = "fsshard's own OSS and ShardedDDP"
     step = step_under_hooks_of_another(OSS)  # ShardedOptimizer runs them
 
     def _check_distinct(self) -> None:
@@ -140,6 +140,3 @@ class EngineReduction(Reduction):
         super().discard(parameters)
         if dropped:  # zeros are a gradient, as they are for DDP
             self.seen.difference_update(parameters)
-
-
-IMPLEMENTATION = Implementation("fsshard's own OSS and ShardedDDP", NativeOSS)

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from fairscale.optim.oss import OSS
 
-from fsshard.backends.fairscale_interface import Implementation
 from fsshard.oss.inner_step import step_under_hooks_of_another
 from fsshard.oss.partitioned import PartitionedOptimizer
 
-__all__ = ["IMPLEMENTATION", "PatchedOSS"]
+__all__ = ["PatchedOSS"]
 
 
 class PatchedOSS(OSS, PartitionedOptimizer):
     """OSS that packs evenly, keeps frozen layers equal on all ranks, and runs step hooks once."""
 
+    about = f"FairScale {fairscale.__version__}, patched"
     step = step_under_hooks_of_another(OSS)  # ShardedOptimizer runs them
     _layout: list[tuple[int, bool]] | None = None
 
@@ -61,10 +61,3 @@ class PatchedOSS(OSS, PartitionedOptimizer):
         frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         for parameter in self.with_gradient_at_owner(frozen, frozen[0].device) if frozen else ():
             dist.broadcast(parameter.data, group=self.group, group_src=self.owner_of(parameter))
-
-
-IMPLEMENTATION = Implementation(
-    f"FairScale {fairscale.__version__}, patched",
-    PatchedOSS,
-    one_dtype=True,  # OSS packs a device's parameters into one buffer: "Different types for the bucket and the param"
-)

@@ -187,7 +187,7 @@ def check_places(
     places: tuple[Sequence[Any], Sequence[str]],
     names: Sequence[str],
     shards: Sequence[Any],
-    others: Callable[[], Iterable[tuple[Any, ...]]],
+    others: Callable[[], Iterable[Iterable[Any]]],
 ) -> None:
     """Raise if a module holds another tensor than the engine's when its unit's forward begins.
 

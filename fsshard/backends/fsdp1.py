@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.facts import EngineFacts, Summary, Tunable
+from fsshard.backends.facts import EngineFacts, Tunable
 from fsshard.backends.forward_guards import (
     LooksAtForwards,
     ReadsGuard,
@@ -25,10 +25,9 @@ from fsshard.backends.forward_guards import (
     refuse_losses,
     written,
 )
-from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
-from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
+from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import stored_in
 from fsshard.errors import ModelError, UnsupportedByBackend
@@ -39,21 +38,19 @@ from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
 from fsshard.torch_private.autograd import current_graph_task_id, functorch_transforms_active
 from fsshard.torch_private.fsdp1 import (
-    GATHERED,
     WRAPPED,
     divide_factors,
     drop_whole,
     even_shards,
     free_with_its_handle,
     handle_of,
+    held_by,
     infos_of,
     is_padding,
     let_go,
-    local_shard,
     offsets_of,
     params_of,
     reduce_by,
-    saved_gradient,
     sharded_size,
     show,
     tensors_of,
@@ -75,11 +72,6 @@ class FSDP1Backend(TorchShardedBackend):
         DIVIDED,
         option_names=("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
         shards_integers=False,  # "Cannot flatten integer dtype tensors" (torch 2.13)
-        summary=Summary(
-            engine="torch `FullyShardedDataParallel`",
-            keeps="its shard of parameters, gradients and optimizer state",
-            note="`requires_grad` is fixed at `wrap`",
-        ),
         tunable=Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"}),
     )
 
@@ -114,11 +106,12 @@ class FSDP1Backend(TorchShardedBackend):
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             with even_shards(functools.partial(_taking_part_in_backward, self.settings.group)):
-                for name in self.settings.plan.unit_names:
-                    self._prepare(units[name])
-                    self._wrap_unit(name, modules[name], places[id(modules[name])])
-                self._prepare(units[""])
-                root = self._wrapper("", self.module)
+                for name in (*self.settings.plan.unit_names, ""):
+                    wrapper = self._wrapped(units[name], modules[name])
+                    for parent, key in places.get(id(modules[name]), ()):
+                        parent._modules[key] = wrapper
+                        self._wrappers.append((parent, key, wrapper))
+        root = wrapper
         self._layout(root)
         self._watch(root)
         for planned in self.settings.plan.units:
@@ -126,43 +119,44 @@ class FSDP1Backend(TorchShardedBackend):
             frozen = [self.entries[name] for name in planned.parameters if not infos[name].requires_grad]
             if frozen and len(frozen) < len(planned.parameters):
                 lies = [self._place[entry.name] for entry in frozen]
-                modules[planned.name].register_forward_pre_hook(_without_gradient(frozen, lies))
+                modules[planned.name].register_forward_pre_hook(_showing(frozen, lies, _detached))
             numbers = [self.entries[n] for n in planned.parameters if self.entries[n].slots[0].is_complex]
             if numbers and self.settings.compilation is not None:
                 lies = [self._place[entry.name] for entry in numbers]
-                modules[planned.name].register_forward_pre_hook(_without_base(numbers, lies))
+                modules[planned.name].register_forward_pre_hook(_showing(numbers, lies, _without_base))
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
 
-    def _prepare(self, unit: Unit) -> None:
-        self._make_real(unit)
-        for name in unit.parameters:
+    def _wrapped(self, planned: Unit, module: nn.Module) -> nn.Module:
+        """Give memory to a unit that has none, and put FSDP1 around it."""
+        from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+
+        self._make_real(planned)
+        for name in planned.parameters:
             parameter = self.entries[name].parameter
             if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():
                 continue
             parameter.data = packed(parameter.data)
             self._strides[name], self._orders[name] = parameter.stride(), memory_order(parameter)
 
-    def _wrap_unit(self, name: str, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
-        wrapper = self._wrapper(name, unit)
-        for parent, key in places:
-            parent._modules[key] = wrapper
-            self._wrappers.append((parent, key, wrapper))
-
-    def _wrapper(self, name: str, module: nn.Module) -> nn.Module:
-        from torch.distributed.fsdp import CPUOffload, ShardingStrategy
-
         settings = self.settings
-        strategy = ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"]
         where: dict[str, Any] = {"process_group": settings.group}
         if settings.sharding_strategy in HYBRIDS:
             where = {"process_group": (settings.mesh.get_group(1), settings.mesh.get_group(0))}
+        mixed = None
+        if not settings.precision.is_full:
+            mixed = MixedPrecision(
+                param_dtype=planned.compute,
+                reduce_dtype=settings.precision.reduce or planned.compute,
+                cast_root_forward_inputs=False,  # fsshard.model.precision casts inputs, under every backend alike
+                _module_classes_to_ignore=(),  # the plan has made BatchNorms float32 units
+            )
         unit: Any = _unit_class()(
             module,
-            sharding_strategy=strategy,
+            sharding_strategy=ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"],
             cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
             use_orig_params=True,  # aligns parameters to 16 bytes, without which complex views fail; keeps the objects
-            mixed_precision=self._mixed(name),
+            mixed_precision=mixed,
             device_id=settings.device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
             **where,
             **settings.options,
@@ -173,20 +167,6 @@ class FSDP1Backend(TorchShardedBackend):
             # hooks (torch 2.13); NCCL's never raise there, and overlap on streams of FSDP1's own.
             reduce_by(unit, functools.partial(_reduce, settings, shards, divide_factors(unit)))
         return unit  # type: ignore[no-any-return]
-
-    def _mixed(self, name: str) -> Any:
-        from torch.distributed.fsdp import MixedPrecision
-
-        precision = self.settings.precision
-        (unit,) = (unit for unit in self.settings.plan.units if unit.name == name)
-        if precision.is_full:
-            return None
-        return MixedPrecision(
-            param_dtype=unit.compute,
-            reduce_dtype=precision.reduce or unit.compute,
-            cast_root_forward_inputs=False,  # fsshard.model.precision casts inputs, under every backend alike
-            _module_classes_to_ignore=(),  # the plan has made BatchNorms float32 units
-        )
 
     def _layout(self, root: nn.Module) -> None:
         """Learn where each parameter lies in its unit's flat parameter."""
@@ -317,14 +297,8 @@ class FSDP1Backend(TorchShardedBackend):
         # While a unit is gathered, its parameters and their gradients are views of the gathered ones (torch 2.13).
         found: dict[str, list[Tensor]] = {}
         for _, handle in self._handles:
-            flat = handle.flat_param
-            named = {
-                "parameters": (local_shard(flat),),
-                "gathered units": [getattr(flat, name, None) for name in GATHERED],
-                "gradients": (flat.grad, saved_gradient(flat)),
-            }
-            for kind, tensors in named.items():
-                found.setdefault(kind, []).extend(tensor for tensor in tensors if tensor is not None)
+            for kind, tensors in held_by(handle.flat_param).items():
+                found.setdefault(kind, []).extend(tensors)
         return found
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
@@ -416,6 +390,11 @@ class _WrittenGuard:
                     raise written(names) from error
 
 
+def _let_go(flats: list[Any]) -> None:
+    for flat in flats:
+        let_go(flat)
+
+
 class _GatheredGuard:
     """Hook of the user's own module: raises where that is called, and not the FSDP1 module that gathers for it."""
 
@@ -439,43 +418,33 @@ def _ignore(*_: Any) -> None:
     """Do nothing."""
 
 
-def _let_go(flats: list[Any]) -> None:
-    for flat in flats:
-        let_go(flat)
-
-
-def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any:
-    """Return a hook at the start of a unit's forward.
-
-    FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient, and
-    throws the gradient away (torch 2.13). It costs a backward up to the input, and attention over a frozen bias then
-    takes another kernel than it does natively, with other last bits.
-    """
-
-    def before_forward(*_: Any) -> None:
-        for entry, (flat, index) in zip(frozen, places, strict=True):
-            shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
-            if shown.requires_grad:
-                _show(entry, flat, index, shown.detach())
-
-    return before_forward
-
-
-def _without_base(entries: list[Entry], places: list[tuple[Any, int]]) -> Any:
-    """Return a hook at the start of a compiled unit's forward: complex parameters are views of no flat parameter.
-
-    A complex view that crosses a graph break is an input of the next graph, and dynamo makes its stand-in by
-    view_as_complex of the *base* of all views: "Tensor must have a last dimension of size 2" (torch 2.13).
-    """
-
-    alias: Any = _AliasNode.apply
+def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a hook at the start of a unit's forward that shows it ``change(view)`` in place of FSDP1's views."""
 
     def before_forward(*_: Any) -> None:
         for entry, (flat, index) in zip(entries, places, strict=True):
             shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
-            _show(entry, flat, index, alias(shown))
+            if (changed := change(shown)) is shown:
+                continue
+            show(flat, index, changed)  # FSDP1 compares by identity what it finds later with what it showed
+            for slot in entry.slots:
+                stored_in(slot.owner)[slot.stored] = changed
+                object.__setattr__(slot.owner, slot.stored, changed)  # it shows them in both places
 
     return before_forward
+
+
+def _detached(shown: Tensor) -> Tensor:
+    # FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient,
+    # and throws the gradient away (torch 2.13). It costs a backward up to the input, and attention over a frozen bias
+    # then takes another kernel than it does natively, with other last bits.
+    return shown.detach() if shown.requires_grad else shown
+
+
+def _without_base(shown: Tensor) -> Tensor:
+    # A complex view that crosses a graph break is an input of the next graph, and dynamo makes its stand-in by
+    # view_as_complex of the *base* of all views: "Tensor must have a last dimension of size 2" (torch 2.13).
+    return _AliasNode.apply(shown)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _AliasNode(torch.autograd.Function):
@@ -488,14 +457,6 @@ class _AliasNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def _show(entry: Entry, flat: Any, index: int, tensor: Tensor) -> None:
-    """Put ``tensor`` where FSDP1 has put the view of a flat parameter that a unit computes with."""
-    show(flat, index, tensor)  # FSDP1 compares by identity what it finds later with what it showed
-    for slot in entry.slots:
-        stored_in(slot.owner)[slot.stored] = tensor
-        object.__setattr__(slot.owner, slot.stored, tensor)  # it shows them in both places
 
 
 def _of_wrapped(dictionary: str) -> property:

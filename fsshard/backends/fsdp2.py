@@ -18,15 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS
-from fsshard.backends.facts import EngineFacts, Joining, Summary, Tunable
+from fsshard.backends.facts import EngineFacts, Joining, Tunable
 from fsshard.backends.forward_guards import READS_SHARD, LooksAtForwards, check_places, written
-from fsshard.backends.gradient_usage import UsageTracker
-from fsshard.backends.prefetching import ForwardPrefetch, abandon
+from fsshard.backends.fsdp2_gathers import ForwardPrefetch, KeptGathered, abandon, gather_ahead
+from fsshard.backends.part_guards import refuse_numbers_of_parts
 from fsshard.backends.registry import register_backend
-from fsshard.backends.scalar_guards import refuse_numbers_of_parts
-from fsshard.backends.second_derivatives import KeptGathered
 from fsshard.backends.settings import Settings
-from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
+from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
 from fsshard.comm.gloo.same_host import check_switches, exchange_of, wants_shared_memory
 from fsshard.complex_params.data_assignment import held_dtensor
 from fsshard.complex_params.flattened import stored_in
@@ -43,7 +41,6 @@ from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.torch_private.autograd import queue_callback
 from fsshard.torch_private.fsdp2 import (
-    POST_FORWARD_PARAM,
     UNSHARDED_PARAM,
     abandon_forward,
     cut_by,
@@ -136,11 +133,6 @@ class FSDP2Backend(TorchShardedBackend):
         marks_unit_inputs=True,
         stores_contiguous=True,  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
         has_dtensors=True,
-        summary=Summary(
-            engine="torch `fully_shard`",
-            keeps="its shard of parameters, gradients and optimizer state",
-            note="the default on several ranks; hybrid sharding (HSDP) with a 2-D mesh",
-        ),
         tunable=Tunable(
             kept_gathered={"reshard_after_forward": False},
             root_stays=True,
@@ -169,6 +161,7 @@ class FSDP2Backend(TorchShardedBackend):
         return settings
 
     def shard(self) -> nn.Module:
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         settings = self.settings
@@ -177,7 +170,10 @@ class FSDP2Backend(TorchShardedBackend):
         self._finished = 0  # how often gradients were made final
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
-        self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
+        self.mesh = settings.mesh
+        if self.mesh is None:
+            assert settings.group is not None  # wrap() makes one where there is none
+            self.mesh = DeviceMesh.from_group(settings.group, settings.device.type)
         self.shard_group = self.mesh.get_group(self.mesh.ndim - 1)
         reshard = settings.options.get("reshard_after_forward")
         if settings.sharding_strategy in KEEP_GATHERED:
@@ -215,7 +211,7 @@ class FSDP2Backend(TorchShardedBackend):
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
         elif self.shard_group.size() > 1:
-            self.module.register_forward_pre_hook(_gather_ahead, prepend=True)
+            self.module.register_forward_pre_hook(gather_ahead, prepend=True)
         return self.module
 
     def _store_as_pairs(self, entries: Iterable[Entry]) -> None:
@@ -321,7 +317,11 @@ class FSDP2Backend(TorchShardedBackend):
         for name, part in self._torchs.items() if self._finished <= 2 else ():  # the first steps tell
             whole = getattr(part, UNSHARDED_PARAM, None)
             if whole is not None and whole.grad is not None:
-                raise OptimizerError(_unreduced(name))
+                raise OptimizerError(
+                    f"the gradient of {name!r} was not reduced: the engine did not notice the start of the backward, "
+                    "since the forward did not return the loss's tensors in a dict, list, tuple, dataclass or "
+                    "attribute of an object (but in a closure or a generator, or kept them in the model); return them"
+                )
 
     def simulate(self) -> None:
         """Over many ranks, stand for the broadcasts of our all-gather on gloo, one per rank, by a single one."""
@@ -351,8 +351,7 @@ class FSDP2Backend(TorchShardedBackend):
             self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
     def _leaves(self) -> Iterator[Tensor]:
-        groups = (group for unit in self._units for group in param_groups(unit))
-        whole = (getattr(part, UNSHARDED_PARAM, None) for group in groups for part in group.fsdp_params)
+        whole = (getattr(part, UNSHARDED_PARAM, None) for part in self._torchs.values())
         return (tensor for tensor in whole if tensor is not None and tensor.requires_grad)
 
     def before_forward(self, *, training: bool) -> None:
@@ -428,9 +427,8 @@ class FSDP2Backend(TorchShardedBackend):
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # torch 2.13 has no public way to ask: gradients that no_sync leaves whole, and units that a forward left whole.
-        groups = [group for unit in self._units for group in param_groups(unit)]
         found: dict[str, list[Tensor]] = {"parameters": [], "gradients": [], "gathered units": []}
-        for part in (part for group in groups for part in group.fsdp_params):
+        for part in self._torchs.values():
             whole = getattr(part, UNSHARDED_PARAM, None)  # made by the first gather
             gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
             found["parameters"].append(sharded_data(part))
@@ -464,32 +462,11 @@ def _before_gather(parts: list[Any], names: list[str]) -> Any:
     """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
     places = [stored_in(place_of(part).module) for part in parts], [place_of(part).param_name for part in parts]
 
-    def others() -> Iterator[tuple[Any, ...]]:  # what a module may hold in place of a shard between its forwards
-        return ((part.__dict__.get(UNSHARDED_PARAM), part.__dict__.get(POST_FORWARD_PARAM)) for part in parts)
-
     def check(*_: Any) -> None:
-        check_places(places, names, [part.sharded_param for part in parts], others)
+        # Between its forwards a module may hold another tensor of FSDP2's: the whole, or a shard among fewer ranks.
+        check_places(places, names, [part.sharded_param for part in parts], lambda: (vars(p).values() for p in parts))
 
     return check
-
-
-def _unreduced(name: str) -> str:
-    return (
-        f"the gradient of {name!r} was not reduced: the engine did not notice the start of the backward, since the "
-        "forward did not return the loss's tensors in a dict, list, tuple, dataclass or attribute of an object (but "
-        "in a closure or a generator, or kept them in the model); return them"
-    )
-
-
-def _gather_ahead(root: Any, args: Any) -> None:
-    """Begin the root's all-gather, right before FSDP2's own hook waits for it.
-
-    Of a gather that is its own, FSDP2 keeps what arrived until it has copied out the next unit's, in forward (torch
-    2.13), so that a model of one unit is there twice. Of one that was asked for it lets go at once. Nothing runs beside
-    the root's gather that this could delay; units further down go on being gathered beside the computation.
-    """
-    if not torch.compiler.is_compiling():
-        root.unshard(async_op=True)
 
 
 def _prepare(kind: type[nn.Module]) -> None:
@@ -534,14 +511,6 @@ def _mixed(compute: torch.dtype | None, reduce: torch.dtype | None) -> Any:
     # Inputs are cast by fsshard.model.precision, under every backend alike. Left out, reduce_dtype is param_dtype in
     # torch 2.13 and the weights' own dtype in 2.15, silently.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce or compute, cast_forward_inputs=False)
-
-
-def _mesh_of(settings: Settings) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if settings.group is None:
-        raise ModelError("backend 'fsdp2' needs a process group")
-    return DeviceMesh.from_group(settings.group, settings.device.type)
 
 
 def _parts_of(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:

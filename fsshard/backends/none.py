@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.facts import EngineFacts, Summary
+from fsshard.backends.facts import EngineFacts
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.errors import UnsupportedByBackend
@@ -22,7 +22,6 @@ class SingleBackend(Backend):
 
     name: ClassVar[str] = "none"
     facts: ClassVar[EngineFacts] = EngineFacts(
-        summary=Summary(engine="no engine", keeps="everything", note="one process"),
         one_process=True,
         is_reference=True,
         keeps_grad_dtype=True,

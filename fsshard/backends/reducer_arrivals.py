@@ -87,38 +87,35 @@ def check_step(optimizer: Optimizer, *, foreign: bool) -> None:
 class Arrivals:
     """Follows the reducer of one DDP wrapper.
 
+    Args:
+        engine: the DDP wrapper.
+        names: its trainable parameters and their names.
+
     Attributes:
         expecting: the reducer will send what arrives now.
-        arrived: the ids of the parameters whose gradients it has been given since the forward.
+        arrived: the ids of the parameters whose gradients it was given in backwards that have ended since the forward.
         unreached: names of the parameters that the latest backward has not reached.
         strayed: gradients have arrived that it has not sent, and sends with the next ones only.
     """
 
     def __init__(self, engine: Any, names: Mapping[nn.Parameter, str]) -> None:
-        """
-        Args:
-            engine: the DDP wrapper.
-            names: its trainable parameters and their names.
-        """
         self._engine, self._names = engine, names
         self.expecting = self.strayed = False
         self.unreached: set[str] = set()
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
-        self._came_now: list[int] = []  # ids of those of the ordinary backward that runs, to be counted when it ends
-        self._ordinary: list[bool] = []  # not empty: such a backward runs
+        self._came: list[int] = []  # ids, in the backward that runs, to be counted when it ends
+        self._running: list[bool] = []  # not empty: that backward is known
         self._task: int | None = None  # the graph task of the outermost backward that runs
         self._of_output = False  # that backward began at what a forward through the wrapper has returned
         # Weak, and ids: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the
         # parameter, and the model, its engine and its process group with its threads would live forever (torch 2.13).
         this = weakref.ref(self)
+        running, note = self._running, self._came.append
 
-        ordinary, note = self._ordinary, self._came_now.append
-
-        def came(parameter: nn.Parameter) -> None:
-            if ordinary:  # a test and two calls of C for each gradient of a step, and nothing else
-                note(id(parameter))
-            elif (found := this()) is not None:
-                found._came(parameter)
+        def came(parameter: nn.Parameter) -> None:  # two calls of C for each gradient of a step, and nothing else
+            note(id(parameter))
+            if not running and (found := this()) is not None:
+                found._begin()
 
         hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in names]
         self._unhook = weakref.finalize(self, _remove, hooks)  # the user's module may be trained on without a wrapper
@@ -131,15 +128,15 @@ class Arrivals:
     def forward_begins(self) -> None:
         """Called when a forward with gradients begins. Collective where something is left to send."""
         self._send_the_rest()
-        if current_graph_task_id() < 0:
-            self._task = None  # of a backward that has raised
-            self._ordinary.clear()
-            self._came_now.clear()
+        if current_graph_task_id() < 0:  # else this forward is within a backward
+            self._task = None  # of one that has raised
+            self._running.clear()
+            self._came.clear()
         if self._engine.require_backward_grad_sync:
             self.expecting = True
             self.arrived.clear()
             self.unreached.clear()
-            self._came_now.clear()  # of a backward that this forward is within: the reducer begins anew
+            self._came.clear()  # the reducer begins anew
 
     def backward_starts(self) -> None:
         """Called when a backward through such a forward's output begins (in its graph task)."""
@@ -160,51 +157,37 @@ class Arrivals:
                 "no_sync(): run the last one outside of it"
             )
 
-    # ------------------------------------------------------------------------------------------ within a backward
-
     def _begin(self) -> None:
         task = current_graph_task_id()
         if self._task != task:
             self._task, self._of_output = task, False
-            self._ordinary[:] = [True] if self.expecting else []
+            self._running[:] = [True]
             queue_callback(self._end)
 
     def _end(self) -> None:
-        """Called when the backward has ended, and has not raised."""
+        """Count what has come in a backward that has ended, and has not raised.
+
+        Raises:
+            ModelError: the reducer was done by then, so that this stays the rank's own.
+        """
         self._task = None
-        self._ordinary.clear()
-        self._count()
+        self._running.clear()
+        came = list(self._came)
+        self._came.clear()
+        count = len(came) + len(self.arrived)
+        if self.expecting:
+            self.arrived.update(came)
+            again = len(self.arrived) < count and not self._engine.static_graph
+        else:
+            again = bool(came) and self._of_output and self._engine.require_backward_grad_sync
+            self.strayed |= bool(came)  # until the next reduction, which sends it too
+        if again:
+            raise ModelError(
+                "a second backward() since the last forward, which backend 'ddp' does not reduce: add the losses and "
+                "call backward() once, or use backend='fsdp2' or 'fairscale'"
+            )
         if self.expecting and len(self.arrived) == len(self._names):
             self.expecting = self.strayed = False
-
-    def _count(self) -> None:
-        """Count what has come in an ordinary backward."""
-        came = len(self._came_now) + len(self.arrived)
-        self.arrived.update(self._came_now)
-        self._came_now.clear()
-        if len(self.arrived) < came and not self._engine.static_graph:
-            self._refuse_second()
-
-    def _came(self, parameter: nn.Parameter) -> None:
-        if self._task is None:  # else this may be the inner backward of a reentrant checkpoint
-            self._begin()
-        if self.expecting:
-            key = id(parameter)
-            if key in self.arrived and not self._engine.static_graph:
-                self._refuse_second()
-            self.arrived.add(key)
-        elif self._of_output and self._engine.require_backward_grad_sync:
-            self._refuse_second()
-        else:
-            self.strayed = True  # until the next reduction, which sends it too
-
-    def _refuse_second(self) -> None:
-        raise ModelError(
-            "a second backward() since the last forward, which backend 'ddp' does not reduce: add the losses and call "
-            "backward() once, or use backend='fsdp2' or 'fairscale'"
-        )
-
-    # ------------------------------------------------------------------------------------------ what is left
 
     def _send_the_rest(self) -> None:
         if not (self.expecting and self.arrived) or self._task is not None:
@@ -214,11 +197,8 @@ class Arrivals:
         if self._engine.find_unused_parameters or self._engine.static_graph:
             # DDP waits for those alone that the forward has used, and says so in its next forward.
             self.expecting = self.strayed = False
-        else:
-            self._send_zeros(missing)
-
-    def _send_zeros(self, missing: list[nn.Parameter]) -> None:
-        """Give the reducer zeros for ``missing``, so that it sends everything; what was None stays None."""
+            return
+        # Zeros for what is missing let the reducer send everything; what was None stays None.
         none = [parameter for parameter in self._names if parameter.grad is None]
         with taking_gradients(missing):  # frozen since the forward
             torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])

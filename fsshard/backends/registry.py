@@ -13,9 +13,9 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import TypeVar
 
-from fsshard.backends.alternatives import ask_for_backends
 from fsshard.backends.base import Backend
-from fsshard.errors import ConfigurationError, UnknownBackend
+from fsshard.backends.settings import HINTS, Settings
+from fsshard.errors import ConfigurationError, UnknownBackend, UnsupportedByBackend
 from fsshard.launching.handing_on import hand_on
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "REFERENCE",
     "backend_class",
     "backend_names",
+    "check_known",
     "loaded_backends",
     "register_backend",
     "wrapper_classes",
@@ -127,7 +128,9 @@ def backend_class(name: object, world_size: int = 2) -> type[Backend]:
     if path is None:
         raise UnknownBackend(name, backend_names())
     found = _imported(path, f"backend={name!r}")
-    return found if name in (found.name, path) else _misnamed(str(name), path, found)
+    if name not in (found.name, path):
+        raise ConfigurationError(f"backend {name!r} is {path}, whose name is {found.name!r}; register it under that")
+    return found
 
 
 def loaded_backends() -> Iterator[type[Backend]]:
@@ -137,12 +140,36 @@ def loaded_backends() -> Iterator[type[Backend]]:
     yield from [cls for name, cls in _classes.items() if name not in _OURS]
 
 
+def check_known(cls: type[Backend], settings: Settings) -> None:
+    """Raise for an option or a strategy that a backend does not have, and name those that do. Local.
+
+    Raises:
+        ConfigurationError: an option is nobody's, or another's.
+        UnsupportedByBackend: a sharding strategy is.
+    """
+    for name in sorted(set(settings.options) - set(cls.facts.option_names) - HINTS):
+        others = [repr(each.name) for each in loaded_backends() if name in each.facts.option_names]
+        known = ", ".join(cls.facts.option_names) or "none"
+        whose = f"backend={' or '.join(others)} has; leave it out" if others else "no backend has"
+        raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
+    strategy = settings.sharding_strategy
+    if strategy not in (None, *cls.facts.strategies):
+        backends = list(loaded_backends())
+        several = (each for each in backends if not each.facts.one_process)
+        has = [repr(each.name) for each in several if strategy in each.facts.strategies]
+        nearest = "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
+        use = f"use backend={' or '.join(reversed(has))}" if has else nearest
+        each = "; ".join(f"{each.name} {', '.join(each.facts.strategies)}" for each in backends)
+        raise UnsupportedByBackend(
+            f"sharding_strategy={strategy!r}",
+            cls.name,
+            f"{use}, or leave it out, and each backend takes its own. They have: {each}",
+        )
+
+
 def wrapper_classes() -> frozenset[str]:
     """Return the names of the classes whose modules are under an engine already; no engine is imported for it."""
     return _OUR_WRAPPERS.union(*(cls.facts.wrapper_classes for cls in _classes.values()))
-
-
-ask_for_backends(loaded_backends)
 
 
 def _path_of(name: str) -> str | None:
@@ -162,10 +189,6 @@ def _imported(path: str, asked: str) -> type[Backend]:
         ) from error
     cls: type[Backend] = register_backend(found)
     return cls
-
-
-def _misnamed(name: str, path: str, found: type[Backend]) -> type[Backend]:
-    raise ConfigurationError(f"backend {name!r} is {path}, whose name is {found.name!r}; register it under that name")
 
 
 @cache

@@ -22,10 +22,11 @@ HINTS = frozenset(
     {
         *("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
         *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"),
+        *("fast_collectives", "shared_memory"),
     }
 )
-"""Options of torch's engines about when their gathers run and how their buckets lie. They change no number, and an
-engine that has no such gathers or buckets does what they ask for by having none: every backend takes them."""
+"""Options about when gathers run, how buckets lie and how they travel. They change no number, and an engine that has no
+such gathers or buckets does what they ask for by having none: every backend takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)

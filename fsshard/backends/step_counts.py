@@ -1,9 +1,7 @@
 """Checks that all ranks take the same steps at the same learning rates, since each updates its part of the model.
 
 A step is local under FSDP1 and FSDP2, so one that a rank leaves out (``if rank == 0: optimizer.step()``, or ``if
-loss.isfinite()`` of a local loss) shows nowhere: the next forward gathers weights of two steps. Ranks compare what they
-have taken so far in some of the forwards, which are collective there. A count that is behind stays behind, so that
-nothing is missed by not looking each time.
+loss.isfinite()`` of a local loss) shows nowhere: the next forward gathers weights of two steps.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ __all__ = ["StepCounts"]
 class StepCounts:
     """The steps that the optimizers of one model have taken on this rank, and the learning rates of the last of them.
 
-    They are kept here and not with the optimizers, which one rank's garbage collector may take earlier than another's.
-
     Args:
         group: the ranks that share the work; None: there is nobody to compare with.
         device: of the tensors that ranks exchange.
@@ -36,7 +32,9 @@ class StepCounts:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = None if group is None or group.size() == 1 else group
         self._device = device
-        self._taken: list[tuple[int, list[Any]]] = []  # per optimizer: its steps, its groups' learning rates
+        # Per optimizer its steps and its groups' learning rates. Kept here and not with the optimizers, which one
+        # rank's garbage collector may take earlier than another's.
+        self._taken: list[tuple[int, list[float]]] = []
         self._looks = LooksAtForwards()
 
     def new_optimizer(self) -> int:
@@ -46,9 +44,8 @@ class StepCounts:
 
     def took_step(self, number: int, groups: Iterable[dict[str, Any]]) -> None:
         """Count a step of an optimizer. Local."""
-        if self._group is None:
-            return
-        self._taken[number] = (self._taken[number][0] + 1, [group.get("lr") for group in groups])
+        if self._group is not None:
+            self._taken[number] = (self._taken[number][0] + 1, [_number(group.get("lr")) for group in groups])
 
     def forward_begins(self) -> None:
         """Compare, if this forward is looked at. Collective; every rank has run as many forwards.
@@ -56,6 +53,7 @@ class StepCounts:
         Raises:
             RankMismatch: on every rank, naming those that left out steps.
         """
+        # A count that is behind stays behind, so that nothing is missed by not looking each time.
         if self._group is not None and self._looks.begin():
             self.compare()
 
@@ -65,51 +63,44 @@ class StepCounts:
         Raises:
             RankMismatch: on every rank, naming those that left out steps.
         """
-        if self._group is None:
-            return
-        if type(torch.empty(0)) is not Tensor:
-            return  # an estimate: there are no numbers, and no other ranks
-        mine = tuple((count, tuple(map(_number, rates))) for count, rates in self._taken)
-        if _differ(hash(mine) & (2**62 - 1), self._group, self._device):  # of numbers: the same in every process
-            _raise(per_rank(self._group, mine))
+        if self._group is None or type(torch.empty(0)) is not Tensor:
+            return  # in an estimate there are no numbers, and no other ranks
+        # Of numbers, whose hash is the same in every process.
+        digest = hash(tuple((count, *rates) for count, rates in self._taken)) & (2**62 - 1)
+        # A mode that counts what runs (MemoryTracker) would see 16 bytes come and go in some steps. Private: in
+        # torch/utils/_python_dispatch.py (2.13).
+        with disable_current_modes():
+            both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+            largest, smallest = both.tolist()
+        if largest != -smallest:
+            _raise(per_rank(self._group, self._taken))
 
 
-def _differ(number: int, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the ranks' numbers are not the same. Collective, and no part of the step that trackers look at."""
-    # What runs is counted by modes (MemoryTracker); without them 16 bytes would come and go in some steps. Private: in
-    # torch/utils/_python_dispatch.py (2.13).
-    with disable_current_modes():
-        both = torch.tensor([number, -number], dtype=torch.int64, device=device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        largest, smallest = both.tolist()
-    return bool(largest != -smallest)
-
-
-def _number(rate: Any) -> float | None:
-    """Return a learning rate as a number; None where that would wait for a GPU."""
+def _number(rate: Any) -> float:
+    """Return a learning rate as a number; -1 where there is none, or to read it would wait for a GPU."""
     if isinstance(rate, Tensor):
-        return float(rate) if rate.numel() == 1 and rate.device.type == "cpu" else None
-    return float(rate) if isinstance(rate, (int, float)) else None
+        return float(rate) if rate.numel() == 1 and rate.device.type == "cpu" else -1.0
+    return float(rate) if isinstance(rate, (int, float)) else -1.0
 
 
-def _raise(taken: list[tuple[Any, ...]]) -> None:
+def _raise(taken: list[list[tuple[int, list[float]]]]) -> None:
     """Say what differs; ``taken`` is every rank's."""
-    steps = [[count for count, _ in rank] for rank in taken]
-    for index, counts in enumerate(zip(*steps, strict=True)):
-        behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
-        if behind:
-            which = f"optimizer {index}: " if len(steps[0]) > 1 else ""
+    for index, optimizers in enumerate(zip(*taken, strict=True)):
+        counts = [count for count, _ in optimizers]
+        which = f"optimizer {index}: " if len(taken[0]) > 1 else ""
+        if behind := [rank for rank, count in enumerate(counts) if count < max(counts)]:
             named = ", ".join(f"rank {rank} has taken {counts[rank]}" for rank in behind[:8])
             raise RankMismatch(
                 f"{which}optimizer.step() ran {max(counts)} times, but {named}: every rank has to call it, since each "
                 "updates a part of the weights; now the parts belong to different steps, so load a checkpoint"
             )
-    rates = [[rate for _, groups in rank for rate in groups] for rank in taken]
-    for rank, other in enumerate(rates):
-        for group, (here, there) in enumerate(zip(rates[0], other, strict=False)):
-            if here != there:
+        for group, rates in enumerate(zip(*(rates for _, rates in optimizers), strict=False)):
+            other = next((rank for rank, rate in enumerate(rates) if rate != rates[0]), None)
+            if other is not None:
                 raise RankMismatch(
-                    f"ranks 0 and {rank} train at different rates: lr of param_groups[{group}] is {here} and {there}; "
-                    "give schedulers the same values on every rank (ReduceLROnPlateau the mean of all ranks' losses)"
+                    f"{which}ranks 0 and {other} train at different rates: lr of param_groups[{group}] is {rates[0]} "
+                    f"and {rates[other]}; give schedulers the same values on every rank (ReduceLROnPlateau the mean of "
+                    "all ranks' losses)"
                 )
     raise RankMismatch("the ranks' optimizers differ in their groups; build and change them alike on every rank")

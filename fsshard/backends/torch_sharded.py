@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.facts import OWN_FILES, EngineFacts
-from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.pairs import real_dtype
 from fsshard.errors import UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.planning.torch_settings import HYBRIDS
 
-__all__ = ["DIVIDED", "TorchShardedBackend"]
+__all__ = ["DIVIDED", "TorchShardedBackend", "UsageTracker"]
 
 
 DIVIDED = EngineFacts(
@@ -26,6 +28,86 @@ DIVIDED = EngineFacts(
     hooks_outputs=True,
     shards_integers=True,  # frozen ones, in a unit of their own
 )
+
+
+class UsageTracker:
+    """Marks parameters as their gradient arrives.
+
+    FSDP1 gives a parameter without gradient the zeros of its flat buffer, and FSDP2 does with
+    ``set_reduce_scatter_unused_params``; an optimizer with momentum or weight decay would move it, where under DDP it
+    stays (its gradient is None). With ``find_unused_parameters=True`` the ranks agree on the parameters that none of
+    them used, and these get None here too.
+
+    The gradients are seen on the engine's whole tensors, which exist between a unit's gather and its release: a hook
+    at the start of each unit's forward finds them in the modules' attributes.
+    """
+
+    def __init__(self, settings: Settings, entries: Mapping[str, Entry], units: Mapping[str, nn.Module]) -> None:
+        self.settings, self.entries = settings, entries
+        self.used: set[str] = set()
+        for unit in settings.plan.units:
+            units[unit.name].register_forward_pre_hook(self._watch([entries[name] for name in unit.parameters]))
+
+    def _watch(self, own: list[Entry]) -> Callable[..., None]:
+        used = self.used  # not self: what a hook holds, a parameter on one rank would keep forever
+        places: dict[int, str] = {}  # FSDP1: outputs of the node that divides a unit -> names; alike in each forward
+        first: list[Entry] = []  # the one whose view leads to that node
+
+        def mark(gradients: Sequence[Tensor | None]) -> None:
+            used.update(name for place, name in places.items() if gradients[place] is not None)
+
+        def before_forward(*_: Any) -> None:
+            for entry in (first or own) if torch.is_grad_enabled() else ():
+                tensor = getattr(entry.slots[0].owner, entry.slots[0].stored)
+                if not tensor.requires_grad or getattr(tensor, "_fsshard_watched", False):
+                    continue
+                tensor._fsshard_watched = True
+                if tensor.is_leaf:  # FSDP2's, which stay
+                    tensor.register_hook(functools.partial(_mark, used, entry.name))
+                    continue
+                # FSDP1's are views anew in each forward: one hook for the whole unit, not one for each of them.
+                node, place = _dividing_node(tensor)
+                if first or not places:
+                    node.register_prehook(mark)
+                places[place] = entry.name
+            if places and not first:
+                first.append(next(entry for entry in own if entry.name in places.values()))
+
+        return before_forward
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Trainable parameters among ``names`` that received no gradient on this rank since theirs was dropped."""
+        return [n for n in names if self.entries[n].parameter.requires_grad and n not in self.used]
+
+    def finish(self, entries: Iterable[Entry]) -> None:
+        """With ``find_unused_parameters``, drop gradients of parameters that no rank used. Collective."""
+        if not self.settings.find_unused_parameters:
+            return
+        entries = list(entries)
+        mask = torch.tensor([entry.name in self.used for entry in entries], dtype=torch.uint8)
+        mask = mask.to(self.settings.device)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.settings.group)
+        for used, entry in zip(mask.tolist(), entries, strict=True):
+            if not used:
+                entry.parameter.grad = None
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Note that the gradients of ``entries`` were dropped."""
+        if self.used:
+            self.used -= {entry.name for entry in entries}
+
+
+def _mark(used: set[str], name: str, _: Tensor) -> None:
+    used.add(name)
+
+
+def _dividing_node(view: Tensor) -> tuple[Any, int]:
+    """Return the node of autograd that divides a unit's flat parameter, and which of its outputs a view is."""
+    node, place = view.grad_fn, 0
+    while node is not None and not node.name().startswith("Split"):
+        node, place = node.next_functions[0]
+    assert node is not None, "FSDP1 has views of something else than of one flat parameter"
+    return node, place
 
 
 class TorchShardedBackend(Backend):

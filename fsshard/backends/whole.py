@@ -1,4 +1,6 @@
-"""Whole tensors from the parts that ranks hold, by where the elements of each parameter lie, whatever the engine.
+"""Whole tensors, and the whole state of an optimizer, from the parts that ranks hold, whatever the engine.
+
+Where the elements of each parameter lie is in its entry.
 
 Parts of many parameters travel in one collective, since a small tensor costs far more in calls than in bytes.
 """
@@ -6,14 +8,19 @@ Parts of many parameters travel in one collective, since a small tensor costs fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fsshard.backends.settings import Settings
+from fsshard.comm.agreement import exchange
 from fsshard.complex_params.flattened import raw_state
+from fsshard.errors import OptimizerError
+from fsshard.nested import has_arrays
+from fsshard.oss.partitioned import local_optimizer
 from fsshard.planning.entries import Entry
 
 if TYPE_CHECKING:
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BATCH_BYTES",
+    "State",
     "collective_batches",
     "counts_all_ranks",
     "from_owners",
@@ -28,13 +36,18 @@ __all__ = [
     "gather_all",
     "gather_grads",
     "gather_owned",
+    "gather_states",
     "gathered",
     "has_no_shapes",
     "owned",
     "raw_state_dict",
+    "scatter_state",
+    "set_state",
+    "state_of",
     "stream",
 ]
 
+State = dict[str, Any]
 BATCH_BYTES = 2**20
 """Of whole tensors that are sent together. What takes longer than this by itself gains nothing from company."""
 
@@ -47,11 +60,7 @@ def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
         local: this rank's part of it, or of a tensor of its shape.
         device: where parts are sent from, and the whole is made, if ranks hold different ones.
     """
-    group = entry.group
-    if not entry.is_cut or group is None:
-        return _as_stored(entry, local.detach().clone())
-    sizes = [[stop - start] for start, stop in map(entry.part, range(group.size()))]
-    return _shaped(entry, gathered([local], sizes, group, device)[0])
+    return next(gather_all([(entry, local)], device))
 
 
 def owned(backend: Backend, entry: Entry) -> bool:
@@ -115,14 +124,12 @@ def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> I
     """:func:`gather` of many, small ones together. Collective, so run it to its end on every rank."""
     for batch in collective_batches(parts):
         group = batch[0][0].group
-        if len(batch) == 1 or group is None or not batch[0][0].is_cut:
-            yield from (gather(entry, local, device) for entry, local in batch)
+        if group is None or not batch[0][0].is_cut:
+            yield from (_shaped(entry, local.detach().clone()) for entry, local in batch)
             continue
-        ranges = [[entry.part(rank) for entry, _ in batch] for rank in range(group.size())]
-        sizes = [[stop - start for start, stop in row] for row in ranges]
+        sizes = [[stop - start for start, stop in (e.part(rank) for e, _ in batch)] for rank in range(group.size())]
         flat = gathered([part for _, part in batch], sizes, group, device)
-        for (entry, _), whole in zip(batch, flat, strict=True):
-            yield _shaped(entry, whole)
+        yield from (_shaped(entry, whole) for (entry, _), whole in zip(batch, flat, strict=True))
 
 
 def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.device) -> Tensor | None:
@@ -133,7 +140,7 @@ def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.
     group = entry.group
     if not entry.is_cut or group is None:
         kept = not (rank0_only and settings.rank)
-        return _as_stored(entry, entry.local().to(device, copy=True)) if kept else None
+        return _shaped(entry, entry.local().to(device, copy=True)) if kept else None
     if not rank0_only:
         return gather(entry, entry.local(), settings.device).to(device)
     rank0 = dist.get_process_group_ranks(settings.group)[0]
@@ -169,16 +176,12 @@ def _receive(entry: Entry, group: dist.ProcessGroup, mine: Tensor, here: torch.d
     return _shaped(entry, whole)
 
 
-def _as_stored(entry: Entry, whole: Tensor) -> Tensor:
-    """Return a whole tensor in the stored shape; as it is where it has that: reshape() gives dims of size 1 strides."""
+def _shaped(entry: Entry, whole: Tensor) -> Tensor:
+    """Return the stored tensor of all elements, given in the order in which the engine lays them."""
+    if entry.cut is not None and entry.cut.strides is not None:
+        return whole.contiguous().as_strided(entry.stored_shape, entry.cut.strides)
+    # As it is where it has that shape: reshape() gives dims of size 1 other strides.
     return whole if whole.shape == entry.stored_shape else whole.reshape(entry.stored_shape)
-
-
-def _shaped(entry: Entry, flat: Tensor) -> Tensor:
-    """Return the stored tensor of all elements, in the order in which the engine lays them."""
-    if entry.cut is None or entry.cut.strides is None:
-        return flat.reshape(entry.stored_shape)
-    return flat.contiguous().as_strided(entry.stored_shape, entry.cut.strides)
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
@@ -251,3 +254,120 @@ def from_owners(
         for place, piece in zip(places, flat.split([tensors[p].numel() for p in places]), strict=True):
             found[place] = piece.clone().reshape(tensors[place].shape)
     return [tensor.detach().clone() if owner is None else tensor for tensor, owner in zip(found, owners, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+
+
+def state_of(optimizer: Optimizer, entry: Entry) -> State:
+    """Return the state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
+    return dict(local_optimizer(optimizer).state.get(entry.parameter, {}))
+
+
+def set_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
+    """Replace the state of ``entry`` on this rank, if it is this rank's."""
+    states = local_optimizer(optimizer).state
+    if state and owned(backend, entry):
+        states[entry.parameter] = state
+    else:
+        states.pop(entry.parameter, None)
+
+
+def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:
+    """Yield entry by entry the whole state, as stored (real). Collective, so run it to its end on every rank.
+
+    A rank can hold no part of a parameter, and then no state for it; so the ranks first tell each other what
+    there is, in one exchange.
+    """
+    states = [state_of(optimizer, entry) for entry in entries]
+    tables = exchange(
+        backend.settings.group, lambda: [_describe(backend, *one) for one in zip(entries, states, strict=True)]
+    )
+    described: list[dict[str, Any]] = [
+        {key: value for found in reversed(column) for key, value in found.items()}
+        for column in zip(*tables, strict=True)
+    ]
+    travelling = (
+        (entry, _sent(backend, entry, state.get(key), item))
+        for entry, state, items in zip(entries, states, described, strict=True)
+        for key, item in items.items()
+        if isinstance(item, _Travels)
+    )
+    whole = gather_owned(backend, travelling)
+    for entry, items in zip(entries, described, strict=True):
+        yield (
+            entry,
+            {key: next(whole) if isinstance(item, _Travels) else _unpacked(item) for key, item in items.items()},
+        )
+
+
+def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
+    """Inverse of :func:`gather_states`: keep this rank's part of the whole state. No communication."""
+    whole = entry.stored_shape
+    part = {
+        key: entry.take(value).to(entry.local().device, copy=True)
+        if isinstance(value, Tensor) and value.shape == whole
+        else _clone_if_tensor(value)
+        for key, value in state.items()
+    }
+    set_state(backend, optimizer, entry, part)
+
+
+def _describe(backend: Backend, entry: Entry, state: State) -> dict[str, Any]:
+    """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
+    local, divides = entry.local(), backend.facts.divides == "elements"
+    if divides and not local.numel():
+        return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        by_owner = backend.facts.divides == "owners" and isinstance(value, Tensor) and value.dim() > 0
+        if by_owner or _is_per_element(value, local):
+            found[key] = _Travels(tuple(value.shape), value.dtype)
+        elif divides and has_arrays(value):
+            raise OptimizerError(
+                f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
+                "local part has: it cannot be put together from the ranks' parts; keep tensors shaped like the "
+                "parameter directly in state[parameter], or use backend='fairscale' or 'ddp'"
+            )
+        else:
+            found[key] = _packed(value)
+    return found
+
+
+def _sent(backend: Backend, entry: Entry, value: Tensor | None, item: _Travels) -> Tensor:
+    """Return what this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
+    if backend.facts.divides == "owners":
+        return value if value is not None and owned(backend, entry) else item.empty(backend.settings.device)
+    return torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value
+
+
+class _Travels(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class _Number(NamedTuple):
+    value: Any
+    dtype: torch.dtype
+
+
+def _packed(value: Any) -> Any:
+    """Pack a value of the state to be sent whole; tensors of one number as that, since tensors take long to pickle."""
+    if not isinstance(value, Tensor):
+        return value
+    return _Number(value.item(), value.dtype) if not value.dim() else value.detach().cpu().clone()
+
+
+def _unpacked(value: Any) -> Any:
+    return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
+
+
+def _is_per_element(value: object, local: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
+
+
+def _clone_if_tensor(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsshard.backends.optimizer_state import set_state, state_of
-from fsshard.backends.whole import owned, raw_state_dict
+from fsshard.backends.whole import owned, raw_state_dict, set_state, state_of
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import from_home, identity, resolve

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from fsshard.backends.base import Backend
-from fsshard.backends.optimizer_state import state_of
-from fsshard.backends.whole import gather, raw_state_dict
+from fsshard.backends.whole import gather, raw_state_dict, state_of
 from fsshard.checkpoint.format.index import (
     Index,
     ModelInfo,

@@ -43,7 +43,6 @@ ENGINES = {
     f"{GLOO}collectives.py": "FSDP2",
     "/torch/distributed/fsdp/": "FSDP",
     DDP: "DDP",
-    f"{GLOO}shared_buckets.py": "DDP",
     "/fairscale/optim/": "FairScale OSS",
     "/fairscale/": "FairScale",
     f"{LIBRARY}oss{os.sep}": "OSS",

@@ -15,8 +15,7 @@ from fsshard.comm.agreement import agree, per_rank
 from fsshard.complex_params.replaced import has_gradient_hooks
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
-from fsshard.model.initialisation import storage_of
-from fsshard.model.memory_layout import memory_order, reach, shares_memory
+from fsshard.model.memory_layout import memory_order, reach, shares_memory, storage_of
 from fsshard.model.meta import is_meta
 from fsshard.planning.policies import Precision
 
@@ -34,28 +33,11 @@ __all__ = [
 ]
 
 
-class Divided(Protocol):
-    """The part of an engine's facts that the checks use."""
-
-    @property
-    def divides(self) -> str:
-        """Return what ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
-
-    @property
-    def keeps_grad_dtype(self) -> bool:
-        """Return whether it honours ``Tensor.grad_dtype`` of real parameters."""
-
-
 class CheckedBackend(Protocol):
-    """The part of a backend's class that the checks use."""
+    """The part of a backend's class that the checks use; of its facts ``divides`` and ``keeps_grad_dtype``."""
 
-    @property
-    def name(self) -> str:
-        """Return what the user writes in ``backend=``."""
-
-    @property
-    def facts(self) -> Divided:
-        """Return what is known of it without running it."""
+    name: str
+    facts: Any
 
 
 OURS = "ShardedModule"
@@ -113,7 +95,7 @@ def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
             an engine puts its shards. What it holds without parameters is no engine's business.
     """
     for name, module in model.named_modules():
-        where = f"module {public_name(name)!r}" if name else "the model"
+        where = _where(name)
         if isinstance(module, nn.DataParallel):  # it copies its module in every forward, past any engine
             within = f"{name}.module" if name else "model.module"
             raise AlreadyWrapped(f"{where} is an nn.DataParallel; wrap the model without it, which is {within}")
@@ -130,6 +112,10 @@ def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
             raise AlreadyWrapped(f"{where} is under {under} already; wrap the bare model once")
     if any(module in _managed for module in model.modules()):
         raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
+
+
+def _where(name: str) -> str:
+    return f"module {public_name(name)!r}" if name else "the model"
 
 
 def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
@@ -164,9 +150,8 @@ def check_modules(model: nn.Module, precision: Precision, backend: CheckedBacken
             continue
         kind = type(module).__name__
         if module.sparse and module.weight.requires_grad and (parted or narrow):
-            where = f"module {public_name(name)!r}" if name else "the model"
             raise UnsupportedByBackend(
-                f"sparse gradients ({where}: {kind} with sparse=True)"
+                f"sparse gradients ({_where(name)}: {kind} with sparse=True)"
                 + ("" if parted else f" in {str(narrow.pop()).removeprefix('torch.')}"),
                 backend.name,
                 "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients",

@@ -12,17 +12,20 @@ the units that it holds. A checkpoint inside of a unit would become a part of th
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsshard.complex_params.slots import public_name
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.plan import Plan
+from fsshard.torch_private.compiling import keywords_of
+from fsshard.torch_private.modules import compiled_within, has_call_hooks
 
 __all__ = [
     "Compilation",
@@ -32,6 +35,7 @@ __all__ = [
     "compiled_units",
     "explain_compilation",
     "resolve_compilation",
+    "takes_compiled_models",
 ]
 
 KEYWORDS = ("backend", "dynamic", "fullgraph", "mode", "options", "recompile_limit")
@@ -188,3 +192,93 @@ def explain_compilation(plan: Plan, compilation: Compilation) -> str:
         return f"compiled by {compilation.backend}, modules: {', '.join(names)}"
     eager = f"; eager, since they hold others: {rest}" if rest else ""
     return f"compiled by {compilation.backend}, units: {len(names)}{eager}"
+
+
+# ------------------------------------------------------------------------------------------------ compiled before
+
+
+def takes_compiled_models(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``wrap`` take models, and parts of models, that ``torch.compile`` was put around.
+
+    ``torch.compile(module)`` is a module around the module. It is part of every name below it (``_orig_mod.``), in
+    state dicts and files too, and what it compiles is the module's call with the hooks of all that it holds, the
+    engine's included. So it is taken off, and what it asked for is asked of wrap, for the units within.
+    """
+
+    @functools.wraps(wrap)
+    def wrapped(model: Any, *args: Any, **settings: Any) -> Any:
+        if not isinstance(model, nn.Module) or not any(compiled_within(module) for module in model.modules()):
+            return wrap(model, *args, **settings)
+        compiled = list(_compiled(model))
+        settings["compile"] = _asked_by(compiled, settings.get("compile", False))
+        kinds = {type(module) for _, module in compiled}
+        for name in ("auto_wrap_policy", "activation_checkpointing"):
+            if isinstance(settings.get(name), (set, frozenset, list, tuple)) and kinds & set(settings[name]):
+                settings[name] = (set(settings[name]) - kinds) | {type(_bare(module)) for _, module in compiled}
+        bare = _bare(model)
+        places = [
+            (parent._modules, name, child)
+            for parent in bare.modules()
+            if compiled_within(parent) is None
+            for name, child in parent._modules.items()
+            if child is not None and compiled_within(child) is not None
+        ]
+        for children, name, child in places:
+            children[name] = _bare(child)
+        try:
+            return wrap(bare, *args, **settings)
+        except BaseException:
+            for children, name, child in places:
+                children[name] = child
+            raise
+
+    return wrapped
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """Return the module within what torch.compile has put around it, once or several times."""
+    while (inner := compiled_within(module)) is not None:
+        module = inner
+    return module
+
+
+def _compiled(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield compiled modules by the name that what is within has without them."""
+    while (inner := compiled_within(model)) is not None:
+        yield prefix, model
+        model = inner
+    for name, child in model.named_children():
+        yield from _compiled(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _asked_by(compiled: list[tuple[str, nn.Module]], asked_too: object) -> Compilation:
+    """Return what the compiled modules ask for together.
+
+    Raises:
+        ConfigurationError: they ask for several things, or ``compile=`` asks for one more.
+        ModelError: a compiled module has what would be lost with it.
+    """
+    names = tuple(dict.fromkeys(name for name, _ in compiled))
+    told = ", ".join(repr(name) if name else "the model" for name in names[:3])
+    if asked_too is not None and asked_too is not False:
+        raise ConfigurationError(f"compile={asked_too!r}: {told} was compiled by torch.compile before; leave one out")
+    asked = []
+    for name, module in compiled:
+        where = f"module {name!r}" if name else "the model"
+        if has_call_hooks(module):
+            raise ModelError(
+                f"{where}: hooks were registered on what torch.compile returned, which wrap replaces by the module "
+                "within; register them on the module before torch.compile, or on what wrap returns"
+            )
+        if (keywords := keywords_of(module)) is None:
+            raise ModelError(f"{where} is kept out of torch.compile by torch.compiler.disable; wrap the bare module")
+        asked.append(keywords)
+    if (other := next((keywords for keywords in asked if keywords != asked[0]), None)) is not None:
+        raise ConfigurationError(
+            f"{told} were compiled before with other arguments each ({asked[0]!r} and {other!r}); compile them alike, "
+            "or wrap the bare model with compile="
+        )
+    compilation = resolve_compilation(asked[0])
+    assert compilation is not None
+    within = tuple(n for n in names if not any(n != o and (not o or n.startswith(f"{o}.")) for o in names))
+    return replace(compilation, within=within)  # the outermost

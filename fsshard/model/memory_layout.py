@@ -10,8 +10,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fsshard.complex_params.pairs import order_in_memory
+from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-__all__ = ["Order", "flattened", "memory_order", "own_memory", "packed", "reach", "shares_memory"]
+__all__ = ["Order", "flattened", "memory_order", "own_memory", "packed", "reach", "shares_memory", "storage_of"]
 
 Order = tuple[int, ...]
 """The dimensions of a tensor, the one with the widest strides first: permuted so, it is contiguous."""
@@ -78,3 +79,9 @@ def shares_memory(tensor: Tensor) -> bool:
 def reach(tensor: Tensor) -> int:
     """From the first element in memory to behind the last, in elements."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identifies a piece of memory as long as it lives; of a DTensor that of this rank's part."""
+    local: Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
+    return int(storage_key(local.untyped_storage()))

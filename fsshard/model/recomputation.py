@@ -170,11 +170,15 @@ class _Recomputation:
         self._contexts = owner.around_first, owner.around_second
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._changed: list[_Buffer] = []
-        self._random = _Random() if owner.preserve_rng_state else None
+        self._random = _random_states() if owner.preserve_rng_state else None
         leaves: list[Any] = []
         self._structure = map_containers(leaves.append, (args, kwargs), "plain")
-        self._homes = [home(leaf) if owner.offload_to_cpu else None for leaf in leaves]
-        kept = [leaf if place is None else to_cpu(leaf) for leaf, place in zip(leaves, self._homes, strict=True)]
+        # Where offloaded tensors were; what is kept of them has no graph, which would keep the tensors themselves.
+        self._homes = [(x.device, x.requires_grad) if owner.offload_to_cpu and _can_leave(x) else None for x in leaves]
+        kept = [
+            leaf if home is None else leaf.detach().to(HOST.get(), non_blocking=True)
+            for leaf, home in zip(leaves, self._homes, strict=True)
+        ]
         self.kept = kept + _device_marks(self._module, leaves)
 
     def __call__(self, *kept: Any) -> Any:
@@ -183,9 +187,14 @@ class _Recomputation:
             (args, kwargs), self._given = self._given, None
             self.kept = []  # torch has them now, and lets them go when the backward pass is over
             return self._run_first(args, kwargs)
-        leaves = (leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False))
+        leaves = (
+            # No leaf, for the module may change it in place.
+            leaf if home is None else leaf.detach().requires_grad_(home[1]).to(home[0], non_blocking=True)
+            for leaf, home in zip(kept, self._homes, strict=False)
+        )
         args, kwargs = map_containers(lambda _: next(leaves), self._structure, "plain")
-        with self._contexts[1](), _put_back(self._changed), self._random or nullcontext():
+        drawing = nullcontext() if self._random is None else _drawing_from(self._random)
+        with self._contexts[1](), _put_back(self._changed), drawing:
             return self._forward(*args, **kwargs)
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +208,7 @@ class _Recomputation:
                     f"its forward fills a {type(cache).__name__}, so that it cannot be run again; call the model with "
                     "use_cache=False, or leave the block out of activation_checkpointing",
                 )
-        if self._random is not None and not self._random.has_moved():
+        if self._random == _random_states():  # the first forward has drawn none
             self._random = None
         return result
 
@@ -259,22 +268,15 @@ def _check_arguments(what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # ------------------------------------------------------------------------------------------------ random numbers
 
 
-class _Random:
-    """Python's and numpy's random numbers, which torch's checkpoint leaves alone. Entered around a second forward."""
-
-    def __init__(self) -> None:
-        self._first = _random_states()
-
-    def has_moved(self) -> bool:
-        """Return whether the first forward has drawn any."""
-        return self._first != _random_states()
-
-    def __enter__(self) -> None:
-        self._now = _random_states()
-        _restore(self._first)
-
-    def __exit__(self, *_: object) -> None:
-        _restore(self._now)
+@contextmanager
+def _drawing_from(states: tuple[Any, Any]) -> Iterator[None]:
+    """Context that begins with other random numbers of Python and numpy, which torch's checkpoint leaves alone."""
+    now = _random_states()
+    _restore(states)
+    try:
+        yield
+    finally:
+        _restore(now)
 
 
 def _random_states() -> tuple[Any, Any]:
@@ -301,17 +303,6 @@ HOST: ContextVar[str] = ContextVar("HOST", default="cpu")
 """The kind of device that activations are offloaded to: another one in an estimate, where the CPU stands for a GPU."""
 
 
-class Home(NamedTuple):
-    """The place where an offloaded tensor was."""
-
-    device: torch.device
-    requires_grad: bool
-
-    def bring(self, kept: Tensor) -> Tensor:
-        """The tensor, on its device again; no leaf, for the module may change it in place."""
-        return kept.detach().requires_grad_(self.requires_grad).to(self.device, non_blocking=True)
-
-
 @contextmanager
 def offloading_to(kind: str) -> Iterator[None]:
     """Let activations that are offloaded, within, go to this kind of device."""
@@ -322,16 +313,8 @@ def offloading_to(kind: str) -> Iterator[None]:
         HOST.reset(token)
 
 
-def home(leaf: Any) -> Home | None:
-    """Return where a tensor is that can be offloaded, None for all else."""
-    if isinstance(leaf, Tensor) and leaf.device.type not in (HOST.get(), "meta"):
-        return Home(leaf.device, leaf.requires_grad)
-    return None
-
-
-def to_cpu(tensor: Tensor) -> Tensor:
-    """A copy in (pinned) memory of the CPU, without the graph that would keep the tensor itself."""
-    return tensor.detach().to(HOST.get(), non_blocking=True)
+def _can_leave(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type not in (HOST.get(), "meta")
 
 
 def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:

@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsshard.nested import map_containers
-from fsshard.torch_private.autograd import (
-    IN_CUSTOM_FUNCTION,
-    functorch_transforms_active,
-    set_creation_meta,
-)
+from fsshard.torch_private.autograd import functorch_transforms_active
 
 __all__ = ["is_write_to_unit_input", "mark_unit_inputs"]
 
@@ -69,18 +65,14 @@ def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def is_write_to_unit_input(message: str) -> bool:
     """Return whether torch says in ``message`` that what has entered a unit is changed in place."""
-    ours = "Output 0 of Alias is" in message and "created inside a custom Function" in message
-    return ours or "_UnitInputs" in message
+    return "_UnitInputs" in message
 
 
 def _aliased(tensor: Tensor) -> Tensor:
     """Return what ``_UnitInputs`` makes of one tensor, by a node of torch's own, in less than half of the time."""
     if torch.compiler.is_compiling():
         return _UnitInputs.apply(tensor)[0]  # type: ignore[no-any-return]
-    alias = tensor[...]
-    # What is written to it in place raises, as to the output of a custom Function that has returned its input.
-    set_creation_meta(alias, IN_CUSTOM_FUNCTION)
-    return alias
+    return tensor[...]
 
 
 def mark_unit_inputs(unit: nn.Module) -> None:

@@ -46,7 +46,7 @@ def explain_forward_error(error: RuntimeError, backend: Backend) -> FsshardError
         )
     if is_write_to_unit_input(text) or "RegisterPostBackwardFunction" in text:
         return FsshardError(
-            "a sharding unit changes its input in place, which is not allowed (a limit of FSDP2 that fsshard applies "
-            "under every backend); make the operation out of place, or leave the module out of auto_wrap_policy"
+            "a sharding unit changes its input in place, which FSDP2 does not allow, nor any backend where several "
+            "tensors enter the unit; make the operation out of place, or leave the module out of auto_wrap_policy"
         )
     return None

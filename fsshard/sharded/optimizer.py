@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsshard.backends.optimizer_state import gather_states, scatter_state, state_of
 from fsshard.backends.reducer_arrivals import check_step
-from fsshard.backends.whole import owned
+from fsshard.backends.whole import gather_states, owned, scatter_state, state_of
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.partial_state_guards import refuse_parameter
+from fsshard.backends.part_guards import refuse_parameter
 from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.data_assignment import DATA, data, set_item
 from fsshard.complex_params.pairs import Form

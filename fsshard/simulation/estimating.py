@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsshard.backends.alternatives import no_offload
+from fsshard.backends.base import no_offload
 from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.planning.plan import Plan

@@ -19,7 +19,7 @@ from fsshard.complex_params.slots import parameter_slots
 from fsshard.nested import map_leaves
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.c10d import collectives_replaced, fake_store, forget_meshes
-from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, REDUCE_SCATTER_BASE, TorchDispatchMode
+from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, TorchDispatchMode
 from fsshard.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -71,7 +71,8 @@ class GlooBuffers(TorchDispatchMode):
     """Takes the memory that gloo takes: its reduce_scatter is an all_reduce of a copy of what goes in (torch 2.13)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _copy = torch.empty_like(args[1]) if func is REDUCE_SCATTER_BASE else None  # until func has returned
+        reduces = func.name() == "c10d::_reduce_scatter_base_"
+        _copy = torch.empty_like(args[1]) if reduces else None  # until func has returned
         return func(*args, **(kwargs or {}))
 
 

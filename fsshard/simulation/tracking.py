@@ -28,7 +28,7 @@ from fsshard.complex_params.flattened import stored_in
 from fsshard.nested import leaves as tree_leaves
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
-from fsshard.torch_private.dispatch import TO_COPY, TorchDispatchMode, schema_of
+from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 from fsshard.torch_private.fsdp1 import WRAPPED
 from fsshard.torch_private.modules import CHECKPOINTED
 from fsshard.torch_private.patching import replaced
@@ -272,7 +272,7 @@ class Tracker(TorchDispatchMode):
             self._count(collective)
         for tensor in _tensors(result):
             self._take(tensor)
-        if func is TO_COPY and self._phase == "backward":
+        if func.name() == "aten::_to_copy" and self._phase == "backward":
             self._follow_cast(args[0], result)
         return result
 

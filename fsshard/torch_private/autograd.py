@@ -12,24 +12,21 @@ from torch import Tensor
 from fsshard.torch_private.registry import Area
 
 __all__ = [
-    "IN_CUSTOM_FUNCTION",
     "current_graph_task_id",
     "current_node",
     "disable_functorch",
     "functorch_transforms_active",
     "is_functorch_wrapped",
-    "keeps_graph",
     "next_sequence_number",
     "queue_callback",
     "run_first",
     "saved_tensors_hooks",
     "sequence_number",
-    "set_creation_meta",
     "will_execute",
 ]
 
-AREA = Area("autograd")
-MODULE, INIT = "torch/csrc/Module.cpp", "torch/csrc/autograd/init.cpp"
+AREA = Area("autograd", cpp="torch/csrc/autograd/init.cpp")
+MODULE = "torch/csrc/Module.cpp"
 
 current_graph_task_id: Callable[[], int] = AREA.take(
     "torch._C:_current_graph_task_id",
@@ -56,16 +53,8 @@ queue_callback: Callable[[Callable[[], None]], None] = AREA.take(
     use="calls a function when the backward under way has come to its end, as DDP and FSDP do",
     otherwise="nothing can be finished at the end of a backward",
 )
-keeps_graph: Callable[[], bool] = AREA.take(
-    "torch._C:_autograd._get_current_graph_task_keep_graph",
-    source=INIT,
-    use="whether this backward was asked to keep the graph (create_graph, retain_graph)",
-    otherwise="graphs are taken for kept, which costs memory and nothing else",
-    fallback=lambda: True,
-)
 next_sequence_number: Callable[[], int] = AREA.take(
     "torch._C:_autograd._get_sequence_nr",
-    source=INIT,
     use="the number that the next node of this thread gets: what a forward made has a higher one",
     otherwise="all nodes are taken for new ones, also those that a cache was made with",
     fallback=lambda: 0,
@@ -85,23 +74,8 @@ AREA.attribute(
     use="lets the views of parameters pass on gradients as soon as they are there",
     otherwise="AttributeError in forward: engines would miss gradients of complex parameters",
 )
-set_creation_meta: Callable[[Tensor, Any], None] = AREA.take(
-    "torch._C:_autograd._set_creation_meta",
-    source=INIT,
-    use="makes a writing to a view raise, as to what a custom Function has returned of its inputs",
-    otherwise="who writes to what has entered a unit is not told of it",
-    fallback=lambda view, meta: None,
-)
-IN_CUSTOM_FUNCTION: Any = AREA.take(
-    "torch._C:_autograd.CreationMeta.IN_CUSTOM_FUNCTION",
-    source=INIT,
-    use="of what a custom Function has returned of its inputs",
-    otherwise="as without _set_creation_meta",
-    fallback=None,
-)
 saved_tensors_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = AREA.take(
     "torch._C:_autograd._top_saved_tensors_default_hooks",
-    source=INIT,
     use="the hooks on saved tensors that checkpointing has just put in place, to name the block in its errors",
     otherwise="errors of a recomputation do not name the block",
     fallback=lambda ignore_is_tracing: None,
@@ -122,19 +96,6 @@ is_functorch_wrapped: Callable[[Tensor], bool] = AREA.take(
 )
 disable_functorch: Callable[[], AbstractContextManager[Any]] = AREA.take(
     "torch._C:_DisableFuncTorch",
-    source=INIT,
     use="leaves the transforms of torch.func for a while, to reach what they wrap",
     otherwise="DDP cannot be called within torch.func",
-)
-
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        "torch.autograd": "what grad and backward make of their arguments before C++",
-        "torch.autograd.graph": "when hooks on several tensors, on nodes and on what is saved run",
-        "torch.autograd.function:Function": "how a node of ours is called, under torch.func too",
-        "torch.utils.checkpoint": "when a block is recomputed, and which saved tensors are compared with it",
-    }
 )

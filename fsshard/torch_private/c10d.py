@@ -36,33 +36,28 @@ __all__ = [
     "whole_mesh",
 ]
 
-AREA = Area("c10d")
-INIT, PYTHON = "torch/csrc/distributed/c10d/init.cpp", "torch/distributed/distributed_c10d.py"
+AREA = Area("c10d", cpp="torch/csrc/distributed/c10d/init.cpp")
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import AllgatherOptions, ProcessGroupGloo
 else:
     ProcessGroupGloo = AREA.take(
         "torch._C._distributed_c10d:ProcessGroupGloo",
-        source=INIT,
         use="a connection over gloo that no process group of torch's knows, for checkpoints",
         otherwise="checkpoints of several ranks",
     )
     AllgatherOptions = AREA.take(
         "torch._C._distributed_c10d:AllgatherOptions",
-        source=INIT,
         use="the time limit of one exchange over such a connection",
         otherwise="checkpoints of several ranks",
     )
 allgather_base: Callable[[ProcessGroupGloo, Tensor, Tensor, AllgatherOptions], Any] = AREA.take(
     "torch._C._distributed_c10d:ProcessGroupGloo._allgather_base",
-    source=INIT,
     use="one exchange over such a connection",
     otherwise="checkpoints of several ranks",
 )
 _set_pg_timeout = AREA.take(
     "torch.distributed.distributed_c10d:_set_pg_timeout",
-    source=PYTHON,
     use="before torch 2.14: lets collectives of a job on the pool of ranks fail sooner than the job",
     otherwise="torch.distributed.set_timeout does; without either a rank that hangs is told by its job's time limit",
     fallback=lambda timeout: None,
@@ -70,13 +65,11 @@ _set_pg_timeout = AREA.take(
 set_timeout: Callable[[timedelta], None] = getattr(dist, "set_timeout", _set_pg_timeout)
 store_of: Callable[[dist.ProcessGroup], Any] = AREA.take(
     "torch.distributed.distributed_c10d:_get_process_group_store",
-    source=PYTHON,
     use="the store that the ranks of a group share, to find each other without its collectives",
     otherwise="checkpoints of several ranks, and telling which rank is lost",
 )
 _GET_BACKEND = AREA.attribute(
     "torch.distributed:ProcessGroup._get_backend",
-    source=INIT,
     use="what a group talks over on a device: its kind, and its options",
     otherwise="no collectives through shared memory, and no time limits of groups",
 )
@@ -89,7 +82,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 device_types: Callable[[dist.ProcessGroup], list[torch.device]] = AREA.reader(
     "torch.distributed:ProcessGroup._device_types",
-    source=INIT,
     use="the kinds of device that a group has a backend for",
     otherwise="exchanges that must not depend on the device of the model",
 )
@@ -111,7 +103,6 @@ broadcast_coalesced: Callable[[dist.ProcessGroup, list[Tensor], int, int], None]
 )
 _WORLD = AREA.later(
     "torch.distributed.distributed_c10d:_world",
-    source=PYTHON,
     use="all process groups of this process: those that a fork has inherited, and those that a user has made",
     otherwise="a group that was inherited by a fork is not told, and hangs",
 )
@@ -124,7 +115,6 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 _TIMEOUT = AREA.attribute(
     "torch._C._distributed_c10d:Backend.Options._timeout",
-    source=INIT,
     use="the time limit of a group's collectives",
     otherwise="torch's default limit is taken for the group's",
 )
@@ -138,7 +128,6 @@ def timeout_of_options(options: Any) -> timedelta | None:
 
 _flatten: Callable[[Any], Any] = AREA.take(
     "torch.distributed.device_mesh:DeviceMesh._flatten",
-    source="torch/distributed/device_mesh.py",
     use="all ranks of a mesh of replicas and shards as one group",
     otherwise="2-D device meshes",
 )
@@ -151,7 +140,6 @@ def flattened(mesh: Any) -> Any:
 
 _get_root_mesh = AREA.attribute(
     "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
-    source="torch/distributed/device_mesh.py",
     use="the mesh that a slice was taken from, for the dimensions that wrap was not told of",
     otherwise="a dimension that is named nowhere is not noticed",
 )
@@ -172,25 +160,21 @@ _forget_meshes = AREA.later(
 _KEEPS_GROUPS = "a thread of gloo's goes on for each process group of a pool's earlier jobs, and takes CPU time"
 _transforms = AREA.later(
     f"{_TENSOR}._redistribute:_gen_transform_infos",
-    source="torch/distributed/tensor/_redistribute.py",
     use="a cache by meshes, which keep their process groups alive",
     otherwise=_KEEPS_GROUPS,
 )
 _forget_planners = AREA.later(
     f"{_TENSOR}._redistribute:clear_redistribute_planner_cache",
-    source="torch/distributed/tensor/_redistribute.py",
     use="empties another such cache",
     otherwise=_KEEPS_GROUPS,
 )
 _topologies = AREA.later(
     f"{_TENSOR}._collective_utils:MeshTopoInfo.build_from_mesh",
-    source="torch/distributed/tensor/_collective_utils.py",
     use="another such cache",
     otherwise=_KEEPS_GROUPS,
 )
 _classes_of_fsdp2 = AREA.later(
     "torch.distributed.fsdp._fully_shard._fully_shard:get_cls_to_fsdp_cls",
-    source="torch/distributed/fsdp/_fully_shard/_fully_shard.py",
     use="the classes that it has made, some of which know a mesh",
     otherwise=_KEEPS_GROUPS,
 )
@@ -217,7 +201,6 @@ def forget_meshes() -> None:
 
 _resolve: Callable[[str], Any] = AREA.take(
     "torch._C._distributed_c10d:_resolve_process_group",
-    source=INIT,
     use="the group that a functional collective names",
     otherwise="functional collectives are counted as of one rank",
     fallback=lambda name: None,
@@ -234,7 +217,6 @@ def group_named(name: str) -> Any:
 
 _fake_store = AREA.later(
     "torch.testing._internal.distributed.fake_pg:FakeStore",
-    source="torch/testing/_internal/distributed/fake_pg.py",
     use="registers the backend 'fake', whose collectives return at once, for simulations",
     otherwise="estimates",
 )
@@ -252,18 +234,3 @@ def collectives_replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterato
         for name, function in functions.items():
             stack.enter_context(replaced(dist, name, function))
         yield
-
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        "torch.distributed.rendezvous": "who hosts the store under torchrun, and at which address",
-        "torch.distributed.distributed_c10d:_World": "where process groups and their names are kept",
-        "torch.distributed.distributed_c10d:_new_group_with_tag": "that ranks outside of a new group wait for nobody",
-        "torch.distributed.distributed_c10d:init_process_group": (
-            "which device_id is taken, and what the default group is called"
-        ),
-        "torch.testing._internal.distributed.fake_pg": "what simulated ranks exchange",
-    }
-)

@@ -12,18 +12,13 @@ from fsshard.torch_private.registry import Area
 
 __all__ = ["grouped_by_device_and_dtype", "torchs_total_norm"]
 
-AREA = Area("clip_grad")
-_WHERE = {
-    "source": "torch/nn/utils/clip_grad.py",
-    "otherwise": "wrap(), which makes clip_grad_norm_ right for what ranks share",
-}
+AREA = Area("clip_grad", otherwise="wrap(), which makes clip_grad_norm_ right for what ranks share")
 torchs_total_norm = AREA.later(
-    "torch.nn.utils.clip_grad:_get_total_norm", use="where clip_grad_norm_ has its norm from", **_WHERE
+    "torch.nn.utils.clip_grad:_get_total_norm", use="where clip_grad_norm_ has its norm from"
 )
 _torchs_grouping = AREA.later(
     "torch.nn.utils.clip_grad:_group_tensors_by_device_and_dtype",
     use="sorts gradients, in the order of torch's own sums",
-    **_WHERE,
 )
 
 
@@ -33,13 +28,3 @@ def grouped_by_device_and_dtype(tensors: list[Tensor]) -> list[list[int]]:
         return []
     groups: Any = _torchs_grouping.value([tensors], with_indices=True)
     return [places for _, places in groups.values()]
-
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        "torch.nn.utils.clip_grad": "in which order norms are added up, and the names that clip_grad_norm_ looks up",
-        "torch.utils._foreach_utils:_group_tensors_by_device_and_dtype": "in which order gradients are grouped",
-    }
-)

@@ -17,8 +17,7 @@ AREA = Area("compiling")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _disable: Any = AREA.take(
-    "torch:_disable_dynamo",
-    source="torch/_compile.py",
+    "torch._compile:_disable_dynamo",
     use="runs a function eagerly inside of what is compiled; imports dynamo no sooner than it is called",
     otherwise="torch.compile over a recomputed block breaks its graph somewhere else",
     fallback=lambda function: function,
@@ -33,13 +32,11 @@ def disable_dynamo(function: F) -> F:
 
 _CONTEXT = AREA.attribute(
     "torch._dynamo.eval_frame:OptimizedModule.dynamo_ctx",
-    source="torch/_dynamo/eval_frame.py",
     use="how a module was compiled by torch.compile(module)",
     otherwise="models that were compiled before wrap()",
 )
 _BACKEND = AREA.attribute(
     "torch._dynamo.eval_frame:_TorchDynamoContext._torchdynamo_orig_backend",
-    source="torch/_dynamo/eval_frame.py",
     use="torch.compile's backend within what dynamo puts around it",
     otherwise="models that were compiled before wrap()",
 )

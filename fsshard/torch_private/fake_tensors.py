@@ -22,8 +22,7 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-AREA = Area("fake_tensors")
-_WHERE = {"source": "torch/_subclasses/fake_tensor.py", "otherwise": "estimates but by real=True"}
+AREA = Area("fake_tensors", otherwise="estimates but by real=True")
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import (
@@ -33,22 +32,17 @@ if TYPE_CHECKING:
         FakeTensorMode,
     )
 else:
-    FakeTensor = AREA.take("torch._subclasses.fake_tensor:FakeTensor", use="a tensor without memory", **_WHERE)
-    FakeTensorMode = AREA.take(
-        "torch._subclasses.fake_tensor:FakeTensorMode", use="lets operators make such tensors", **_WHERE
-    )
+    FakeTensor = AREA.take("torch._subclasses.fake_tensor:FakeTensor", use="a tensor without memory")
+    FakeTensorMode = AREA.take("torch._subclasses.fake_tensor:FakeTensorMode", use="lets operators make such tensors")
     DataDependentOutputException = AREA.take(
         "torch._subclasses.fake_tensor:DataDependentOutputException",
         use="raised where numbers are read, of which there are none",
-        **_WHERE,
     )
     DynamicOutputShapeException = AREA.take(
-        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
-        use="raised where a shape depends on numbers",
-        **_WHERE,
+        "torch._subclasses.fake_tensor:DynamicOutputShapeException", use="raised where a shape depends on numbers"
     )
 unset_fake_temporarily: Callable[[], AbstractContextManager[Any]] = AREA.take(
-    "torch._subclasses.fake_tensor:unset_fake_temporarily", use="makes real tensors in between", **_WHERE
+    "torch._subclasses.fake_tensor:unset_fake_temporarily", use="makes real tensors in between"
 )
 
 

@@ -20,7 +20,6 @@ from fsshard.torch_private.registry import Area
 
 __all__ = [
     "FLAT_NAME",
-    "GATHERED",
     "HOOK_STATE",
     "WRAPPED",
     "abandon",
@@ -31,6 +30,7 @@ __all__ = [
     "even_shards",
     "free_with_its_handle",
     "handle_of",
+    "held_by",
     "infos_of",
     "is_idle",
     "is_padding",
@@ -39,7 +39,6 @@ __all__ = [
     "is_summoned",
     "lazy_init",
     "let_go",
-    "local_shard",
     "needs_pre_backward_unshard",
     "offsets_of",
     "params_of",
@@ -49,7 +48,6 @@ __all__ = [
     "reduces_gradients",
     "reset_lazy_init",
     "reshard",
-    "saved_gradient",
     "set_divide_factors",
     "shapes_of",
     "shard_infos_of",
@@ -62,50 +60,38 @@ __all__ = [
     "write_back",
 ]
 
-AREA = Area("fsdp1")
-_LOST = "backend 'fsdp', and FairScale's FullyShardedDataParallel"
+AREA = Area("fsdp1", otherwise="backend 'fsdp', and FairScale's FullyShardedDataParallel")
+_UNIT = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel."
+_RUNTIME = "torch.distributed.fsdp._runtime_utils:"
 _FLAT = "torch.distributed.fsdp._flat_param:FlatParameter."
 _HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle."
-_IN_FLAT = {"source": "torch/distributed/fsdp/_flat_param.py", "otherwise": _LOST}
-_RUNTIME = {"source": "torch/distributed/fsdp/_runtime_utils.py", "otherwise": _LOST}
-_UNIT = {"source": "torch/distributed/fsdp/fully_sharded_data_parallel.py", "otherwise": _LOST}
-_COMMON = {"source": "torch/distributed/fsdp/_common_utils.py", "otherwise": _LOST}
 
 # ------------------------------------------------------------------------------------------------ units
 
-handle_of: Callable[[Any], Any] = AREA.reader(
-    "torch.distributed.fsdp:FullyShardedDataParallel._handle", use="of a unit its handle, or None", **_UNIT
-)
-wrapped_by: Callable[[Any], nn.Module] = AREA.reader(
-    "torch.distributed.fsdp:FullyShardedDataParallel._fsdp_wrapped_module", use="of a unit what it wraps", **_UNIT
-)
+handle_of: Callable[[Any], Any] = AREA.reader(f"{_UNIT}_handle", use="of a unit its handle, or None")
+wrapped_by: Callable[[Any], nn.Module] = AREA.reader(f"{_UNIT}_fsdp_wrapped_module", use="of a unit what it wraps")
 WRAPPED = AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._fsdp_wrapped_module",
+    f"{_UNIT}_fsdp_wrapped_module",
     use="the name under which a unit holds what it wraps: in module trees, and in names of parameters",
-    **_UNIT,
 )
+_FAIRSCALE = "FairScale's FullyShardedDataParallel"
 FLAT_NAME = "_flat_param"  # how state dicts name a unit's flat parameter, where use_orig_params is off
 _BEFORE = AREA.attribute(
     "torch.distributed.fsdp._init_utils:_gradient_predivide_factor",
-    source="torch/distributed/fsdp/_init_utils.py",
     use="what gradients are divided by before their reduction",
-    otherwise="FairScale's FullyShardedDataParallel",
+    otherwise=_FAIRSCALE,
 )
 _AFTER = AREA.attribute(
     "torch.distributed.fsdp._init_utils:_gradient_postdivide_factor",
-    source="torch/distributed/fsdp/_init_utils.py",
     use="what gradients are divided by after their reduction",
-    otherwise="FairScale's FullyShardedDataParallel",
+    otherwise=_FAIRSCALE,
 )
-reduces_gradients: Callable[[Any], bool] = AREA.reader(
-    "torch.distributed.fsdp:FullyShardedDataParallel._sync_gradients", use="whether no_sync() is not active", **_UNIT
-)
+reduces_gradients: Callable[[Any], bool] = AREA.reader(f"{_UNIT}_sync_gradients", use="whether no_sync() is not active")
 
 
 _REDUCE = AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._comm_hook",
+    f"{_RUNTIME}_comm_hook",
     use="what reduces a unit's gradient in place of FSDP1; register_comm_hook() makes a root of the model at once",
-    **_RUNTIME,
 )
 
 
@@ -129,58 +115,48 @@ def reduce_by(unit: Any, reduce: Callable[[Tensor, Tensor], None]) -> None:
 # ------------------------------------------------------------------------------------------------ flat parameters
 
 offsets_of: Callable[[Any], list[tuple[int, int]]] = methodcaller("_get_flat_param_offsets")
-AREA.attribute(
-    f"{_HANDLE}_get_flat_param_offsets", use="of a handle: where parameters and padding begin and end", **_IN_FLAT
-)
+AREA.attribute(f"{_HANDLE}_get_flat_param_offsets", use="of a handle: where parameters and padding begin and end")
 params_of: Callable[[Any], list[nn.Parameter]] = AREA.reader(
-    f"{_FLAT}_params", use="of a flat parameter those that are in it, under use_orig_params", **_IN_FLAT
+    f"{_FLAT}_params", use="of a flat parameter those that are in it, under use_orig_params"
 )
 tensors_of: Callable[[Any], list[Any]] = AREA.reader(
-    f"{_FLAT}_tensors", use="the views of it that a forward shows in their place", **_IN_FLAT
+    f"{_FLAT}_tensors", use="the views of it that a forward shows in their place"
 )
 infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
-    f"{_FLAT}_param_infos", use="of each its name, the module that holds it, and that module's name", **_IN_FLAT
+    f"{_FLAT}_param_infos", use="of each its name, the module that holds it, and that module's name"
 )
 shared_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
-    f"{_FLAT}_shared_param_infos", use="the other places of tied ones", **_IN_FLAT
+    f"{_FLAT}_shared_param_infos", use="the other places of tied ones"
 )
-_INFOS = AREA.attribute(f"{_FLAT}_param_infos", use="is emptied when its handle is gone", **_IN_FLAT)
-_SHARED_INFOS = AREA.attribute(f"{_FLAT}_shared_param_infos", use="is emptied when its handle is gone", **_IN_FLAT)
-_MODULES = AREA.attribute(f"{_FLAT}_modules", use="is emptied when its handle is gone", **_IN_FLAT)
+_INFOS = AREA.attribute(f"{_FLAT}_param_infos", use="is emptied when its handle is gone")
+_SHARED_INFOS = AREA.attribute(f"{_FLAT}_shared_param_infos", use="is emptied when its handle is gone")
+_MODULES = AREA.attribute(f"{_FLAT}_modules", use="is emptied when its handle is gone")
 shard_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
-    f"{_FLAT}_shard_param_infos", use="which of them this rank holds a part of", **_IN_FLAT
+    f"{_FLAT}_shard_param_infos", use="which of them this rank holds a part of"
 )
-shapes_of: Callable[[Any], Sequence[torch.Size]] = AREA.reader(f"{_FLAT}_shapes", use="their shapes", **_IN_FLAT)
+shapes_of: Callable[[Any], Sequence[torch.Size]] = AREA.reader(f"{_FLAT}_shapes", use="their shapes")
 is_padding: Callable[[Any], Sequence[bool]] = AREA.reader(
-    f"{_FLAT}_is_padding_mask", use="of each piece whether it is padding between parameters", **_IN_FLAT
+    f"{_FLAT}_is_padding_mask", use="of each piece whether it is padding between parameters"
 )
 sharded_size: Callable[[Any], torch.Size] = AREA.reader(
-    f"{_FLAT}_sharded_size", use="the size of one rank's shard, padded", **_IN_FLAT
+    f"{_FLAT}_sharded_size", use="the size of one rank's shard, padded"
 )
-_LOCAL = AREA.attribute(f"{_FLAT}_local_shard", use="the memory of this rank's shard", **_IN_FLAT)
-_FULL = AREA.attribute(
-    f"{_FLAT}_full_param_padded", use="the memory of the whole; made by the first forward", **_IN_FLAT
-)
-_FULL_PRECISION = AREA.attribute(
-    f"{_FLAT}_full_prec_full_param_padded", use="the same in full precision, under mixed precision", **_IN_FLAT
-)
-_LOW_SHARD = AREA.attribute(f"{_FLAT}_mp_shard", use="the shard in the dtype of the computation", **_IN_FLAT)
+_FULL = AREA.attribute(f"{_FLAT}_full_param_padded", use="the memory of the whole; made by the first forward")
 _SAVED = AREA.attribute(
-    f"{_FLAT}_saved_grad_shard", use="a gradient that a backward is added to, put aside while it runs", **_IN_FLAT
+    f"{_FLAT}_saved_grad_shard", use="a gradient that a backward is added to, put aside while it runs"
 )
-GATHERED = (_FULL, _FULL_PRECISION, _LOW_SHARD)
-"""Attributes of a flat parameter: memory that FSDP1 fills while a unit is gathered, and frees afterwards."""
 
 
-def local_shard(flat: Any) -> Tensor | None:
-    """The memory of this rank's shard; None before the first forward."""
-    found: Tensor | None = getattr(flat, _LOCAL, None)
-    return found
-
-
-def saved_gradient(flat: Any) -> Tensor | None:
-    """A gradient that the backward under way is added to."""
-    found: Tensor | None = getattr(flat, _SAVED, None)
+def held_by(flat: Any) -> dict[str, list[Tensor]]:
+    """Map kinds of memory to tensors that FSDP1 keeps on a flat parameter; freed ones are among them."""
+    found: dict[str, list[Tensor]] = {"parameters": [], "gathered units": [], "gradients": []}
+    for name, value in vars(flat).items():
+        if isinstance(value, Tensor):
+            # In another dtype the shard of a computation is a part of what is gathered, as the whole is (torch 2.13).
+            kind = "gradients" if "grad" in name else "parameters" if "local_shard" in name else "gathered units"
+            found[kind].append(value)
+    if flat.grad is not None:
+        found["gradients"].append(flat.grad)
     return found
 
 
@@ -191,26 +167,16 @@ def show(flat: Any, index: int, tensor: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------------ forward and backward
 
-_reshard = AREA.later("torch.distributed.fsdp._runtime_utils:_reshard", use="frees what was gathered", **_RUNTIME)
-_pre = AREA.later(
-    "torch.distributed.fsdp._runtime_utils:_pre_backward_hook", use="gathers a unit for its backward", **_RUNTIME
-)
-_post = AREA.later(
-    "torch.distributed.fsdp._runtime_utils:_post_backward_hook", use="reduces a unit's gradient", **_RUNTIME
-)
-_init = AREA.later(
-    "torch.distributed.fsdp._runtime_utils:_lazy_init", use="finds the root, at the first forward", **_RUNTIME
-)
-_TRAINING = AREA.attribute(f"{_HANDLE}_training_state", use="what a handle is in the middle of", **_IN_FLAT)
-_NEEDS = AREA.attribute(
-    f"{_HANDLE}_needs_pre_backward_unshard", use="whether a backward is to gather the unit", **_IN_FLAT
-)
-_PREFETCHED = AREA.attribute(f"{_HANDLE}_prefetched", use="whether a gather was begun ahead", **_IN_FLAT)
-_RAN = AREA.attribute(
-    "torch.distributed.fsdp._runtime_utils:_ran_pre_backward_hook", use="whether this backward has gathered", **_RUNTIME
-)
+_reshard = AREA.later(f"{_RUNTIME}_reshard", use="frees what was gathered")
+_pre = AREA.later(f"{_RUNTIME}_pre_backward_hook", use="gathers a unit for its backward")
+_post = AREA.later(f"{_RUNTIME}_post_backward_hook", use="reduces a unit's gradient")
+_init = AREA.later(f"{_RUNTIME}_lazy_init", use="finds the root, at the first forward")
+_TRAINING = AREA.attribute(f"{_HANDLE}_training_state", use="what a handle is in the middle of")
+_NEEDS = AREA.attribute(f"{_HANDLE}_needs_pre_backward_unshard", use="whether a backward is to gather the unit")
+_PREFETCHED = AREA.attribute(f"{_HANDLE}_prefetched", use="whether a gather was begun ahead")
+_RAN = AREA.attribute(f"{_RUNTIME}_ran_pre_backward_hook", use="whether this backward has gathered")
 HOOK_STATE = AREA.attribute(
-    f"{_FLAT}_post_backward_hook_state", use="the node of the gradient's arrival, with the hook on it", **_IN_FLAT
+    f"{_FLAT}_post_backward_hook_state", use="the node of the gradient's arrival, with the hook on it"
 )
 
 
@@ -269,21 +235,18 @@ def lazy_init(unit: Any) -> None:
 
 
 is_root: Callable[[Any], bool | None] = AREA.reader(
-    "torch.distributed.fsdp:FullyShardedDataParallel._is_root",
+    "torch.distributed.fsdp._common_utils:_is_root",
     use="whether a unit is the outermost; None before the first forward",
-    **_COMMON,
 )
 reset_lazy_init: Callable[[Any], None] = methodcaller("_reset_lazy_init")
 AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._reset_lazy_init",
+    f"{_UNIT}_reset_lazy_init",
     use="lets a unit that was used by itself be a part of a larger model",
-    source=_UNIT["source"],
-    otherwise="FairScale's FullyShardedDataParallel",
+    otherwise=_FAIRSCALE,
 )
 AREA.attribute(  # overridden by compat/fairscale/nn/data_parallel/_fsdp_engine.py
-    "torch.distributed.fsdp._runtime_utils:_post_backward_callback_queued",
+    f"{_RUNTIME}_post_backward_callback_queued",
     use="is set to False last thing at the end of a backward",
-    source=_RUNTIME["source"],
     otherwise="FairScale's FullyShardedDataParallel: a second backward after two forwards",
 )
 
@@ -350,20 +313,15 @@ def _forget_modules(flat: Any) -> None:
 
 _write_back = AREA.later(
     "torch.distributed.fsdp._unshard_param_utils:_writeback_to_local_shard",
-    source="torch/distributed/fsdp/_unshard_param_utils.py",
     use="writes what was changed of a whole unit to its shards",
-    otherwise="FairScale's FullyShardedDataParallel",
+    otherwise=_FAIRSCALE,
 )
 _USE_ORIG = AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._use_orig_params",
-    use="is asked where parameters are shown whole, and compared between units",
-    **_UNIT,
+    f"{_UNIT}_use_orig_params", use="is asked where parameters are shown whole, and compared between units"
 )
 _flat_handle = AREA.later(
     "torch.distributed.fsdp._init_utils:FlatParamHandle",
-    source="torch/distributed/fsdp/_init_utils.py",
     use="makes flat parameters, and pads them",
-    otherwise=_LOST,
 )
 
 
@@ -407,25 +365,5 @@ def even_shards(gathering: Callable[[], AbstractContextManager[Any]] = nullconte
 
 
 _METADATA = AREA.attribute(
-    f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size", **_IN_FLAT
-)
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        "torch.distributed.fsdp._runtime_utils": (
-            "when a unit is gathered, reduced and freed, and how its gradient is cast, divided and added up"
-        ),
-        "torch.distributed.fsdp._flat_param:FlatParamHandle": (
-            "where parameters and gradients lie, whole and sharded, and when they are shown"
-        ),
-        "torch.distributed.fsdp._unshard_param_utils": (
-            "what is gathered and written back where parameters are shown whole"
-        ),
-        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel": (
-            "the order of hooks and gathers around a forward"
-        ),
-        "torch.distributed.fsdp.api:MixedPrecision": "what None means for each of its dtypes",
-    }
+    f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size"
 )

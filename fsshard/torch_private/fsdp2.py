@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fsshard.torch_private.registry import Area
 
 __all__ = [
-    "POST_FORWARD_PARAM",
     "UNSHARDED_PARAM",
     "abandon_forward",
     "cut_by",
@@ -35,21 +34,15 @@ __all__ = [
     "state_of",
 ]
 
-AREA = Area("fsdp2")
+AREA = Area("fsdp2", otherwise="backend 'fsdp2'")
 _ROOT = "torch.distributed.fsdp._fully_shard"
-_PATH = "torch/distributed/fsdp/_fully_shard"
-_STATE = {"source": f"{_PATH}/_fsdp_state.py", "otherwise": "backend 'fsdp2'"}
-_GROUP = {"source": f"{_PATH}/_fsdp_param_group.py", "otherwise": "backend 'fsdp2'"}
-_PARAM = {"source": f"{_PATH}/_fsdp_param.py", "otherwise": "backend 'fsdp2'"}
 state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 AREA.attribute(
     f"{_ROOT}._fully_shard:FSDPModule._get_fsdp_state",
     use="the state of a unit",
-    source=f"{_PATH}/_fully_shard.py",
-    otherwise="backend 'fsdp2'",
 )
 groups_of: Callable[[Any], list[Any]] = AREA.reader(
-    f"{_ROOT}._fsdp_state:FSDPState._fsdp_param_groups", use="what a unit gathers together, of its state", **_STATE
+    f"{_ROOT}._fsdp_state:FSDPState._fsdp_param_groups", use="what a unit gathers together, of its state"
 )
 
 
@@ -60,14 +53,12 @@ def param_groups(unit: Any) -> list[Any]:
 
 _SEEN = AREA.take(
     "torch.distributed._composable_state:_module_state_mapping",
-    source="torch/distributed/_composable_state.py",
     use="taking a module out of the units, so that it can be one again",
     otherwise="a model that was handed back cannot be wrapped again",
 )
 
 _CLASSES = AREA.later(
     f"{_ROOT}._fully_shard:cls_to_fsdp_cls",
-    source=f"{_PATH}/_fully_shard.py",
     use="the class of a unit, where the one that torch would make has another layout than the user's",
     otherwise='"object layout differs" from fully_shard, of units whose class inherits from typing.Generic first',
 )
@@ -95,20 +86,12 @@ def forget_unit(module: nn.Module) -> None:
 UNSHARDED_PARAM = AREA.attribute(
     f"{_ROOT}._fsdp_param:FSDPParam._unsharded_param",
     use="the whole parameter that a forward sees; made by the first gather",
-    **_PARAM,
-)
-POST_FORWARD_PARAM = AREA.attribute(
-    f"{_ROOT}._fsdp_param:FSDPParam._sharded_post_forward_param",
-    use="the shard among fewer ranks that reshard_after_forward=<int> leaves until the backward",
-    **_PARAM,
 )
 sharded_data: Callable[[Any], Tensor] = AREA.reader(
-    f"{_ROOT}._fsdp_param:FSDPParam._sharded_param_data", use="the memory of a shard, padding and all", **_PARAM
+    f"{_ROOT}._fsdp_param:FSDPParam._sharded_param_data", use="the memory of a shard, padding and all"
 )
 place_of: Callable[[Any], Any] = AREA.reader(
-    f"{_ROOT}._fsdp_param:FSDPParam._module_info",
-    use="where a part lies in the model: .module and .param_name",
-    **_PARAM,
+    f"{_ROOT}._fsdp_param:FSDPParam._module_info", use="where a part lies in the model: .module and .param_name"
 )
 
 # ------------------------------------------------------------------------------------------------ gathers
@@ -116,9 +99,8 @@ place_of: Callable[[Any], Any] = AREA.reader(
 _ALL_REDUCE_HOOK = AREA.attribute(
     f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_reduce_hook",
     use="a user's set_all_reduce_hook, which reads a unit's gradients as soon as they are reduced",
-    **_GROUP,
 )
-_CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a parameter for all ranks", **_PARAM)
+_CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a parameter for all ranks")
 
 
 def has_all_reduce_hook(group: Any) -> bool:
@@ -134,24 +116,21 @@ def cut_by(cut: Callable[[Tensor, int, int], list[Tensor]]) -> AbstractContextMa
 # ------------------------------------------------------------------------------------------------ forward and backward
 
 _CONTEXT = AREA.attribute(
-    f"{_ROOT}._fsdp_state:FSDPState._state_ctx", use="what the units of a model share: whose forward runs", **_STATE
+    f"{_ROOT}._fsdp_state:FSDPState._state_ctx", use="what the units of a model share: whose forward runs"
 )
 _TRAINING = AREA.attribute(
-    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._training_state", use="what a unit is in the middle of", **_GROUP
+    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._training_state", use="what a unit is in the middle of"
 )
 _PRE_BACKWARD = AREA.attribute(
-    f"{_ROOT}._fsdp_state:FSDPState._pre_backward", use="the hook that gathers a unit for its backward", **_STATE
+    f"{_ROOT}._fsdp_state:FSDPState._pre_backward", use="the hook that gathers a unit for its backward"
 )
-_REGISTER = AREA.attribute(
-    f"{_ROOT}._fsdp_state:FSDPState._register_pre_backward_hook", use="gives outputs that hook", **_STATE
-)
+_REGISTER = AREA.attribute(f"{_ROOT}._fsdp_state:FSDPState._register_pre_backward_hook", use="gives outputs that hook")
 _AT_END = AREA.attribute(
     f"{_ROOT}._fsdp_state:FSDPState._register_root_post_backward_final_callback",
     use="lets the end of a backward reduce what has come",
-    **_STATE,
 )
 pre_backward: Callable[[Any], Callable[[Tensor], Tensor]] = AREA.reader(
-    f"{_ROOT}._fsdp_state:FSDPState._pre_backward", use="the hook that gathers a unit for its backward", **_STATE
+    f"{_ROOT}._fsdp_state:FSDPState._pre_backward", use="the hook that gathers a unit for its backward"
 )
 
 
@@ -193,24 +172,3 @@ def replace_pre_backward(state: Any, hook: Callable[[Tensor], Tensor]) -> None:
 def hook_outputs_by(state: Any, make: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
     """From now on outputs of a unit get its hook by what ``make`` gives for torch's own way, which takes the output."""
     setattr(state, _REGISTER, make(getattr(state, _REGISTER)))
-
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        f"{_ROOT}._fsdp_collectives": (
-            "in which dtype gradients are reduced, and when what our collectives give back is read, cast and divided"
-        ),
-        f"{_ROOT}._fsdp_api:MixedPrecisionPolicy": "what None means for each of its dtypes",
-        f"{_ROOT}._fsdp_param_group:FSDPParamGroup": (
-            "when a unit is gathered, reduced and freed, and where its gradients are meanwhile"
-        ),
-        f"{_ROOT}._fsdp_param:FSDPParam": "which tensors a parameter and its gradient lie in, whole and sharded",
-        f"{_ROOT}._fsdp_state:FSDPState": (
-            "which hooks run around a unit's forward and backward, and which end a backward"
-        ),
-        f"{_ROOT}._fully_shard:FSDPModule": "what the settings of a unit do",
-        f"{_ROOT}._fsdp_init": "which parameters become a unit's",
-    }
-)

@@ -8,20 +8,16 @@ from fsshard.torch_private.registry import Area
 
 __all__ = ["AllGather", "ReduceScatter"]
 
-AREA = Area("fsdp2_collectives")
-_WHERE = {
-    "source": "torch/distributed/fsdp/_fully_shard/_fsdp_api.py",
-    "otherwise": "backend 'fsdp2' on gloo but by torch's own collectives: fast_collectives=False",
-}
+AREA = Area(
+    "fsdp2_collectives", otherwise="backend 'fsdp2' on gloo but by torch's own collectives: fast_collectives=False"
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 else:
     AllGather = AREA.take(
-        "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather", use="gathers a unit by other means", **_WHERE
+        "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather", use="gathers a unit by other means"
     )
     ReduceScatter = AREA.take(
-        "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",
-        use="reduces a unit's gradients by other means",
-        **_WHERE,
+        "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter", use="reduces a unit's gradients by other means"
     )

@@ -34,8 +34,7 @@ __all__ = [
 ]
 
 AREA = Area("modules")
-MODULE = "torch/nn/modules/module.py"
-_HOOKS = {"source": MODULE, "otherwise": "hooks on state dicts cannot be ordered: no watching of parts of states"}
+_HOOKS = "hooks on state dicts cannot be ordered: no watching of parts of states"
 
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -47,36 +46,35 @@ else:
     IncompatibleKeys = type(nn.Identity().load_state_dict({}))
 
 state_dict_hooks: Callable[[nn.Module], OrderedDict[int, Any]] = AREA.reader(
-    "torch.nn:Module._state_dict_hooks", use="to take an engine's hooks off, or put ours first", **_HOOKS
+    "torch.nn.modules.module:Module._state_dict_hooks",
+    use="to take an engine's hooks off, or put ours first",
+    otherwise=_HOOKS,
 )
 state_dict_pre_hooks: Callable[[nn.Module], OrderedDict[int, Any]] = AREA.reader(
-    "torch.nn:Module._state_dict_pre_hooks", use="as _state_dict_hooks", **_HOOKS
+    "torch.nn.modules.module:Module._state_dict_pre_hooks", use="as _state_dict_hooks", otherwise=_HOOKS
 )
 load_state_dict_pre_hooks: Callable[[nn.Module], OrderedDict[int, Any]] = AREA.reader(
-    "torch.nn:Module._load_state_dict_pre_hooks", use="as _state_dict_hooks", **_HOOKS
+    "torch.nn.modules.module:Module._load_state_dict_pre_hooks", use="as _state_dict_hooks", otherwise=_HOOKS
 )
 LOAD_STATE_DICT_PRE_HOOKS = AREA.attribute(
-    "torch.nn:Module._load_state_dict_pre_hooks", use="as _state_dict_hooks", **_HOOKS
+    "torch.nn.modules.module:Module._load_state_dict_pre_hooks", use="as _state_dict_hooks", otherwise=_HOOKS
 )
 load_state_dict_post_hooks: Callable[[nn.Module], OrderedDict[int, Any]] = AREA.reader(
-    "torch.nn:Module._load_state_dict_post_hooks", use="as _state_dict_hooks", **_HOOKS
+    "torch.nn.modules.module:Module._load_state_dict_post_hooks", use="as _state_dict_hooks", otherwise=_HOOKS
 )
 _NON_PERSISTENT = AREA.attribute(
-    "torch.nn:Module._non_persistent_buffers_set",
-    source=MODULE,
+    "torch.nn.modules.module:Module._non_persistent_buffers_set",
     use="which buffers a state dict leaves out",
     otherwise="all buffers are taken for such as are saved",
 )
 _COMPILED_CALL = AREA.attribute(
-    "torch.nn:Module._compiled_call_impl",
-    source=MODULE,
+    "torch.nn.modules.module:Module._compiled_call_impl",
     use="whether module.compile() was called",
     otherwise="a module that was compiled in place is not told from another, and its memory is counted wrongly",
 )
 EXTRA_STATE = "_extra_state"  # how the keys end of what get_extra_state() gives, as torch documents
 _VERSIONS = AREA.attribute(
     "torch.nn.modules.module:_metadata",
-    source=MODULE,
     use="what a state dict keeps beside its tensors: of each module the version of its format",
     otherwise="FairScale's FullyShardedDataParallel leaves it out of their state dicts",
 )
@@ -84,13 +82,11 @@ _VERSIONS = AREA.attribute(
 COMPILED, CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 _RUN_POLICY = AREA.attribute(
     "torch.distributed.fsdp.wrap:_Policy._run_policy",
-    source="torch/distributed/fsdp/wrap.py",
     use="what ModuleWrapPolicy and CustomPolicy pick",
     otherwise="these policies of torch's are called as functions, or refused",
 )
 _CLASSES = AREA.attribute(
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy._module_classes",
-    source="torch/distributed/fsdp/wrap.py",
     use="the classes that a ModuleWrapPolicy is to pick",
     otherwise="a class that is not in the model is not noticed",
 )
@@ -144,14 +140,3 @@ def run_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]
     """The modules that one of torch's policies picks, each with the settings that it asks for."""
     found: dict[nn.Module, dict[str, Any]] = getattr(policy, _RUN_POLICY)(model, ignored_modules=set(), root_kwargs={})
     return found
-
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        "torch.nn.modules.module:Module": (
-            "in which order hooks run around a call, a state dict and a load, and what .to() does to parameters"
-        ),
-    }
-)

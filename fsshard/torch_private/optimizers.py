@@ -22,26 +22,23 @@ __all__ = [
 ]
 
 AREA = Area("optimizers")
-OPTIMIZER, SCHEDULER = "torch/optim/optimizer.py", "torch/optim/lr_scheduler.py"
-_HOOKS = {"source": OPTIMIZER, "otherwise": "OSS, which runs its hooks and those of the optimizer within it"}
+_HOOKS = "OSS, which runs its hooks and those of the optimizer within it"
 Hooks = Callable[[Optimizer], MutableMapping[int, Callable[..., Any]]]
 
 step_pre_hooks: Hooks = AREA.reader(
-    "torch.optim:Optimizer._optimizer_step_pre_hooks", use="an optimizer's own hooks", **_HOOKS
+    "torch.optim.optimizer:Optimizer._optimizer_step_pre_hooks", use="an optimizer's own hooks", otherwise=_HOOKS
 )
 step_post_hooks: Hooks = AREA.reader(
-    "torch.optim:Optimizer._optimizer_step_post_hooks", use="an optimizer's own hooks", **_HOOKS
+    "torch.optim.optimizer:Optimizer._optimizer_step_post_hooks", use="an optimizer's own hooks", otherwise=_HOOKS
 )
 
 _TRACKED = AREA.attribute(
     "torch.optim.lr_scheduler:LRScheduler._wrapped_by_lr_sched",
-    source=SCHEDULER,
     use="on optimizer.step: a scheduler has wrapped it, to note its calls",
     otherwise="a scheduler may warn of an order of calls that is none",
 )
 _STEPPED = AREA.attribute(
     "torch.optim.lr_scheduler:LRScheduler._opt_called",
-    source=SCHEDULER,
     use="on an optimizer: it has taken a step since its scheduler was made",
     otherwise="a scheduler may warn of an order of calls that is none",
 )
@@ -64,7 +61,6 @@ def mark_stepped(optimizer: Any) -> None:
 
 _SCALES = AREA.attribute(
     "torch.amp.grad_scaler:_step_supports_amp_scaling",
-    source="torch/amp/grad_scaler.py",
     use="on an optimizer: GradScaler leaves it to its step to unscale gradients and to look for infinities",
     otherwise="the infinities of fused optimizers are looked for as of others under FairScale's ShardedGradScaler",
 )
@@ -76,30 +72,12 @@ def scales_itself(optimizer: Any) -> bool:
 
 
 scale_of: Callable[[Any], Tensor | None] = AREA.reader(
-    "torch.amp:GradScaler._scale",
-    source="torch/amp/grad_scaler.py",
+    "torch.amp.grad_scaler:GradScaler._scale",
     use="the scale as a tensor, which costs no wait for a device; None before the first use",
     otherwise="no GradScaler",
 )
 states_of_scaler: Callable[[Any], MutableMapping[int, dict[str, Any]]] = AREA.reader(
-    "torch.amp:GradScaler._per_optimizer_states",
-    source="torch/amp/grad_scaler.py",
+    "torch.amp.grad_scaler:GradScaler._per_optimizer_states",
     use="what a scaler has found of the gradients of each optimizer",
     otherwise="torch's GradScaler cannot be refused where it would step alone",
-)
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        "torch.optim.optimizer:Optimizer": "in which order hooks run, and what a state dict has",
-        "torch.optim.adam:_single_tensor_adam": (
-            "that complex numbers are taken as pairs before any arithmetic but weight decay"
-        ),
-        "torch.optim.adam:_multi_tensor_adam": (
-            "that complex numbers are taken as pairs before any arithmetic but weight decay"
-        ),
-        "torch.optim.lr_scheduler:LRScheduler": "what a scheduler puts around optimizer.step",
-        "torch.amp.grad_scaler:GradScaler": "how a step is decided upon, and what an optimizer is handed",
-    }
 )

@@ -13,16 +13,16 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from fsshard.errors import PrivateTorchMissing
 from fsshard.torch_private.patching import replaced
 
-__all__ = ["Area", "Private", "StoodOn", "everything", "stood_on"]
+__all__ = ["Area", "Private", "everything"]
 
 _NOTHING: Any = object()
 
@@ -52,7 +52,7 @@ class Private:
     @property
     def attribute(self) -> str:
         """The last part of its name."""
-        return _last(self.name)
+        return self.name.replace(":", ".").rpartition(".")[2]
 
     @functools.cached_property
     def present(self) -> bool:
@@ -78,151 +78,110 @@ class Private:
             PrivateTorchMissing: this torch does not have it.
         """
         self.value  # noqa: B018  # raises
-        owner, name = self.name.rpartition(".")[::2] if "." in self.name.partition(":")[2] else self.name.split(":")
-        return replaced(_module(owner) if ":" not in owner else _found(owner), name, value)
+        module, _, path = self.name.partition(":")
+        owner, _, last = path.rpartition(".")
+        return replaced(_found(f"{module}:{owner}"), last, value)
 
     def missing(self) -> NoReturn:
         """Say what is lost."""
         raise PrivateTorchMissing(self.name, self.source, self.otherwise)
 
 
-class StoodOn(NamedTuple):
-    """Something of torch's that nothing here names, and whose behaviour an area counts on all the same.
-
-    Attributes:
-        area: the file of this room.
-        name: ``"module:function"``, ``"module:Class"`` with its methods, or ``"module"`` with all that it defines.
-        why: what of its behaviour is counted on.
-    """
-
-    area: str
-    name: str
-    why: str
-
-
 _known: dict[tuple[str, str], Private] = {}
-_stood_on: list[StoodOn] = []
 
 
 class Area:
-    """One file of this room: what it takes is remembered under its name."""
+    """One file of this room: what it takes is remembered under its name.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        name: of the file.
+        cpp: the file of torch that has those of its names that are written in C++, unless ``source`` names another.
+        otherwise: what is lost without any of its names, unless one says something else.
+    """
 
-    def take(self, name: str, *, source: str, use: str, otherwise: str, fallback: Any = _NOTHING) -> Any:
+    def __init__(self, name: str, *, cpp: str = "", otherwise: str = "") -> None:
+        self.name, self._cpp, self._otherwise = name, cpp, otherwise
+
+    def take(self, name: str, *, use: str, otherwise: str = "", source: str = "", fallback: Any = _NOTHING) -> Any:
         """Return what is at ``"module:qualified.name"``, or what stands for it.
 
         Args:
             name: where it is.
-            source: the file of torch 2.13 that has it.
             use: what it is for.
             otherwise: what happens where it is missing: what is lost, or what the fallback does.
+            source: the file of torch 2.13 that has it, where that is not the module's own.
             fallback: in its place; without one, a stand-in that raises when it is used.
         """
-        entry = self._note(name, source, use, otherwise, fallback=fallback is not _NOTHING)
+        entry = self._note(name, use, otherwise, source, fallback=fallback is not _NOTHING)
         found = _found(name)
         if found is not _NOTHING:
             return found
         return _Missing(entry) if fallback is _NOTHING else fallback
 
-    def later(self, name: str, *, source: str, use: str, otherwise: str) -> Private:
+    def later(self, name: str, *, use: str, otherwise: str = "", source: str = "") -> Private:
         """Note what is looked up when it is first used, as ``.value``; else like :meth:`take`."""
-        return self._note(name, source, use, otherwise)
+        return self._note(name, use, otherwise, source)
 
-    def attribute(self, name: str, *, source: str, use: str, otherwise: str) -> str:
-        """The last part of ``"module:Class.name"`` or ``"module:name"``, which torch gives to objects.
+    def attribute(self, name: str, *, use: str, otherwise: str = "", source: str = "") -> str:
+        """Return the last part of ``"module:Class.name"`` or ``"module:name"``, which torch gives to objects.
 
-        It is for getattr, setattr and hasattr.
-
-        What reads such an attribute with a default goes on without it; what reads it without one raises
-        AttributeError. Either is what ``otherwise`` is to say.
+        It is for getattr, setattr and hasattr. What reads such an attribute with a default goes on without it; what
+        reads it without one raises AttributeError. Either is what ``otherwise`` is to say.
         """
-        self._note(name, source, use, otherwise, is_attribute=True)
-        return _last(name)
+        return self._note(name, use, otherwise, source, is_attribute=True).attribute
 
-    def reader(self, name: str, *, source: str, use: str, otherwise: str) -> Callable[[Any], Any]:
+    def reader(self, name: str, *, use: str, otherwise: str = "", source: str = "") -> Callable[[Any], Any]:
         """Return what reads ``"module:Class.name"`` off an object, as fast as code that names it."""
-        entry = self._note(name, source, use, otherwise, is_attribute=True)
+        entry = self._note(name, use, otherwise, source, is_attribute=True)
         here = name.partition(":")[0] in sys.modules  # what is not imported yet stays so: torch takes seconds for some
-        return _Missing(entry) if here and not entry.present else attrgetter(_last(name))
+        return _Missing(entry) if here and not entry.present else attrgetter(entry.attribute)
 
-    def stands_on(self, whys: Mapping[str, str]) -> None:
-        """Note what is not used by name, and what behaviour of it is counted on; see :class:`StoodOn`.
-
-        It is not looked up: tools/torch_digests.py reads its source to see whether it has changed.
-        """
-        _stood_on.extend(StoodOn(self.name, name, why) for name, why in whys.items())
-
-    def _note(
-        self, name: str, source: str, use: str, otherwise: str, *, is_attribute: bool = False, fallback: bool = False
-    ) -> Private:
-        entry = Private(
-            area=self.name,
-            name=name,
-            source=source,
-            use=use,
-            otherwise=otherwise,
-            is_attribute=is_attribute,
-            fallback=fallback,
-        )
+    def _note(self, name: str, use: str, otherwise: str, source: str, **kind: bool) -> Private:
+        module = name.partition(":")[0]
+        in_cpp = module in ("torch", "torch.distributed") or module.startswith("torch._C")
+        source = source or (self._cpp if in_cpp else f"{module.replace('.', '/')}.py")
+        otherwise = otherwise or self._otherwise
+        entry = Private(area=self.name, name=name, source=source, use=use, otherwise=otherwise, **kind)
         _known[self.name, name] = entry
         return entry
 
 
-def _raise(stand_in: _Missing) -> NoReturn:
-    entry: Private = vars(stand_in)["_entry"]
-    entry.missing()
-
-
 class _Missing:
-    """Stands for what this torch does not have."""
+    """Placeholder for a name that this torch lacks; raises when it is used."""
 
     def __init__(self, entry: Private) -> None:
         self.__dict__["_entry"] = entry
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _raise(self)
+        vars(self)["_entry"].missing()
+        raise AssertionError
 
     def __getattr__(self, name: str) -> NoReturn:
-        _raise(self)
+        self()
 
     def __mro_entries__(self, bases: Any) -> NoReturn:
-        _raise(self)
+        self()
 
     def __instancecheck__(self, instance: object) -> bool:
         return False  # nothing is of a class that does not exist
 
 
 def everything() -> tuple[Private, ...]:
-    """Every private name that is used, by area. Imports all areas."""
-    _import_areas()
-    return tuple(entry for _, entry in sorted(_known.items()))
-
-
-def stood_on() -> tuple[StoodOn, ...]:
-    """All that is counted on without being used by name, by area. Imports all areas."""
-    _import_areas()
-    return tuple(sorted(_stood_on))
-
-
-def _import_areas() -> None:
+    """Return every private name that is used, by area. Imports all areas."""
     room = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(room.__path__):
         importlib.import_module(f"{__package__}.{module.name}")
-
-
-def _last(name: str) -> str:
-    return name.replace(":", ".").rpartition(".")[2]
+    return tuple(entry for _, entry in sorted(_known.items()))
 
 
 def _found(name: str) -> Any:
+    """Return what is at ``"module:qualified.name"``, or at ``"module:"`` the module; ``_NOTHING`` where it is not."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
     except (ImportError, AttributeError):  # AttributeError: of a module of a torch that is built without distributed
         return _NOTHING
-    for part in path.split("."):
+    for part in path.split(".") if path else ():
         found = getattr(found, part, _NOTHING)
         if found is _NOTHING:
             return _NOTHING
@@ -234,26 +193,18 @@ def _mentioned(name: str) -> bool:
 
     An object has it no sooner than it exists; but a name that no line of torch's mentions is not set by any.
     """
-    owner, _, attribute = name.rpartition(".")
-    if ":" not in owner:  # of objects that a module's functions make
-        owner, _, attribute = name.partition(":")
-    found = _found(owner) if ":" in owner else _module(owner)
+    module, _, path = name.partition(":")
+    owner, _, attribute = path.rpartition(".")  # no owner: of objects that a module's functions make
+    found = _found(f"{module}:{owner}")
     if found is _NOTHING or hasattr(found, attribute):
         return found is not _NOTHING
-    modules = [kind.__module__ for kind in found.__mro__] if isinstance(found, type) else [owner]
+    modules = [kind.__module__ for kind in found.__mro__] if isinstance(found, type) else [module]
     return any(attribute in _words(module) for module in modules)
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, AttributeError):
-        return _NOTHING
 
 
 @functools.cache
 def _words(module: str) -> frozenset[str]:
-    """The names in a module's source; none where it has no such."""
+    """Return the names in a module's source; none where it has no such."""
     try:
         return frozenset(re.findall(r"\w+", inspect.getsource(sys.modules[module])))
     except (OSError, TypeError):

@@ -31,8 +31,8 @@ __all__ = [
     "version_of",
 ]
 
-AREA = Area("tensors")
-TENSOR, KERNELS = "torch/csrc/autograd/python_variable.cpp", "aten/src/ATen/native/native_functions.yaml"
+AREA = Area("tensors", cpp="torch/csrc/autograd/python_variable.cpp")
+KERNELS = "aten/src/ATen/native/native_functions.yaml"
 
 DATA: Any = torch.Tensor.data
 """torch's own attribute .data, under the one of watched parameters."""
@@ -44,13 +44,11 @@ storage_key: Callable[[torch.UntypedStorage], int] = AREA.reader(
 )
 IS_PARAMETER = AREA.attribute(
     "torch.nn.parameter:Parameter._is_param",
-    source="torch/nn/parameter.py",
     use="says of an instance of a subclass of Tensor that it is a Parameter; isinstance asks for it first",
     otherwise="isinstance(p, Parameter) takes longer for watched parameters",
 )
 version_of: Callable[[Tensor], int] = AREA.reader(
     "torch:Tensor._version",
-    source=TENSOR,
     use="how often a tensor has been written in place: what a forward or a user has changed",
     otherwise="no writing in place is noticed: no recomputation of blocks with buffers, no mixed precision",
 )
@@ -62,19 +60,16 @@ sparse_values: Callable[[Tensor], Tensor] = AREA.take(
 )
 base_of: Callable[[Tensor], Tensor | None] = AREA.reader(
     "torch:Tensor._base",
-    source=TENSOR,
     use="what a view is a view of, where hooks hold when it is written in place",
     otherwise="outputs of units that are views",
 )
 backward_hooks_of: Callable[[Tensor], Mapping[int, Any] | None] = AREA.reader(
     "torch:Tensor._backward_hooks",
-    source=TENSOR,
     use="whether a user has hooks on a parameter, which replacing it would lose",
     otherwise="no parameter can be flattened",
 )
 POST_ACCUMULATE_HOOKS = AREA.attribute(
     "torch:Tensor._post_accumulate_grad_hooks",
-    source=TENSOR,
     use="as _backward_hooks",
     otherwise="hooks of that kind are lost where a parameter is replaced",
 )
@@ -100,14 +95,12 @@ amp_unscale: Callable[[list[Tensor], Tensor, Tensor], None] = AREA.take(
 )
 
 LOCAL_TENSOR = AREA.attribute(
-    "torch.distributed.tensor:DTensor._local_tensor",
-    source="torch/distributed/tensor/_api.py",
+    "torch.distributed.tensor._api:DTensor._local_tensor",
     use="this rank's part of a DTensor, outside of autograd and without a dispatch; its presence tells one",
     otherwise="DTensors are taken for plain tensors: no backend 'fsdp2'",
 )
 local_tensor: Callable[[Any], Tensor] = AREA.reader(
-    "torch.distributed.tensor:DTensor._local_tensor",
-    source="torch/distributed/tensor/_api.py",
+    "torch.distributed.tensor._api:DTensor._local_tensor",
     use="this rank's part of a DTensor, outside of autograd and without a dispatch",
     otherwise="no backend 'fsdp2'",
 )
@@ -125,23 +118,12 @@ def dtensor_handlers() -> MutableMapping[Any, Any] | None:
 
 
 _DISPATCHER = AREA.attribute(
-    "torch.distributed.tensor:DTensor._op_dispatcher",
-    source="torch/distributed/tensor/_api.py",
+    "torch.distributed.tensor._api:DTensor._op_dispatcher",
     use="holds what is done for an operator on DTensors",
     otherwise="numbers of parts of a tensor are not refused under backend 'fsdp2'",
 )
 _HANDLERS = AREA.attribute(
     "torch.distributed.tensor._dispatch:OpDispatcher._custom_op_handlers",
-    source="torch/distributed/tensor/_dispatch.py",
     use="lets a number of a part of a tensor raise",
     otherwise="numbers of parts of a tensor are not refused under backend 'fsdp2'",
-)
-
-# ------------------------------------------------------------------------------------------------ counted on
-
-AREA.stands_on(
-    {
-        "torch.distributed.tensor._api:DTensor": "how a shard is made, read and gathered",
-        "torch.nn.parameter:Parameter": "what is taken for a parameter, and how it is copied",
-    }
 )

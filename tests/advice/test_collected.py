@@ -45,7 +45,6 @@ NO_ADVICE = (
     "Look for what ranks do not call equally often",
     "equally often: is it under `if rank == 0`",
     "Run a script as python does, where every",
-    "`requires_grad` is fixed at `wrap`",
     "{}, by fsshard {} with torch {}, backend {}",
 )
 """Parts of messages that name code, and advise nothing but where to look."""

@@ -110,28 +110,3 @@ def job_nonfinite(backend: str) -> tuple[str, bool]:
 def test_what_is_not_finite_raises_on_every_rank(ranks: Any, backend: str) -> None:
     for message, same in ranks.run(job_nonfinite, 2, backend):
         assert "norm of order 2.0" in message and same
-
-
-def job_values(backend: str) -> list[str]:
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-
-    bare: Any = made()
-    backward(bare)
-    average(bare)
-    torch.nn.utils.clip_grad_value_(bare.parameters(), 0.02)
-    model = fsshard.wrap(made(), backend=backend)
-    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    backward(model)
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
-    return list(differences({n: p.grad for n, p in bare.named_parameters()}, gradients(model)))
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_values_are_clipped_one_by_one(ranks: Any, backend: str) -> None:
-    if backend == "fsdp":
-        for error in ranks.run_expecting_errors(job_values, 2, backend):
-            assert isinstance(error, FsshardError)
-        return
-    assert ranks.run(job_values, 2, backend) == [[], []]

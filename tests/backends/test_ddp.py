@@ -17,6 +17,7 @@ import fsshard
 from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
 from tests.dropped import Known, run_pass
 from tests.models import batch, net
+from tests.training_runs import differences
 
 
 def job_thaw(raw: bool) -> bool:
@@ -243,6 +244,44 @@ def test_a_return_value_that_is_not_kept_is_named(ranks: Any) -> None:
         assert len(texts) == 1 and "model = fsshard.wrap(model, backend='ddp')" in texts[0] and not same
     assert ranks.run(job_return_value, 2, True, False) == [([], True)] * 2
     assert ranks.run(job_return_value, 2, False, True) == [([], False)] * 2  # trained on without a wrapper, on purpose
+
+
+class Sparse(nn.Module):
+    """Two embeddings whose gradients have one memory for their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = (nn.Embedding(9, 8, sparse=True) for _ in range(2))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.last(self.one(numbers) + self.other(numbers))
+
+
+def job_sparse(raw: bool) -> list[str]:
+    """Gradients that are not the ranks' average."""
+    local: list[dict[str, torch.Tensor]] = []
+    for rank in (0, 1):
+        net = Sparse()
+        net(torch.arange(3) + rank).square().sum().backward()
+        local.append({name: p.grad.to_dense() * 0.5 for name, p in net.named_parameters() if p.grad is not None})
+    model: Any = nn.parallel.DistributedDataParallel(Sparse()) if raw else fsshard.wrap(Sparse(), backend="ddp")
+    found = []
+    for _ in range(2):  # DDP orders its buckets anew after the first
+        model.zero_grad()
+        model(torch.arange(3) + dist.get_rank()).square().sum().backward()
+        net = model.module if raw else model
+        gradients = {name: p.grad.to_dense() for name, p in net.named_parameters() if p.grad is not None}
+        found += list(differences({name: local[0][name] + local[1][name] for name in local[0]}, gradients))
+    return found
+
+
+def test_sparse_gradients_that_share_their_values(ranks: Any) -> None:
+    """Raw DDP divides them in place, where the rest of the backward reads them (torch 2.13)."""
+    for found in ranks.run(job_sparse, 2, True):
+        assert any("one.weight" in text or "other.weight" in text for text in found)
+    assert ranks.run(job_sparse, 2, False) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------ where gradients lie

@@ -1,7 +1,4 @@
-"""backend="fairscale" by FairScale, patched, and by fsshard's own OSS and ShardedDDP: under both the bits of DDP.
-
-Tests fsshard/backends/fairscale_interface.py too.
-"""
+"""backend="fairscale" by FairScale, patched, and by fsshard's own OSS and ShardedDDP: under both the bits of DDP."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.cli import doctor
 from fsshard.errors import ConfigurationError, MissingExtra, RankMismatch
 from tests.training_runs import Run, compare, differences, wrapped
 
@@ -135,16 +131,6 @@ def test_the_default_is_what_is_installed_and_explain_says_which(ranks: Any, wit
         assert head == f"backend 'fairscale' ({whose}) on 2 ranks, device cpu"
 
 
-def job_doctor(without: bool) -> str:
-    with uninstalled() if without else contextlib.nullcontext():
-        return doctor._run_backend("fairscale", "cpu")
-
-
-def test_doctor_says_which(ranks: Any) -> None:
-    for told in ranks.run(job_doctor, 2, True):
-        assert told == "a step with real and complex weights, by fsshard's own OSS and ShardedDDP"
-
-
 def job_different() -> None:
     with uninstalled() if dist.get_rank() else contextlib.nullcontext():
         fsshard.wrap(net(), backend="fairscale")
@@ -170,34 +156,6 @@ def test_what_is_neither_is_refused(ranks: Any, asked: object) -> None:
 def test_the_real_one_must_be_installed(ranks: Any) -> None:
     for error in ranks.run_expecting_errors(job_asked, 2, "real"):
         assert type(error) is MissingExtra and "pip install 'fsshard[fairscale]'" in str(error)
-
-
-SCRIPT = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "fairscale":
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Blocked())
-import torch, fsshard
-torch.manual_seed(0)
-model = fsshard.wrap(torch.nn.Linear(3, 1), backend="fairscale")
-optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
-losses = []
-for _ in range(3):
-    loss = model(torch.ones(2, 3)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-print(losses[2] < losses[0], model.backend.settings.about, any(name.startswith("fairscale") for name in sys.modules))
-"""
-
-
-def test_a_process_in_which_fairscale_cannot_be_imported_trains() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "True fsshard's own OSS and ShardedDDP False"
 
 
 REDIRECTED = """

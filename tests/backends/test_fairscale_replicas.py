@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
-from fsshard.backends.optimizer_state import state_of
+from fsshard.backends.whole import state_of
 from fsshard.errors import UnsupportedByBackend
 from tests.models import TwoHeads, two_heads
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fsshard
-from fsshard.model.outputs import hidden_tensors, lazy_part
 from tests.sets import often
 from tests.training_runs import differences
 
@@ -168,14 +167,6 @@ class Writes(Child):
         return super().forward(x)
 
 
-class WritesData(Child):
-    """In a way that no version counter shows."""
-
-    def forward(self, x: Tensor) -> Any:
-        self.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
 class Embeds(Child):
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +222,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     **{kind.__name__: kind for kind in KINDS},
     **{name: type(name, (Base,), {"forward": forward}) for name, forward in {**READS, **RETURNS}.items()},
     **{name: type(name, (Asks,), {"forward": forward}) for name, forward in COMPLEX.items()},
-    **{kind.__name__: (lambda unit=kind: written(unit)) for kind in (Writes, WritesData, Embeds)},
+    **{kind.__name__: (lambda unit=kind: written(unit)) for kind in (Writes, Embeds)},
     "WritesRoot": written_root,
 }
 
@@ -361,10 +352,8 @@ def test_generators_are_refused(ranks: Any, backend: str) -> None:
     for outcome in ranks.run(job_train, 2, ["Yields", "Maps"], backend, False):
         for name, kind in (("Yields", "generator"), ("Maps", "map")):
             assert outcome[name][0] == "ModelError" and f"returns a {kind}" in outcome[name][1], outcome[name]
-
-
-def test_generators_are_right_where_no_engine_hooks_outputs(ranks: Any) -> None:
-    assert_right(ranks, ["Yields", "Maps", "Encloses"], "fairscale", True)
+    if backend == "ddp":  # whose hooks on outputs FairScale's needs not
+        assert_right(ranks, ["Yields", "Maps", "Encloses"], "fairscale", True)
 
 
 @pytest.mark.parametrize("units", [False, True])
@@ -475,7 +464,7 @@ def test_training_goes_on_after_a_refusal(ranks: Any, backend: str) -> None:
 
 
 def job_raw(engine: str, name: str) -> float:
-    """The loss, or what is left of a weight, that the bare engine gives in silence."""
+    """The loss that the bare engine gives in silence."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     warnings.simplefilter("ignore")
@@ -487,33 +476,14 @@ def job_raw(engine: str, name: str) -> float:
         model.a = FullyShardedDataParallel(model.a, device_id=torch.device("cpu"), use_orig_params=True)
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     loss = model(batch(0, dist.get_rank()))
-    if name == "Penalty":
-        return float(loss.detach().to_local() if hasattr(loss, "to_local") else loss)
-    weight = model.a.weight
-    return float(weight.full_tensor().abs().max()) if engine == "fsdp2" else float(weight.abs().max())
+    return float(loss.detach().to_local() if hasattr(loss, "to_local") else loss)
 
 
 def test_the_raw_engines_say_nothing(ranks: Any) -> None:
-    """Of torch 2.13: a penalty of parts, and a clamp that is gone."""
+    """Of torch 2.13: a penalty of parts."""
     right = [outcome["losses"][0] for outcome in replicas("Penalty", 1)]
     for engine in DIVIDED:
         assert all(abs(a - b) > 1e-3 for a, b in zip(right, ranks.run(job_raw, 2, engine, "Penalty"), strict=True))
-        assert all(found > 0.1 for found in ranks.run(job_raw, 2, engine, "WritesData"))
-
-
-def test_what_an_output_holds() -> None:
-    x = torch.ones(3, requires_grad=True)
-    made, other = x * 2, x * 3
-    assert hidden_tensors(made) == hidden_tensors({"a": [made, (other,)]}) == []
-    assert hidden_tensors({"a": Held([made])})[0] is made
-    assert hidden_tensors([Slots({"b": made})])[0] is made
-    assert hidden_tensors([Held(3), Held(x.detach()), nn.Linear(2, 2)]) == []
-    around = Held(made)
-    around.model = around
-    assert len(hidden_tensors(around)) == 1
-    assert lazy_part([made, {"a": (y for y in "b")}]) == "generator"
-    assert lazy_part(zip([1], [2], strict=True)) == "zip"
-    assert lazy_part([made, "text", {"a": None}]) == ""
 
 
 @torch.compile(fullgraph=True, backend="eager")

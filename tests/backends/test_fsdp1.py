@@ -63,36 +63,6 @@ def test_no_shard_cuts_a_complex_number(ranks: Any) -> None:
             assert all(start % 2 == 0 and stop % 2 == 0 for start, stop in part)
 
 
-def job_reads_sharded() -> tuple[int, tuple[int, ...]]:
-    """An access to a sharded complex parameter gives what the engine holds and never touches freed memory."""
-    model = fsshard.wrap(net(), backend="fsdp")
-    inner = model.module.middle[0].module
-    return inner.weight.dim(), tuple(model.state_dict()["middle.0.weight"].shape)
-
-
-def test_reading_a_sharded_parameter_is_safe(ranks: Any) -> None:
-    assert ranks.run(job_reads_sharded, 2) == [(1, (6, 6))] * 2
-
-
-def job_unsharded_on_one_rank() -> tuple[float, float]:
-    from tests.models import batch
-
-    values = []
-    for backend in ("none", "fsdp"):
-        model = fsshard.wrap(net(), backend=backend)
-        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
-        model(batch(0)).square().mean().backward()
-        optimizer.step()
-        values.append(float(model.state_dict()["middle.0.weight"].abs().sum()))
-        assert optimizer.state_dict()["state"]["middle.0.weight"]["exp_avg"].shape == (6, 6)
-    return values[0], values[1]
-
-
-def test_one_rank(ranks: Any) -> None:
-    one, other = ranks.run(job_unsharded_on_one_rank, 1)[0]
-    assert one == other
-
-
 class Frozen(nn.Module):
     """A unit with a frozen and a trainable weight; notes whether the frozen one took part in the graph."""
 

@@ -64,14 +64,6 @@ def test_and_the_backend_trains(ranks: Any, case: str) -> None:
     assert ranks.run(compare, 2, [Run(case, backend) for backend in DISTRIBUTED]) == [[], []]
 
 
-def test_a_dimension_smaller_than_the_world(ranks: Any) -> None:
-    """A rank without any row takes part in everything."""
-    for found in ranks.run(
-        compare, 4, [Run("odd_first", "fsdp2", steps=2, optimizer=name) for name in ("Adam", "Adam")]
-    ):
-        assert found == []
-
-
 def job_attributes() -> bool:
     module = net()
     module.first.weight.mark = "kept"
@@ -81,28 +73,6 @@ def job_attributes() -> bool:
 
 def test_python_attributes_of_parameters_survive(ranks: Any) -> None:
     assert ranks.run(job_attributes, 2) == [True, True]
-
-
-def job_gradient_behind_an_odd_one() -> list[float]:
-    from tests.zoo import ZOO
-
-    case = ZOO["odd_first"]
-    model = fsshard.wrap(case.build(), backend="fsdp2", auto_wrap_policy=None)
-    model(*case.batch(torch.distributed.get_rank(), 0)).abs().square().mean().backward()
-    shown = {name: p for name, p in model.named_parameters() if p.is_complex()}
-    for parameter in shown.values():
-        parameter.grad._local_tensor.zero_()  # through the view, as a user's own clipping would
-    norm = model.clip_grad_norm_(1e9)
-    real = [p.grad._local_tensor.square().sum() for p in model.parameters() if not p.is_complex()]
-    total = torch.stack(real).sum()
-    torch.distributed.all_reduce(total)
-    return [norm.item(), total.sqrt().item(), float(len(shown))]
-
-
-def test_a_complex_gradient_behind_an_odd_sized_one_is_shown_over_its_memory(ranks: Any) -> None:
-    for norm, of_the_real_ones, complex_ones in ranks.run(job_gradient_behind_an_odd_one, 2):
-        assert complex_ones > 0
-        assert norm == pytest.approx(of_the_real_ones, rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ from torch 2.15 on

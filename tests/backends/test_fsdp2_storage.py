@@ -1,7 +1,4 @@
-"""FSDP2's storage of complex weights: no room for rows that do not exist, and everything else as it was.
-
-Tests fsshard/backends/gradient_usage.py too.
-"""
+"""FSDP2's storage of complex weights: no room for rows that do not exist, and everything else as it was."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -21,7 +17,7 @@ from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError
 from fsshard.simulation.fakes import fake_ranks
-from tests.training_runs import Run, compare, differences
+from tests.training_runs import differences
 
 NUMBER = 8
 """Bytes of a complex64."""
@@ -66,19 +62,6 @@ def by_rows() -> Iterator[None]:
         yield
 
 
-def trained(model: Any, optimizer: Any, steps: int = 3) -> dict[str, Any]:
-    """What a training leaves behind."""
-    norms, losses = [], []
-    for step in range(steps):
-        value = loss(model, step * dist.get_world_size() + dist.get_rank())
-        value.backward()
-        losses.append(value.item())
-        norms += [float(model.clip_grad_norm_(1.0, 1.0)), float(model.clip_grad_norm_(0.1))]
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "weights": model.state_dict(), "state": optimizer.state_dict()["state"]}
-
-
 # ------------------------------------------------------------------------------------------------ bytes
 
 
@@ -120,25 +103,6 @@ def test_the_tutorials_tfno_on_64_ranks() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ numbers
-
-
-@pytest.mark.parametrize("case", ["odd_first", "zero_dim", "tfno_cp", "fno_complex_tucker"])
-def test_two_ranks_compute_what_ddp_computes(ranks: Any, case: str) -> None:
-    runs = [Run(case, backend, steps=3, clip=(0.1, 2.0), micro_batches=2) for backend in ("ddp", "fsdp2")]
-    assert ranks.run(compare, 2, runs) == [[], []]
-
-
-def job_compiled() -> list[str]:
-    settings = {"auto_wrap_policy": None, "compile": {"backend": "eager", "fullgraph": True}}
-    found = []
-    for extra in ({}, settings):
-        model = wrapped(fast_collectives=False, **extra)
-        found.append(trained(model, fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2), steps=1))
-    return list(differences(*found))
-
-
-def test_one_graph(ranks: Any) -> None:
-    assert ranks.run(job_compiled, 2) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ what users see
@@ -201,34 +165,4 @@ def test_users_see_the_shapes_that_the_model_has(ranks: Any) -> None:
         assert "'core'" in found["refused"]
 
 
-def job_stale() -> str:
-    from fsshard.complex_params.tensorfy import tensorfy
-
-    module = tensorfy(Uneven())
-    early = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = fsshard.wrap(module, backend="fsdp2")
-    loss(model, 0).backward()
-    return refusal(early.step)
-
-
-def test_an_optimizer_from_before_is_refused(ranks: Any) -> None:
-    assert "build the optimizer with fsshard.build_optimizer" in ranks.run(job_stale, 2)[0]
-
-
 # ------------------------------------------------------------------------------------------------ checkpoints
-
-
-def job_from_rank0() -> list[str]:
-    whole = Uneven()
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        module = Uneven()
-    model = fsshard.wrap(module, backend="fsdp2")
-    found = list(differences(dict(whole.state_dict()), model.state_dict()))
-    model.load_state_dict(
-        {k: v * 2 for k, v in whole.state_dict().items()} if not dist.get_rank() else None, broadcast_from_rank0=True
-    )
-    return found + list(differences({k: v * 2 for k, v in whole.state_dict().items()}, model.state_dict()))
-
-
-def test_numbers_come_from_rank_0(ranks: Any) -> None:
-    assert ranks.run(job_from_rank0, 3) == [[]] * 3

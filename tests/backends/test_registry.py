@@ -17,7 +17,6 @@ import torch
 from fsshard import backends
 from fsshard.backends import Backend, backend_class, backend_names, register_backend, registry
 from fsshard.backends.none import SingleBackend
-from fsshard.cli import doctor
 from fsshard.errors import ConfigurationError, UnknownBackend
 from fsshard.launching import handing_on
 
@@ -65,16 +64,6 @@ def test_public_names_are_pinned() -> None:
         "backend_names",
         "register_backend",
     ]
-
-
-def test_importing_fsshard_asks_no_package_for_backends() -> None:
-    code = (
-        "from importlib import metadata; asked = []; "
-        "metadata.entry_points = lambda **names: asked.append(names) or []; "
-        "import fsshard; print([names for names in asked if names.get('group') == 'fsshard.backends'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_job_imports_no_engine_but_its_own() -> None:
@@ -156,25 +145,6 @@ def test_other_processes_are_told_where_it_is(sixth: type[Backend]) -> None:
     assert "by_hand" not in backend_names() and handing_on.handed_on() == ((take, ()),)
 
 
-def test_the_readme_shows_what_they_say_of_themselves() -> None:
+def test_the_readme_has_a_row_for_each() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in readme.splitlines() if re.match(r'\| `"\w+"` \|', line)]
-    told = {cls.name: cls.facts.summary for cls in registry.loaded_backends() if cls.facts.summary is not None}
-    expected = [f'| `"{name}"` | {row.engine} | {row.keeps} | yes | {row.note} |' for name, row in told.items()]
-    assert sorted(rows) == sorted(expected) and list(told) == OURS
-
-
-class OnlyNames:
-    """A pool that says how many ranks it was asked for."""
-
-    def run(self, job: Any, ranks: int, *args: Any, **kwargs: Any) -> list[str]:
-        return [f"{ranks}"]
-
-
-def test_the_doctor_tells_of_one_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = [EntryPoint("theirs", "no_such_package.engine:Theirs", registry.GROUP)]
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda *, group: installed)
-    pool: Any = OnlyNames()
-    found = {finding.name: finding for finding in doctor._on_ranks(pool, "cpu", 1.0)}
-    assert found["theirs"].status == "fails" and "no_such_package" in found["theirs"].text
-    assert not found["theirs"].needed and found["none"].text.endswith("1") and found["ddp"].text.endswith("2")
+    assert sorted(re.findall(r'^\| `"(\w+)"` \|', readme, re.MULTILINE)) == sorted(OURS)

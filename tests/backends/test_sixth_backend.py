@@ -1,6 +1,6 @@
 """A backend that is no part of the package does everything that ours do, under its own name.
 
-Tests fsshard/backends/facts.py, fsshard/backends/optimizer_state.py, fsshard/backends/settings.py too.
+Tests fsshard/backends/base.py, fsshard/backends/facts.py, fsshard/backends/settings.py too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import fsshard
-from fsshard.backends import backend_names, registry
-from fsshard.cli import doctor
+from fsshard.backends import registry
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching import handing_on
 from fsshard.parity import compare
@@ -71,17 +70,6 @@ def test_it_is_estimated(forked: None) -> None:
     )
     assert (mine.backend, mine.bounds) == ("by_hand", ddp.bounds)
     assert mine.sent == ddp.sent and mine.bounds.peak <= mine.peak <= ddp.peak
-
-
-@pytest.mark.long
-def test_it_is_tuned(forked: None) -> None:
-    found = fsshard.tune(Net(), batch=torch.ones(4, 16), backend=["by_hand", "fsdp2"], world_size=2, limit=2)
-    assert "by_hand, default" in found.aliases and not found.failed
-
-
-def test_the_doctor_tries_it(ranks: Any) -> None:
-    found = {f.name: f for f in doctor._on_ranks(ranks, "cpu", timeout=60) if f.area == "backends"}
-    assert list(found) == backend_names() and found["by_hand"].status == "works"
 
 
 def explained(name: str) -> tuple[str, str]:

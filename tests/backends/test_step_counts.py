@@ -45,7 +45,7 @@ def job_steps(backend: str, how: str) -> int:
         ("always", "optimizer 0: optimizer.step() ran 1 times, but rank 1 has taken 0"),
         ("late", "optimizer 0: optimizer.step() ran 15 times, but rank 1 has taken 14"),
         ("other", "optimizer 1: optimizer.step() ran 1 times, but rank 0 has taken 0"),
-        ("plateau", "lr of param_groups[1] is"),
+        ("plateau", "optimizer 1: ranks 0 and 1 train at different rates: lr of param_groups[0] is"),
         ("state dict", "rank 1 has taken 7"),
     ],
 )

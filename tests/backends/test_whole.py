@@ -15,9 +15,7 @@ import fsshard
 from fsshard.backends.whole import (
     BATCH_BYTES,
     collective_batches,
-    from_owners,
     gather,
-    gathered,
 )
 from fsshard.launching.pool import RankPool
 
@@ -43,41 +41,6 @@ def test_small_ones_of_one_dtype_travel_together() -> None:
     exact = part(BATCH_BYTES // 8)
     assert list(collective_batches([exact, exact, exact])) == [[exact, exact], [exact]]
     assert list(collective_batches([])) == []
-
-
-def job_gathered() -> list[bool]:
-    """Three tensors that three ranks divide unevenly, one of them not at all."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
-    sizes = [[2, 0, 4], [2, 5, 0], [1, 0, 0]]
-    whole = [torch.arange(5.0), torch.tensor([0.0, -0.0, float("nan"), 2.0, 3.0]), torch.arange(4.0).view(2, 2)]
-    starts = [[0, 0, 0], [2, 0, 4], [4, 5, 4]]
-    mine = [
-        w.reshape(-1)[start : start + size] for w, start, size in zip(whole, starts[rank], sizes[rank], strict=True)
-    ]
-    found = gathered(mine, sizes, group, torch.device("cpu"))
-    return [
-        torch.equal(f.view(torch.int32), w.reshape(-1).view(torch.int32)) for f, w in zip(found, whole, strict=True)
-    ]
-
-
-def test_uneven_parts_are_put_together(ranks: RankPool) -> None:
-    assert ranks.run(job_gathered, 3) == [[True] * 3] * 3
-
-
-def job_from_owners() -> list[list[float]]:
-    rank = dist.get_rank()
-    tensors = [torch.full((2, 2), float(10 * rank + number)) for number in range(4)]
-    several = from_owners(tensors, [1, 0, None, 1], dist.group.WORLD)
-    alone = from_owners(tensors[:1], [1], dist.group.WORLD)
-    assert all(found.data_ptr() != given.data_ptr() for found, given in zip(several, tensors, strict=True))
-    assert all(found.untyped_storage().nbytes() == 16 for found in several)  # not a view of what travelled
-    return [found.unique().tolist() for found in [*several, *alone]]
-
-
-def test_owners_send_what_is_theirs(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks.run(job_from_owners, 2)):
-        assert found == [[10.0], [1.0], [10.0 * rank + 2], [13.0], [10.0]]
 
 
 class Odd(nn.Module):

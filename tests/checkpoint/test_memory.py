@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.backends.optimizer_state import state_of
+from fsshard.backends.whole import state_of
 from fsshard.launching.pool import RankPool
 from tests.memory import LiveBytes
 from tests.models import Spectral

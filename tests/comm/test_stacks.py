@@ -68,13 +68,6 @@ CASES = {
         (f"{FOLDER}/collectives.py", "parts"),
         (f"{FOLDER}/shared_memory.py", "_await"),
     ],
-    "all_reduce (DDP, in backward)": [
-        USER,
-        BACKWARD,
-        (f"{FOLDER}/shared_buckets.py", "average"),
-        (f"{FOLDER}/shared_buckets.py", "_finish"),
-        (f"{FOLDER}/shared_memory.py", "_await"),
-    ],
     "wait_tensor": [
         USER,
         (f"{TORCH}/distributed/_functional_collectives.py", "wait_tensor"),

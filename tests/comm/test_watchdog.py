@@ -100,7 +100,6 @@ def call_until_death(ctx: fsshard.Context, call: str, folder: str) -> None:
     if ctx.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     {
-        "backward over shared memory": loss.backward,
         "backward of fsdp2": loss.backward,
         "backward of fsdp": loss.backward,
         "gather of fsdp": loss.backward,
@@ -119,7 +118,6 @@ def job_calls(call: str, folder: str) -> str:
 @pytest.mark.parametrize(
     ("call", "kind"),
     [
-        ("backward over shared memory", "RankMismatch: DDP's gradient reduction, in backward: "),
         ("backward of fsdp2", "RankMismatch: FSDP2's gradient reduction, in backward: "),
         ("backward of fsdp", "RankMismatch: FSDP's gradient reduction, in backward: "),
         pytest.param("gather of fsdp", "RankMismatch: FSDP's gather, in backward: ", marks=pytest.mark.long),
@@ -302,7 +300,7 @@ def test_what_is_no_lost_rank_passes() -> None:
 UNCAUGHT = """
 import os, signal, sys, torch, fsshard
 ctx = fsshard.init(timeout=60)
-model = fsshard.wrap(torch.nn.Linear(2, 2), backend="ddp", shared_memory=False)
+model = fsshard.wrap(torch.nn.Linear(2, 2), backend="ddp")
 if ctx.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 model(torch.ones(1, 2)).sum().backward()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import types
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,17 @@ from fsshard.backends import backend_class
 from fsshard.backends.settings import Settings
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
-from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
+from fsshard.model.compiling import (
+    _asked_by,
+    check_compilation,
+    compile_units,
+    compiled_units,
+    resolve_compilation,
+)
 from fsshard.planning.plan import plan
-from tests.models import Spectral, net
+from tests.models import Spectral, batch, net
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, Run, compare, differences, train
+from tests.training_runs import DISTRIBUTED, Run, differences, train
 from tests.zoo import ZOO
 
 AOT = {"backend": "aot_eager"}
@@ -37,20 +41,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 # ------------------------------------------------------------------------------------------------ parity
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("case", "settings"),
-    [
-        ("mlp_complex", {}),
-        ("dropout", BF16_LAYERS),
-    ],
-    ids=str,
-)
-def test_every_backend_computes_the_same(ranks: RankPool, case: str, settings: dict[str, Any]) -> None:
-    runs = [Run(case, b, 3, settings={**settings, "compile": AOT}) for b in DISTRIBUTED]
-    assert ranks.run(compare, 2, runs) == [[], []]
 
 
 def job_both_ways(run: Run) -> tuple[list[str], int]:
@@ -189,13 +179,6 @@ def test_layers_share_what_they_can_and_none_is_left_out(times: list[int], graph
         assert counter.frame_count == graphs
 
 
-def test_a_forward_that_somebody_replaced_is_kept() -> None:
-    model = nn.Linear(2, 2)
-    model.forward = types.MethodType(lambda self, x: x + 1, model)
-    counter = counted(model)
-    assert torch.equal(model(torch.ones(2)), torch.full((2,), 2.0)) and counter.frame_count == 1
-
-
 def job_explained() -> str:
     return fsshard.wrap(net(), backend="fsdp2", compile=AOT).explain()
 
@@ -233,16 +216,6 @@ def test_one_graph_without_breaks() -> None:
     assert torch.equal(model(x), net()(x))
 
 
-def test_the_benchmark_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "compile.py"
-    spec = spec_from_file_location("benchmarks_compile", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(["--rounds", "0", "--backend", "aot_eager", "--models", "spectral", "--width", "2", "--size", "2"])
-    assert capsys.readouterr().out.splitlines()[1].split() == ["spectral", "2", "2", "0", "0", "-", "-", "-", "-"]
-
-
 # ------------------------------------------------------------------------------------------------ bad input
 
 
@@ -260,10 +233,6 @@ def test_the_benchmark_counts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_values(value: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         resolve_compilation(value)
-
-
-def test_off() -> None:
-    assert resolve_compilation(None) is None and resolve_compilation(False) is None
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
@@ -294,3 +263,106 @@ def test_no_cuda_graph_runs_twice() -> None:
     with pytest.raises(ConfigurationError, match="max-autotune-no-cudagraphs"):
         check_compilation(graphs, CUDA, planned)
     check_compilation(graphs, CPU, planned)
+
+
+# ------------------------------------------------------------------------------------------------ compiled before
+
+UNITS: dict[str, Any] = {"auto_wrap_policy": {"Spectral"}}
+
+
+def whole(how: Any) -> nn.Module:
+    compiled: nn.Module = torch.compile(net(), backend=how)  # type: ignore[assignment]
+    return compiled
+
+
+def parts(how: Any) -> nn.Module:
+    """A unit, a part of one, and one in the other's place twice."""
+    model = net()
+    for index in (0, 1):
+        model.middle[index] = torch.compile(model.middle[index], backend=how)  # type: ignore[assignment]
+    model.first = torch.compile(model.first, backend=how)  # type: ignore[assignment]
+    return model
+
+
+def bare(how: Any) -> nn.Module:
+    return net()
+
+
+BUILT: dict[str, Callable[[Any], nn.Module]] = {"whole": whole, "parts": parts, "bare": bare}
+
+
+def trained_on(model: Any, optimizer: Any, first: int, steps: int) -> list[float]:
+    losses = []
+    for number in range(first, first + steps):
+        loss = model(batch(number)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def job_trained(backend: str, built: str, folder: str) -> tuple[int, dict[str, Any], list[str]]:
+    """Train, save, go on under the other kind of model: how many graphs, everything, and names that show compiling."""
+    counter = CompileCounterWithBackend("eager")
+    model = fsshard.wrap(BUILT[built](counter), backend=backend, **UNITS)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    losses = trained_on(model, optimizer, 0, 2)
+    weights, state = model.state_dict(), optimizer.state_dict()
+    shown = [*weights, *state["state"], *(name for name, _ in model.named_parameters())]
+    shown += [unit.name for unit in model.plan.units]
+    fsshard.save(f"{folder}/{backend}-{built}", model, optimizer)
+    graphs = counter.frame_count
+    other = fsshard.wrap(BUILT["parts" if built == "bare" else "bare"](counter), backend=backend, **UNITS)
+    its = fsshard.build_optimizer(other, torch.optim.Adam, lr=0.5)
+    fsshard.load(f"{folder}/{backend}-{built}", other, its)
+    losses += trained_on(other, its, 2, 2)
+    other.load_state_dict(weights)
+    everything = {"losses": losses, "weights": weights, "state": state, "later": other.state_dict()}
+    return graphs, everything, [name for name in shown if "_orig_mod" in name]
+
+
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fairscale"))
+def test_as_the_bare_model_and_its_files(ranks: Any, backend: str, tmp_path: Path) -> None:
+    """Three trainings that go on under another kind of model each: all the same numbers."""
+    found = {built: ranks.run(job_trained, 2, backend, built, str(tmp_path)) for built in BUILT}
+    for built, answers in found.items():
+        for (graphs, mine, shown), (_, reference, _) in zip(answers, found["bare"], strict=True):
+            assert shown == []
+            assert list(differences(reference, mine)) == []
+            assert (graphs > 0) == (built != "bare"), "compiled"
+
+
+def job_taken_off() -> None:
+    counter = CompileCounterWithBackend("eager")
+    module = parts(counter)
+    model = fsshard.wrap(module, backend="none", **UNITS)
+    assert model.module is module and type(module.first) is nn.Linear
+    assert "modules: first, middle.0, middle.1" in model.explain()
+    compiled = torch.compile(net(), backend=counter)
+    model = fsshard.wrap(compiled, backend="none")  # type: ignore[call-overload]
+    assert model.module is compiled._orig_mod  # type: ignore[attr-defined]
+
+
+def test_what_is_compiled_is_taken_off_and_compiled_by_unit(ranks: Any) -> None:
+    ranks.run(job_taken_off, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "uses_graphs"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"options": {"triton.cudagraphs": True}, "dynamic": False}, True),
+        ({"fullgraph": True}, False),
+        ({"backend": "aot_eager", "fullgraph": True, "dynamic": True}, False),
+    ],
+    ids=str,
+)
+def test_its_arguments_are_those_of_compile(arguments: dict[str, Any], uses_graphs: bool) -> None:
+    found = _asked_by([("", torch.compile(net(), **arguments))], False)  # type: ignore[arg-type]
+    assert found.uses_cuda_graphs == uses_graphs
+    assert found.backend == arguments.get("backend", "inductor")
+    assert {name: found.keywords.get(name) for name in ("fullgraph", "dynamic")} == {
+        name: arguments.get(name) for name in ("fullgraph", "dynamic")
+    }

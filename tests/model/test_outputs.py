@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.model.outputs import bases, forward_begins, grad_tensors
 from tests.training_runs import DISTRIBUTED, differences
 
 ALL = (*DISTRIBUTED, "none")
@@ -176,18 +175,3 @@ def test_the_raw_engines_lose_gradients(ranks: Any, engine: str) -> None:
     same = all(a.shape == b.shape and torch.equal(a, b) for one in zip(right, found, strict=True)
                for a, b in zip(*one, strict=True))  # fmt: skip
     assert not same, "torch has repaired it: outputs.py is not needed any more"
-
-
-def test_what_a_view_is_of() -> None:
-    x = torch.ones(4, 6, requires_grad=True)
-    made = x * 2
-    assert bases([made]) == []
-    assert bases([made.view(-1)])[0] is made
-    assert bases([made.view(-1)[3:], made[0]]) == [made]
-    assert bases([x.view(-1)]) == []  # a leaf cannot be written
-    assert bases(list(made.chunk(2))) == [made]  # cannot be written either; one hook more does no harm
-    since = forward_begins()
-    assert bases([made.view(-1)], since) == []  # made before this forward
-    made[0] += 1
-    assert bases([made.view(-1)], since) == [made]  # and written in it
-    assert list(grad_tensors({"a": [made, 3], "b": (None, torch.ones(2))})) == [made]

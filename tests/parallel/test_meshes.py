@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsshard
-from fsshard.backends.optimizer_state import state_of
+from fsshard.backends.whole import state_of
 from fsshard.errors import ConfigurationError
 from tests.models import batch, net
 from tests.sets import often

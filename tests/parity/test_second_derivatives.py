@@ -1,6 +1,6 @@
 """Losses that hold derivatives, on each backend, against two bare replicas whose gradients are averaged by hand.
 
-Tests fsshard/backends/second_derivatives.py, fsshard/model/second_derivatives.py too.
+Tests fsshard/model/second_derivatives.py too.
 """
 
 from __future__ import annotations

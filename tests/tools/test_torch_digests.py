@@ -10,6 +10,8 @@ import torch
 
 from fsshard.torch_private import registry
 from fsshard.torch_private.registry import Area
+from tools import torch_behaviour
+from tools.torch_behaviour import counted_on
 from tools.torch_digests import Change, Ground, Record, compare, ground, main, unsigned, users_of
 
 
@@ -32,7 +34,7 @@ def test_every_name_stands_on_something() -> None:
     floating = {one.name for one in registry.everything() if one.present and (one.area, one.source) not in stood}
     assert floating <= {entry.name for entry in unsigned()}
     whys = {name for one in ground().values() for name in one.names}
-    assert [one.name for one in registry.stood_on() if one.why not in whys] == []
+    assert [one.name for one in counted_on() if one.why not in whys] == []
 
 
 def test_a_function_of_cpp_is_known_by_its_signature_or_said_to_have_none() -> None:
@@ -67,10 +69,9 @@ FILE = "torch/made_up.py"
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a torch of which an area stands on an attribute, and on a function that it does not use."""
     monkeypatch.setattr(registry, "_known", {})
-    monkeypatch.setattr(registry, "_stood_on", [])
+    monkeypatch.setattr(torch_behaviour, "COUNTED_ON", {"flying": {"torch.made_up:reduce": "the mean"}})
     area = Area("flying")
     area.attribute("torch.made_up:Unit._whole", source=FILE, use="wings", otherwise="no flying")
-    area.stands_on({"torch.made_up:reduce": "the mean"})
     write(tmp_path, TORCH)
     return tmp_path
 
@@ -147,10 +148,10 @@ def test_a_digest_that_stays_is_recorded_once_and_notes_are_kept(site: Path, tmp
 
 def test_what_is_stood_on_later_or_no_more_is_our_change_and_not_torchs(site: Path) -> None:
     record = recorded("2.13.0", "2.15.0", site=site)
-    Area("flying").stands_on({"torch.made_up:Unit.other": "two"})
+    torch_behaviour.COUNTED_ON["flying"]["torch.made_up:Unit.other"] = "two"
     more = record.noting("2.13.0", ground(site))
     assert compare("2.15.0", more, site).changes == ()
-    registry._stood_on.clear()
+    torch_behaviour.COUNTED_ON.clear()
     fewer = more.noting("2.13.0", ground(site))
     assert sorted(key[2] for key in fewer.said) == ["Unit.free", "Unit.gather"]
 

@@ -5,7 +5,7 @@ fsshard/torch_private/ddp.py, fsshard/torch_private/dispatch.py, fsshard/torch_p
 fsshard/torch_private/fsdp1.py, fsshard/torch_private/fsdp2.py,
 fsshard/torch_private/fsdp2_collectives.py, fsshard/torch_private/modules.py,
 fsshard/torch_private/optimizers.py,
-fsshard/torch_private/serialization.py, fsshard/torch_private/tensors.py too.
+fsshard/torch_private/tensors.py too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Messages through shared memory: what arrives, in whatever order; what is left of it; and ranks that are lost.
-
-Tests fsshard/comm/gloo/shared_buckets.py too.
-"""
+"""Messages through shared memory: what arrives, in whatever order; what is left of it; and ranks that are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsshard
@@ -360,25 +356,18 @@ def memory_files() -> int:
     return found
 
 
-def trained(backend: str, case: str, settings: dict[str, Any]) -> dict[str, Any]:
+def trained(case: str, settings: dict[str, Any]) -> dict[str, Any]:
     """All weights after three steps."""
-    given = {"find_unused_parameters": True} if case == "unused" else {}
-    if backend == "ddp":  # buckets of a kilobyte: several
-        given |= {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": case != "copied", "static_graph": case == "static"}
-    else:
-        given |= {"auto_wrap_policy": {nn.Linear}}
-    model = fsshard.wrap(Net(complex_ones=case == "complex"), backend=backend, **given, **settings)
+    settings = {"auto_wrap_policy": {nn.Linear}, "find_unused_parameters": case == "unused", **settings}
+    model = fsshard.wrap(Net(complex_ones=case == "complex"), backend="fsdp2", **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     for step in range(3):
         if case == "failed":
-            # DDP goes on after none ("Expected to have finished reduction in the prior iteration", torch 2.13).
-            failing = model if backend == "fsdp2" else fsshard.wrap(Net(), backend=backend, **given, **settings)
-            failing.module.fails = True
+            model.module.fails = True
             with contextlib.suppress(ZeroDivisionError):
-                failing(data(step)).sum().backward()
-            failing.module.fails = False
-            if backend == "fsdp2":
-                failing.module._get_fsdp_state()._reset_iter_state()  # what torch offers after a failed step
+                model(data(step)).sum().backward()
+            model.module.fails = False
+            model.module._get_fsdp_state()._reset_iter_state()  # what torch offers after a failed step
             model.zero_grad()
         model.module.whole = case == "unused" and step == 1
         with model.no_sync() if case == "no_sync" else contextlib.nullcontext():
@@ -390,66 +379,16 @@ def trained(backend: str, case: str, settings: dict[str, Any]) -> dict[str, Any]
     return dict(model.state_dict())
 
 
-def job_alike(backend: str, cases: list[str]) -> list[str]:
+def job_alike(cases: list[str]) -> list[str]:
     found = []
     for case in cases:
-        shared = trained(backend, case, {})
-        found += [f"{case} {text}" for text in differences(trained(backend, case, OVER_TCP), shared)]
+        found += [f"{case} {text}" for text in differences(trained(case, OVER_TCP), trained(case, {}))]
     return found
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_the_numbers_are_those_that_go_over_tcp(ranks: RankPool, backend: str) -> None:
-    cases = ["plain", "unused", "no_sync", "complex", "failed"]
-    cases += ["copied", "static"] if backend == "ddp" else []
-    assert ranks.run(job_alike, 2, backend, cases) == [[], []]
-
-
-def test_the_sums_of_three_ranks_are_those_that_go_over_tcp(ranks: RankPool) -> None:
-    assert ranks.run(job_alike, 3, "fsdp2", ["plain"]) == [[]] * 3
-
-
-class Sparse(nn.Module):
-    """Two embeddings whose gradients have one memory for their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.other = (nn.Embedding(9, 8, sparse=True) for _ in range(2))
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        return self.last(self.one(numbers) + self.other(numbers))
-
-
-def job_sparse(settings: dict[str, Any] | None) -> list[str]:
-    """Gradients that are not the ranks' average; without settings under raw DDP."""
-    local: list[dict[str, Tensor]] = []
-    for rank in (0, 1):
-        net = Sparse()
-        net(torch.arange(3) + rank).square().sum().backward()
-        local.append({name: p.grad.to_dense() * 0.5 for name, p in net.named_parameters() if p.grad is not None})
-    raw = settings is None
-    model: Any = DistributedDataParallel(Sparse()) if raw else fsshard.wrap(Sparse(), backend="ddp", **settings or {})
-    found = []
-    for _ in range(2):  # DDP orders its buckets anew after the first
-        model.zero_grad()
-        model(torch.arange(3) + dist.get_rank()).square().sum().backward()
-        net = model.module if raw else model
-        gradients = {name: p.grad.to_dense() for name, p in net.named_parameters() if p.grad is not None}
-        found += list(differences({name: local[0][name] + local[1][name] for name in local[0]}, gradients))
-    return found
-
-
-def test_raw_ddp_divides_sparse_gradients_twice(ranks: RankPool) -> None:
-    """In place, where the rest of the backward reads them (torch 2.13)."""
-    for found in ranks.run(job_sparse, 2, None):
-        assert any("one.weight" in text or "other.weight" in text for text in found)
-
-
-@pytest.mark.parametrize("settings", [{}, OVER_TCP], ids=["shared", "tcp"])
-def test_sparse_gradients_that_share_their_values(ranks: RankPool, settings: dict[str, Any]) -> None:
-    assert ranks.run(job_sparse, 2, settings) == [[], []]
+@pytest.mark.parametrize(("size", "cases"), [(2, ["plain", "unused", "no_sync", "complex", "failed"]), (3, ["plain"])])
+def test_the_numbers_are_those_that_go_over_tcp(ranks: RankPool, size: int, cases: list[str]) -> None:
+    assert ranks.run(job_alike, size, cases) == [[]] * size
 
 
 class Seen(TorchDispatchMode):
@@ -471,11 +410,11 @@ class Seen(TorchDispatchMode):
         self.found.append((kind, payload.nbytes, ranks))
 
 
-def job_seen(backend: str) -> tuple[bool, list[Any], int]:
+def job_seen() -> tuple[bool, list[Any], int]:
     """Whether a step shows those who watch the same collectives either way; and what is left of it."""
     seen, before = [], memory_files()  # of models that another test has left behind
     for settings in ({}, OVER_TCP):
-        model = fsshard.wrap(Net(), backend=backend, **settings)
+        model = fsshard.wrap(Net(), backend="fsdp2", **settings)
         with Seen() as watching:
             model(data(0)).square().mean().backward()
         seen.append(watching.found)
@@ -486,9 +425,8 @@ def job_seen(backend: str) -> tuple[bool, list[Any], int]:
     return seen[0] == seen[1], seen[0], memory_files() - before
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_who_counts_collectives_sees_the_same_and_nothing_is_left(ranks: RankPool, backend: str) -> None:
-    for same, found, left in ranks.run(job_seen, 2, backend):
+def test_who_counts_collectives_sees_the_same_and_nothing_is_left(ranks: RankPool) -> None:
+    for same, found, left in ranks.run(job_seen, 2):
         assert same and found and all(count == 2 for _, _, count in found)
         assert left == 0
 
@@ -523,34 +461,21 @@ def test_all_ranks_agree_to_do_without(ranks: RankPool, lacking: str) -> None:
     assert ranks.run(job_fallback, 2, lacking) == [[lacking == "nothing", True]] * 2
 
 
-def job_settings(backend: str) -> tuple[list[int], str]:
+def job_settings() -> tuple[list[int], str]:
     left, before = [], memory_files()
     for settings in (OVER_TCP, {"fast_collectives": False}):
-        model = fsshard.wrap(Net(), backend=backend, **settings)
+        model = fsshard.wrap(Net(), backend="fsdp2", **settings)
         model(data(0)).sum().backward()
         left.append(memory_files() - before)
     try:
-        fsshard.wrap(Net(), backend=backend, shared_memory="no")
+        fsshard.wrap(Net(), backend="fsdp2", shared_memory="no")
     except ConfigurationError as error:
         return left, str(error)
     return left, ""
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_the_settings(ranks: RankPool, backend: str) -> None:
-    assert ranks.run(job_settings, 2, backend) == [([0, 0], "shared_memory='no': expected a bool")] * 2
-
-
-def job_python_reducer() -> tuple[int, int]:
-    import torch._dynamo.config as config
-
-    with config.patch(optimize_ddp="python_reducer"):
-        without = fsshard.wrap(Net(), backend="ddp")
-    return len(without.backend.engine._comm_hooks), len(fsshard.wrap(Net(), backend="ddp").backend.engine._comm_hooks)
-
-
-def test_reducers_in_python_do_without(ranks: RankPool) -> None:
-    assert ranks.run(job_python_reducer, 2) == [(0, 1)] * 2
+def test_the_settings(ranks: RankPool) -> None:
+    assert ranks.run(job_settings, 2) == [([0, 0], "shared_memory='no': expected a bool")] * 2
 
 
 def test_without_a_descriptor_for_the_socket_there_is_none() -> None:

@@ -1,4 +1,4 @@
-"""The idioms of DDP that save a model's part: whole, or refused with the line to write."""
+"""What is done with a part of a model as if it were the whole: saving, copying, reading numbers."""
 
 from __future__ import annotations
 
@@ -120,3 +120,55 @@ def test_other_ways_into_a_part_are_refused_in_words(ranks: Any) -> None:
             assert load.startswith("load_state_dict of ") and "of what fsshard.wrap returned" in load
             assert part.startswith("load_state_dict of Linear")
             assert "full_parameters" in averaged or "FSDP does not support deepcopy" in averaged  # torch 2.13
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+NUMBERS: dict[str, Any] = {
+    "float": lambda p: float(p.norm()),
+    "item": lambda p: p.abs().sum().item(),
+    "truth": lambda p: bool(p.abs().sum()),
+}
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def whole(value: Any) -> float:
+    """A number that every rank has."""
+    summed: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return summed.item()
+
+
+def job_numbers(merge_below: int) -> tuple[list[str], list[float], list[float]]:
+    """Which numbers of parts are given; norms of weights and gradients beside those of the whole."""
+    model = fsshard.wrap(plain(), backend="fsdp2", auto_wrap_policy={nn.Linear}, merge_below=merge_below)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    bare = plain()
+    for trained in (model, bare):
+        trained(torch.ones(4, 6)).square().mean().backward()
+    given = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for tensor in (parameter, parameter.grad):
+                for name, number in NUMBERS.items():
+                    told = ""
+                    try:
+                        number(tensor)
+                    except FsshardError as error:
+                        told = str(error)
+                    if "value.full_tensor().item()" not in told:
+                        given.append(name)
+    got = [whole(t.norm()) for p in model.parameters() for t in (p.detach(), p.grad) if t is not None]
+    expected = [whole(t.norm()) for p in bare.parameters() for t in (p.detach(), p.grad) if t is not None]
+    return given, got, expected
+
+
+@pytest.mark.parametrize("merge_below", [0, 2**20])
+def test_a_number_is_never_a_parts(ranks: Any, merge_below: int) -> None:
+    """Weights and gradients; what is gathered first is right."""
+    for given, got, expected in ranks.run(job_numbers, 2, merge_below):
+        assert given == [] and got == pytest.approx(expected, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Refuses to copy, save or load a sharded submodule or parameter, which holds this rank's part only.
+"""Refuses to copy, save, load, or read numbers of a part of the weights as if it were the whole.
 
 ``torch.save(model.module.state_dict())`` on rank 0 is how models under DDP are saved. Where the model is divided rank 0
 has a part, and would write that without a word; a state dict of the whole needs every rank, and rank 0 alone would wait
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.errors import FsshardError
+from fsshard.patches import DTENSOR_ITEM
 from fsshard.torch_private.modules import load_state_dict_pre_hooks, state_dict_pre_hooks
 
-__all__ = ["PartsGuard", "refuse_parameter"]
+__all__ = ["PartsGuard", "refuse_numbers_of_parts", "refuse_parameter"]
 
 SAVE = (
     "on every rank write `state = model.state_dict(rank0_only=True, offload_to_cpu=True)`, where model is "
@@ -47,11 +48,12 @@ class PartsGuard:
     save, load = SAVE, LOAD
 
     def __init__(self, root: nn.Module, parameters: Iterable[Tensor], *, torchs_own: bool) -> None:
-        self.torchs_own = torchs_own
+        self._torchs_own = torchs_own
         self._lifted = 0
-        # What torch.jit has compiled takes no hooks, and has no parameters here: wrap refuses it where it has some.
-        self._modules = [part for part in _tree(root) if not isinstance(part, torch.jit.ScriptModule)]
-        for module in self._modules:
+        for module in _tree(root):
+            # What torch.jit has compiled takes no hooks, and has no parameters here: wrap refuses it where it has some.
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             _guards[module] = weakref.ref(self)
             # Functions of this file: hooks go along into copies and pickles of a module. In front of the engine's own,
             # since FSDP1's gathers the unit, and leaves it gathered after an exception (torch 2.13).
@@ -73,13 +75,11 @@ class PartsGuard:
         finally:
             self._lifted -= 1
 
-    def admits_state_dict(self) -> bool:
-        """Return whether a state dict may be asked for now."""
-        return bool(self._lifted) or (self.torchs_own and _asked_by_torch())
-
-    def admits_load(self, given: Collection[Any]) -> bool:
-        """Return whether ``given`` may be loaded now."""
-        return bool(self._lifted) or (self.torchs_own and not any(type(v) in (Tensor, nn.Parameter) for v in given))
+    def admits(self, given: Collection[Any] | None) -> bool:
+        """Return whether a state dict may be taken now, or ``given`` be loaded."""
+        if self._lifted or not self._torchs_own:
+            return bool(self._lifted)
+        return _asked_by_torch() if given is None else not any(type(v) in (Tensor, nn.Parameter) for v in given)
 
 
 def _tree(root: nn.Module) -> dict[nn.Module, None]:
@@ -92,36 +92,36 @@ _guards: WeakKeyDictionary[nn.Module, weakref.ref[PartsGuard]] = WeakKeyDictiona
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    watched = _guards.get(module)
-    guard = None if watched is None else watched()
-    if watched is not None and not (guard is not None and guard.admits_state_dict()):
-        raise FsshardError(
-            f"state_dict() of {_named(module)}, a module under the engine, has this rank's part of the weights; "
-            + (SAVE if guard is None else guard.save)
-        )
+    if (watched := _guards.get(module)) is not None:
+        guard = watched()
+        if guard is None or not guard.admits(None):
+            raise FsshardError(
+                f"state_dict() of {_named(module)}, a module under the engine, has this rank's part of the weights; "
+                + (SAVE if guard is None else guard.save)
+            )
 
 
 def _before_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    watched = _guards.get(module)
-    guard = None if watched is None else watched()
     names = [prefix + name for name, parameter in module._parameters.items() if parameter is not None]
     given = [state_dict[name] for name in names if name in state_dict]
-    if watched is not None and given and not (guard is not None and guard.admits_load(given)):
-        raise FsshardError(
-            f"load_state_dict of {_named(module)}, a module under the engine, which has this rank's part of the "
-            f"weights; {LOAD if guard is None else guard.load}"
-        )
+    if given and (watched := _guards.get(module)) is not None:
+        guard = watched()
+        if guard is None or not guard.admits(given):
+            raise FsshardError(
+                f"load_state_dict of {_named(module)}, a module under the engine, which has this rank's part of the "
+                f"weights; {LOAD if guard is None else guard.load}"
+            )
 
 
 def _asked_by_torch() -> bool:
     """Return whether torch.distributed.checkpoint asks: at most the hooks and nn.Module are in between."""
-    frame, room = sys._getframe(1), "torch.distributed.checkpoint"
-    while frame is not None and _file_of(frame).startswith(("torch.nn.modules.", __name__)):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and _file_of(frame).startswith(room)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _module_of(frame).startswith(("torch.nn.modules.", __name__)):
+        frame = frame.f_back
+    return frame is not None and _module_of(frame).startswith("torch.distributed.checkpoint")
 
 
-def _file_of(frame: FrameType) -> str:
+def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__"))
 
 
@@ -138,3 +138,24 @@ def refuse_parameter(*_: Any) -> NoReturn:
         f"save it, {SAVE}. To copy a module, call copy.deepcopy within `with model.full_parameters():` on every rank "
         "(backend 'fsdp'), or load the state dict into a bare model"
     )
+
+
+def refuse_numbers_of_parts(backend: Any) -> None:
+    """Let DTensors over the engine's meshes that are parts, or sums that are not summed yet, give no numbers.
+
+    ``item()``, ``float()`` and ``bool()`` of a DTensor are those of the rank's local tensor (torch 2.13): a norm
+    for a log would be another number on every rank. Gathering it unasked would be a collective, and who logs
+    on rank 0 only would wait forever.
+    """
+    DTENSOR_ITEM.keep_for(backend, _refuse)
+
+
+def _refuse(value: Any) -> None:
+    whole = all(placement.is_replicate() for placement in value.placements)
+    engines = () if whole else DTENSOR_ITEM.needing(_refuse)
+    if any(entry.parameter.device_mesh == value.device_mesh for engine in engines for entry in engine.entries.values()):
+        raise FsshardError(
+            "a Python number was asked of a tensor of which this rank has only a part (it was computed from a sharded "
+            "parameter or gradient), so every rank would get another number. On every rank write "
+            "value.full_tensor().item(), or compute with the whole weights within model.full_parameters()"
+        )
