@@ -71,8 +71,7 @@ class GlooBuffers(TorchDispatchMode):
     """Takes the memory that gloo takes: its reduce_scatter is an all_reduce of a copy of what goes in (torch 2.13)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reduces = func.name() == "c10d::_reduce_scatter_base_"
-        _copy = torch.empty_like(args[1]) if reduces else None  # until func has returned
+        _copy = torch.empty_like(args[1]) if func.name() == "c10d::_reduce_scatter_base_" else None
         return func(*args, **(kwargs or {}))
 
 
