@@ -61,10 +61,6 @@ def test_a_file_is_cut_into_functions_methods_variables_and_what_classes_have_be
     assert "bf16" in found["reduce"].mentioned, "strings are names for getattr"
 
 
-def test_what_is_no_file_has_no_parts(tmp_path: Path) -> None:
-    assert parts_of(tmp_path / "no_such.py") == {}
-
-
 SAME = [
     ("# in what dtype", ""),
     ('"""Reduces."""', '"""Reduces a\n    gradient."""'),
