@@ -66,13 +66,11 @@ def _is_redirected() -> bool:
 
 
 def _refuse(name: str, caller: FrameType) -> NoReturn:
-    """Raise for an attribute that a module does not have: :class:`NotServed` to who imports, else an AttributeError.
-
-    ``hasattr``, ``getattr`` with a default and ``pickle.whichmodule`` must see an AttributeError. The statement
-    ``from module import name`` would swallow it and its text, and say "cannot import name" in its place.
-    """
+    """Raise for an attribute that a module does not have: :class:`NotServed` to who imports, else an AttributeError."""
     if name.rpartition(".")[2].startswith("__"):  # what Python and its tools look for; no name of FairScale's
         raise AttributeError(f"module {name.rpartition('.')[0]!r} has no attribute {name.rpartition('.')[2]!r}")
+    # hasattr, getattr with a default and pickle.whichmodule must see an AttributeError. The statement `from module
+    # import name` would swallow it and its text, and say "cannot import name" in its place.
     if caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
         raise NotServed(explain(name), name)
     raise AttributeError(explain(name))

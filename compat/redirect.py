@@ -114,11 +114,9 @@ class Redirect(MetaPathFinder):
         return distributions(context)
 
     def adopt(self) -> None:
-        """Give every module of ours that is loaded FairScale's name as well.
-
-        Not only the one that was asked for: importing a module sets it as an attribute of its parent, which would put
-        the package fairscale.nn.wrap where the function of that name is. What sys.modules has is not set again.
-        """
+        """Give every module of ours that is loaded FairScale's name as well."""
+        # Not only the one that was asked for: importing a module sets it as an attribute of its parent, which would put
+        # the package fairscale.nn.wrap where the function of that name is. What sys.modules has is not set again.
         for ours, module in list(sys.modules.items()):
             if ours == self.served or ours.startswith(self.served + "."):
                 sys.modules.setdefault("fairscale" + ours.removeprefix(self.served), module)

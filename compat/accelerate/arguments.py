@@ -162,11 +162,9 @@ def check_scaled(accelerator: Any) -> None:
 
 
 def warn_of_one_process() -> None:
-    """Warn where ``accelerate launch`` was asked for several processes on the CPU, of which it starts one.
-
-    With ``--cpu`` it gives the script the address at which ranks would meet, and neither a rank nor a number of ranks,
-    unless there is a host file of MPI's (accelerate 1.15, ``prepare_simple_launcher_cmd_env``).
-    """
+    """Warn where ``accelerate launch`` was asked for several processes on the CPU, of which it starts one."""
+    # With --cpu it gives the script the address at which ranks would meet, and neither a rank nor a number of ranks,
+    # unless there is a host file of MPI's (accelerate 1.15, prepare_simple_launcher_cmd_env).
     if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         warnings.warn(
             "accelerate launch was asked for several processes and has started one, as it does on a CPU; start them by "

@@ -38,7 +38,7 @@ def world() -> dist.ProcessGroup | None:
 
 
 def meet(call: str) -> None:
-    """Return when all ranks have come here. Accelerate's DDP lets one rank save by itself, and scripts do.
+    """Return when all ranks have come here.
 
     Args:
         call: as users write it.
@@ -46,6 +46,7 @@ def meet(call: str) -> None:
     Raises:
         CheckpointError: a rank did not come in time, or came for something else; it is named.
     """
+    # Accelerate's DDP lets one rank save by itself, and scripts do: here the others would wait forever.
     Channel.of(world()).arrive(f"accelerator.{call}()", PATIENCE)
 
 
@@ -186,7 +187,8 @@ class StateFiles(accelerate.Accelerator):
             first.remove()
 
     def _load_models(self, strict: bool, models: list[Any], folder: str) -> None:
-        """Load the models in the last hook before the parent would, which then finds none left."""
+        """Load the models before the parent would."""
+        # This is the last of its hooks. It gets the parent's own list of models, which is empty afterwards.
         check_optimizers(Path(folder), self._optimizers)
         load_models(Path(folder), models, strict=strict)
         models.clear()

@@ -66,16 +66,14 @@ class ThroughEngine:
         return type(base)(base.__name__, (base,), {"__call__": call, **named})
 
     def _toggle(self, optimizer: Any) -> None:
-        """Until :meth:`_untoggle`, leave the gradients of all others' parameters as they are. Collective.
-
-        Lightning's takes their ``requires_grad`` away, which engines have built upon; here they get gradients, which
-        are taken from them again.
-        """
+        """Until :meth:`_untoggle`, leave the gradients of all others' parameters as they are. Collective."""
         if self._wrapped.is_silenced:
             raise ConfigurationError(
                 "toggle_model(sync_grad=False), or toggle_optimizer without synchronisation: what is toggled needs the "
                 "sum over the ranks; leave sync_grad at True, which accumulates as well"
             )
+        # Lightning takes the others' requires_grad away, which engines have built upon. Here they get gradients, which
+        # are taken from them again.
         self._toggled = _bare(optimizer)
         own = {entry.name for entry in self._toggled.entries}
         entries = {e.name: e for each in self._optimizers for e in each.entries if e.name not in own}

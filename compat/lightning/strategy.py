@@ -236,9 +236,10 @@ class Strategy(DDPStrategy):
             self.precision_plugin.scaler = scaler_like(self.precision_plugin.scaler, model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step. After a validation Lightning gives the inner module its mode back, and the wrappers need it too:
-        FairScale's reduce gradients in training mode only."""
+        """Run the module's training step through the engine."""
         model, inner = self._sharded, self.lightning_module
+        # After a validation Lightning gives the inner module its mode back, and the wrappers need it too: FairScale's
+        # reduce gradients in training mode only.
         if model is not None and inner is not None and model.training != inner.training:
             model.training = inner.training
         if self._manual is None or model is None:
@@ -277,10 +278,8 @@ class Strategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return False: callbacks have their states in ``on_fit_start``, as under Lightning's DDP (2.6).
-
-        Weights that only an engine can take wait for it.
-        """
+        """Return False, as Lightning's DDP does."""
+        # So callbacks have their states in on_fit_start (2.6). Weights that only an engine can take wait for it.
         return False
 
     def _load_waiting(self) -> None:
@@ -305,10 +304,10 @@ class Strategy(DDPStrategy):
         return self._sharded.state_dict(rank0_only=True, offload_to_cpu=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the file of any engine and any number of ranks into the module as it is: bare before a fit, under its
-        engine in the midst of one (``LearningRateFinder``). What only an engine can take waits until it has the module.
-        Collective where one has it."""
+        """Load the file of any engine and any number of ranks. Collective where an engine has the module."""
         module: Any = self._lightning_module
+        # The module is bare before a fit, and under its engine in the midst of one (LearningRateFinder). What only an
+        # engine can take waits until one has the module.
         on_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         waits = isinstance(checkpoint, DividedState) or on_meta or taken_of(module) is not None
         if self._sharded is None and waits:
@@ -365,11 +364,9 @@ class Strategy(DDPStrategy):
         return found
 
     def teardown(self) -> None:
-        """Hand the module back whole, and keep what a checkpoint needs of the optimizers. Collective.
-
-        It stays with its engine where each rank has parts in its own files, where the hosts have no room, and where
-        something has failed, which the other ranks need not know of: the next ``fit`` takes it from there.
-        """
+        """Hand the module back whole, and keep what a checkpoint needs of the optimizers. Collective."""
+        # It stays with its engine where each rank has parts in its own files, where the hosts have no room, and where
+        # something has failed, which the other ranks need not know of: the next fit takes it from there.
         if self._taken is not None and self._comes_back(self._taken):
             self._hand_back(self._taken)
         module, optimizers = self._lightning_module, self.optimizers

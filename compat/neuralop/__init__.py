@@ -7,7 +7,6 @@ try:
 except ImportError as error:
     raise MissingExtra("neuraloperator", "neuralop", "fsshard.compat.neuralop") from error
 
-from .incremental import IncrementalFNOTrainer
-from .trainer import Trainer
+from .trainer import IncrementalFNOTrainer, Trainer
 
 __all__ = ["IncrementalFNOTrainer", "Trainer"]

@@ -82,9 +82,6 @@ def undivided(loader: Any) -> bool:
 class EvaluationLoader:
     """A loader without the sample that ``DistributedSampler`` repeats where ranks do not divide the dataset.
 
-    A repeated sample would count twice in a metric. The sampler repeats at most one per rank, always as the last one
-    of the rank.
-
     Attributes:
         divided: each rank sees a part of the dataset.
         void: the batch given out last holds nothing but the repeated sample. It must run, because the forward is
@@ -112,6 +109,7 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.void = False
+        # A repeated sample would count twice in a metric. There is at most one per rank, always its last one.
         for index, sample in enumerate(self.loader):
             yield self._without_last(sample) if self._padded and index == len(self) - 1 else sample
 

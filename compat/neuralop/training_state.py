@@ -43,9 +43,6 @@ def save_training_state(
 ) -> None:
     """Write the whole state, once. Collective; an error of the writing rank is raised on all.
 
-    neuralop 2.0.0 does this on rank 0 alone. There, under FSDP1 the model's own ``save_checkpoint`` writes a rank's
-    flattened part of the parameters, without an error, and under FSDP2 rank 0 waits for the others until the timeout.
-
     Args:
         save_dir: the folder; it is made if it is not there.
         save_name: ``"model"`` or ``"best_model"``.
@@ -53,6 +50,8 @@ def save_training_state(
         manifest: what else goes into ``manifest.pt`` (the epoch).
         **parts: ``optimizer``, ``scheduler``, ``regularizer``: what has a state to write, or None.
     """
+    # neuralop 2.0.0 does this on rank 0 alone: under FSDP1 its save_checkpoint writes a rank's flattened part of the
+    # parameters, without an error, and under FSDP2 rank 0 waits for the others until the timeout.
     settings = model.backend.settings
     weights = model.state_dict(rank0_only=True, offload_to_cpu=True)
     given = {name: part for name, part in parts.items() if part is not None}
@@ -115,7 +114,6 @@ def load_training_state(
     """Read what :func:`save_training_state`, or neuralop's own Trainer, wrote; give the manifest. Collective.
 
     Every rank reads the files; nothing is unpickled but plain data and what the live model's own metadata holds.
-    neuralop 2.0.0 moves the model to ``cuda:<rank>`` here whenever there is a process group, CPU or not.
 
     Args:
         save_dir: the folder.

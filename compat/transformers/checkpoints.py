@@ -30,9 +30,6 @@ EARLIER = (SCHEDULER, OPTIMIZER, SCALER_NAME, "model*.safetensors", "adapter_mod
 def clear(folder: Path, model: ShardedModule, *, whole: bool, writes: bool) -> None:
     """Remove the checkpoint of an earlier run from a folder, of whichever kind. Collective, before anything is written.
 
-    ``trainer_state.json``, without which Hugging Face's Trainer does not go on, is the first that goes, and the last
-    that is written: a folder of which a killed run has left something of both runs is not resumed from.
-
     Args:
         folder: the checkpoint's.
         model: the wrapped model.
@@ -43,6 +40,8 @@ def clear(folder: Path, model: ShardedModule, *, whole: bool, writes: bool) -> N
     def remove() -> None:
         if not writes:
             return
+        # Without trainer_state.json Hugging Face's Trainer does not go on. It is the first that goes, and the last that
+        # is written: a folder in which a killed run has left something of both runs is not resumed from.
         (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         for name in (PARTS, f"{PARTS}.previous") if whole else ():
             if (folder / name).is_dir():

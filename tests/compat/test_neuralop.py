@@ -1,7 +1,6 @@
 """fsshard.compat.neuralop against neuralop's own Trainer on one process.
 
-Tests compat/neuralop/incremental.py, compat/neuralop/trainer.py,
-compat/neuralop/training_state.py too.
+Tests compat/neuralop/trainer.py and compat/neuralop/training_state.py, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Loops by Accelerate under every engine, against Accelerate's own DDP.
 
-Tests compat/accelerate/arguments.py, compat/accelerate/clipping.py, compat/accelerate/files.py and
-compat/accelerate/preparing.py, too.
+Tests compat/accelerate/arguments.py, compat/accelerate/files.py and compat/accelerate/preparing.py, too.
 """
 
 from __future__ import annotations
