@@ -29,7 +29,7 @@ LINES = {
     "fsshard/oss": 2_345,
     "fsshard/torch_private": 1_765,
     "fsshard/complex_params": 2_030,
-    "compat": 9_145,
+    "compat": 9_069,
     "tests": 61_230,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
