@@ -27,17 +27,14 @@ __all__ = ["combined", "count_owners", "exchanged", "owned_norms", "scale"]
 def owned_norms(
     parameters: Sequence[Tensor], mine: Sequence[int], norm_type: float, group: dist.ProcessGroup, device: torch.device
 ) -> dict[int, float]:
-    """Return the norm of each gradient from the rank that owns it. Collective.
+    """Return the norm of each gradient, in its own dtype, from the rank that owns it, by place. Collective.
 
     Args:
-        parameters: the same on all ranks.
+        parameters: the same on all ranks; one that no rank speaks for is left out.
         mine: the places of those whose gradient this rank speaks for.
         norm_type: as in torch.
         group: the ranks.
         device: of what the group can send.
-
-    Returns:
-        Norms by place, each computed in its own dtype; a parameter that no rank spoke for is left out.
     """
     own = _norms([parameters[i].grad for i in mine], norm_type)
     return exchanged(dict(zip(mine, own, strict=True)), len(parameters), group, device)

@@ -180,11 +180,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._pointers = self._current_pointers()
 
     def _refresh_buckets(self) -> None:
-        """Bring the buffers up to date with what happened to the parameters since the last time.
-
-        Memory that a parameter has left belongs to whoever still holds it: a backup by reference, an average whose
-        weights were exchanged with the model's.
-        """
+        # Not by copying back: memory that a parameter has left belongs to whoever still holds it: a backup by
+        # reference, an average whose weights were exchanged with the model's.
         if any(p.requires_grad != flag or p.data_ptr() != where for p, flag, where in self._pointers):
             self.refresh_trainable()
 
@@ -200,11 +197,10 @@ class OSS(PartitionedOptimizer, Optimizer):
     # ------------------------------------------------------------------------------------------------ reducers
 
     def attach(self, reducer: Any) -> None:
-        """Let a reducer know of what happens here; it is held weakly.
+        """Let a reducer, held weakly, know of what happens here.
 
-        Args:
-            reducer: has ``finish_gradients()`` (collective; complete what is under way) and
-                ``discard_gradients(parameters)`` (they are zeroed, or dropped).
+        It has ``finish_gradients()``, a collective that completes what is under way, and
+        ``discard_gradients(parameters)``, for those that are zeroed, or dropped.
         """
         if all(reducer is not each for each in self._attached()):
             self._reducers.append(weakref.ref(reducer))
@@ -218,10 +214,8 @@ class OSS(PartitionedOptimizer, Optimizer):
             reducer.finish_gradients()
 
     def _in_order_of_model(self) -> list[Tensor]:
-        """Return all parameters, in the order of the attached models where there are any, else of the groups.
-
-        A sum of norms depends on it, and ``clip_grad_norm_(model.parameters(), ...)`` adds in the model's order.
-        """
+        """Return all parameters, in the order of the attached models where there are any, else of the groups."""
+        # A sum of norms depends on it, and clip_grad_norm_(model.parameters(), ...) adds in the model's order.
         mine = dict.fromkeys(self._parameters())
         models = [reducer for reducer in self._attached() if isinstance(reducer, nn.Module)]
         return list(dict.fromkeys([p for model in models for p in model.parameters() if p in mine] + list(mine)))
@@ -279,10 +273,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         return dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True)
 
     def _moved_frozen(self) -> list[Tensor]:
-        """Return the frozen parameters that their owners' optimizers move all the same, by a gradient left over.
-
-        One that is not moved is not asked about again until it is trained, so that a frozen trunk costs nothing.
-        """
+        """Return the frozen parameters that their owners' optimizers move all the same, by a gradient left over."""
+        # One that is not moved is not asked about again until it is trained, so that a frozen trunk costs nothing.
         asked = [p for p, trains, _ in self._pointers if not trains and p.numel() and p not in self._at_rest]
         moved = self.with_gradient_at_owner(asked, self._comm_device)
         self._at_rest.update(asked)
@@ -292,10 +284,9 @@ class OSS(PartitionedOptimizer, Optimizer):
     @property
     def _comm_device(self) -> torch.device:
         """Return the device of tensors that the group can send: NCCL takes no memory of the CPU."""
-        types = [device.type for device in device_types(self.group)]
-        return (
-            torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
-        )
+        kinds = [device.type for device in device_types(self.group)]
+        index = None if "cpu" in kinds else torch.accelerator.current_device_index()
+        return torch.device("cpu") if index is None else torch.device(kinds[0], index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set them to zero; what is under way is forgotten. Not collective."""
@@ -343,8 +334,8 @@ class OSS(PartitionedOptimizer, Optimizer):
 
         Raises:
             ConfigurationError: there is no such rank.
-            NotTogether: a rank did not call this: it has ended, or waits in another collective, which is found out
-                within seconds; one that computes is waited for as long as the process group does.
+            NotTogether: a rank has ended, or waits in another collective, which is found out within seconds; one that
+                computes is waited for as long as the process group does.
         """
         if not -1 <= recipient_rank < self.world_size:
             raise ConfigurationError(
@@ -381,8 +372,8 @@ class OSS(PartitionedOptimizer, Optimizer):
             )
         parameters = list(self._parameters())
         whole: dict[Any, Any] = {}
-        for shard in self._shards:
-            whole.update((key, state) for key, state in shard.items() if key not in whole)
+        for shard in reversed(self._shards):
+            whole.update(shard)  # of what is beside the parameters' state, the first rank's
         order = sorted(whole, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else 0))
         own, self.state = self.state, {parameters[key] if isinstance(key, int) else key: whole[key] for key in order}
         try:
@@ -401,15 +392,13 @@ class OSS(PartitionedOptimizer, Optimizer):
         """
         # torch runs hooks before and after it takes over a state dict. Ours come last and first of them, so that torch
         # sees groups without state: it would copy the state of all ranks to the device of each.
-        handles = [
-            self.register_load_state_dict_pre_hook(lambda _, given: self._load_own_part(given)),
-            self.register_load_state_dict_post_hook(lambda _: self._show_own_part(), prepend=True),
-        ]
+        before = self.register_load_state_dict_pre_hook(lambda _, given: self._load_own_part(given))
+        after = self.register_load_state_dict_post_hook(lambda _: self._show_own_part(), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            for handle in handles:
-                handle.remove()
+            before.remove()
+            after.remove()
 
     def _load_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         check_fits(state_dict, self.param_groups)

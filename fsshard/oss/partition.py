@@ -20,20 +20,19 @@ NOT_SYNCED = ("params", "param_names")  # what a group of one rank has for itsel
 
 
 def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads: list[int]) -> None:
-    """Give each parameter that has no owner yet to the rank with the least so far; FairScale's own rule.
-
-    An owner stays for good. FairScale 0.4.13 deals all of them out anew in ``add_param_group`` and leaves the state
-    where it was: what changes hands is updated by nobody.
+    """Give each parameter that has no owner yet to the rank with the least bytes so far; FairScale's own rule.
 
     Args:
         parameters: in the order of the groups, so that all ranks decide the same.
         owners: is added to.
-        loads: bytes of each rank, added to; a frozen parameter counts as one element. Where all have one dtype this is
-            FairScale's division; elements would count a complex number as one.
+        loads: bytes of each rank, added to.
     """
     for parameter in parameters:
+        # An owner stays for good. FairScale 0.4.13 deals all of them out anew in add_param_group and leaves the state
+        # where it was: what changes hands is updated by nobody.
         if parameter not in owners:
             owners[parameter] = rank = loads.index(min(loads))
+            # Bytes: elements, which FairScale counts, would count a complex number as one.
             loads[rank] += parameter.element_size() * (parameter.numel() if parameter.requires_grad else 1)
 
 
@@ -84,28 +83,16 @@ def check_separable(optimizer_class: Any, world_size: int) -> None:
 def build_inner(
     optimizer_class: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> Optimizer:
-    """Build the user's optimizer over one rank's groups.
-
-    ``OSS(opt.param_groups, optim=type(opt), **opt.defaults)``, as Lightning writes it, hands over what the constructor
-    does not take (torch 2.13: AdamW subclasses Adam and keeps ``decoupled_weight_decay``: "unexpected keyword
-    argument"). Such a key is left out if the class sets it by itself, to the same value.
-    """
-    foreign = _not_taken(optimizer_class, defaults)
-    if not foreign:
-        return optimizer_class(groups, **defaults)
-    inner = optimizer_class(
-        [dict(group) for group in groups], **{k: v for k, v in defaults.items() if k not in foreign}
-    )
-    if all(key in inner.defaults and inner.defaults[key] == defaults[key] for key in foreign):
-        return inner
-    return optimizer_class(groups, **defaults)  # raises its own TypeError
-
-
-def _not_taken(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any]) -> list[str]:
+    """Build the user's optimizer over one rank's groups."""
     try:
-        parameters = inspect.signature(optimizer_class).parameters
-    except (TypeError, ValueError):  # a class of an extension module has none
-        return []
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return []
-    return [key for key in defaults if key not in parameters]
+        return optimizer_class(groups, **defaults)
+    except TypeError:
+        # OSS(opt.param_groups, optim=type(opt), **opt.defaults), as Lightning writes it, hands over what the
+        # constructor does not take (torch 2.13: AdamW subclasses Adam and keeps decoupled_weight_decay: "unexpected
+        # keyword argument"). Such a key is left out if the class sets it by itself, to the same value.
+        taken = inspect.signature(optimizer_class).parameters
+        inner = optimizer_class([dict(group) for group in groups], **{k: v for k, v in defaults.items() if k in taken})
+        foreign = [key for key in defaults if key not in taken]
+        if not foreign or any(key not in inner.defaults or inner.defaults[key] != defaults[key] for key in foreign):
+            raise
+        return inner

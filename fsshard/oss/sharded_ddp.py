@@ -82,36 +82,32 @@ class ShardedDataParallel(nn.Module):
         count_owners(self)
         self.module = module
         given = list(sharded_optimizer) if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
-        optimizers = _sharded(given)
-        self._sharded_optimizers = optimizers
+        self._sharded_optimizers = optimizers = _sharded(given)
         self._enable_broadcast_buffers = broadcast_buffers
         self._auto_refresh_trainable = auto_refresh_trainable
         self._warn_on_trainable_params_changed = warn_on_trainable_params_changed
         self._buffer_max_size, self._reduce_fp16 = reduce_buffer_size, reduce_fp16
         self._process_group = _checked_group(optimizers, process_group)
         devices = {parameter.device for parameter in module.parameters()}
-        kinds = {device.type for device in devices}
+        kinds = sorted({device.type for device in devices})
         if len(kinds) != 1:
-            found = ", ".join(sorted(kinds)) or "no parameters"
+            found = ", ".join(kinds) or "no parameters"
             raise MisuseError(f"ShardedDataParallel needs a module with parameters on one kind of device, got {found}")
-        self.is_multi_device_module, self.device_type = len(devices) > 1, kinds.pop()
+        self.is_multi_device_module, self.device_type = len(devices) > 1, kinds[0]
         self._reduction: Reduction | None = None
         self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
         self._build()
         for optimizer in optimizers:
             optimizer.attach(self)
         if sync_models_at_startup:
-            self._broadcast(self._state_tensors())
+            # FairScale 0.4.13 sends state_dict().values(): a TypeError on extra state and neuraloperator's _metadata,
+            # and buffers that are not persistent are left out.
+            self._broadcast([*module.parameters(), *module.buffers()])
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         group = self._process_group
         if group is not None and group.size() > 1:
             broadcast_coalesced(tensors, 0, group)
-
-    def _state_tensors(self) -> list[Tensor]:
-        # FairScale 0.4.13 sends state_dict().values(): a TypeError on extra state and neuraloperator's _metadata, and
-        # buffers that are not persistent are left out.
-        return [*self.module.parameters(), *self.module.buffers()]
 
     # ------------------------------------------------------------------------------------------ what is reduced
 
@@ -127,9 +123,8 @@ class ShardedDataParallel(nn.Module):
             raise MisuseError("reduce_fp16=True: the module has complex parameters; use reduce_fp16=False")
         _check_agreement(trainable, owners, self._process_group)
         reduce_dtypes = dict.fromkeys(trainable, torch.float16) if self._reduce_fp16 else {}
-        self._reduction = Reduction(
-            trainable, owners, self._process_group, self._buffer_max_size, reduce_dtypes, before
-        )
+        size = self._buffer_max_size
+        self._reduction = Reduction(trainable, owners, self._process_group, size, reduce_dtypes, before)
         self._build_others()
         left = sum(owner == EVERYWHERE for owner in owners)
         if left and before is None:
@@ -160,11 +155,7 @@ class ShardedDataParallel(nn.Module):
                 other._build()
 
     def refresh_trainable(self) -> None:
-        """Take note that parameters were frozen or unfrozen; collective, and not needed by default.
-
-        Raises:
-            GradientError: a gradient has a graph of its own.
-        """
+        """Take note that parameters were frozen or unfrozen; collective, and not needed by default."""
         self._check_attached()
         for optimizer in self._sharded_optimizers:
             optimizer.refresh_trainable()
@@ -200,8 +191,9 @@ class ShardedDataParallel(nn.Module):
         if self._reduction is not None:
             self._before_forward()
         output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            self._watch(output)
+        for tensor in grad_tensors(output) if torch.is_grad_enabled() else ():
+            if tensor.grad_fn is not None:  # hooks on a parameter would stay
+                tensor.register_hook(self._backward_starts)
         return output
 
     def _before_forward(self) -> None:
@@ -226,13 +218,8 @@ class ShardedDataParallel(nn.Module):
         if self._enable_broadcast_buffers and not self._should_accumulate_grads:
             self.sync_buffers(blocking=True)
 
-    def _watch(self, output: Any) -> None:
-        def backward_starts(_: Tensor) -> None:
-            self._check_attached().begins()
-
-        for tensor in grad_tensors(output):
-            if tensor.grad_fn is not None:  # hooks on a parameter would stay
-                tensor.register_hook(backward_starts)
+    def _backward_starts(self, _: Tensor) -> None:
+        self._check_attached().begins()
 
     @property
     def _should_accumulate_grads(self) -> bool:
@@ -272,11 +259,7 @@ class ShardedDataParallel(nn.Module):
             self._reduction.discard(parameters)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Set the gradients of all parameters to zero.
-
-        Args:
-            set_to_none: drop them.
-        """
+        """Set the gradients of all parameters to zero, or drop them."""
         self.discard_gradients(self._all_params)
         for parameter in self._all_params:
             if parameter.grad is not None:
@@ -285,11 +268,7 @@ class ShardedDataParallel(nn.Module):
     # ------------------------------------------------------------------------------------------ the rest
 
     def sync_buffers(self, blocking: bool = False) -> None:
-        """Give all ranks the first one's buffers. Collective.
-
-        Args:
-            blocking: wait; it always does, in the order of the device's stream.
-        """
+        """Give all ranks the first one's buffers, in the order of the device's stream in any case. Collective."""
         # .data: what is sent must not raise version counters, by which the backward of an earlier forward would fail.
         self._broadcast([buffer.data for buffer in self.module.buffers()])
 
@@ -299,12 +278,7 @@ class ShardedDataParallel(nn.Module):
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> ShardedDataParallel:
-        """Change the module's dtype.
-
-        Args:
-            device: the one where it is, or None.
-            dtype: of floating-point parameters and buffers.
-            non_blocking: as in :meth:`torch.nn.Module.to`.
+        """Change the module's dtype; its kind of device stays.
 
         Raises:
             MisuseError: another kind of device: the optimizer's state would stay where it is.
@@ -362,7 +336,6 @@ def _sharded(optimizers: list[Any]) -> list[OSS]:
 
 
 def _checked_group(optimizers: list[OSS], group: Any) -> dist.ProcessGroup:
-    """Return the process group of all of them."""
     found: dist.ProcessGroup = optimizers[0].group if group is None else group
     ranks = dist.get_process_group_ranks(found)
     for optimizer in optimizers:

@@ -22,7 +22,6 @@ stale, counted_twice, by_defaults = (
 )
 MARKS = {
     "Lightning, AdamW": [stale, by_defaults],
-    "ESPnet": [stale],
     "ESPnet, GAN": [stale],
     "prompt tuning": [stale, counted_twice],
 }
@@ -52,7 +51,7 @@ def test_a_habit_of_full_sharding_trains_as_ddp_does(ranks: Any, name: str) -> N
     assert differing(expected, found) == []
 
 
-RIGHT = ("Lightning, two optimizers", "Atlas", "X-VLM", "SlowFast, detectron2", "mmcv", "ClassyVision, VISSL")
+RIGHT = ("Lightning, two optimizers", "Atlas", "X-VLM", "SlowFast, detectron2", "mmcv")
 
 
 @pytest.mark.parametrize("name", RIGHT)

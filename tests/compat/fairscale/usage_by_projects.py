@@ -239,24 +239,6 @@ def engine(fairscale: Any, model: nn.Module, params: Any, optim: Any, settings: 
     return fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer, **options), optimizer
 
 
-def espnet(fairscale: Any) -> Outcome:
-    """ESPnet: plain ``import fairscale``, names by attribute, the scaler, torch's clipping."""
-    model = net()
-    run, optimizer = engine(fairscale, model, model.parameters(), torch.optim.Adam, {"lr": 0.02})
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    if fairscale is not None:
-        scaler = fairscale.optim.grad_scaler.ShardedGradScaler(init_scale=2.0**10)
-    norms = []
-    for x in batches():
-        scaler.scale(loss_of(run(x))).backward()
-        scaler.unscale_(optimizer)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(run.parameters(), 0.05)))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return outcome(run, [optimizer], norms=norms)
-
-
 class Gan(nn.Module):
     """A generator and a discriminator in one module; each step uses the gradients of one."""
 
@@ -352,20 +334,6 @@ def prompt_tuning(fairscale: Any) -> Outcome:
     return outcome(run, [optimizer])
 
 
-def classy_vision(fairscale: Any) -> Outcome:
-    """ClassyVision, and VISSL's ZeRO: an optimizer from configured groups, and a schedule that writes into them."""
-    model = nn.Sequential(net(), nn.BatchNorm1d(3))
-    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
-    run, optimizer = engine(fairscale, model, two_groups(model), torch.optim.SGD, settings, reduce_buffer_size=0)
-    for step, x in enumerate(batches()):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (step + 1)
-        optimizer.zero_grad()
-        loss_of(run(x)).backward()
-        optimizer.step()
-    return outcome(run, [optimizer])
-
-
 def vision(fairscale: Any) -> Outcome:
     """SlowFast, detectron2's ViTDet, LAVIS, perceiver-io: checkpoint_wrapper on blocks, and torch's own DDP."""
     torch.manual_seed(0)
@@ -441,7 +409,6 @@ USAGES: dict[str, Callable[[Any], Outcome]] = {
     "Lightning, AdamW": lambda f: lightning(f, torch.optim.AdamW),
     "Lightning, two optimizers": lightning_manual,
     "Hugging Face, simple": hugging_face_simple,
-    "ESPnet": espnet,
     "ESPnet, GAN": espnet_gan,
     "MMF": mmf,
     "Atlas": atlas,
@@ -449,5 +416,4 @@ USAGES: dict[str, Callable[[Any], Outcome]] = {
     "prompt tuning": prompt_tuning,
     "SlowFast, detectron2": vision,
     "mmcv": oss_subclass,
-    "ClassyVision, VISSL": classy_vision,
 }

@@ -259,6 +259,8 @@ def test_row_15_an_optimizer_that_needs_all_parameters_is_refused() -> None:
     assert kind == "UnsupportedByBackend"
     assert "optim=LBFGS on 2 ranks" in text and "DistributedDataParallel" in text
     assert not same(searched("raw"), searched("plain"))  # it searches in each shard
+    kind, text = told(lambda: OSS(mlp().parameters(), optim=3))
+    assert kind == "ConfigurationError" and "optim= must be" in text
 
 
 @pytest.mark.fairscale_row(17)

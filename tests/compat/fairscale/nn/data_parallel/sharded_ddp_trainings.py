@@ -184,6 +184,9 @@ def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
         elif mode == "not through the wrapper":
             loss_of(wrapped.module, step).backward()
             after(wrapped)
+        elif mode == "in evaluation mode":
+            loss_of(wrapped.eval(), step).backward()
+            after(wrapped)
         elif mode == "twice not through the wrapper":
             for micro in range(2):
                 loss_of(wrapped.module, 2 * step + micro).backward()

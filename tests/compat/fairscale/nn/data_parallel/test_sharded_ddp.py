@@ -2,6 +2,8 @@
 
 The reference is DDP, and for what DDP's reducer does not do (several backwards of one forward) a reduction by hand
 behind each backward, with DDP's arithmetic. The numbers in names are the rows of docs/fairscale.md.
+
+Tests fsshard/oss/gradient_buckets.py, fsshard/oss/reduction.py, fsshard/oss/sharded_ddp.py too.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import copy
 import gc
 import inspect
 import io
+import itertools
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -40,7 +43,7 @@ from tests.compat.fairscale.nn.data_parallel.sharded_ddp_trainings import (
     values,
 )
 from tests.on_ranks import on_ranks
-from tests.oss.trainings import refusal
+from tests.oss.trainings import clip, refusal
 
 BUFFERS = [2**23, 0]
 
@@ -54,14 +57,101 @@ def beside_ddp(module: nn.Module, expected: nn.Module) -> list[tuple[Any, Any]]:
     return [build("ours", module), build("ddp", expected)]
 
 
-# ------------------------------------------------------------------------------------------------ zeroing (row 1)
+# ------------------------------------------------------------------------------------------------ what trains alike
 
 
-@pytest.mark.fairscale_row(1)
-@pytest.mark.parametrize("how", trainings.WAYS)
+def cases(train: Any, values: Iterable[Any], *marks: Any, reference: str = "ddp") -> list[Any]:
+    """A training with each of these arguments; its name and the arguments name the test."""
+    return [
+        pytest.param(train, reference, args, marks=marks, id=f"{train.__name__[6:]}-{args}")
+        for args in (value if isinstance(value, tuple) else (value,) for value in values)
+    ]
+
+
+BACKWARDS = [
+    "two forwards, one backward",
+    "two forwards, two backwards",
+    "retain_graph",
+    "not through the wrapper",
+    "twice not through the wrapper",
+    "gradient of the input first",
+    "gradient of parameters in between",
+    "in evaluation mode",
+]
+USED = itertools.product(("never", "not on rank 1", "in turns", "ranks in turns"), ("optimizer", "by hand zeros"))
+BOTH = (False, True)
+EQUAL = [
+    *cases(trainings.train_zeroing, trainings.WAYS, pytest.mark.fairscale_row(1)),
+    *cases(trainings.train_backwards, BACKWARDS, reference="hand"),
+    *cases(trainings.train_after_leftovers, ["zeroed", "kept", "wrapped again"], pytest.mark.fairscale_row(5)),
+    *cases(trainings.train_added_group, ["", "wrapped again"], pytest.mark.fairscale_row(6)),
+    *cases(trainings.train_freezing, ["freeze", "thaw"]),
+    *cases(trainings.train_partly_owned, [()]),
+    *cases(trainings.train_modules_apart, itertools.product(BOTH, BOTH)),
+    *cases(trainings.train_branching, USED, pytest.mark.fairscale_row(19)),
+    *cases(trainings.train_mixed, [1, 2], pytest.mark.fairscale_row(21)),
+    *cases(trainings.train_mixed, [2], pytest.mark.fairscale_row(21), reference="hand"),
+    *cases(trainings.train_sparse, [1, 2], pytest.mark.fairscale_row(27)),
+    *cases(trainings.train_large, itertools.product(("s", "ns"), (0, 1, 100, 2**23))),  # any size of buckets
+    *cases(trainings.train_normalized, BOTH),
+]
+
+
+@pytest.mark.parametrize(("train", "reference", "args"), EQUAL)
 @on_ranks()
-def test_row_1_every_way_to_zero_gradients(how: str) -> None:
-    assert compare(trainings.train_zeroing, "ddp", how) == []
+def test_equal_to_the_last_bit(train: Any, reference: str, args: tuple[Any, ...]) -> None:
+    assert compare(train, reference, *args) == []
+
+
+class Embedded(nn.Module):
+    """An embedding, a trunk, and a head that may run twice."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.embedding, self.twice = nn.Embedding(32, 2), twice
+        self.trunk, self.head = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), nn.Linear(3, 3)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        h = self.head(self.trunk(self.embedding(indices)))
+        return self.head(h) if self.twice else h
+
+
+def train_all(kind: str, accumulate: bool, thaw: bool, clips: bool, by_hand: bool, twice: bool, **kw: Any) -> Any:
+    """DDP is made anew where the trainable parameters change; ``reduce()`` by hand is of ours."""
+    torch.manual_seed(dist.get_rank())
+    module = Embedded(twice)
+    module.embedding.requires_grad_(False)
+    wrapped, optimizer = build(kind, module, settings={"optim": torch.optim.SGD, "lr": 1e-2, "momentum": 0.99}, **kw)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    norms = []
+    for step in range(4):
+        wrapped.zero_grad(set_to_none=True)
+        for quiet in [True] * 2 * accumulate + [by_hand and kind == "ours"]:
+            with wrapped.no_sync() if quiet else contextlib.nullcontext():
+                wrapped(torch.randint(0, 32, (8, 2), generator=generator)).abs().sum().backward()
+        if by_hand and kind == "ours":
+            wrapped.reduce()
+        norms += [clip(optimizer, module, 0.3)] if clips else []
+        optimizer.step()
+        if thaw and step == 0:
+            module.embedding.requires_grad_(True)
+            wrapped = build("ddp", module)[0] if kind == "ddp" else wrapped
+    return [*values(module), *norms]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("size", BUFFERS)
+@pytest.mark.parametrize("twice", BOTH)
+@pytest.mark.parametrize("by_hand", BOTH)
+@pytest.mark.parametrize("clips", BOTH)
+@pytest.mark.parametrize("thaw", BOTH)
+@pytest.mark.parametrize("accumulate", BOTH)
+@on_ranks()
+def test_all_together(accumulate: bool, thaw: bool, clips: bool, by_hand: bool, twice: bool, size: int) -> None:
+    assert compare(train_all, "ddp", accumulate, thaw, clips, by_hand, twice, reduce_buffer_size=size) == []
+
+
+# ------------------------------------------------------------------------------------------------ zeroing (row 1)
 
 
 @pytest.mark.fairscale_row(1)
@@ -100,23 +190,6 @@ def test_row_4_raw_averages_twice() -> None:
     for size in BUFFERS:
         train = trainings.train_accumulating
         assert furthest(train, "ddp", "zss!", "wrapper zeros", kind="real", reduce_buffer_size=size) > 1e-4
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "two forwards, one backward",
-        "two forwards, two backwards",
-        "retain_graph",
-        "not through the wrapper",
-        "twice not through the wrapper",
-        "gradient of the input first",
-        "gradient of parameters in between",
-    ],
-)
-@on_ranks()
-def test_backward_passes(mode: str) -> None:
-    assert compare(trainings.train_backwards, "hand", mode) == []
 
 
 @on_ranks()
@@ -199,20 +272,6 @@ def test_row_2_raw_ends_with_the_inner_backward() -> None:
 # ------------------------------------------------------------------------------------------------ set-up (rows 5 to 8)
 
 
-@pytest.mark.fairscale_row(5)
-@pytest.mark.parametrize("mode", ["zeroed", "kept", "wrapped again"])
-@on_ranks()
-def test_row_5_gradients_from_before(mode: str) -> None:
-    assert compare(trainings.train_after_leftovers, "ddp", mode) == []
-
-
-@pytest.mark.fairscale_row(6)
-@pytest.mark.parametrize("mode", ["", "wrapped again"])
-@on_ranks()
-def test_row_6_add_param_group(mode: str) -> None:
-    assert compare(trainings.train_added_group, "ddp", mode) == []
-
-
 @pytest.mark.fairscale_row(5, 6)
 @on_ranks()
 def test_row_5_6_raw_does_not_zero_them_and_steps_with_local_gradients() -> None:
@@ -228,12 +287,6 @@ def test_row_8_subgroup(size: int) -> None:
     if size == 0:
         trained = furthest(trainings.train_subgroup, "ddp", kind="real", reduce_buffer_size=0)
         assert trained > 1e-3 or dist.get_rank() == 0  # rank 0 is not in the group
-
-
-@pytest.mark.parametrize("mode", ["freeze", "thaw"])
-@on_ranks()
-def test_freezing_and_thawing(mode: str) -> None:
-    assert compare(trainings.train_freezing, "ddp", mode) == []
 
 
 @on_ranks()
@@ -252,27 +305,7 @@ def test_thawing_a_layer_that_still_has_a_mean() -> None:
     assert equal(module, expected)
 
 
-@on_ranks()
-def test_parameters_in_no_optimizer_are_reduced_to_all() -> None:
-    assert compare(trainings.train_partly_owned, "ddp") == []
-
-
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
-@on_ranks()
-def test_two_modules_of_one_optimizer_with_a_wrapper_each(accumulate: bool, added: bool) -> None:
-    assert compare(trainings.train_modules_apart, "ddp", accumulate, added) == []
-
-
 # ------------------------------------------------------------------------------------------------ use (row 19)
-
-
-@pytest.mark.fairscale_row(19)
-@pytest.mark.parametrize("how", ["optimizer", "by hand zeros"])
-@pytest.mark.parametrize("when", ["never", "not on rank 1", "in turns", "ranks in turns"])
-@on_ranks()
-def test_row_19_parameters_used_by_some_ranks(when: str, how: str) -> None:
-    assert compare(trainings.train_branching, "ddp", when, how) == []
 
 
 def job_raw_unused() -> None:
@@ -289,21 +322,6 @@ def test_row_19_raw_reduces_another_parameter_on_each_rank(ranks: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ dtypes (rows 21, 27)
-
-
-@pytest.mark.fairscale_row(21)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("reference", ["ddp", "hand"])
-@on_ranks()
-def test_row_21_mixed_dtypes(micro_batches: int, reference: str) -> None:
-    assert compare(trainings.train_mixed, reference, micro_batches) == []
-
-
-@pytest.mark.fairscale_row(27)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@on_ranks()
-def test_row_27_sparse_gradients(micro_batches: int) -> None:
-    assert compare(trainings.train_sparse, "ddp", micro_batches) == []
 
 
 @pytest.mark.fairscale_row(21, 27)
@@ -471,13 +489,6 @@ def test_three_ranks_where_sums_are_exact() -> None:
 # ------------------------------------------------------------------------------------------------ buckets
 
 
-@pytest.mark.parametrize("elements", [0, 1, 100, 2**23])
-@pytest.mark.parametrize("pattern", ["s", "ns"])
-@on_ranks()
-def test_any_size_of_bucket(elements: int, pattern: str) -> None:
-    assert compare(trainings.train_large, "ddp", pattern, elements) == []
-
-
 def job_launches() -> list[list[str]]:
     """Where each bucket left: inside of a hook in backward, or at its end."""
     torch.manual_seed(0)
@@ -533,12 +544,6 @@ def test_no_more_bytes_than_fairscale() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ buffers, start
-
-
-@pytest.mark.parametrize("eval_between", [False, True])
-@on_ranks()
-def test_buffers(eval_between: bool) -> None:
-    assert compare(trainings.train_normalized, "ddp", eval_between) == []
 
 
 @on_ranks()
