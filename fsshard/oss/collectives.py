@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsshard.comm import watchdog
 from fsshard.comm.watchdog import meet, seen_waiting
 from fsshard.errors import NotTogether, RankMismatch
-from fsshard.oss.parameter_buffers import as_bytes
+from fsshard.oss.partition import as_bytes
 from fsshard.torch_private.c10d import device_types
 from fsshard.torch_private.tensors import foreach_copy_
 

@@ -21,14 +21,17 @@ from fsshard.oss.collectives import be_found, come_together, seen_waiting
 from fsshard.oss.grad_scaling import agreed
 from fsshard.oss.gradient_norm import combined, owned_norms, scale
 from fsshard.oss.inner_step import finished_by, step_without_global_hooks
-from fsshard.oss.parameter_buffers import ParameterBucket, as_bytes, dense_strides, lay_out
 from fsshard.oss.partition import (
     NOT_SYNCED,
+    ParameterBucket,
+    as_bytes,
     assign_owners,
     build_inner,
     check_distinct,
     check_separable,
+    dense_strides,
     group_of_owner,
+    lay_out,
 )
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.oss.state_dict import check_fits, load_inner, own_state, send_objects

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.errors import OptimizerStateMismatch
+from fsshard.nested import map_leaves
 from fsshard.oss.partition import NOT_SYNCED
 
-__all__ = ["check_fits", "load_inner", "on_cpu", "own_state", "send_objects"]
+__all__ = ["check_fits", "load_inner", "own_state", "send_objects"]
 
 # State that the optimizers of torch 2.13 keep in the shape of the parameter. Others (Adafactor's) have shapes of their
 # own, about which nothing can be said here.
@@ -23,22 +24,15 @@ SHAPED = frozenset(
 )
 
 
-def on_cpu(value: Any) -> Any:
-    """Copy whatever lies in dicts, lists and tuples to the memory of the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: on_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [on_cpu(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return copy.deepcopy(value)
+def _on_cpu(value: Any) -> Any:
+    """Copy a value, a tensor to the memory of the CPU."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, Any]:
     """Copy what a rank's optimizer keeps, by the parameter's place in all groups."""
     return {
-        index[key] if isinstance(key, Tensor) else key: on_cpu(state)
+        index[key] if isinstance(key, Tensor) else key: map_leaves(_on_cpu, state)
         for key, state in inner.state.items()
         if not isinstance(key, Tensor) or key in index
     }
@@ -97,18 +91,8 @@ def check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         raise OptimizerStateMismatch(what, (), unexpected, wrong)
 
 
-def load_inner(
-    inner: Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any],
-) -> None:
-    """Load the own part of a state dict into a rank's optimizer, by that optimizer's own method, from copies.
-
-    Args:
-        inner: the optimizer.
-        groups: those of all ranks.
-        state_dict: fits them.
-    """
+def load_inner(inner: Optimizer, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Load a rank's part of a state dict, which fits all ranks' groups, by its optimizer's own method, from copies."""
     here = {parameter: number for number, parameter in enumerate(p for g in inner.param_groups for p in g["params"])}
     part: dict[str, Any] = {"state": {}, "param_groups": []}
     known: set[Any] = set()

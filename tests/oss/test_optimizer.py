@@ -1,6 +1,6 @@
 """OSS: the weights and the state of the plain optimizer, to the last bit, and what FairScale's users do with it.
 
-Tests fsshard/oss/gradient_norm.py, fsshard/oss/parameter_buffers.py, fsshard/oss/partition.py too.
+Tests fsshard/oss/gradient_norm.py, fsshard/oss/partition.py too.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def steps(run: Any, optimizer: Any, micro_batches: int = 1, max_norm: float | None = None) -> Outcome:
-    """A loop as all of these projects have it; clipping by the model's method where it has one."""
-    losses, norms = [], []
+def steps(run: Any, optimizer: Any, micro_batches: int = 1) -> Outcome:
+    """A loop as all of these projects have it."""
+    losses = []
     for index, x in enumerate(batches(STEPS * micro_batches)):
         last = (index + 1) % micro_batches == 0
         with contextlib.nullcontext() if last else run.no_sync():
@@ -57,56 +57,9 @@ def steps(run: Any, optimizer: Any, micro_batches: int = 1, max_norm: float | No
             loss.backward()
         losses.append(loss.item())
         if last:
-            if max_norm is not None:
-                own = hasattr(run, "clip_grad_norm_")
-                norm = run.clip_grad_norm_(max_norm) if own else nn.utils.clip_grad_norm_(run.parameters(), max_norm)
-                norms.append(float(norm))
             optimizer.step()
             optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "weights": full_state(run)}
-
-
-def lightning(fairscale: Any) -> Outcome:
-    """Lightning ``strategy="fsdp"`` before 2.0: ``configure_sharded_model`` under enable_wrap, then the whole."""
-    if fairscale is None:
-        model: nn.Module = Layers()
-        run: Any = DistributedDataParallel(model)
-    else:
-        fsdp = fairscale.nn.data_parallel.FullyShardedDataParallel
-        settings = {
-            "process_group": None,
-            "cpu_offload": False,
-            "flatten_parameters": True,
-            "mixed_precision": False,
-            "reshard_after_forward": True,
-            "fp32_reduce_scatter": False,
-            "compute_dtype": None,
-            "bucket_cap_mb": 25,
-            "state_dict_device": torch.device("cpu"),
-        }
-        with fairscale.nn.enable_wrap(wrapper_cls=fsdp, **settings):
-            model = Layers(wrapper=fairscale.nn.wrap)
-            run = fairscale.nn.wrap(model)
-        assert isinstance(run, fsdp) and all(isinstance(layer, fsdp) for layer in run.module.layers)
-    optimizer = torch.optim.Adam(run.parameters(), lr=0.02)
-    return steps(run, optimizer, micro_batches=2)
-
-
-def hugging_face(fairscale: Any) -> Outcome:
-    """Trainer ``--sharded_ddp "zero_dp_2 auto_wrap"``: its auto_wrap runs outside of enable_wrap."""
-    model: nn.Module = Layers()
-    if fairscale is None:
-        run: Any = DistributedDataParallel(model)
-    else:
-        model = fairscale.nn.auto_wrap(model)
-        fully_sharded = fairscale.nn.FullyShardedDataParallel
-        run = fully_sharded(model, mixed_precision=False, reshard_after_forward=False, cpu_offload=False)
-        run = run.to(torch.device("cpu"))
-        assert isinstance(run, fully_sharded)
-    optimizer = torch.optim.AdamW(run.parameters(), lr=0.02)
-    return steps(
-        run, optimizer, micro_batches=2, max_norm=100.0
-    )  # above all norms: see NORM_BOUND in test_usage_by_projects
+    return {"losses": losses, "weights": full_state(run)}
 
 
 def fairseq(fairscale: Any) -> Outcome:
@@ -219,8 +172,6 @@ def vissl(fairscale: Any) -> Outcome:
 
 
 USAGES: dict[str, Callable[[Any], Outcome]] = {
-    "Lightning": lightning,
-    "Hugging Face": hugging_face,
     "fairseq": fairseq,
     "VISSL": vissl,
 }

@@ -39,7 +39,8 @@ import importlib.util
 assert importlib.util.find_spec("fairscale") is not None                          # Hugging Face
 import fairscale
 assert tuple(map(int, fairscale.__version__.split("."))) >= (0, 3, 4)             # Lightning
-from fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP, ShardedDataParallel as ShardedDDP, TrainingState
+from fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP, ShardedDataParallel as ShardedDDP
+from fairscale.nn.data_parallel import TrainingState
 from fairscale.nn.data_parallel.sharded_ddp import ShardedDataParallel
 from fairscale.nn import checkpoint_wrapper, wrap, enable_wrap, auto_wrap         # fairseq
 from fairscale.nn.wrap import wrap as the_same

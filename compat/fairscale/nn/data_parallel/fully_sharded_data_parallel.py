@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import agree
+from fsshard.nested import map_leaves
 from fsshard.oss.collectives import be_found, come_together
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.fsdp1 import (
@@ -371,7 +372,7 @@ class FullyShardedDataParallel(nn.Module):
         if outermost:
             self._start_afresh()
         if self.force_input_to_fp32 and not self.mixed_precision:
-            args, kwargs = _map_tensors(_to_float32, args), _map_tensors(_to_float32, kwargs)
+            args, kwargs = map_leaves(_to_float32, args), map_leaves(_to_float32, kwargs)
         try:
             output = engine(*args, **kwargs)
         except Exception:
@@ -744,18 +745,8 @@ def _exchange(group: Any) -> Any:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def _to_float32(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-
-def _map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(fn, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_map_tensors(fn, item) for item in value)
-    return value
+def _to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 @contextmanager

@@ -59,9 +59,15 @@ def backward(model: nn.Module, values: Sequence[float], divide: int = 1) -> None
     (model(torch.tensor(values)).sum() / divide).backward()
 
 
-def linear(inputs: int = 2, bias: bool = False) -> nn.Linear:
+def orthogonal(model: nn.Module) -> None:
+    """Two gradients that have nothing in common."""
+    backward(model, (1.0, 0.0), 2)
+    backward(model, (0.0, 1.0), 2)
+
+
+def linear(inputs: int = 2) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(inputs, 2, bias=bias)
+    return nn.Linear(inputs, 2, bias=False)
 
 
 def accumulating(count: int = 2, inputs: int = 2, **options: Any) -> tuple[nn.Linear, Any]:
@@ -164,8 +170,7 @@ def test_another_number_of_gradients(debias: bool, update: bool) -> None:
         optimizer = library.AdaScale(  # type: ignore[attr-defined]
             SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, debias_ewma=debias
         )
-        for batch in ((0.0, 1.0), (1.0, 0.0)):
-            backward(model, batch, 2)
+        orthogonal(model)
         assert optimizer.gain() == pytest.approx(2.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -220,8 +225,7 @@ def test_a_scheduler_sets_the_learning_rate_and_the_gain_multiplies_it(lr: Any) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns where it believes that no step was made
         for epoch in range(3):
-            for batch in ((1.0, 0.0), (0.0, 1.0)):
-                backward(model, batch, 2)
+            orthogonal(model)
             before = model.weight.detach().clone()
             optimizer.step()
             expected = 0.1 * 0.5**epoch
@@ -246,8 +250,7 @@ def test_step_gives_arguments_and_results_through() -> None:
     optimizer.step()
     assert posts == [1]
     assert optimizer.defaults["lr"] == 0.5  # for schedulers
-    for batch in ((1.0, 0.0), (0.0, 1.0)):
-        backward(model, batch, 2)
+    orthogonal(model)
     with pytest.raises(RuntimeError, match="no step"):
         optimizer.step(fails=True)
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -311,8 +314,7 @@ def test_complex_and_sparse_gradients() -> None:
 
 def test_steps_that_overflow_leave_the_estimates() -> None:
     model, optimizer = accumulating()
-    for batch in ((1.0, 0.0), (0.0, 1.0)):
-        backward(model, batch, 2)
+    orthogonal(model)
     gain = optimizer.gain()
     optimizer.step()
     optimizer.zero_grad()
@@ -329,15 +331,13 @@ def test_a_layer_that_is_frozen_and_thawed() -> None:
     model = nn.Sequential(first, second)
     optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     assert len(optimizer._hook_handles) == 1
-    for batch in ((1.0, 0.0), (0.0, 1.0)):
-        backward(model, batch, 2)
+    orthogonal(model)
     optimizer.step()
     first.requires_grad_(True)
     optimizer.zero_grad()
     assert len(optimizer._hook_handles) == 2
     fresh = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
-    for batch in ((1.0, 0.0), (0.0, 1.0)):
-        backward(model, batch, 2)
+    orthogonal(model)
     second.requires_grad_(False)  # a leftover gradient, of which no local parts come
     optimizer.step()
     assert fresh.gain() > 1
@@ -352,8 +352,7 @@ def test_reentrant_checkpointing_is_refused_and_ours_works() -> None:
         checkpoint(model, x, use_reentrant=True).sum().backward()
     model, optimizer = accumulating()
     wrapped = checkpoint_wrapper(model)
-    for batch in ((1.0, 0.0), (0.0, 1.0)):
-        backward(wrapped, batch, 2)
+    orthogonal(wrapped)
     assert optimizer.gain() == pytest.approx(2.0)
 
 
@@ -471,8 +470,7 @@ def test_state_of_other_groups_is_refused_and_nothing_is_loaded() -> None:
 @pytest.mark.fairscale_row(30)
 def test_row_30_zero_grad_takes_set_to_none() -> None:
     model, optimizer = trained(ours, steps=0)
-    for batch in ((1.0, 0.0), (0.0, 1.0)):
-        backward(model, batch, 2)
+    orthogonal(model)
     optimizer.zero_grad(set_to_none=False)
     assert torch.equal(model.weight.grad, torch.zeros(2, 2))
     optimizer.zero_grad(set_to_none=True)
