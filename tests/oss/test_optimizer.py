@@ -300,26 +300,6 @@ def test_reducers_are_told() -> None:
     assert told == [6, 6, "finish", "finish", "finish"]
 
 
-def two(kind: str) -> Any:
-    """Generator and discriminator, one after the other, and the other's gradients left to be dropped."""
-    generator, critic = ddp(mlp(1)), ddp(nn.Linear(3, 1))
-    nn.init.constant_(critic.module.weight, 0.5)
-    nn.init.zeros_(critic.module.bias)
-    optimizers = [build(kind, m.parameters(), torch.optim.Adam, lr=0.01) for m in (generator, critic)]
-    for batch in batches(3):
-        for optimizer, sign in zip(optimizers, (1, -1), strict=True):
-            for each in optimizers:
-                each.zero_grad()
-            (sign * critic(generator(batch)).mean()).backward()
-            optimizer.step()
-    return weights(generator), weights(critic), [whole_state(each) for each in optimizers]
-
-
-@on_ranks()
-def test_two_at_once() -> None:
-    assert both(two)
-
-
 @on_ranks()
 def test_named_parameters() -> None:
     model, reference = mlp(), mlp()
@@ -368,24 +348,6 @@ def test_sparse_gradients() -> None:
     assert torch.equal(optimizer.clip_grad_norm(0.5), want)
     scaled = [(g * (0.5 / (want + 1e-6))).to_dense() for g in before]
     assert same([p.grad.to_dense() for p in model.parameters()], scaled)
-
-
-def scheduled(kind: str, name: str) -> Any:
-    model = ddp(mlp())
-    optimizer = build(kind, two_groups(model), torch.optim.SGD, lr=0.1, momentum=0.9)
-    if name == "step":
-        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    else:
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    for batch in batches(4):
-        step(model, optimizer, batch)
-        scheduler.step(*([1.0] if name == "plateau" else []))
-    return weights(model), [group["lr"] for group in optimizer.param_groups]
-
-
-@on_ranks()
-def test_learning_rates_of_schedulers_are_used() -> None:
-    assert both(scheduled, "step") and both(scheduled, "plateau")
 
 
 def toggled(kind: str) -> Any:

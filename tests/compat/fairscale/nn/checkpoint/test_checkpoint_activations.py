@@ -13,7 +13,6 @@ import inspect
 import io
 import pickle
 import threading
-import types
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -279,16 +278,6 @@ def test_arguments_of_all_kinds(flag: bool) -> None:
     assert differing(*found) == []
 
 
-def test_inputs_without_gradient() -> None:
-    tokens = torch.tensor([[1, 2, 3]])
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8))
-
-    assert differing(trained(make(), tokens), trained(ours.checkpoint_wrapper(make()), tokens)) == []
-
-
 def test_a_changed_input_is_noticed() -> None:
     """Keyword arguments too, which torch 2.13 keeps in a closure and does not check."""
     module, bias = ours.checkpoint_wrapper(Arguments()), batch(2)
@@ -479,33 +468,6 @@ def test_row_11_a_copy_is_its_own() -> None:
     assert torch.equal(zeroed(twin)(batch()), batch())
 
 
-def bound_twice(self: nn.Module, x: Tensor) -> Tensor:
-    return type(self).forward(self, x) * 2
-
-
-@pytest.mark.fairscale_row(11)
-def test_row_11_a_bound_forward_of_the_instance_follows() -> None:
-    module = block()
-    module.forward = types.MethodType(bound_twice, module)  # type: ignore[method-assign]
-    twin = zeroed(copy.deepcopy(ours.checkpoint_wrapper(module)))
-    assert torch.equal(twin(batch()), batch() * 2)
-
-
-class Remade(nn.Linear):
-    def __deepcopy__(self, memo: Any) -> Remade:
-        twin = Remade.__new__(Remade)
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
-
-
-@pytest.mark.fairscale_row(11)
-def test_row_11_a_copy_that_cannot_be_found_raises() -> None:
-    twin = copy.deepcopy(ours.checkpoint_wrapper(Remade(8, 8)))
-    with pytest.raises(ModelError, match="does not note the copy"):
-        twin(batch())
-    assert ours.checkpoint_wrapper(twin)(batch()).shape == (6, 8)
-
-
 @pytest.mark.fairscale_row(26)
 def test_row_26_pickle() -> None:
     with pytest.raises(TypeError, match="weakref"):
@@ -576,14 +538,14 @@ def test_row_22_autocast_on_the_cpu(first: Any, dropout: float) -> None:
 
 
 class Noting(nn.Module):
-    """Notes the autocast of a device at each of its forwards."""
+    """Notes what it sees at each of its forwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], Any]) -> None:
         super().__init__()
-        self.weight, self.notes = nn.Parameter(torch.ones(8)), Notes()
+        self.weight, self.notes, self.look = nn.Parameter(torch.ones(8)), Notes(), look
 
     def forward(self, x: Tensor) -> Tensor:
-        self.notes.seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+        self.notes.seen.append(self.look())
         return (x * self.weight).exp()
 
 
@@ -608,7 +570,7 @@ def test_row_22_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: True)
     seen = {}
     for name, wrapper in (("ours", ours.checkpoint_wrapper), ("real", real.checkpoint_wrapper)):
-        module = wrapper(Noting())
+        module = wrapper(Noting(lambda: (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))))
         with cuda_autocast(torch.bfloat16):
             loss = module(batch()).sum()
         loss.backward()
@@ -656,20 +618,9 @@ def test_disable_checkpointing() -> None:
     assert module.calls == 4
 
 
-class Watching(nn.Module):
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.weight, self.notes = nn.Parameter(torch.ones(8)), Notes()
-        self.module_of_names = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.notes.seen.append((self.module_of_names.is_checkpointing(), self.module_of_names.is_recomputing()))
-        return (x * self.weight).exp()
-
-
 @pytest.mark.parametrize("library", [real, ours], ids=["real", "ours"])
 def test_where_we_are(library: Any) -> None:
-    module = library.checkpoint_wrapper(Watching(library))
+    module = library.checkpoint_wrapper(Noting(lambda: (library.is_checkpointing(), library.is_recomputing())))
     module(batch()).sum().backward()
     with torch.no_grad():
         module(batch())

@@ -167,39 +167,37 @@ def train_accumulating(kind: str, pattern: str, how: str = "optimizer", **kw: An
 def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     module = mlp()
     wrapped, optimizer = build(kind, module, **kw)
-    for step in range(3):
+
+    def backward(*losses: Tensor, **options: Any) -> None:
+        for loss in losses:
+            loss.backward(**options)
+            after(wrapped)
+
+    for first in (0, 2, 4):
+        second = first + 1
         if mode == "two forwards, one backward":
-            (loss_of(wrapped, 2 * step) + loss_of(wrapped, 2 * step + 1)).backward()
-            after(wrapped)
+            backward(loss_of(wrapped, first) + loss_of(wrapped, second))
         elif mode == "two forwards, two backwards":
-            first, second = loss_of(wrapped, 2 * step), loss_of(wrapped, 2 * step + 1)
-            for loss in (first, second):
-                loss.backward()
-                after(wrapped)
+            backward(*[loss_of(wrapped, step) for step in (first, second)])
         elif mode == "retain_graph":
-            loss = loss_of(wrapped, step)
-            for retain in (True, False):
-                loss.backward(retain_graph=retain)
-                after(wrapped)
+            loss = loss_of(wrapped, first)
+            backward(loss, retain_graph=True)
+            backward(loss)
         elif mode == "not through the wrapper":
-            loss_of(wrapped.module, step).backward()
-            after(wrapped)
-        elif mode == "in evaluation mode":
-            loss_of(wrapped.eval(), step).backward()
-            after(wrapped)
+            backward(loss_of(module, first))
         elif mode == "twice not through the wrapper":
-            for micro in range(2):
-                loss_of(wrapped.module, 2 * step + micro).backward()
-            after(wrapped)
+            backward(loss_of(module, first))
+            backward(loss_of(module, second))
+        elif mode == "in evaluation mode":
+            backward(loss_of(wrapped.eval(), first))
         elif mode == "gradient of the input first":
-            x = batch(step).requires_grad_()
+            x = batch(first).requires_grad_()
             (slope,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
-            (wrapped(x).square().mean() + slope.square().mean()).backward()
-            after(wrapped)
-        elif mode == "gradient of parameters in between":
-            loss_of(wrapped, 2 * step).backward()
-            after(wrapped)
-            torch.autograd.grad(loss_of(wrapped, 2 * step + 1), list(module.parameters()))
+            backward(wrapped(x).square().mean() + slope.square().mean())
+        else:
+            assert mode == "gradient of parameters in between"
+            backward(loss_of(wrapped, first))
+            torch.autograd.grad(loss_of(wrapped, second), list(module.parameters()))
         optimizer.step()
         optimizer.zero_grad()
     return values(module)
