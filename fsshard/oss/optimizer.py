@@ -17,22 +17,11 @@ from torch.optim import SGD, Optimizer
 
 from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError, NotConsolidated, NotCopyable
+from fsshard.oss import partition
 from fsshard.oss.collectives import be_found, come_together, seen_waiting
 from fsshard.oss.grad_scaling import agreed
 from fsshard.oss.gradient_norm import combined, owned_norms, scale
 from fsshard.oss.inner_step import finished_by, step_without_global_hooks
-from fsshard.oss.partition import (
-    NOT_SYNCED,
-    ParameterBucket,
-    as_bytes,
-    assign_owners,
-    build_inner,
-    check_distinct,
-    check_separable,
-    dense_strides,
-    group_of_owner,
-    lay_out,
-)
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.oss.state_dict import check_fits, load_inner, own_state, send_objects
 from fsshard.torch_private.c10d import device_types
@@ -79,7 +68,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         **default: Any,
     ) -> None:
         self._join(group)
-        check_separable(optim, self.world_size)
+        partition.check_separable(optim, self.world_size)
         self.in_super_constructor = True
         super().__init__(params, default)
         self.in_super_constructor = False
@@ -91,14 +80,14 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._at_rest: set[Tensor] = set()  # frozen, without a gradient at their owners
         self._shards: list[dict[Any, Any]] | None = None
         self._shards_are_old = False
-        self.buckets: dict[torch.device, dict[int, ParameterBucket]] = {}
+        self.buckets: dict[torch.device, dict[int, partition.ParameterBucket]] = {}
         self._pointers: list[tuple[Tensor, bool, int]] = []
         self._check_distinct()
-        assign_owners(self._parameters(), self._param_to_rank, self._loads)
+        partition.assign_owners(self._parameters(), self._param_to_rank, self._loads)
         # Before the inner optimizer, which may keep views of parameters from its constructor (DistributedShampoo's
         # blocks): FairScale 0.4.13 moves parameters after that, and such an optimizer trains nothing, silently.
         self.refresh_trainable()
-        self.optim = build_inner(optim, self.partition_parameters()[self.rank], default)
+        self.optim = partition.build_inner(optim, self.partition_parameters()[self.rank], default)
         # Schedulers ask for "betas" and "momentum" there (OneCycleLR, CyclicLR); FairScale 0.4.13 has only what it was
         # given: "optimizer must support momentum or beta1".
         self.defaults = {**self.defaults, **self.optim.defaults}
@@ -125,12 +114,12 @@ class OSS(PartitionedOptimizer, Optimizer):
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _check_distinct(self) -> None:
-        check_distinct(self._parameters())
+        partition.check_distinct(self._parameters())
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return the groups of each rank: all settings, and the parameters that it owns."""
         return [
-            [group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
+            [partition.group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
             for rank in range(self.world_size)
         ]
 
@@ -162,10 +151,10 @@ class OSS(PartitionedOptimizer, Optimizer):
             return
         group = self.param_groups[-1]
         owners, loads = dict(self._param_to_rank), list(self._loads)
-        assign_owners(group["params"], owners, loads)
+        partition.assign_owners(group["params"], owners, loads)
         try:
             self._check_distinct()
-            self.optim.add_param_group(group_of_owner(group, owners, self.rank))
+            self.optim.add_param_group(partition.group_of_owner(group, owners, self.rank))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -178,7 +167,7 @@ class OSS(PartitionedOptimizer, Optimizer):
     def refresh_trainable(self) -> None:
         """Lay the buffers out anew after parameters were frozen, unfrozen or moved; :meth:`step` does so by itself."""
         parameters = list(self._parameters())
-        self.buckets = lay_out(parameters, self._param_to_rank, self.buckets)
+        self.buckets = partition.lay_out(parameters, self._param_to_rank, self.buckets)
         self._at_rest.difference_update(parameter for parameter in parameters if parameter.requires_grad)
         self._pointers = self._current_pointers()
 
@@ -195,7 +184,7 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _sync_param_groups(source: Iterable[Mapping[str, Any]], destination: Iterable[dict[str, Any]]) -> None:
         """Copy settings from one list of groups to another: what schedulers change, what a step adds."""
         for one, other in zip(source, destination, strict=False):
-            other.update((key, value) for key, value in one.items() if key not in NOT_SYNCED)
+            other.update((key, value) for key, value in one.items() if key not in partition.NOT_SYNCED)
 
     # ------------------------------------------------------------------------------------------------ reducers
 
@@ -265,9 +254,9 @@ class OSS(PartitionedOptimizer, Optimizer):
         buckets = [bucket for by_owner in self.buckets.values() for bucket in by_owner.values()]
         works = [self._broadcast(buffer, bucket.owner) for bucket in buckets for buffer in bucket.as_bytes]
         for parameter in self._moved_frozen():
-            if parameter.stride() != dense_strides(parameter):  # a view with gaps
+            if parameter.stride() != partition.dense_strides(parameter):  # a view with gaps
                 parameter.data = parameter.detach().clone()
-            works.append(self._broadcast(as_bytes(parameter), self._param_to_rank[parameter]))
+            works.append(self._broadcast(partition.as_bytes(parameter), self._param_to_rank[parameter]))
         with seen_waiting(self.group, "step()"):
             for work in works:
                 work.wait()

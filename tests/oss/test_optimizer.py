@@ -84,6 +84,9 @@ def test_a_filter_chooses_what_counts_and_all_are_scaled() -> None:
     got = optimizer.clip_grad_norm(1.0, filter_params_fn=lambda own: (p for p in own if p.ndim > 1))
     assert torch.equal(got, want)
     assert all(bool((p.grad < 2.0).all()) for p in model.parameters() if p.grad is not None)
+    only = [] if dist.get_rank() else [1]
+    told = refusal(lambda: optimizer.clip_grad_norm(1.0, filter_params_fn=lambda own: own[: 1 // len(only)]))
+    assert told is not None and ("rank 1" in told[1]) == (dist.get_rank() == 0)  # it raises on rank 1: on both
 
 
 # ------------------------------------------------------------------------------------------------ partition and buffers

@@ -19,31 +19,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from fsshard.model.outputs import forward_begins, hook_bases
-from fsshard.torch_private.fsdp1 import (
-    HOOK_STATE,
-    abandon,
-    accumulator_of,
-    claim_orig_params,
-    drop_whole,
-    handle_of,
-    infos_of,
-    is_idle,
-    is_padding,
-    is_root,
-    is_summoned,
-    lazy_init,
-    needs_pre_backward_unshard,
-    offsets_of,
-    params_of,
-    post_backward_hook,
-    reduces_gradients,
-    reset_lazy_init,
-    shapes_of,
-    shard_infos_of,
-    shared_infos_of,
-    wrapped_by,
-    write_back,
-)
+from fsshard.torch_private import fsdp1
 from fsshard.torch_private.modules import (
     load_state_dict_post_hooks,
     load_state_dict_pre_hooks,
@@ -113,7 +89,7 @@ class InnerFSDP(TorchFSDP):
         # "Expects one homogeneous value for _use_orig_params" (torch 2.13), where FairScale's users put BatchNorm
         # unflattened into a flattened model. What runs asks the handle, which keeps the true value; this attribute is
         # asked when parameters are shown whole, below, and gets the true value for that long.
-        claim_orig_params(self, False)
+        fsdp1.claim_orig_params(self, False)
         self._flattens = flatten
         self._wrapper: weakref.ref[Any] | None = None
         self._accumulator: Any = None  # where the flat parameter's gradient arrives
@@ -133,7 +109,7 @@ class InnerFSDP(TorchFSDP):
         wrapper = None if self._wrapper is None else self._wrapper()
         if wrapper is None or wrapper.is_exporting:  # the wrapper asks, and will take its levels out of the names
             return super().state_dict(*args, **kwargs)
-        if is_summoned(self) or wrapper.world_size == 1:
+        if fsdp1.is_summoned(self) or wrapper.world_size == 1:
             return wrapper.state_dict(*args, **kwargs)
         if self._flattens and self.flat is not None:
             raise UnsupportedHere(  # in FairScale 0.4.13: "Incorrect numel of supplied data"
@@ -150,12 +126,12 @@ class InnerFSDP(TorchFSDP):
     @property
     def wrapped(self) -> nn.Module:
         """The user's module; ``module`` would skip torch's activation wrappers."""
-        return wrapped_by(self)
+        return fsdp1.wrapped_by(self)
 
     @property
     def flat(self) -> Any:
         """The flat parameter, or None where inner wrappers have all."""
-        handle = handle_of(self)
+        handle = fsdp1.handle_of(self)
         return handle.flat_param if handle else None
 
     def own(self) -> list[Own]:
@@ -164,22 +140,22 @@ class InnerFSDP(TorchFSDP):
         if flat is None:
             return []
         tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
-        for info in shared_infos_of(flat):
+        for info in fsdp1.shared_infos_of(flat):
             tied.setdefault((info.prim_module, info.prim_param_name), []).append((info.module, info.param_name))
         return [
             Own(_name(path, name), shape, ((module, name), *tied.get((module, name), ())))
-            for (name, module, path), shape in zip(infos_of(flat), shapes_of(flat), strict=True)
+            for (name, module, path), shape in zip(fsdp1.infos_of(flat), fsdp1.shapes_of(flat), strict=True)
         ]
 
     def ties(self) -> list[tuple[str, str]]:
         """Names of a tied parameter: the one it is kept under, and another."""
-        infos = shared_infos_of(self.flat) if self.flat is not None else []
+        infos = fsdp1.shared_infos_of(self.flat) if self.flat is not None else []
         return [(_name(i.prim_module_name, i.prim_param_name), _name(i.module_name, i.param_name)) for i in infos]
 
     @property
     def broken_off(self) -> bool:
         """Return whether an exception has ended a forward or a backward; asked between them."""
-        return self._post_backward_callback_queued or not is_idle(self)
+        return self._post_backward_callback_queued or not fsdp1.is_idle(self)
 
     def abandon(self) -> None:
         """Be idle again after an exception: FSDP1 stays whole and in the middle of what it did (torch 2.13).
@@ -188,7 +164,7 @@ class InnerFSDP(TorchFSDP):
         ``zero_grad`` finds them, and would add them to the next.
         """
         self._post_backward_callback_queued = False
-        abandon(self)
+        fsdp1.abandon(self)
 
     # ---------------------------------------------------------------------------------------- several backwards
 
@@ -203,17 +179,17 @@ class InnerFSDP(TorchFSDP):
         # does two forwards and then two backwards.
         self.__dict__["_queued"] = queued
         if not queued:
-            for state in TorchFSDP.fsdp_modules(self) if is_root(self) else ():
+            for state in TorchFSDP.fsdp_modules(self) if fsdp1.is_root(self) else ():
                 state.be_ready_again()
-                if reduces_gradients(self):
+                if fsdp1.reduces_gradients(self):
                     state.show_empty_gradients()
 
     def be_ready_again(self) -> None:
         """Gather parameters and reduce gradients in a backward that comes without another forward, too."""
         flat = self.flat
-        if flat is None or hasattr(flat, HOOK_STATE):
+        if flat is None or hasattr(flat, fsdp1.HOOK_STATE):
             return
-        needs_pre_backward_unshard(handle_of(self))
+        fsdp1.needs_pre_backward_unshard(fsdp1.handle_of(self))
         self._forget_hook()
         if self._accumulator is None:
             return
@@ -222,7 +198,7 @@ class InnerFSDP(TorchFSDP):
         def reduce(*_: Any) -> None:
             engine = here()
             if engine is not None:
-                post_backward_hook(engine)
+                fsdp1.post_backward_hook(engine)
 
         self._hook = self._accumulator.register_hook(reduce)
 
@@ -240,7 +216,7 @@ class InnerFSDP(TorchFSDP):
         """Unflattened parameters of which this rank holds nothing, between forwards and backwards."""
         if self._flattens or self.flat is None:
             return []
-        infos = zip(params_of(self.flat), shard_infos_of(self.flat), strict=True)
+        infos = zip(fsdp1.params_of(self.flat), fsdp1.shard_infos_of(self.flat), strict=True)
         return [parameter for parameter, info in infos if not info.in_shard]
 
     def _forget_hook(self) -> None:
@@ -257,26 +233,26 @@ class InnerFSDP(TorchFSDP):
         since = forward_begins()
         output = super().forward(*args, **kwargs)
         hook_bases(self, output, since)
-        self._accumulator = accumulator_of(self.flat) if self.flat is not None else None
+        self._accumulator = fsdp1.accumulator_of(self.flat) if self.flat is not None else None
         return output
 
     # ---------------------------------------------------------------------------------------- whole and shard
 
     def lazy_init(self) -> None:
         """Find out whether this is the root, and if so tell those inside."""
-        if is_root(self) is None:
+        if fsdp1.is_root(self) is None:
             for inner in TorchFSDP.fsdp_modules(self):
                 # "Non-root FSDP instance's `_is_root` should not have been set yet": torch 2.13 refuses a unit that was
                 # used by itself before the whole was; FairScale does not.
-                if inner is not self and is_root(inner):
-                    reset_lazy_init(inner)
-            lazy_init(self)
+                if inner is not self and fsdp1.is_root(inner):
+                    fsdp1.reset_lazy_init(inner)
+            fsdp1.lazy_init(self)
 
     def drop_whole(self) -> None:
         """Free the whole parameters that a forward left."""
-        handle = handle_of(self)
+        handle = fsdp1.handle_of(self)
         if handle is not None:
-            drop_whole(self, handle)
+            fsdp1.drop_whole(self, handle)
 
     @contextmanager
     def whole(self) -> Iterator[Callable[[], None]]:
@@ -285,7 +261,7 @@ class InnerFSDP(TorchFSDP):
         self.drop_whole()
         owners = self.own()
         shown: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
-        claim_orig_params(self, not self._flattens)
+        fsdp1.claim_orig_params(self, not self._flattens)
         try:
             with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
                 shown = {place: place[0]._parameters[place[1]] for place in _places(owners)}
@@ -293,35 +269,35 @@ class InnerFSDP(TorchFSDP):
                 _in_order(self._orders)
                 yield lambda: self._keep(views)
         finally:
-            claim_orig_params(self, False)
+            fsdp1.claim_orig_params(self, False)
 
     @torch.no_grad()
     def _keep(self, views: dict[tuple[nn.Module, str], Tensor | None]) -> None:
-        if handle_of(self) is None:
+        if fsdp1.handle_of(self) is None:
             return
         for (module, name), view in views.items():  # replaced, be it the parameter or its data
             now = module._parameters.get(name)
             if now is not None and view is not None and now.data_ptr() != view.data_ptr():
                 view.copy_(now.reshape(view.shape))
-        write_back(handle_of(self))
+        fsdp1.write_back(fsdp1.handle_of(self))
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole of something that is cut as the flat parameter is, without padding. Collective."""
-        handle = handle_of(self)
+        handle = fsdp1.handle_of(self)
         assert handle is not None
         local = local.detach().contiguous()
         if not handle.uses_sharded_strategy:
             return local.clone()
         parts = local.new_empty(handle.world_size * local.numel())
         dist.all_gather_single(parts, local, group=handle.process_group)
-        return parts[: offsets_of(handle)[-1][1] + 1]  # the last place, of padding between parameters too
+        return parts[: fsdp1.offsets_of(handle)[-1][1] + 1]  # the last place, of padding between parameters too
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """The own parameters' parts of something as long as the whole flat parameter, in their shapes."""
         flat = self.flat
-        pieces = [whole[start : stop + 1] for start, stop in offsets_of(handle_of(self))]
-        kept = [piece for piece, padding in zip(pieces, is_padding(flat), strict=True) if not padding]
-        return [piece.view(shape) for piece, shape in zip(kept, shapes_of(flat), strict=True)]
+        pieces = [whole[start : stop + 1] for start, stop in fsdp1.offsets_of(fsdp1.handle_of(self))]
+        kept = [piece for piece, padding in zip(pieces, fsdp1.is_padding(flat), strict=True) if not padding]
+        return [piece.view(shape) for piece, shape in zip(kept, fsdp1.shapes_of(flat), strict=True)]
 
 
 def _name(module: str, parameter: str) -> str:

@@ -25,19 +25,8 @@ from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import agree
 from fsshard.nested import map_leaves
 from fsshard.oss.collectives import be_found, come_together
+from fsshard.torch_private import fsdp1
 from fsshard.torch_private.autograd import current_graph_task_id
-from fsshard.torch_private.fsdp1 import (
-    divide_factors,
-    free_with_its_handle,
-    handle_of,
-    is_root,
-    let_go,
-    params_of,
-    reduces_gradients,
-    reset_lazy_init,
-    set_divide_factors,
-    training_state_of,
-)
 from fsshard.torch_private.modules import BatchNorm
 
 from ....errors import MisuseError
@@ -210,8 +199,8 @@ class FullyShardedDataParallel(nn.Module):
         nn.Module.register_load_state_dict_post_hook(self, _loaded)
         if self._has_params:
             flat = self._fsdp_wrapped_module.flat
-            weakref.finalize(self, let_go, flat).atexit = False
-            free_with_its_handle(flat, handle_of(self._fsdp_wrapped_module))
+            weakref.finalize(self, fsdp1.let_go, flat).atexit = False
+            fsdp1.free_with_its_handle(flat, fsdp1.handle_of(self._fsdp_wrapped_module))
 
     def _precision(self, buffers: torch.dtype | None) -> MixedPrecision | None:
         from torch.distributed.fsdp import MixedPrecision
@@ -237,7 +226,7 @@ class FullyShardedDataParallel(nn.Module):
         flat = self._fsdp_wrapped_module.flat
         if flat is None:
             return []
-        return [flat] if self.flatten_parameters else list(params_of(flat))
+        return [flat] if self.flatten_parameters else list(fsdp1.params_of(flat))
 
     @property
     def _has_params(self) -> bool:
@@ -267,7 +256,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _is_root(self) -> bool | None:
-        return is_root(self._fsdp_wrapped_module)
+        return fsdp1.is_root(self._fsdp_wrapped_module)
 
     @property
     def training_state(self) -> TrainingState:
@@ -276,8 +265,8 @@ class FullyShardedDataParallel(nn.Module):
         state = engine.training_state.name
         if state == "SUMMON_FULL_PARAMS":
             return TrainingState.SUMMON_FULL_PARAMS
-        if handle_of(engine) is not None:
-            return TrainingState[training_state_of(handle_of(engine))]
+        if fsdp1.handle_of(engine) is not None:
+            return TrainingState[fsdp1.training_state_of(fsdp1.handle_of(engine))]
         return TrainingState.IDLE if state == "IDLE" else TrainingState.FORWARD
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
@@ -298,20 +287,20 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def gradient_predivide_factor(self) -> float:
         """Gradients are divided by this before their reduction."""
-        return divide_factors(self._fsdp_wrapped_module)[0]
+        return fsdp1.divide_factors(self._fsdp_wrapped_module)[0]
 
     @gradient_predivide_factor.setter
     def gradient_predivide_factor(self, factor: float) -> None:
-        set_divide_factors(self._fsdp_wrapped_module, before=factor)
+        fsdp1.set_divide_factors(self._fsdp_wrapped_module, before=factor)
 
     @property
     def gradient_postdivide_factor(self) -> float:
         """Gradients are divided by this after their reduction."""
-        return divide_factors(self._fsdp_wrapped_module)[1]
+        return fsdp1.divide_factors(self._fsdp_wrapped_module)[1]
 
     @gradient_postdivide_factor.setter
     def gradient_postdivide_factor(self, factor: float) -> None:
-        set_divide_factors(self._fsdp_wrapped_module, after=factor)
+        fsdp1.set_divide_factors(self._fsdp_wrapped_module, after=factor)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Set what gradients are divided by.
@@ -391,7 +380,7 @@ class FullyShardedDataParallel(nn.Module):
         if any(engine.broken_off for engine in engines):
             for engine in engines:
                 engine.abandon()
-        if reduces_gradients(engines[0]):
+        if fsdp1.reduces_gradients(engines[0]):
             # What a backward without reduction has left whole may be older than the shards; FairScale computes with it.
             for engine in engines:
                 engine.drop_whole()
@@ -407,7 +396,7 @@ class FullyShardedDataParallel(nn.Module):
                 instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
 
     def _reset_lazy_init(self) -> None:
-        reset_lazy_init(self._fsdp_wrapped_module)
+        fsdp1.reset_lazy_init(self._fsdp_wrapped_module)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Give names and parameters: original ones where they are whole or not flattened, else FairScale's."""
@@ -435,7 +424,7 @@ class FullyShardedDataParallel(nn.Module):
         after = [parameter.dtype for parameter in self.params]
         if before != after and not self.mixed_precision:
             self.compute_dtype = after[0]
-        handle: Any = handle_of(self._fsdp_wrapped_module)
+        handle: Any = fsdp1.handle_of(self._fsdp_wrapped_module)
         if self._is_root is not None and handle is not None:
             handle.init_flat_param_attributes()
         return self
