@@ -84,9 +84,14 @@ def test_a_filter_chooses_what_counts_and_all_are_scaled() -> None:
     got = optimizer.clip_grad_norm(1.0, filter_params_fn=lambda own: (p for p in own if p.ndim > 1))
     assert torch.equal(got, want)
     assert all(bool((p.grad < 2.0).all()) for p in model.parameters() if p.grad is not None)
-    only = [] if dist.get_rank() else [1]
-    told = refusal(lambda: optimizer.clip_grad_norm(1.0, filter_params_fn=lambda own: own[: 1 // len(only)]))
-    assert told is not None and ("rank 1" in told[1]) == (dist.get_rank() == 0)  # it raises on rank 1: on both
+
+    def fails_on_rank_1(own: list[Tensor]) -> list[Tensor]:
+        if dist.get_rank() == 1:
+            raise KeyError("mine")
+        return own
+
+    kind, text = refusal(lambda: optimizer.clip_grad_norm(1.0, filter_params_fn=fails_on_rank_1))
+    assert kind == ("KeyError" if dist.get_rank() == 1 else "RankMismatch") and "mine" in text
 
 
 # ------------------------------------------------------------------------------------------------ partition and buffers
