@@ -218,10 +218,12 @@ class AdaScale(Optimizer):
         return (var + sqr) / (var / self.scale + sqr)
 
     def _grad_sqr_avg(self, pg_idx: int | None = None) -> float:
-        return _of_group(self._state["grad_sqr_avg"], pg_idx)
+        value = self._state["grad_sqr_avg"]
+        return float(value.sum() if pg_idx is None else value[pg_idx])
 
     def _grad_var_avg(self, pg_idx: int | None = None) -> float:
-        return _of_group(self._state["grad_var_avg"], pg_idx)
+        value = self._state["grad_var_avg"]
+        return float(value.sum() if pg_idx is None else value[pg_idx])
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Say how large the batch is now, compared with the one that the learning rate was chosen for.
@@ -503,7 +505,3 @@ def _checked(saved: Mapping[str, Any], groups: int) -> dict[str, Tensor]:
                 f"optimizer has {groups}"
             )
     return estimates
-
-
-def _of_group(value: Tensor, pg_idx: int | None) -> float:
-    return float(value.sum() if pg_idx is None else value[pg_idx])

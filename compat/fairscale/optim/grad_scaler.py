@@ -38,14 +38,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
     that class.
 
     Args:
-        init_scale: what the loss is multiplied by at first.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: what it is multiplied by after a step that was skipped.
-        growth_interval: in steps.
-        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
-
-    Raises:
-        AssertionError: ``growth_factor`` is not above 1, or ``backoff_factor`` not below.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of ``torch.amp.GradScaler``.
     """
 
     _name = "GradScaler"
@@ -73,10 +66,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and find out whether any rank has one that is infinite or NaN.
 
-        Collective in the groups that share the optimizer.
-
-        Args:
-            optimizer: its gradients are complete; a pending reduction of ShardedDataParallel is waited for.
+        Collective in the groups that share the optimizer. A pending reduction of ShardedDataParallel is waited for.
 
         Raises:
             RuntimeError: this, or ``step``, was called since the last ``update``.
@@ -95,10 +85,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
         return unscale(_values(optimizer), inv_scale)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale, unless that is done, and call ``optimizer.step(*args, **kwargs)`` where all is finite on all ranks.
-
-        Returns:
-            What the optimizer returned; None for a step that was skipped.
+        """Unscale, unless that is done, and return ``optimizer.step(*args, **kwargs)`` if all is finite on all ranks.
 
         Raises:
             RuntimeError: a closure, which is not supported; or a second step since the last ``update``.

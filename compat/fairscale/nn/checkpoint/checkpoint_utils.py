@@ -23,11 +23,8 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     """Stop the batch normalizations in a module from tracking statistics while gradients are disabled.
 
     A reentrant checkpoint runs its first forward without gradients, and the statistics would be updated twice.
-    :func:`checkpoint_wrapper` does not need this, and does not use it: it would also stop the statistics of a forward
-    in training mode under ``no_grad``, which the plain module updates.
-
-    Args:
-        module: changed in place. Layers with an attribute ``disable_patch_batchnorm`` are left alone.
+    :func:`checkpoint_wrapper` does not need this: it would also stop the statistics of a forward in training mode under
+    ``no_grad``, which the plain module updates. Layers with an attribute ``disable_patch_batchnorm`` are left alone.
 
     Returns:
         Handles of the hooks, two a layer; ``remove()`` of all of them undoes it.

@@ -66,14 +66,7 @@ default_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF  # type: ignore[attr-d
 
 
 def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-    """Wrap modules that have an attribute ``wrapper_config``, wherever they are.
-
-    Args:
-        module: the module in question.
-        recurse: the question is whether to go into its children; always.
-        unwrapped_params: not looked at.
-        module_is_root: not looked at.
-    """
+    """Wrap modules that have an attribute ``wrapper_config``, wherever they are."""
     return recurse or hasattr(module, "wrapper_config")
 
 
@@ -104,15 +97,13 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     Raises:
         MisuseError: ``wrapper_config`` is no dict.
     """
-    called("fairscale.nn.wrap.wrap", _engine())
+    _report("fairscale.nn.wrap.wrap")
     return _wrap(module, wrap_overrides) if ConfigAutoWrap.in_autowrap_context else module
 
 
-def _engine() -> str:
-    """Return what is reported to have served a call."""
-    return (
-        "fsshard" if ConfigAutoWrap.in_autowrap_context else "fsshard; outside of enable_wrap, modules stay as they are"
-    )
+def _report(call: str) -> None:
+    inside = ConfigAutoWrap.in_autowrap_context
+    called(call, "fsshard" if inside else "fsshard; outside of enable_wrap, modules stay as they are")
 
 
 def _wrap(module: nn.Module, overrides: dict[str, Any]) -> nn.Module:
@@ -140,7 +131,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
     Raises:
         MisuseError: something in the module is wrapped already.
     """
-    called("fairscale.nn.wrap.auto_wrap", _engine())
+    _report("fairscale.nn.wrap.auto_wrap")
     if not ConfigAutoWrap.in_autowrap_context:
         return module
     wrapped, _ = ConfigAutoWrap.recursive_wrap(module, auto_wrap_policy=auto_wrap_policy, module_is_root=True, **kwargs)
@@ -183,11 +174,9 @@ class ConfigAutoWrap:
     @staticmethod
     def disable_autowrap_context() -> None:
         """Put nothing in force."""
-        ConfigAutoWrap.in_autowrap_context = False
-        ConfigAutoWrap.move_module_cuda_half = False
-        ConfigAutoWrap.wrapper_cls = None
+        ConfigAutoWrap.in_autowrap_context = ConfigAutoWrap.move_module_cuda_half = False
+        ConfigAutoWrap.wrapper_cls = ConfigAutoWrap.auto_wrap_policy = None
         ConfigAutoWrap.kwargs = {}
-        ConfigAutoWrap.auto_wrap_policy = None
 
     @staticmethod
     def recursive_wrap(
