@@ -246,3 +246,19 @@ def consolidated(kind: Any, model: Any) -> dict[str, Tensor]:
     """A whole state, put together by a library's function from the parts of all ranks."""
     parts, descriptions = zip(*from_every_rank((model.local_state_dict(), model.local_metadata_dict())), strict=True)
     return kind.consolidate_shard_weights(list(parts), list(descriptions))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], dict[str, float]]] = {
+    "t5": lambda: against_ddp(t5(FSDP), t5(plainly), sentences),
+    "conv": lambda: against_ddp(FSDP(conv()), conv(), images),
+    "tied": lambda: against_ddp(FSDP(tied()), tied()),
+    "tied, unflattened": lambda: against_ddp(FSDP(tied(), flatten_parameters=False), tied()),
+    "twice": lambda: against_ddp(FSDP(Twice(FSDP)), Twice(plainly)),
+    "in place": lambda: against_ddp(FSDP(Residual(FSDP)), Residual(plainly)),
+    "no_sync": lambda: against_ddp(nested(bn=False), mlp(bn=False), without_sync),
+    "two forwards": lambda: against_ddp(nested(bn=False), mlp(bn=False), two_forwards),
+    "one loss of two": lambda: against_ddp(nested(bn=False), mlp(bn=False), one_loss_of_two),
+    "autocast": lambda: against_ddp(
+        nested(mixed_precision=True, compute_dtype=torch.float32, clear_autocast_cache=True), mlp(), under_autocast
+    ),
+}

@@ -31,35 +31,25 @@ from fsshard.compat.fairscale.nn.data_parallel import (
 from fsshard.compat.fairscale.nn.data_parallel import fully_sharded_data_parallel as module
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
 from tests.compat.fairscale.nn.data_parallel.fsdp_trainings import (
-    Residual,
-    Twice,
+    MODELS,
     TwoHeads,
     adam,
     against_ddp,
     consolidated,
-    conv,
     ddp,
     differing,
     from_every_rank,
     from_rank_0,
-    images,
     mlp,
     nested,
-    one_loss_of_two,
-    plainly,
     raw,
-    sentences,
     sgd,
     step,
-    t5,
     tied,
     told_by,
     train,
     trained,
-    two_forwards,
-    under_autocast,
     unlike,
-    without_sync,
 )
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import net
@@ -118,22 +108,6 @@ def test_mlp_to_the_last_bit(options: dict[str, Any], wrap_bn: bool) -> None:
 @on_ranks(1)
 def test_one_rank() -> None:
     assert against_ddp(nested(wrap_bn=True), mlp()) == {}
-
-
-MODELS: dict[str, Callable[[], dict[str, float]]] = {
-    "t5": lambda: against_ddp(t5(FSDP), t5(plainly), sentences),
-    "conv": lambda: against_ddp(FSDP(conv()), conv(), images),
-    "tied": lambda: against_ddp(FSDP(tied()), tied()),
-    "tied, unflattened": lambda: against_ddp(FSDP(tied(), flatten_parameters=False), tied()),
-    "twice": lambda: against_ddp(FSDP(Twice(FSDP)), Twice(plainly)),
-    "in place": lambda: against_ddp(FSDP(Residual(FSDP)), Residual(plainly)),
-    "no_sync": lambda: against_ddp(nested(bn=False), mlp(bn=False), without_sync),
-    "two forwards": lambda: against_ddp(nested(bn=False), mlp(bn=False), two_forwards),
-    "one loss of two": lambda: against_ddp(nested(bn=False), mlp(bn=False), one_loss_of_two),
-    "autocast": lambda: against_ddp(
-        nested(mixed_precision=True, compute_dtype=SINGLE, clear_autocast_cache=True), mlp(), under_autocast
-    ),
-}
 
 
 @pytest.mark.parametrize("name", MODELS)
