@@ -186,7 +186,7 @@ def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
         elif mode == "not through the wrapper":
             backward(loss_of(module, first))
         elif mode == "twice not through the wrapper":
-            backward(loss_of(module, first))
+            loss_of(module, first).backward()
             backward(loss_of(module, second))
         elif mode == "in evaluation mode":
             backward(loss_of(wrapped.eval(), first))
