@@ -26,10 +26,10 @@ LINES = {
     "fsshard/comm + fsshard/launching": 4_530,
     "fsshard/simulation": 3_638,
     "fsshard/model": 2_400,
-    "fsshard/oss": 2_345,
+    "fsshard/oss": 2_259,
     "fsshard/torch_private": 1_765,
     "fsshard/complex_params": 2_030,
-    "compat": 9_069,
+    "compat": 8_741,
     "tests": 61_230,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
