@@ -144,7 +144,7 @@ def load(
 def _open_together(
     channel: Channel, path: str | os.PathLike[str], opened: Callable[[list[Any]], str], call: str
 ) -> None:
-    """Have all ranks open the same checkpoint; once more where a save has replaced it before all had. Collective."""
+    """Open the same checkpoint on all ranks; once more where a save has replaced it before all had. Collective."""
 
     def choose() -> list[Any]:
         """Return the kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""

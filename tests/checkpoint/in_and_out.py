@@ -1,4 +1,4 @@
-"""What the tests of export and import share: a small model with everything in it, trained and saved on ranks."""
+"""Shared by the tests of export and import: a small model with everything in it, trained and saved on ranks."""
 
 from __future__ import annotations
 

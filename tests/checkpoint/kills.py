@@ -66,7 +66,7 @@ class LongRun(Run):
 
 
 def digest(run: Run) -> str:
-    """Of everything that training depends on. Collective."""
+    """Hash everything that training depends on. Collective."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -80,7 +80,7 @@ def digest(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Life:
-    """What one life of a job is given."""
+    """The arguments of one life of a job."""
 
     ranks: int
     folder: Path
@@ -91,7 +91,7 @@ class Life:
     rotates: bool = False
 
     def name(self, step: int) -> str:
-        """Of the checkpoint of a step."""
+        """Name the checkpoint of a step."""
         return f"step-{step:04d}" if self.rotates else "last"
 
 
@@ -141,7 +141,7 @@ def start(life: Life, rank: int) -> tuple[int, Connection]:
 
 
 def expected(error: BaseException) -> bool:
-    """Whether a rank whose neighbour was killed may end so: with a typed error out of a call of fsshard's."""
+    """Tell whether a rank whose neighbour was killed may end so: with a typed error out of a call of fsshard's."""
     frames = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, FsshardError):
         return True
@@ -154,7 +154,7 @@ def expected(error: BaseException) -> bool:
 
 @dataclass
 class Job:
-    """What is known of a job over all its lives."""
+    """A job over all its lives."""
 
     ranks: int
     folder: Path
@@ -194,7 +194,7 @@ class Job:
         self.begun = 0
 
     def look_for_leaks(self) -> None:
-        """What is there when latest() has looked: two checkpoints, and a third where a kill came before the removal."""
+        """Note what latest() leaves other than two checkpoints, and a third where a kill came before the removal."""
         folder = self.folder / "ckpt"
         if folder.exists():
             fsshard.latest(folder)
@@ -282,12 +282,12 @@ class Job:
 
 
 def engines(ranks: int) -> tuple[str, ...]:
-    """Those that lives may change between: float32 parity is exact at two ranks, and no further."""
+    """Return the engines that lives may change between: float32 parity is exact at two ranks, and no further."""
     return ("fsdp2", "ddp", "fairscale", "fsdp") if ranks <= 2 else ("fsdp2",)
 
 
 def kill_all(pids: list[int]) -> None:
-    """Those that live still; none was waited for yet, so no number can be another process's."""
+    """Kill those that live still; none was waited for yet, so no number can be another process's."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

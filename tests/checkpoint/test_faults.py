@@ -395,7 +395,7 @@ def test_a_load_that_fails_has_changed_nothing(ranks: RankPool, folder: Path) ->
 
 
 class Other(nn.Module):
-    """Of tests.portability's net: one layer less, one more, one of another shape, one of another dtype."""
+    """Unlike tests.portability's net: one layer less, one more, one of another shape, one of another dtype."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
@@ -449,7 +449,7 @@ def test_another_models_checkpoint(ranks: RankPool, folder: Path) -> None:
 
 
 def job_another_optimizer(folder: str) -> dict[str, Any]:
-    """Of another class, with other groups, of another name."""
+    """Load into an optimizer of another class, with other groups, of another name."""
     sgd, groups, adamw, path = trained(optimizer="sgd"), trained(optimizer="groups"), trained(), f"{folder}/good"
     found = {
         "class": refused(sgd, lambda: fsshard.load(path, sgd.model, sgd.optimizer)),
@@ -567,7 +567,7 @@ def test_state_of_each_rank_at_another_world_size(ranks: RankPool, tmp_path: Pat
 
 
 def job_generators(folder: str) -> list[bool]:
-    """Whether all three draw what they drew after the save; and whether ``rng=False`` leaves them alone."""
+    """Tell whether all three draw what they drew after the save; and whether ``rng=False`` leaves them alone."""
 
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), random.random(), float(numpy.random.rand())

@@ -45,7 +45,7 @@ def bytecodes(of: Callable[[], Any]) -> Counter[str]:
 
 
 def work(backend: str, path: str, layers: int) -> Counter[str]:
-    """What saving, loading and both state dicts of a model of that many layers take on this rank."""
+    """Count for saving, loading and both state dicts of a model of that many layers on this rank."""
     model = fsshard.wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
     model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""What a save and a load take beside the state itself: nothing, and this rank's part once."""
+"""The memory that a save and a load take beside the state itself: none, and this rank's part once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def job_memory(folder: str, backend: str, save: bool) -> dict[str, Any]:
 
 
 def own_bytes(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> int:
-    """Of this rank's part of the parameters and of the optimizer's state."""
+    """The bytes of this rank's part of the parameters and of the optimizer's state."""
     backend, total = model.backend, 0
     for entry in backend.entries.values():
         state = state_of(optimizer.inner, entry)

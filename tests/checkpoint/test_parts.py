@@ -14,7 +14,7 @@ Range = tuple[int, int]
 
 
 def shares(held: dict[str, list[Range | None]], bytes: int = 4, shared: bool = True) -> list[dict[str, Range]]:
-    """What each rank writes, given the range of each tensor that it holds."""
+    """The part that each rank writes, given the range of each tensor that it holds."""
     dtype = {1: "int8", 2: "int16", 4: "float32", 8: "complex64", 16: "complex128"}[bytes]
     tables: list[dict[str, Any]] = [{} for _ in next(iter(held.values()))]
     for name, ranges in held.items():

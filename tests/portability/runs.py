@@ -129,7 +129,7 @@ def job_save(folder: str, backend: str, optimizer: str) -> None:
 
 
 def job_load(folder: str, name: str, backend: str) -> list[str]:
-    """What differs after loading ``name`` here, and after three more steps."""
+    """Return what differs after loading ``name`` here, and after three more steps."""
     saved_by, world, optimizer = name.split("-")
     before = torch.load(Path(folder) / f"{name}.rank0.pt", weights_only=False)[0]
     run = Run(backend, optimizer, seed=7)

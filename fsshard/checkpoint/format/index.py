@@ -38,8 +38,7 @@ INDEX_FILE = "index.json"
 RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
 """The files of a checkpoint beside its index."""
 
-STEP_BYTES = 1 << 19
-"""What is held of a tensor at once where it is read in steps; the write that follows finds it in the cache."""
+STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written

@@ -82,10 +82,10 @@ def decode(node: Any, get: Get) -> Any:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decode(item, get) for item in content)
     if kind in _MAPPINGS or kind == "defaultdict":
-        found = _MAPPINGS[kind]() if kind in _MAPPINGS else defaultdict(_FACTORIES[node["of"]])
+        mapping = _MAPPINGS[kind]() if kind in _MAPPINGS else defaultdict(_FACTORIES[node["of"]])
         for key, item in content:
-            found[decode(key, get)] = decode(item, get)
-        return found
+            mapping[decode(key, get)] = decode(item, get)
+        return mapping
     if kind == "complex":
         return complex(*(decode(part, get) for part in content))
     if kind == "tensor":
@@ -135,7 +135,7 @@ def _mapping(value: Any, put: Put, path: str, depth: int) -> Any:
     _check_keys(value, path)
     pairs = [
         [
-            _node(key, put, f"{path}, its key {_short_repr(key)}", depth + 1),
+            _node(key, put, f"{path}, its key {reprlib.repr(key)}", depth + 1),
             _node(item, put, _below(path, key), depth + 1),
         ]
         for key, item in value.items()
@@ -169,27 +169,16 @@ def _of_libraries(value: Any, put: Put, path: str) -> Any:
 
 def _check_keys(keys: Iterable[Any], path: str) -> None:
     for key in keys:
-        if not _is_key(key):
-            raise _unknown(f"{path}, its key {_short_repr(key)}", key)
-
-
-def _is_key(value: Any) -> bool:
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_key, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic))
+        if isinstance(key, (tuple, frozenset)):
+            _check_keys(key, path)
+        elif key is not None and not isinstance(key, (bool, int, float, complex, str, bytes, np.generic)):
+            raise _unknown(f"{path}, its key {reprlib.repr(key)}", key)
 
 
 def _below(path: str, key: Any) -> str:
     if isinstance(key, str) and key.isidentifier():
         return f"{path}.{key}"
-    return f"{path}[{_short_repr(key)}]"
-
-
-def _short_repr(value: Any) -> str:
-    try:
-        return reprlib.repr(value)
-    except Exception:  # of somebody's __repr__
-        return f"<{type(value).__name__}>"
+    return f"{path}[{reprlib.repr(key)}]"
 
 
 def _unknown(path: str, value: Any) -> CheckpointError:
@@ -198,5 +187,5 @@ def _unknown(path: str, value: Any) -> CheckpointError:
     if isinstance(value, (np.ndarray, np.generic)):
         name += f" of {value.dtype}"
     return CheckpointError(
-        f"{path}: a {name} ({_short_repr(value)}); checkpoints hold numbers, strings, tensors and containers of them"
+        f"{path}: a {name} ({reprlib.repr(value)}); checkpoints hold numbers, strings, tensors and containers of them"
     )

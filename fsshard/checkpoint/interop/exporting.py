@@ -240,7 +240,8 @@ class _Export:
         pattern = rf"({re.escape(stem)}-\d+-of-\d+\.safetensors|{re.escape(single)}|{re.escape(index)})"
         stale = self._replaced(names, pattern)
         for name, shard in zip(files, shards, strict=True):
-            metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in shard}
+            here = set(shard)
+            metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in here}
             write(folder / name, [reader.item(key, weights[key]) for key in shard], metadata)
         if len(shards) > 1:
             total = sum(tensors[tensor].nbytes for tensor in weights.values())
@@ -405,7 +406,7 @@ class LiveReader(TensorReader):
         told = channel.gather([as_table(mine.parts), mine.trees(())])
         tensors = in_pieces(*divide([table for table, _ in told], call, shared=False))
         self.index = make_index(origin_of(model), mine, tensors, [trees for _, trees in told])
-        self._names = sorted(tensors)
+        self._numbers = {name: number for number, name in enumerate(tensors)}  # the same on all ranks
         ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
         self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
 
@@ -416,24 +417,20 @@ class LiveReader(TensorReader):
         info = self.index.tensors[name]
         out = torch.empty(wanted[1] - wanted[0], dtype=info.kind)
         for piece, low, high in cover(info.pieces, wanted):
-            place = out[low - wanted[0] : high - wanted[0]]
-            if rank_of(piece.file) == 0:
+            place, rank = out[low - wanted[0] : high - wanted[0]], rank_of(piece.file)
+            if rank == 0:
                 place.copy_(self._slice(name, low, high))
-            else:
-                self._fetch(rank_of(piece.file), name, low, high, place)
+                continue
+            self._send([self._numbers[name], low, high], rank)
+            buffer = place if self._device.type == "cpu" else torch.empty_like(place, device=self._device)
+            dist.recv(_bytes(buffer), group=self._group, group_src=rank)
+            if buffer is not place:
+                place.copy_(buffer)
         return out
 
     def _slice(self, name: str, low: int, high: int) -> Tensor:
         part = self._parts[name]
         return part.values[low - part.range[0] : high - part.range[0]]
-
-    def _fetch(self, rank: int, name: str, low: int, high: int, place: Tensor) -> None:
-        self._send([self._names.index(name), low, high], rank)
-        direct = self._device.type == "cpu"
-        buffer = place if direct else torch.empty(place.shape, dtype=place.dtype, device=self._device)
-        dist.recv(_bytes(buffer), group=self._group, group_src=rank)
-        if not direct:
-            place.copy_(buffer)
 
     def close(self) -> None:
         """Let the others go on; on rank 0."""
@@ -448,13 +445,13 @@ class LiveReader(TensorReader):
 
     def serve(self) -> None:
         """Hand out parts until rank 0 closes; on the other ranks."""
-        request = torch.empty(3, dtype=torch.int64, device=self._device)
+        request, names = torch.empty(3, dtype=torch.int64, device=self._device), list(self._numbers)
         while self._rank in self._asked:
             dist.recv(request, group=self._group, group_src=0)
             at, low, high = request.tolist()
             if at < 0:
                 return
-            part = self._slice(self._names[at], low, high).to(self._device)  # a step's count is on the CPU
+            part = self._slice(names[at], low, high).to(self._device)  # a step's count is on the CPU
             dist.send(_bytes(part), group=self._group, group_dst=0)
 
 

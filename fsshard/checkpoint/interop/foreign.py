@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ HF_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch
 NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"
+READER = "_fsshard_reader"  # attribute of a tensor of the tree that is still to be read
 
 
 def foreign(path: str | os.PathLike[str]) -> str | None:
@@ -90,16 +91,13 @@ class Opened(ExitStack):
         self.path, self.kind = path, kind
         self.tree: Any = {}  # dicts and lists of values and tensors; a tensor on the meta device is still to be read
         self.tied: dict[str, str] = {}  # key -> the key under which the same tensor was saved
-        self._readers: dict[int, Callable[[Range], Tensor]] = {}
-        self._stands: list[Tensor] = []  # kept, since they are known by their ids
         self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
 
     def read(self, tensor: Tensor, wanted: Range | None = None) -> Tensor:
         """Return elements [start, stop) of a tensor of the tree, flat; all by default."""
         start, stop = wanted if wanted is not None else (0, tensor.numel())
-        reader = self._readers.get(id(tensor))
-        if reader is not None:
-            return reader((start, stop))
+        if (reader := getattr(tensor, READER, None)) is not None:
+            return cast(Tensor, reader((start, stop)))
         if tensor.is_meta:
             raise CorruptCheckpoint(f"{self.path}: a tensor on the meta device, which has no numbers")
         check_plain(self.path, tensor)
@@ -118,12 +116,12 @@ class Opened(ExitStack):
             return {key: self.value(item) for key, item in node.items()}
         return node
 
-    def stand(self, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
-        """Return a tensor on the meta device for one that is read by and by."""
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
-        self._stands.append(tensor)
-        self._readers[id(tensor)] = read
-        return tensor
+
+def awaited(dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
+    """Return a tensor on the meta device for one that is read by and by."""
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    setattr(tensor, READER, read)
+    return tensor
 
 
 def open_tree(path: str | os.PathLike[str], kind: str, *, trust_pickle: bool) -> Opened:
@@ -157,7 +155,7 @@ def _add_safetensors(opened: Opened, path: Path) -> None:
         if key in opened.tree:
             raise CorruptCheckpoint(f"{path}: has {key!r}, which another file has too")
         read = partial(lambda key, wanted: file.read(key, *wanted), key)
-        opened.tree[key] = opened.stand(entry.dtype, entry.shape, read)
+        opened.tree[key] = awaited(entry.dtype, entry.shape, read)
     opened.tied |= {key: first for key, first in file.metadata.items() if first in file.entries}
 
 
@@ -191,12 +189,10 @@ def _open_neuralop(opened: Opened, path: Path, trust_pickle: bool) -> None:
     names = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(".pt"))
     manifest = _unpickled(path / "manifest.pt", trust_pickle) if "manifest.pt" in names else {}
     models = [name for name in names if name.endswith(NEURALOP_MODEL)]
-    chosen = manifest.get("model") if manifest.get("model") in models else None
-    if chosen is None and len(models) > 1:
-        chosen = f"model{NEURALOP_MODEL}" if f"model{NEURALOP_MODEL}" in models else None
-        if chosen is None:
-            raise CheckpointError(f"{path} has several models ({', '.join(models)}); pass the path of one")
-    opened.tree = {"model": _unpickled(path / (chosen or models[0]), trust_pickle)}
+    named = next((name for name in (manifest.get("model"), f"model{NEURALOP_MODEL}") if name in models), None)
+    if named is None and len(models) > 1:
+        raise CheckpointError(f"{path} has several models ({', '.join(models)}); pass the path of one")
+    opened.tree = {"model": _unpickled(path / (named or models[0]), trust_pickle)}
     for part in NEURALOP_PARTS:
         if f"{part}.pt" in names:
             opened.tree[part] = _unpickled(path / f"{part}.pt", trust_pickle)
@@ -212,7 +208,7 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
         )
     from fsshard.checkpoint.interop.torch_formats import DcpDirectory
 
-    opened.tree = DcpDirectory(path).tree(opened.stand)
+    opened.tree = DcpDirectory(path).tree()
 
 
 def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:

@@ -36,8 +36,7 @@ __all__ = [
     "unprefixed",
 ]
 
-PREFIX = "module."
-"""What DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel put before every name."""
+PREFIX = "module."  # before every name of DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel
 
 WRAPPERS = frozenset({WRAPPED, "_fpw_module", COMPILED, CHECKPOINTED})
 """Parts of names that FSDP1, FairScale's FSDP, torch.compile and activation checkpointing put in."""
@@ -72,7 +71,7 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
     if flat:
         raise StateDictError("a rank's flat shards (put them together with join_model_shards first)", unexpected=flat)
     expected = set(model.backend.key_order)
-    plain = max(unprefixed(cleaned), key=lambda found: len(expected & set(found)))
+    plain = max(unprefixed(cleaned), key=lambda each: len(expected & set(each)))
     keys = model.backend.keys
     given = {keys[key]: value for key, value in plain.items() if key in keys}
     return {**plain, **{key: given[name] for key, name in keys.items() if key not in plain and name in given}}
@@ -105,16 +104,16 @@ class NumberedState(NamedTuple):
         if not groups:
             raise StateDictError("an optimizer state without groups")
         named = _names_of_groups(optimizer, states, groups, names)
-        found: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         for owner, group, members in zip(owners, groups, named, strict=True):
             _check_numbers(optimizer, states[owner], group, members)
             for number, name in zip(group["params"], members, strict=True):
                 item = states[owner]["state"].get(number)
                 if item:  # FairScale's load_state_dict leaves {} for what another rank owns
-                    found[name] = {key: _one_value(name, key, value) for key, value in item.items()}
+                    by_name[name] = {key: _one_value(name, key, value) for key, value in item.items()}
         dropped = ("params", "param_names")
         hyper = [{key: value for key, value in group.items() if key not in dropped} for group in groups]
-        return cls(found, list(zip(hyper, named, strict=True)))
+        return cls(by_name, list(zip(hyper, named, strict=True)))
 
 
 def _check_form(state: object) -> None:
@@ -222,7 +221,7 @@ def check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> Non
 def regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[dict[str, Any]]:
     """Put the old hyper-parameters into this optimizer's groups."""
     owner = {name: hyper for hyper, names in old for name in names}
-    missing, wrong, found = [], {}, []
+    missing, wrong, regrouped = [], {}, []
     for index, group in enumerate(groups_by_name(optimizer)):
         missing += [name for name in group["params"] if name not in owner]
         theirs = [owner.pop(name) for name in group["params"] if name in owner]
@@ -232,35 +231,35 @@ def regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]])
             for key in keys:
                 if not same_value(hyper.get(key), other.get(key)):
                     wrong[f"{key} of group {index}"] = ("one value", (hyper.get(key), other.get(key)))
-        found.append({**hyper, "params": group["params"]})
+        regrouped.append({**hyper, "params": group["params"]})
     if missing or owner or wrong:
         raise StateDictError("optimizer state", missing, owner, wrong)
-    return found
+    return regrouped
 
 
-def as_this_torch(optimizer: ShardedOptimizer, found: dict[str, Any]) -> dict[str, Any]:
+def as_this_torch(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Let the optimizer class itself bring a state of older releases to what it works with now."""
     # FSDP's gather_full_optim_state_dict and torch before 1.12 hold Adam's step as a number, where torch 2.13 asserts a
     # tensor; groups of older releases lack newer hyper-parameters. load_state_dict of a torch optimizer puts both
     # right: here over empty parameters, so that nothing is copied. What is on the meta device stands for a tensor that
     # is still to be read, and stays as it is.
-    entries, names = optimizer.model.backend.entries, [n for g in found["param_groups"] for n in g["params"]]
+    entries, names = optimizer.model.backend.entries, [n for g in saved["param_groups"] for n in g["params"]]
     stands = {name: nn.Parameter(torch.empty(0, dtype=entries[name].dtype)) for name in names}
     inner = local_optimizer(optimizer.inner)
     arguments = {k: v for k, v in constructor_arguments(inner).items() if k not in ("fused", "capturable")}
-    groups = [{"params": [stands[name] for name in group["params"]]} for group in found["param_groups"]]
+    groups = [{"params": [stands[name] for name in group["params"]]} for group in saved["param_groups"]]
     plain = optimizer.optimizer_class(groups, **arguments)
     number = {name: index for index, name in enumerate(names)}
-    numbered = [{**group, "params": [number[name] for name in group["params"]]} for group in found["param_groups"]]
+    numbered = [{**group, "params": [number[name] for name in group["params"]]} for group in saved["param_groups"]]
     awaited = {
-        n: {k: v for k, v in s.items() if isinstance(v, Tensor) and v.is_meta} for n, s in found["state"].items()
+        n: {k: v for k, v in s.items() if isinstance(v, Tensor) and v.is_meta} for n, s in saved["state"].items()
     }
-    here = {number[n]: {k: v for k, v in s.items() if k not in awaited[n]} for n, s in found["state"].items()}
+    here = {number[n]: {k: v for k, v in s.items() if k not in awaited[n]} for n, s in saved["state"].items()}
     plain.load_state_dict({"state": here, "param_groups": numbered})
     state = {n: {**plain.state.get(stand, {}), **awaited.get(n, {})} for n, stand in stands.items()}
     state = {name: item for name, item in state.items() if item}
     groups = [
-        {**new, "params": old["params"]} for new, old in zip(plain.param_groups, found["param_groups"], strict=True)
+        {**new, "params": old["params"]} for new, old in zip(plain.param_groups, saved["param_groups"], strict=True)
     ]
     return {"state": state, "param_groups": groups}
 

@@ -382,8 +382,7 @@ def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any]) -> dict[s
 
 
 def _members(group: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = group.get("param_names", group["params"])
-    return found
+    return list(group.get("param_names", group["params"]))
 
 
 def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:

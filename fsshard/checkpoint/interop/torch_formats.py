@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from fsshard.checkpoint.format.index import Range, TensorInfo
 from fsshard.checkpoint.format.tensors_file import dtype_name
+from fsshard.checkpoint.interop.foreign import awaited
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.torch_private.patching import replaced
@@ -283,13 +284,8 @@ class DcpDirectory:
         except Exception as error:  # whatever unpickling, torch.load and DCP's own asserts raise
             raise CorruptCheckpoint(f"{self._path}: {type(error).__name__}: {error}") from error
 
-    def tree(
-        self, stand: Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Tensor]
-    ) -> dict[str, Any]:
-        """Return what was saved, nested as it was.
-
-        ``stand`` makes what stands for a tensor that is no single number: of its dtype, its shape, and how to read it.
-        """
+    def tree(self) -> dict[str, Any]:
+        """Return what was saved, nested as it was; tensors that are no single numbers are still to be read."""
         tree: dict[Any, Any] = {}
         places = self._metadata.planner_data or {}
         with self._faults():
@@ -300,11 +296,10 @@ class DcpDirectory:
                 if not isinstance(info, TensorStorageMetadata):
                     node[path[-1]] = self._read_bytes(name)
                 elif info.size:
-                    node[path[-1]] = stand(info.properties.dtype, tuple(info.size), partial(self.read, name))
+                    node[path[-1]] = awaited(info.properties.dtype, tuple(info.size), partial(self.read, name))
                 else:
                     node[path[-1]] = self.read(name, (0, 1)).reshape(())
-        found: dict[str, Any] = _listed(tree)
-        return found
+        return dict(_listed(tree))
 
     def _read_bytes(self, name: str) -> Any:
         index, none = MetadataIndex(name), torch.Size((0,))

@@ -26,7 +26,7 @@ CHANGES = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir", "ftruncate")  
 
 
 def write(folder: Path, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00") -> None:
-    """What ranks put into a checkpoint."""
+    """Write what ranks put into a checkpoint."""
     data = bytes(ordinal)
     (folder / DATA).write_bytes(data)
     origin = Origin("0.1.0", "2.13.0", "none", 1)
@@ -54,7 +54,7 @@ def listed(folder: Path) -> dict[str, int]:
 
 
 def child(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a process of its own; the negative signal or the exit code if it returns nothing."""
+    """Return what ``work`` returns in a process of its own; if it does not, the negative signal or the exit code."""
     read, written = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -107,7 +107,7 @@ class Interrupted:
 
 
 def interrupted(at: int, error: BaseException, work: Callable[[], Any], names: tuple[str, ...] = CHANGES) -> Any:
-    """What ``work`` returns, or the error of ours or the death it ends with."""
+    """Return what ``work`` returns, or the error of ours or the death it ends with."""
     with Interrupted(at, error, names):
         try:
             return work()

@@ -213,7 +213,7 @@ def small(tmp_path: Path) -> bytes:
 
 
 def opens(path: Path, data: bytes) -> bool:
-    """Whether the file opens; whatever is wrong with it is a CorruptCheckpoint that names it."""
+    """Tell whether the file opens; whatever is wrong with it is a CorruptCheckpoint that names it."""
     path.unlink(missing_ok=True)  # a file that is truncated and written again waits for the disk on ext4
     path.write_bytes(data)
     try:

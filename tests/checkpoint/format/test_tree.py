@@ -20,7 +20,7 @@ from fsshard.errors import CheckpointError
 
 
 def through_json(value: Any) -> Any:
-    """What comes back of ``value`` from the text of a file and tensors by name."""
+    """Return what comes back of ``value`` from the text of a file and tensors by name."""
     tensors: dict[str, Tensor] = {}
 
     def put(path: str, tensor: Tensor) -> str:
@@ -128,7 +128,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "ReduceLROnPlateau": lambda of: lr_scheduler.ReduceLROnPlateau(of),
     "SWALR": lambda of: torch.optim.swa_utils.SWALR(of, 0.05),
 }
-"""Those of torch whose state is more than numbers."""
+"""The schedulers of torch whose state is more than numbers."""
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -140,32 +140,6 @@ def test_schedulers_of_torch(name: str) -> None:
     assert same(state, through_json(state))
     scheduler.load_state_dict(through_json(state))
     assert same(scheduler.state_dict(), state)
-
-
-def optimizers() -> list[type[torch.optim.Optimizer]]:
-    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    return [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
-
-
-@pytest.mark.parametrize("kind", optimizers(), ids=lambda kind: kind.__name__)
-def test_every_optimizer_of_torch(kind: type[torch.optim.Optimizer]) -> None:
-    layers = torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4, bias=False)
-    sparse = kind is torch.optim.SparseAdam
-    model = layers[0] if sparse else layers[1]
-    optimizer = kind(model.parameters())  # type: ignore[call-arg]
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = model(torch.tensor([1, 2]) if sparse else torch.ones(2, 4)).square().sum()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    state = optimizer.state_dict()
-    assert same(state, through_json(state))
-    scaler = torch.amp.GradScaler("cpu").state_dict()
-    assert same(scaler, through_json(scaler))
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_goes_on(ranks: Any, saved: Any, tmp_path: Path, form: str, backend: str
 
 
 def plain(seed: int = 0) -> nn.Module:
-    """What torch's own engines take."""
+    """A model that torch's own engines take."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8))
 
