@@ -20,7 +20,7 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 LINES = {
     "fsshard + compat": 57_150,
     "fsshard/backends": 4_165,
-    "fsshard/checkpoint": 5_344,
+    "fsshard/checkpoint": 5_346,
     "fsshard/parity": 5_400,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 4_530,

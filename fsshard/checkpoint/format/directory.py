@@ -537,7 +537,8 @@ _held: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """A lock is held as long as any process has it open: a forked worker of a DataLoader outlives a killed rank."""
+    """Close the locks that a forked process has inherited."""
+    # A lock is held as long as any process has it open, and a worker of a DataLoader outlives a killed rank.
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)

@@ -231,7 +231,8 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _view(tensor: Tensor) -> memoryview:
-    """View the bytes of a contiguous CPU tensor; through uint8, as numpy knows no bfloat16 and no float8."""
+    """View the bytes of a contiguous CPU tensor."""
+    # Through uint8, as numpy knows no bfloat16 and no float8.
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 

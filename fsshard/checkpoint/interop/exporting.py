@@ -456,5 +456,6 @@ class LiveReader(TensorReader):
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """View values as bytes, which every collective library carries; complex numbers and bool not all of them do."""
+    """View values as bytes."""
+    # Every collective library carries these; not all of them carry complex numbers and bool.
     return values.contiguous().view(torch.uint8)

@@ -208,7 +208,7 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
         )
     from fsshard.checkpoint.interop.torch_formats import DcpDirectory
 
-    opened.tree = DcpDirectory(path).tree()
+    opened.tree = DcpDirectory(path).tree(awaited)
 
 
 def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:

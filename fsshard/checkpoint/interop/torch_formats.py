@@ -45,7 +45,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from fsshard.checkpoint.format.index import Range, TensorInfo
 from fsshard.checkpoint.format.tensors_file import dtype_name
-from fsshard.checkpoint.interop.foreign import awaited
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.torch_private.patching import replaced
@@ -284,8 +283,8 @@ class DcpDirectory:
         except Exception as error:  # whatever unpickling, torch.load and DCP's own asserts raise
             raise CorruptCheckpoint(f"{self._path}: {type(error).__name__}: {error}") from error
 
-    def tree(self) -> dict[str, Any]:
-        """Return what was saved, nested as it was; tensors that are no single numbers are still to be read."""
+    def tree(self, awaited: Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Any]) -> dict[str, Any]:
+        """Return what was saved, nested as it was, with ``awaited`` for tensors that are no single numbers."""
         tree: dict[Any, Any] = {}
         places = self._metadata.planner_data or {}
         with self._faults():
