@@ -124,6 +124,9 @@ def worker_main(rank: int, device: str, port: int, stacks: Path, pipe: connectio
                 order: Order = pipe.recv()
             except (EOFError, KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; no traceback from each rank
                 return
+            # At its end Lightning's Trainer (2.6) puts back the handlers that Python knows of; faulthandler's is none.
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, file=file)
             line.job = order.number
             info = RankInfo("pool", rank, order.world_size, rank, order.world_size, LOOPBACK, port)
             with environment_of(variables_of(info)), _fresh_torch():

@@ -339,6 +339,21 @@ def test_a_rank_that_raises_nothing_is_none(ranks: RankPool) -> None:
     assert isinstance(raised, ValueError)
 
 
+def job_puts_handlers_back() -> None:
+    """As Lightning's Trainer does at its end."""
+    signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+
+
+def job_asked_for_its_stack() -> bool:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return True
+
+
+def test_a_rank_can_be_asked_for_its_stack_after_a_library_has_put_handlers_back(ranks: RankPool) -> None:
+    ranks.run(job_puts_handlers_back, 1)
+    assert ranks.run(job_asked_for_its_stack, 1) == [True]
+
+
 def test_what_cannot_be_pickled_is_reported_as_text(ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match="LocalError: of a local class") as caught:
         ranks.run(raises_what_cannot_be_pickled, 1)
