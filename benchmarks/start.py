@@ -14,8 +14,9 @@ fsshard; medians over repetitions that go through all sizes and both sides in tu
 weight and is a unit. Linear in layers means a ratio of 2 for twice as many. The collector is off here too: a full
 collection falls into the time of some sizes and not of others.
 
-Before that plan() with recomputation, wrap(), save() and load() of a trained model of 1,000 to 10,000 parameters on one
-process, in CPU time: each at most linear, so that the microseconds per parameter stay about the same.
+Before that plan() with recomputation, wrap(), save() and load() of a trained model of 500 to 5,000 modules, with two
+parameters each, on one process, in CPU time: each at most linear, so that the microseconds per parameter stay about the
+same.
 """
 
 from __future__ import annotations

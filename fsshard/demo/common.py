@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def cache_dir(name: str) -> Path:
-    """``$XDG_CACHE_HOME/fsshard/name`` or ``~/.cache/fsshard/name``; below ``%LOCALAPPDATA%`` on Windows."""
+    """Return ``$XDG_CACHE_HOME/fsshard/name`` or ``~/.cache/fsshard/name``; below ``%LOCALAPPDATA%`` on Windows."""
     given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # XDG: a relative path is to be ignored
     return base / "fsshard" / name
@@ -41,7 +41,7 @@ def held_bytes(model: fsshard.ShardedModule) -> dict[str, int]:
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
-    """The global batch's loss; float64, so that the order of ranks does not show."""
+    """Return the global batch's loss; float64, so that the order of ranks does not show."""
     import torch.distributed as dist
 
     total = loss.detach().double()
@@ -55,7 +55,7 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def progress(ctx: fsshard.Context, title: str, total: int) -> Any:
-    """A context that gives ``advance(loss)``: a bar on rank 0, nothing elsewhere."""
+    """Return a context that gives ``advance(loss)``: a bar on rank 0, nothing elsewhere."""
     if ctx.rank:
         return nullcontext(lambda loss: None)
     return _Bar(title, total)

@@ -61,7 +61,7 @@ class Outcome:
 
 
 def build_model() -> torch.nn.Module:
-    """The tutorial's TFNO; the same weights at every call."""
+    """Build the tutorial's TFNO, with the same weights at every call."""
     from neuralop.models import TFNO
 
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ class Normaliser:
 
 
 def train_plain(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.DarcyData) -> Outcome:
-    """The plain loop: the only line that knows the engine is the one with ``backend=backend``."""
+    """Train in a plain loop: the only line that knows the engine is the one with ``backend=backend``."""
     outcome, normaliser, (h1, _) = Outcome(backend), Normaliser(data.train_y), losses()
     model = fsshard.wrap(build_model().to(ctx.device), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -137,7 +137,7 @@ def evaluate(
 
 
 def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.DarcyData) -> Outcome:
-    """neuraloperator's own Trainer, through the adapter."""
+    """Train with neuraloperator's own Trainer, through the adapter."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     from fsshard.compat.neuralop import Trainer

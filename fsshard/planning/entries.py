@@ -64,12 +64,12 @@ class Entry:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape that the user sees of what is whole over data."""
+        """Return the shape that the user sees of what is whole over data."""
         return self.kind.user_shape(self.stored_shape)
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of what is whole over all mesh dimensions."""
+        """Return the shape of what is whole over all mesh dimensions."""
         shape = self.shape
         for layout in self.layouts:
             shape = layout.whole_shape(shape)
@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def divided_over(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of other mesh dimensions whose ranks have different elements of it."""
+        """Return the groups of other mesh dimensions whose ranks have different elements of it."""
         return tuple(group for layout in self.layouts for group in layout.divides)
 
     def put_together(self, part: Tensor) -> Tensor:
@@ -87,25 +87,25 @@ class Entry:
         return part
 
     def take_part(self, whole: Tensor) -> Tensor:
-        """The inverse of :meth:`put_together`. No communication."""
+        """Return a rank's part of what :meth:`put_together` gives. No communication."""
         for layout in reversed(self.layouts):
             whole = layout.part(whole)
         return whole
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the user sees."""
+        """Return the dtype that the user sees."""
         return self.kind.user_dtype(self.parameter.dtype)
 
     # ------------------------------------------------------------------------------------------ this rank's part
 
     def local(self) -> Tensor:
-        """This rank's part of the stored parameter as a plain tensor, without a copy; between steps only."""
+        """Return this rank's part of the stored parameter as a plain tensor, without a copy; between steps only."""
         part: Tensor | None = getattr(self.parameter, LOCAL_TENSOR, None)  # of a DTensor, without a dispatch
         return self.parameter.detach() if part is None else part
 
     def grad(self) -> Tensor | None:
-        """This rank's part of the stored gradient as a plain tensor, or None."""
+        """Return this rank's part of the stored gradient as a plain tensor, or None."""
         gradient = self.parameter.grad
         return None if gradient is None else getattr(gradient, LOCAL_TENSOR, gradient)
 
@@ -133,7 +133,7 @@ class Entry:
         return min(max(start, 0), total), min(max(start + self.cut.stride, 0), total)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole stored tensor, in the shape of :meth:`local`. No communication."""
+        """Return this rank's part of a whole stored tensor, in the shape of :meth:`local`. No communication."""
         if self.cut is None:
             return whole
         run = whole if self.cut.order is None else whole.permute(self.cut.order)
@@ -146,7 +146,7 @@ class Entry:
 
 
 def collect_entries(module: nn.Module, layouts: Mapping[str, tuple[Layout, ...]] | None = None) -> dict[str, Entry]:
-    """The distinct parameters of ``module`` by first name, in the model's order.
+    """Return the distinct parameters of ``module`` by first name, in the model's order.
 
     Args:
         module: the model.

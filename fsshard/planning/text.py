@@ -11,14 +11,11 @@ WIDTH = 120
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text of somebody else's that a terminal can be given: no control characters, no changes of direction.
+    """Spell what a terminal must not obey in somebody else's text: control characters, changes of direction.
 
     Args:
         text: a name out of a file, say.
-        keep: control characters that are wanted, such as ``"\\n"``.
-
-    Returns:
-        The same with everything that is not to be seen spelled as Python spells it (``\\x1b``).
+        keep: control characters that are wanted, such as ``"\\n"``; the others are spelled as Python does (``\\x1b``).
     """
     if text.isprintable():
         return text
@@ -28,7 +25,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def size(nbytes: float) -> str:
-    """``1.50 MiB``."""
+    """Return a size as text, such as ``1.50 MiB``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.2f} {unit}"
@@ -36,12 +33,12 @@ def size(nbytes: float) -> str:
 
 
 def ratio(value: float, bound: float) -> str:
-    """``1.25``, or a dash where there is nothing to divide by."""
+    """Return ``1.25``, or a dash where there is nothing to divide by."""
     return f"{value / bound:.2f}" if bound else "-"
 
 
 def aligned(rows: Sequence[Sequence[str]], columns: str = "") -> list[str]:
-    """The rows with their columns below each other.
+    """Return the rows with their columns below each other.
 
     Args:
         rows: equally long ones.
@@ -54,7 +51,7 @@ def aligned(rows: Sequence[Sequence[str]], columns: str = "") -> list[str]:
 
 
 def wrapped(lines: Iterable[str]) -> list[str]:
-    """The lines broken at :data:`WIDTH` columns, names left whole."""
+    """Break the lines at :data:`WIDTH` columns, names left whole."""
     found: list[str] = []
     for line in lines:
         found += textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

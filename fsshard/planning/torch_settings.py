@@ -19,12 +19,9 @@ from fsshard.torch_private.c10d import takes_only_cuda
 Wrap = Callable[..., Any]
 
 HYBRID_ZERO2 = "_HYBRID_SHARD_ZERO2"
-HYBRIDS = ("HYBRID_SHARD", HYBRID_ZERO2)
-"""Those of replicas that are sharded within."""
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRIDS)
-"""torch's, by name."""
-KEEP_GATHERED = ("SHARD_GRAD_OP", HYBRID_ZERO2)
-"""Those under which what a forward gathers stays until the backward."""
+HYBRIDS = ("HYBRID_SHARD", HYBRID_ZERO2)  # strategies of replicas that are sharded within
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRIDS)  # torch's, by name
+KEEP_GATHERED = ("SHARD_GRAD_OP", HYBRID_ZERO2)  # what a forward gathers stays until the backward
 
 IGNORED = ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params")
 RENAMED = {
@@ -37,7 +34,7 @@ RENAMED = {
 
 
 def takes_torchs_words(wrap: Wrap) -> Wrap:
-    """``wrap`` with the arguments of torch's wrappers, too."""
+    """Let ``wrap`` take the arguments of torch's wrappers, too."""
 
     @functools.wraps(wrap)
     def wrapped(*args: Any, **settings: Any) -> Any:
@@ -47,7 +44,7 @@ def takes_torchs_words(wrap: Wrap) -> Wrap:
 
 
 def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` with torch's words replaced by those of :func:`fsshard.wrap`.
+    """Return ``settings`` with torch's words replaced by those of :func:`fsshard.wrap`.
 
     Raises:
         ConfigurationError: a value that no backend has, or one setting by two names.
@@ -71,7 +68,7 @@ def asks_for_hybrid(strategy: object) -> bool:
 
 
 def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
-    """Our word and the value; no word for what is done anyway."""
+    """Return our word and the value; no word for what is done anyway."""
     if name in RENAMED:
         return (None, None) if value is None and name != "fsdp_auto_wrap_policy" else (RENAMED[name], value)
     if name in ("device_id", "device_ids", "output_device"):
@@ -82,10 +79,19 @@ def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
         return (None, None) if mesh is None else ("device_mesh", mesh)
     if name == "offload_policy":
         return "cpu_offload", _offloads(value)
-    reason = _refusal(name, value)
-    if reason:
-        raise ConfigurationError(f"{name}={value!r}: {reason}")
-    return (None, None) if name in (*IGNORED, *_ONLY) else (name, value)
+    if name in IGNORED:
+        if value is not None and len(list(value)) > 0:
+            raise ConfigurationError(
+                f"{name}={value!r}: every parameter is managed; freeze it by requires_grad_(False), or keep its module "
+                "out of the model"
+            )
+        return None, None
+    if name in _ONLY:
+        only, why = _ONLY[name]
+        if value is not only and value != only:
+            raise ConfigurationError(f"{name}={value!r}: {why}")
+        return None, None
+    return name, value
 
 
 _ONLY: dict[str, tuple[Any, str]] = {
@@ -94,17 +100,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "dim": (0, "a batch is divided among ranks by your loader, along dim 0; leave it out"),
 }
 """Words with one value that is what is done anyway, and why there is no other."""
-
-
-def _refusal(name: str, value: Any) -> str:
-    if name in IGNORED:
-        some = value is not None and len(list(value)) > 0
-        why = "every parameter is managed; freeze it by requires_grad_(False), or keep its module out of the model"
-        return why if some else ""
-    if name in _ONLY:
-        only, why = _ONLY[name]
-        return "" if value is only or value == only else why
-    return ""
 
 
 def _device(name: str, value: Any) -> torch.device | None:
@@ -118,7 +113,7 @@ def _device(name: str, value: Any) -> torch.device | None:
 
 
 def _mesh(group: Any) -> Any:
-    """A process group as a mesh of one dimension; None for all ranks."""
+    """Return a process group as a mesh of one dimension; None for all ranks."""
     if group is None or group is dist.group.WORLD:
         return None
     if not isinstance(group, dist.ProcessGroup):

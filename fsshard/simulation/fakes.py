@@ -172,7 +172,7 @@ class Fakes(FakeTensorMode):
         return found
 
     def _rnn_workspace(self, args: Any, empty: Tensor) -> Tensor:
-        """Return one as large as that of the true operator, which runs on numbers, once for each kind of layer."""
+        """Return a workspace as large as the true operator's, which runs on numbers, once for each kind of layer."""
         key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else repr(a) for a in args)
         if key not in self._workspaces:
             with self.left():
@@ -182,17 +182,13 @@ class Fakes(FakeTensorMode):
             return torch.empty(self._workspaces[key], dtype=empty.dtype)
 
     def of(self, value: Any) -> Any:
-        """``value``, however nested, with fake tensors in place of real ones."""
+        """Put fake tensors in place of real ones in ``value``, however nested."""
         return map_leaves(lambda leaf: self.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
-    @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """Make real tensors in between."""
-        with unset_fake_temporarily():
-            yield
+    left = staticmethod(unset_fake_temporarily)  # context in which tensors are real
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """The model that ``build`` makes, without memory."""
+        """Build a model without memory."""
         try:
             # torch's trunc_normal_ asks whether numbers are out of bounds
             with _Answers(bool=False), swapped_by(_converted):
@@ -211,19 +207,17 @@ class Fakes(FakeTensorMode):
 
     @contextlib.contextmanager
     def wrapping(self, model: nn.Module) -> Iterator[None]:
-        """Let ``model`` be wrapped.
-
-        wrap() looks for NaN in the weights, and whether ranks along mesh dimensions hold the same: a fake tensor that
-        is asked whether something is wrong says no, and its bits add up to 0 on all ranks. And it moves the model to
-        its device, where a fake one is: nn.Module would swap parameters, which fails for those that something refers
-        to weakly (torch 2.13: "Cannot swap t1 because it has weakref associated with it").
-        """
+        """Let ``model`` be wrapped."""
+        # wrap() looks for NaN in the weights, and whether ranks along mesh dimensions hold the same: a fake tensor that
+        # is asked whether something is wrong says no, and its bits add up to 0 on all ranks. And it moves the model to
+        # its device, where a fake one is: nn.Module would swap parameters, which fails for those that something refers
+        # to weakly (torch 2.13: "Cannot swap t1 because it has weakref associated with it").
         with replaced(model, "to", lambda *_, **__: model), _Answers(bool=False, int64=0):
             yield
 
 
 def _freed_storage(tensor: Any) -> torch.UntypedStorage | None:
-    """Its storage, if its memory has been given back."""
+    """Return the tensor's storage, if its memory has been given back."""
     if not isinstance(tensor, FakeTensor):
         return None
     try:
@@ -234,11 +228,10 @@ def _freed_storage(tensor: Any) -> torch.UntypedStorage | None:
 
 
 def _deepcopy_fake(tensor: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy`` of a fake tensor.
-
-    torch's own gives it another storage than its views have, of which the process can die, and for one that knows its
-    number ends in "Attempted to set the storage of a tensor on device "meta" to a storage on different device" (2.13).
-    """
+    """Do as ``copy.deepcopy`` does with a tensor."""
+    # torch's own gives a fake one another storage than its views have, of which the process can die, and for one that
+    # knows its number ends in "Attempted to set the storage of a tensor on device "meta" to a storage on different
+    # device" (2.13).
     if id(tensor) not in memo:
         new: Any = torch.empty_like(tensor.detach())
         if tensor.constant is not None:
@@ -253,11 +246,9 @@ def _deepcopy_fake(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _converted(tensor: Any, new: Any) -> None:
-    """Do what ``module.to(dtype)`` does to a parameter.
-
-    torch 2.13 swaps fake ones, which fails for a parameter that something refers to weakly, as its fake mode does
-    ("_apply(): Couldn't swap Linear.weight").
-    """
+    """Do what ``module.to(dtype)`` does to a parameter."""
+    # torch 2.13 swaps fake ones, which fails for a parameter that something refers to weakly, as its fake mode does
+    # ("_apply(): Couldn't swap Linear.weight").
     tensor.data = new.detach()
 
 

@@ -95,16 +95,14 @@ class MemoryTracker:
         self.highest: MemoryReport | None = None
         self.unfinished: MemoryReport | None = None
         self.next_step = first_step
-        self._steps = 0
+        self._entered_at = first_step
         self._tracker: Tracker | None = None
 
     def __enter__(self) -> MemoryTracker:
         if self._tracker is not None:
             raise ConfigurationError("this MemoryTracker is entered already; make another one, or leave it first")
-        from fsshard.simulation.tracking import (  # costs a tenth of torch's own import, for those who track only
-            GRANULARITY,
-            Tracker,
-        )
+        # Here, since it costs a tenth of torch's own import.
+        from fsshard.simulation.tracking import GRANULARITY, Tracker
 
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
         for model in self.models:
@@ -112,7 +110,7 @@ class MemoryTracker:
             tracker.watch(_module_of(model), prefix)
         for kind, tensor in self._held():
             tracker.mark(tensor, kind)
-        self._steps, self.unfinished = 0, None
+        self._entered_at, self.unfinished = self.next_step, None
         if self._folder is not None:
             rank = 0 if self._group is None else self._group.rank()
             self.writer = summary_writer()(str(self._folder / f"rank{rank}"))
@@ -126,7 +124,7 @@ class MemoryTracker:
         try:
             if kind is not None:
                 self.unfinished = self._seen(f"peak of step {self.next_step}, which {kind.__name__} ended")
-            elif not self._steps:
+            elif self.next_step == self._entered_at:
                 self.step()
         finally:
             self._tracker = None
@@ -157,7 +155,6 @@ class MemoryTracker:
         if self.highest is None or report.ranks[0].total > self.highest.ranks[0].total:
             self.highest = report
         self.next_step += 1
-        self._steps += 1
         self._reset()
         return report
 
@@ -220,15 +217,9 @@ class MemoryTracker:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _report(self, what: str, by_kind: Mapping[str, int], **more: Any) -> MemoryReport:
-        group = self._group
-        allocated, most = cuda_bytes(self.device)
-        mine = RankMemory(
-            rank=0 if group is None else group.rank(),
-            by_kind=by_kind,
-            allocated=allocated,
-            max_allocated=most,
-            **more,
-        )
+        group, (allocated, most) = self._group, cuda_bytes(self.device)
+        rank = 0 if group is None else group.rank()
+        mine = RankMemory(rank=rank, by_kind=by_kind, allocated=allocated, max_allocated=most, **more)
         return MemoryReport(
             what=what,
             backend=" and ".join(dict.fromkeys(m.backend.name for m in self.models if isinstance(m, ShardedModule))),
@@ -252,8 +243,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _check_not_compiled(model: nn.Module) -> None:
     # Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing new under a tracker.
     ours = isinstance(model, ShardedModule) and model.backend.settings.compilation is not None
-    raw = any(is_compiled(module) for module in model.modules())
-    if ours or raw:
+    if ours or any(map(is_compiled, model.modules())):
         raise ConfigurationError(
             "MemoryTracker cannot see what a compiled model allocates; track it without compile=, or on CUDA use "
             "torch.cuda.max_memory_allocated"

@@ -160,7 +160,7 @@ class Tracker(TorchDispatchMode):
         self.mark(list(model.buffers()), "buffers")
 
     def mark(self, value: object, kind: str) -> None:
-        """From now on the storages of all tensors in ``value``, however nested, are of ``kind``."""
+        """Let the storages of all tensors in ``value``, however nested, be of ``kind`` from now on."""
         for tensor in _tensors(value):
             held = self._take(tensor)
             if held is not None and (not held.life.kind or KINDS.index(kind) < KINDS.index(held.life.kind)):
@@ -410,7 +410,7 @@ class Tracker(TorchDispatchMode):
                 self._hooks[shown] = cast(Any, Tensor).register_hook(shown, hook)  # FSDP1's shards refuse it
 
     def _follow_cast(self, given: Tensor, result: Tensor) -> None:
-        """A gradient in another dtype is one, either way: engines add them up in a wider one, or send a narrower."""
+        """Mark a gradient that is cast, either way: engines add them up in a wider dtype, or send a narrower one."""
         held, cast = self._held.get(storage_key(given.untyped_storage())), self._take(result)
         if held is not None and held.life.kind == "gradients":
             self.mark(result, "gradients")
@@ -470,7 +470,7 @@ class _ModuleNames:
             self._at.append(name)
 
     def current(self) -> str:
-        """The innermost module."""
+        """Return the name of the innermost module at work."""
         if self.stack:
             return self.stack[-1][1]
         node: Any = current_node()
@@ -482,7 +482,7 @@ class _ModuleNames:
         return self._last
 
     def forget_graph(self) -> None:
-        """The graph of what was run so far will have no backward."""
+        """Forget what was run so far: it will have no backward."""
         self._starts.clear()
         self._at.clear()
         self._last = ""

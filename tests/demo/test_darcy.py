@@ -8,7 +8,6 @@ import os
 import subprocess
 import threading
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,15 +97,6 @@ def test_two_coefficients_agree_with_a_dense_solve(n: int, forcing: float) -> No
     np.testing.assert_allclose(darcy.solve_darcy(a, forcing), expected, rtol=1e-7)
 
 
-@pytest.mark.parametrize("n", [32, 128])
-def test_the_solver_reaches_its_residual_at_every_size(n: int) -> None:
-    a = np.where(darcy.gaussian_random_field(n, np.random.default_rng(1)) > 0, 18.0, 1.0)
-    y, rhs = darcy.solve_darcy(a), np.full((n, n), darcy.FORCING / n**2)
-    residual = darcy._flow_operator(a)(y) - rhs
-    # The residual that conjugate gradients carry along drifts from the true one by rounding; ten times is ample.
-    assert np.linalg.norm(residual) <= 10 * darcy.RESIDUAL * np.linalg.norm(rhs)
-
-
 @pytest.mark.parametrize(
     ("a", "message"),
     [
@@ -148,13 +138,6 @@ def test_the_official_pressures_come_out_of_the_official_inputs(official: Path) 
 
 
 # The samples ------------------------------------------------------------------------------------------------------
-
-
-def test_points_of_the_coarse_picture_are_every_second_of_the_fine_one() -> None:
-    fine = darcy.file_points(32)
-    assert np.array_equal(darcy.file_points(16), fine[::2])
-    assert fine[0] == 0.5 / 512
-    assert np.array_equal(np.diff(fine), np.full(31, 1 / 32))
 
 
 def test_pressure_at_the_points_is_bilinear_and_zero_on_the_boundary() -> None:
@@ -233,34 +216,6 @@ def test_the_official_statistics_are_the_ones_quoted(official: Path) -> None:
 def test_a_grid_coarser_than_the_pictures_is_refused() -> None:
     with pytest.raises(ValueError, match="resolution must be at least 32, got 31"):
         darcy.generate(1, 31)
-
-
-def test_an_interrupt_drops_the_samples_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[object] = []
-    shut = threading.Event()
-
-    class Pool(ThreadPoolExecutor):
-        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-            super().shutdown(wait=False, cancel_futures=cancel_futures)
-            shut.set()
-            super().shutdown(wait=wait)
-
-    def sample(*arguments: object) -> tuple[np.ndarray, np.ndarray]:
-        started.append(arguments)
-        if len(started) > 1:
-            assert shut.wait(timeout=60)  # the second one still runs when the interrupt comes
-        return np.zeros((32, 32), dtype=bool), np.zeros((32, 32), dtype=np.float32)
-
-    def interrupted_bar(results: Iterator[object], *_: object, **__: object) -> Iterator[object]:
-        yield next(results)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(darcy, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(darcy, "_sample", sample)
-    monkeypatch.setattr("rich.progress.track", interrupted_bar)
-    with pytest.raises(KeyboardInterrupt):
-        darcy.generate(20, 32, workers=1, progress=False)
-    assert len(started) <= 2
 
 
 def test_progress_goes_to_standard_error_or_nowhere(capsys: pytest.CaptureFixture[str]) -> None:

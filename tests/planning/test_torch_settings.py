@@ -191,29 +191,6 @@ def test_an_engines_own_option_names_the_engine(ranks: Any) -> None:
         assert "has no option resharding, which no backend has" in unknown
 
 
-# ------------------------------------------------------------------------------------------ every setting, every engine
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "a strategy": {"sharding_strategy": "FULL_SHARD"},
-    "no shards": {"sharding_strategy": "NO_SHARD"},
-    "hybrid": {"sharding_strategy": "HYBRID_SHARD"},
-    "offload": {"cpu_offload": True},
-    "gathers": {"reshard_after_forward": False},
-    "merging": {"merge_below": 0},
-    "collectives": {"fast_collectives": False},
-    "memory": {"shared_memory": False},
-    "order": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    "graph": {"static_graph": True},
-}
-WAY_OUT = re.compile(r"backend='|backends? '|leave (it|them) o|pass |use '|give ")
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_every_refusal_has_a_way_out(ranks: Any, backend: str) -> None:
-    for name, text in zip(SETTINGS, outcomes(ranks, backend, list(SETTINGS.values())), strict=True):
-        assert text == "" or WAY_OUT.search(text), f"{name}: {text}"
-
-
 def size_policy(minimum: int) -> Any:
     return functools.partial(size_based_auto_wrap_policy, min_num_params=minimum)
 

@@ -40,7 +40,7 @@ class Tried:
 
     @property
     def peak(self) -> int:
-        """The most bytes that a rank can need."""
+        """Return the most bytes that a rank can need."""
         return self.estimate.interval[1]
 
     @property
