@@ -24,7 +24,7 @@ LINES = {
     "fsshard/parity": 5_400,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 4_530,
-    "fsshard/simulation": 3_638,
+    "fsshard/simulation": 3_619,
     "fsshard/model": 2_400,
     "fsshard/oss": 2_259,
     "fsshard/torch_private": 1_765,
