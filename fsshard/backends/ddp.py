@@ -112,12 +112,10 @@ class DDPBackend(Backend):
             raise
 
     def _can_view_buckets(self) -> bool:
-        """Return whether gradients may lie in DDP's buckets, which saves a copy of them all.
-
-        Buckets pack without alignment. Behind a parameter of odd size no gradient could be seen as complex in place
-        ("Tensor must have a storage_offset divisible by 2"): what a user writes into a gradient would be lost. And
-        matrix products and decompositions (Shampoo's, SOAP's) round by the address: other bits than in bare DDP.
-        """
+        """Return whether gradients may lie in DDP's buckets, which saves a copy of them all."""
+        # Buckets pack without alignment. Behind a parameter of odd size no gradient could be seen as complex in place
+        # ("Tensor must have a storage_offset divisible by 2"): what a user writes into a gradient would be lost. And
+        # matrix products and decompositions (Shampoo's, SOAP's) round by the address: other bits than in bare DDP.
         trained = [entry.parameter for entry in self.all if entry.parameter.requires_grad]
         return all(parameter.numel() * parameter.element_size() % ALIGNMENT == 0 for parameter in trained)
 
@@ -213,11 +211,9 @@ def _reduce_narrow(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def _reduce_sparse(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average as DDP does, but for sparse gradients.
-
-    DDP divides these in place, where their values can be the very memory of the gradient that the rest of the backward
-    reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
-    """
+    """Average as DDP does, but for sparse gradients."""
+    # DDP divides these in place, where their values can be the very memory of the gradient that the rest of the
+    # backward reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
     size, whole = dist.get_world_size(state), bucket.buffer()
     divided = whole.mul_(1 / size) if whole.layout is torch.strided else whole / size
     future: Any = dist.all_reduce(divided, group=state, async_op=True).get_future()

@@ -59,22 +59,16 @@ class Watched(NamedTuple):
 
     def error(self) -> ModelError:
         """Return what is raised when a forward reads it."""
-        if not self.unit:
-            return ModelError(
-                f"the forward reads {self.name!r} where this rank holds a part of it only: the weights that belong to "
-                "no unit of their own are whole in forwards of the wrapped model (call model(x), not model.module(x)), "
-                "as attributes of their modules (not in a list or a closure from before fsshard.wrap, nor in a "
-                "state_dict()). Or use backend='fairscale' or 'ddp'"
-            )
+        unit = f"sharding unit {self.unit!r}" if self.unit else "the root unit"
         return ModelError(
-            f"the forward reads {self.name!r} of sharding unit {self.unit!r} where this rank holds a part of it only: "
-            + _ADVICE
+            f"the forward reads {self.name!r} of {unit} where this rank holds a part of it only: {_ADVICE}"
         )
 
 
 _ADVICE = (
-    "a unit's weights are whole within the unit's own forward, as attributes of their modules, and nowhere else (not "
-    "in the forward of another unit or around it, in hooks behind it, or in a list from before fsshard.wrap). Let "
+    "a unit's weights are whole within the unit's own forward, and those of no unit are whole in forwards of the "
+    "wrapped model (call model(x), not model.module(x)), as attributes of their modules (not in the forward of "
+    "another unit or around it, in hooks behind it, in a state_dict(), or in a list from before fsshard.wrap). Let "
     "reader and weight be in one unit (leave it out of auto_wrap_policy; with auto_wrap_policy=None the model is one "
     "unit), or use backend='fairscale' or 'ddp'"
 )

@@ -263,11 +263,9 @@ class FSDP1Backend(TorchShardedBackend):
         self._check_pass(graph, "use backend='fsdp2', 'fairscale' or 'ddp'", first=False)
 
     def _check_pass(self, graph: str, alternative: str, *, first: bool) -> None:
-        """Refuse what needs a unit's weights after the pass that has let go of them.
-
-        When any pass through a unit ends, torch.autograd.grad's too, FSDP1 frees the memory and takes away its hooks,
-        whatever its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
-        """
+        """Refuse what needs a unit's weights after the pass that has let go of them."""
+        # When any pass through a unit ends, torch.autograd.grad's too, FSDP1 frees the memory and takes away its hooks,
+        # whatever its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
         task = current_graph_task_id()
         if torch.is_grad_enabled():
             raise UnsupportedByBackend(graph, self.name, alternative)

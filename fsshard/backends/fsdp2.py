@@ -477,10 +477,8 @@ def _prepare(kind: type[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def _without_hooks(units: Iterable[Any]) -> Iterator[None]:
-    """Take out FSDP2's hooks while modules hold whole parameters: they would gather, and look for shards after a load.
-
-    "no attribute '_local_tensor'" (torch 2.13) is what they say then.
-    """
+    """Take out FSDP2's hooks while modules hold whole parameters."""
+    # They would gather, and look for shards after a load: "no attribute '_local_tensor'" (torch 2.13).
     loads = (load_state_dict_post_hooks(module) for unit in units for module in unit.modules())
     tables: list[Any] = [*{id(table): table for table in loads}.values()]
     tables += [table for unit in units for table in call_hooks(unit)]

@@ -84,11 +84,9 @@ def apply_checkpointing(model: nn.Module, planned: Plan, checkpointing: Checkpoi
 
 
 def _turn_caches_off(model: nn.Module) -> None:
-    """Models of transformers keep keys and values of a forward, which a recomputation would add once more.
-
-    transformers 5.23 under torch 2.13: T5 raises CheckpointError (56 tensors saved, 52 recomputed), GPT-2's cache holds
-    everything twice.
-    """
+    """Set ``use_cache`` of the model's configs to False, and say so."""
+    # A recomputation would add the keys and values of a forward once more. transformers 5.23 under torch 2.13: T5
+    # raises CheckpointError (56 tensors saved, 52 recomputed), GPT-2's cache holds everything twice.
     found = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
     for config in configs.values():

@@ -170,11 +170,9 @@ def check_modules(model: nn.Module, precision: Precision, backend: CheckedBacken
 
 
 def _check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
-    """Raise for transformers' LayerDrop.
-
-    A rank that leaves out a layer does not take part in gathering it, so that the others would wait. Some models of
-    transformers 5.23 (``is_fsdp_managed_module``) therefore run all layers under FSDP, without a word; others hang.
-    """
+    """Raise for transformers' LayerDrop."""
+    # A rank that leaves out a layer does not take part in gathering it, so that the others would wait. Some models of
+    # transformers 5.23 (``is_fsdp_managed_module``) therefore run all layers under FSDP, without a word; others hang.
     owners: dict[int, tuple[str, object]] = {}
     for name, module in model.named_modules():
         path = public_name(f"model.{name}".rstrip("."))

@@ -218,11 +218,9 @@ class _Recomputation:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Let what fails in the recomputation of the tensors that are saved, within, say which block it was.
-
-    torch 2.13 recomputes, and compares with the first forward, where a saved tensor is unpacked; its error tells shapes
-    only. There is no public way to get at the hooks that its checkpoint has just put in place.
-    """
+    """Let what fails in the recomputation of the tensors that are saved, within, say which block it was."""
+    # torch 2.13 recomputes, and compares with the first forward, where a saved tensor is unpacked; its error tells
+    # shapes only. There is no public way to get at the hooks that its checkpoint has just put in place.
     hooks = saved_tensors_hooks(False)
     if hooks is None:
         yield
@@ -356,12 +354,10 @@ _constant: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDicti
 
 @contextmanager
 def _noting(module: nn.Module, changed: list[_Buffer]) -> Iterator[None]:
-    """Put the buffers that change within it into ``changed``, with copies of what they were.
-
-    A second forward would update statistics twice; and what is computed from them (a power iteration, a codebook)
-    would differ from the first. FairScale covers batch normalization only, and so does this for a layer with the
-    attribute ``disable_patch_batchnorm``, whose user asked for two updates.
-    """
+    """Put the buffers that change within it into ``changed``, with copies of what they were."""
+    # A second forward would update statistics twice; and what is computed from them (a power iteration, a codebook)
+    # would differ from the first. FairScale covers batch normalization only, and so does this for a layer with the
+    # attribute ``disable_patch_batchnorm``, whose user asked for two updates.
     found = list(_buffers(module))
     yield
     for buffer in found:
@@ -391,13 +387,11 @@ def _buffers(module: nn.Module) -> Iterator[_Buffer]:
 
 
 def _share(tensor: Tensor) -> Tensor:
-    """A copy that costs nothing before the tensor is written to, which is when torch makes it.
-
-    For buffers that have not changed before (masks, tables of positions): a real copy of each at every forward took
-    four times as long as the blocks themselves. Not for those that do change: their memory would be another one after
-    each forward, which a CUDA graph does not follow. Some kernels (scaled_dot_product_attention reading its mask, torch
-    2.13) ask for memory to write to where they read; then this is a copy, made late.
-    """
+    """Return a copy that costs nothing before the tensor is written to, which is when torch makes it."""
+    # For buffers that have not changed before (masks, tables of positions): a real copy of each at every forward took
+    # four times as long as the blocks themselves. Not for those that do change: their memory would be another one after
+    # each forward, which a CUDA graph does not follow. Some kernels (scaled_dot_product_attention reading its mask,
+    # torch 2.13) ask for memory to write to where they read; then this is a copy, made late.
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
     if plain:
         try:

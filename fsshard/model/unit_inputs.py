@@ -35,11 +35,10 @@ class _UnitInputs(torch.autograd.Function):
 
 
 class _TransformedUnitInputs(_UnitInputs):
-    """Does what :class:`_UnitInputs` does, for torch.func and forward_ad; apart, since torch binds its arguments
-    slowly.
+    """Does what :class:`_UnitInputs` does, for torch.func and forward_ad."""
 
-    Without it: "it must override the setup_context staticmethod", "You must implement the jvp function" (torch 2.13).
-    """
+    # Apart, since torch binds its arguments slowly. Without it: "it must override the setup_context staticmethod", "You
+    # must implement the jvp function" (torch 2.13).
 
     generate_vmap_rule = True
 

@@ -28,8 +28,7 @@ from fsshard.model.recomputation import RecomputationError
 from tests.model.recomputed import BLOCKS, LAYOUTS, Counter, stack, train
 from tests.model.recomputed import Block as HardBlock
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of
-from tests.training_runs import train as train_zoo
+from tests.training_runs import DISTRIBUTED, differences, ranks_of
 from tests.zoo import ZOO
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -136,25 +135,6 @@ def test_nothing_but_the_forwards_changes(ranks: Any, backend: str, layout: str)
     for found, calls in ranks.run(job_layout, ranks_of(backend), backend, layout):
         assert found == []
         assert calls == [[2 * step] * 4 for step in (1, 2, 3)]
-
-
-def job_case(case: str, choice: Any) -> dict[str, list[str]]:
-    plain = train_zoo(Run(case=case, backend="ddp", steps=2))
-    settings = {"activation_checkpointing": choice}
-    runs = {backend: train_zoo(Run(case=case, backend=backend, steps=2, settings=settings)) for backend in DISTRIBUTED}
-    return {backend: list(differences(vars(plain), vars(other))) for backend, other in runs.items()}
-
-
-@pytest.mark.parametrize(
-    ("case", "choice"),
-    [
-        pytest.param("t5", {"T5Block"}, marks=pytest.mark.long),
-        ("tfno_tucker", True),
-        pytest.param("buffered", True, marks=pytest.mark.long),
-    ],
-)
-def test_models_equal_to_plain_ddp(ranks: Any, case: str, choice: Any) -> None:
-    assert ranks.run(job_case, 2, case, choice) == [{backend: [] for backend in DISTRIBUTED}] * 2
 
 
 def job_saved_bytes(backend: str) -> tuple[int, int]:

@@ -145,7 +145,7 @@ def held(model: Any, optimizer: Any, known: nn.Module) -> dict[str, Any]:
     if model is known:
         names = [name for name, _ in model.named_parameters()]
         state = {names[key]: value for key, value in optimizer.state_dict()["state"].items()}
-        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found = {n: p.grad for n, p in model.named_parameters()}
     else:
         state, found = optimizer.state_dict()["state"], dict(gradients(model))
     state = {name: {key: state[name][key] for key in sorted(state[name])} for name in sorted(state)}
