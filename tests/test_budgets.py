@@ -19,13 +19,13 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
     "fsshard + compat": 57_150,
-    "fsshard/backends": 4_165,
+    "fsshard/backends": 4_145,
     "fsshard/checkpoint": 5_346,
     "fsshard/parity": 5_400,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 4_530,
     "fsshard/simulation": 3_619,
-    "fsshard/model": 2_400,
+    "fsshard/model": 2_385,
     "fsshard/oss": 2_259,
     "fsshard/torch_private": 1_765,
     "fsshard/complex_params": 2_030,
