@@ -23,7 +23,7 @@ LINES = {
     "fsshard/checkpoint": 5_346,
     "fsshard/parity": 5_400,
     "fsshard/sharded": 4_470,
-    "fsshard/comm + fsshard/launching": 4_530,
+    "fsshard/comm + fsshard/launching": 3_740,
     "fsshard/simulation": 3_619,
     "fsshard/model": 2_385,
     "fsshard/oss": 2_259,

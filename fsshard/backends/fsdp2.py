@@ -25,7 +25,7 @@ from fsshard.backends.part_guards import refuse_numbers_of_parts
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
-from fsshard.comm.gloo.same_host import check_switches, exchange_of, wants_shared_memory
+from fsshard.comm.gloo.shared_memory import check_switches, exchange_of
 from fsshard.complex_params.data_assignment import held_dtensor
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.in_front import class_in_front, has_own_layout
@@ -231,9 +231,7 @@ class FSDP2Backend(TorchShardedBackend):
     def _use_fast_collectives(self, modules: dict[str, nn.Module]) -> None:
         from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
 
-        exchange = (
-            exchange_of(self.shard_group) if wants_shared_memory(self.settings.options, self.settings.device) else None
-        )
+        exchange = exchange_of(self.shard_group) if self.settings.options.get("shared_memory", True) else None
         gather, pending = Gather(exchange), Pending(exchange)
         for unit, names in self.groups.items():
             entries = [self.entries[name] for name in names]

@@ -22,35 +22,30 @@ Over = dist.ProcessGroup | Channel | None
 def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
     """Return ``value`` of every rank of the group, in rank order. Collective; small Python objects only."""
     check_not_inherited(group, "a call of all ranks")
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def agree(over: Over, work: Callable[[], Any]) -> Any:
     """Run ``work`` on every rank; if it raises anywhere, raise everywhere. One collective. See :func:`exchange`."""
-    kept: list[Any] = []  # the result need not travel
-    exchange(over, lambda: kept.append(work()))
-    return kept[0]
+    results: list[Any] = []  # need not travel
+    exchange(over, lambda: results.append(work()))
+    return results[0]
 
 
 def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) -> list[Any]:
     """Run ``work`` on every rank, and return all results, by rank; if it raises anywhere, raise everywhere.
 
-    In a group the rank whose work failed raises its own error, and the others one of that kind which names the rank.
-    Over a channel all raise the same, whose ``failures`` says what went wrong on which rank; the error itself if all
-    raised the same.
+    In a group the rank whose work failed raises its own error, and the others one of that kind which names the rank:
+    RankMismatch, if it is none of ours. Over a channel all raise the same, whose ``failures`` says what went wrong on
+    which rank: of the kind that these raised, else CheckpointError.
 
     Args:
-        over: as above.
+        over: how the ranks talk.
         work: local, that is without collectives. It returns a small object; over a channel one that JSON can say.
         timeout: seconds, over a channel; None for its group's own. A rank's work may take that much longer than
             another's.
-
-    Raises:
-        FsshardError: of the kind that the failing ranks raised, if that is one.
-        RankMismatch: otherwise, on the others, in a group.
-        CheckpointError: otherwise, over a channel; or a rank was lost.
     """
     result, error = None, None
     try:

@@ -8,11 +8,10 @@ group that is theirs alone. What they say is JSON: nothing is ever unpickled.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -24,7 +23,7 @@ from torch.distributed import PrefixStore
 
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.stores import answer_within, timeout_of
-from fsshard.comm.watchdog import Watchdog, done_soon
+from fsshard.comm.watchdog import Watchdog, done_soon, hold_until_done
 from fsshard.errors import CheckpointError, FsshardError, RankMismatch
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base
 
@@ -35,26 +34,12 @@ LAST_WORDS = 2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, 
 
 
 class Channel:
-    """The connections of the ranks of one group. The same calls in the same order on all, one thread at a time.
-
-    Attributes:
-        rank: of this process in the group.
-        size: how many ranks the group has.
-        what: the call, in messages.
-        among: which ranks these are, in messages; "" for all.
-    """
+    """The connections of the ranks of one group. The same calls in the same order on all, one thread at a time."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Use :meth:`of`, so that a group has one gloo group and no more.
-
-        Args:
-            group: of any backend; None for a process that is alone. It is not kept alive.
-
-        Raises:
-            CheckpointError: the group's store is gone.
-        """
+        """Use :meth:`of`, so that a group has one gloo group and no more; None is a process that is alone."""
         self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
-        self.what, self.among = "the checkpoint", ""
+        self.what, self.among = "the checkpoint", ""  # in messages: the call; which ranks these are, "" for all
         self._gloo: ProcessGroupGloo | None = None
         self._sent: Sequence[Tensor] = ()
         self._hurries = False
@@ -103,21 +88,19 @@ class Channel:
                 that came, and on one that comes later as soon as it does. All can arrive for the next call.
         """
         self.what = what
-        if self.size > 1:
-            group = self._group()
-            assert group is not None
-            note = json.dumps({"what": what, "connected": self._gloo is not None})
+        group = self._group() if self.size > 1 else None
+        if group is not None:
             with self._store_errors():
-                meeting = self._watchdog.meet(group, what, note, timeout)
+                meeting = self._watchdog.meet(group, what, json.dumps([what, self._gloo is not None]), timeout)
             self._place = meeting.place
             notes = {rank: json.loads(text) for rank, text in meeting.notes.items()}
             failures, must = dict(meeting.missing), f"call {what}"
-            if len({note["what"] for note in notes.values()}) > 1:
-                failures |= {rank: f"called {note['what']}" for rank, note in notes.items()}
+            if len({called for called, _ in notes.values()}) > 1:
+                failures |= {rank: f"called {called}" for rank, (called, _) in notes.items()}
                 must = "make the same call"
             if failures:
                 raise CheckpointError(f"all {self.size} ranks must {must}{self.among}; nothing was done", failures)
-            if not all(note["connected"] for note in notes.values()):
+            if not all(connected for _, connected in notes.values()):
                 self._connect(timeout)
         self.what = name or what
 
@@ -125,16 +108,15 @@ class Channel:
         self.drop()
         limit, place, rank, size = max(timeout, 1.0), self._place, self.rank, self.size
         store = self._watchdog.store
+
         # Not dist.new_group: with use_local_synchronization torch (2.13) puts into the name of a group how many groups
         # the process knows, which differs between ranks that are in different ones, and these wait for each other in
         # vain; without it all ranks of the world must call. And such a group outlives the one that it serves.
+        def connected() -> ProcessGroupGloo:
+            return ProcessGroupGloo(PrefixStore(f"{place}/gloo", store.another()), rank, size, timedelta(seconds=limit))
+
         try:
-            self._gloo = answer_within(
-                limit + store.limit,
-                lambda: ProcessGroupGloo(
-                    PrefixStore(f"{place}/gloo", store.another()), rank, size, timedelta(seconds=limit)
-                ),
-            )
+            self._gloo = answer_within(limit + store.limit, connected)
         except (RuntimeError, ValueError) as error:  # dist.DistError among them
             self._lost(RuntimeError(f"cannot connect over gloo: {error}"))
 
@@ -177,8 +159,7 @@ class Channel:
 
     def _all_gather(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
         """Run one operation of gloo; leave it if another rank has lost one: this rank may wait for a third."""
-        gloo = self._gloo
-        assert gloo is not None
+        gloo: Any = self._gloo
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         whole = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
         sent += [mine, whole]
@@ -196,7 +177,7 @@ class Channel:
                 if self._hurries and looked - begun > self._limit:
                     raise RuntimeError(f"this rank is leaving the job after it waited {self._limit:g} s for the others")
             except RuntimeError:  # or the store gives no answer
-                threading.Thread(target=_await_end, args=(gloo, work), daemon=True).start()
+                hold_until_done(work, gloo)
                 raise
         return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
 
@@ -239,12 +220,6 @@ class Channel:
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
-
-
-def _await_end(gloo: ProcessGroupGloo, work: Any) -> None:
-    """Hold a group until its last operation has ended: freeing it before would wait for that (torch 2.13)."""
-    with suppress(RuntimeError):
-        work.wait()
 
 
 def _encoded(value: Any) -> bytes:

@@ -1,8 +1,4 @@
-"""Detects process groups that a forked process inherited and cannot use.
-
-After ``os.fork`` the child has the parent's connections and none of its threads: a collective begun there waits
-forever, and what it sends would reach the other ranks as the parent's.
-"""
+"""Detects process groups that a forked process inherited and cannot use: it has the connections, and no threads."""
 
 from __future__ import annotations
 
@@ -25,17 +21,8 @@ def is_inherited(group: dist.ProcessGroup | None) -> bool:
 
 
 def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise where a collective of the group would wait forever.
-
-    Args:
-        group: None is no group at all.
-        what: what was called, as users write it.
-
-    Raises:
-        LaunchError: this process was forked from the rank that made the group.
-    """
-    if is_inherited(group):
-        assert group is not None
+    """Raise LaunchError where a collective of the group would wait forever. ``what`` was called, as users write it."""
+    if group is not None and is_inherited(group):
         raise LaunchError(
             f"{what}: process {os.getpid()} was forked from rank {group.rank()}, whose process group it inherited but "
             "cannot use: the connections belong to its parent. Call this on the rank itself; to train in other "

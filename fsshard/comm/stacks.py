@@ -1,8 +1,6 @@
 """Reads from a stack where a rank is: the collective in which it waits, and the user's line.
 
-Three kinds of stack tell it: the frames of this process, the dump that ``faulthandler`` makes of a rank that does not
-answer, and the traceback of a rank whose collective gave up by its own timeout. File and function names are those of
-torch 2.13 and FairScale 0.4.13.
+File and function names are those of torch 2.13 and FairScale 0.4.13.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ TRACEBACK = "Traceback (most recent call last)"
 WRAPPERS = {"wrapper", "__call__", "_fn", "decorate_context", "__torch_dispatch__", "__torch_function__", "inner"}
 # torch 2.13 renamed them and kept the old names as aliases; everybody knows the old ones.
 STANDARD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
-OUR_NAMES = {"wait": "all_gather", "finish": "reduce_scatter", "average": "all_reduce"}
+OUR_NAMES = {"wait": "all_gather", "finish": "reduce_scatter"}
 """Functions in ``comm/gloo`` that wait -> what for. Other frames of that folder are helpers of theirs."""
 IN_BACKWARD = "a collective in backward"
 
@@ -74,17 +72,11 @@ class _StackFrame(NamedTuple):
 
 @dataclass(frozen=True)
 class StackLocation:
-    """The place in the code where a rank is.
+    """The place in the code where a rank is."""
 
-    Attributes:
-        collective: the collective that it waits in, with the engine's step that called it, or "" if it is elsewhere.
-        line: the innermost line of the user's own code, as ``file:number in function: source``.
-        inner: the innermost line at all, where it is in no collective and no line is the user's.
-    """
-
-    collective: str = ""
-    line: str = ""
-    inner: str = ""
+    collective: str = ""  # that it waits in, with the engine's step that called it, or "" if it is elsewhere
+    line: str = ""  # the innermost line of the user's own code, as "file:number in function: source"
+    inner: str = ""  # the innermost line at all, where it is in no collective and no line is the user's
 
     def told(self, verb: str = "waits") -> str:
         """Say ``"waits in all_reduce, at train.py:7 in step: dist.all_reduce(x)"``, or where else it is."""
@@ -171,9 +163,8 @@ def _collective(frames: Sequence[_StackFrame]) -> str:
 
 def _hidden_collective(frames: Sequence[_StackFrame]) -> str:
     """Name a collective that failed without a frame of its own."""
-    if not frames:
-        return ""
-    return IN_BACKWARD if _in_backward(frames[0]) else "wait() of a collective started before"
+    name = "wait() of a collective started before"
+    return "" if not frames else IN_BACKWARD if _in_backward(frames[0]) else name
 
 
 def may_compute(location: StackLocation) -> bool:
@@ -182,8 +173,7 @@ def may_compute(location: StackLocation) -> bool:
 
 
 def _in_backward(frame: _StackFrame) -> bool:
-    """Tell whether a frame is the innermost in Python while a backward runs in C++."""
-    return frame.file == BACKWARD
+    return frame.file == BACKWARD  # the innermost in Python while a backward runs in C++
 
 
 def _engine_of(frame: _StackFrame) -> str:

@@ -3,9 +3,6 @@
 A TCPStore answers ``check``, ``add`` and the rest over a connection that has no limit of time (torch 2.13): where the
 network is cut, or the host of the store stands still, such a call comes back when TCP gives up, a quarter of an hour
 later. So each question is asked in a thread that may be left behind.
-
-A store also answers whoever connects to it, and torch's listens on all interfaces: anybody may write what the ranks
-decide by. So theirs listens on the loopback interface where all of them are on one host.
 """
 
 from __future__ import annotations
@@ -50,9 +47,6 @@ class PatientStore:
     """A store whose every question is answered within ``limit`` seconds, or raises.
 
     After a question without an answer the next ones raise at once, until that answer has come after all.
-
-    Attributes:
-        limit: seconds for one answer.
     """
 
     def __init__(self, store: Store, limit: float = ANSWER_SECONDS) -> None:
@@ -151,30 +145,25 @@ def _reconnected(store: Any) -> Store:
 def own_store(group: dist.ProcessGroup, name: str) -> PatientStore:
     """Return the group's store under a prefix of our own, over a connection of our own where it has connections.
 
-    Args:
-        group: asked for its store.
-        name: of what uses it: the same calls on all ranks, since each is given another prefix.
-
-    Raises:
-        LaunchError: the group was inherited from the process that forked this one.
-        dist.DistStoreError: it gives no answer.
+    ``name``: of what uses it. The same calls on all ranks, since each is given another prefix.
     """
     check_not_inherited(group, f"the store of the process group ({name})")
     store: Any = store_of(group)
-    rank, limit = group.rank(), min(ANSWER_SECONDS, timeout_of(group))
-    place = f"fsshard/{name}"
+    place, limit = f"fsshard/{name}", min(ANSWER_SECONDS, timeout_of(group))
 
     def connected() -> Store:
         found = _reconnected(store)
         # A group that is made again may find the notes of the one before it: torch (2.13) numbers groups anew after
         # destroy_process_group, and a store can outlive them.
-        return PrefixStore(f"{place}/{found.add(f'{place}/turns/{rank}', 1)}", found)
+        return PrefixStore(f"{place}/{found.add(f'{place}/turns/{group.rank()}', 1)}", found)
 
     return PatientStore(answer_within(limit, connected), limit)
 
 
 def loopback_store(address: str, port: int, world_size: int | None, *, serves: bool, timeout: timedelta) -> TCPStore:
-    """Return a TCPStore that only this host can reach; torch's own (2.13) listens on all interfaces.
+    """Return a TCPStore that only this host can reach.
+
+    Torch's own (2.13) listens on all interfaces, and anybody may write there what the ranks decide by.
 
     Args:
         address: one of the loopback interface.
@@ -184,15 +173,13 @@ def loopback_store(address: str, port: int, world_size: int | None, *, serves: b
         timeout: of connecting, and of waiting for keys.
     """
     listening = None
-    if serves:
-        try:
+    # It may be taken: by this process, perhaps, which has had a group before. Torch shares that store (multi_tenant),
+    # or says that the address is in use.
+    with suppress(OSError):
+        if serves:
             with socket.create_server((address, port), backlog=BACKLOG) as server:
                 port = server.getsockname()[1]
                 listening = server.detach()
-        except OSError:
-            # Taken. By this process, perhaps, which has had a group before; torch shares that store (multi_tenant), or
-            # says that the address is in use.
-            listening = None
     return TCPStore(
         address, port, world_size, serves, timeout,
         wait_for_workers=world_size is not None, multi_tenant=world_size is not None, master_listen_fd=listening,

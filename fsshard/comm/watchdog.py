@@ -11,6 +11,7 @@ failed), :func:`wait` (one takes long) and :func:`meet` (a rare call, which not 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -41,6 +42,7 @@ __all__ = [
     "Place",
     "Watchdog",
     "done_soon",
+    "hold_until_done",
     "join",
     "leave",
     "lost_ranks",
@@ -54,28 +56,21 @@ __all__ = [
 
 log = logging.getLogger("fsshard")
 
-LAST_WORDS = 2.5
-"""Seconds for the ranks that are left to say so. Connections close one after another, and time runs out alike."""
-FIRST_QUESTION, NEXT_QUESTION = 1.0, 4.0
-"""Seconds of waiting before a rank asks where the others are, and from there on until it reads the answers."""
-ALIKE = 3
-"""So many answers in a row without a change mean that nobody will come: a slow transfer ends on its ranks within less
-of each other."""
-INTERVAL = 0.5
-"""Seconds between two looks of the thread that answers."""
+# Seconds, all of them.
+LAST_WORDS = 2.5  # for the ranks that are left to say so: connections close one after another, and time runs out alike
+FIRST_QUESTION, NEXT_QUESTION = 1.0, 4.0  # of waiting until a rank asks where the others are; then until it asks again
+INTERVAL = 0.5  # between two looks of the thread that answers
+# For which a rank stands still elsewhere than in a collective before it answers. A script that ends does not stand so
+# long: its store may have gone with rank 0 (torch prints a C++ stack then: "recvValue failed", 2.13).
 QUIET = 5.0
-"""Seconds for which a rank stands still elsewhere than in a collective before it answers: a script that ends does not,
-whose store may have gone with rank 0 (torch prints a C++ stack then: "recvValue failed", 2.13)."""
-BUSY = 0.1
-"""A rank that uses more of a core than this computes."""
-SLICE = 0.1
-"""Seconds between two looks at a collective on the CPU."""
-SHARE, SHORTEST, LONGEST = 0.1, 1e-4, 5e-3
-"""On a device: how long a rank sleeps between two looks, as a share of the time it has waited; bounds, in seconds."""
-LONGEST_PAUSE = 0.05
-"""Seconds between two looks at the store, at most."""
-DECISION = 10.0
-"""Seconds for the rank that decides on a meeting to write down what it found."""
+SLICE = 0.1  # between two looks at a collective on the CPU
+SHORTEST, LONGEST = 1e-4, 5e-3  # the same on a device, where it is this share of the time waited:
+SHARE = 0.1
+LONGEST_PAUSE = 0.05  # between two looks at the store
+DECISION = 10.0  # for the rank that decides on a meeting to write down what it found
+
+BUSY = 0.1  # share of a core: a rank that uses more computes
+ALIKE = 3  # answers in a row without a change: nobody will come. A slow transfer ends on its ranks within less
 
 LOST_NEIGHBOUR = (
     "gloo/transport",
@@ -100,12 +95,9 @@ ALL_RANKS = (
 
 def speaks_of_a_lost_rank(error: BaseException) -> bool:
     """Tell whether the error is what a collective raises when another rank is gone or late."""
-    if isinstance(error, FsshardError):
+    if isinstance(error, FsshardError) or not isinstance(error, RuntimeError):
         return False
-    text = str(error)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(part in text for part in LOST_NEIGHBOUR)
-    )
+    return isinstance(error, dist.DistError) or any(part in str(error) for part in LOST_NEIGHBOUR)
 
 
 @contextmanager
@@ -121,6 +113,9 @@ def taking_part(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         RankMismatch: another rank was lost, or waits elsewhere; names it.
     """
     check_not_inherited(group, what)
+    watchdog = Watchdog.of_job()
+    if watchdog is not None:
+        watchdog.go_on()
     try:
         yield
     except RuntimeError as error:
@@ -142,10 +137,7 @@ def lost_ranks(group: dist.ProcessGroup, error: BaseException, what: str) -> Ran
 
 
 def wait(work: Any, group: dist.ProcessGroup, what: str, limit: float | None = None, *, on_cpu: bool = False) -> None:
-    """Wait for a collective until it is done, or nobody will come.
-
-    A rank that is alive and takes another path than the others leaves them in a collective until the process group's
-    time limit, half an hour by default. So the one that waits asks where all are.
+    """Wait for a collective until it is done, or nobody will come: the rank that waits asks where all are.
 
     Args:
         work: ``dist.Work`` of an asynchronous collective over ``group``.
@@ -159,27 +151,44 @@ def wait(work: Any, group: dist.ProcessGroup, what: str, limit: float | None = N
         Exception: the collective's own.
     """
     watchdog = Watchdog.of_job()
-    # One process that plays a rank among ranks that are not there has none: its work is never completed.
-    if watchdog is None:
+    if watchdog is None:  # one process that plays a rank: its work is never completed
         work.wait()
         return
     began, questions = time.monotonic(), _Questions(watchdog, _ranks_of(group), what)
-    with seen_waiting(group, what):
-        while not done_soon(work, time.monotonic() - began, on_cpu=on_cpu):
-            waited = time.monotonic() - began
-            if limit is not None and waited > limit:
-                raise RankMismatch(f"{what}: {questions.missing()} ({limit:g} s have passed)")
-            if waited > questions.next:
-                questions.look(waited)
+    try:
+        with seen_waiting(group, what):
+            while not done_soon(work, time.monotonic() - began, on_cpu=on_cpu):
+                waited = time.monotonic() - began
+                if limit is not None and waited > limit:
+                    raise RankMismatch(f"{what}: {questions.missing()} ({limit:g} s have passed)")
+                if waited > questions.next:
+                    questions.look(waited)
+    except RankMismatch:
+        hold_until_done(work, group)
+        raise
+
+
+def hold_until_done(work: Any, group: Any) -> None:
+    """Hold a collective that this rank does not wait for any longer, and its group, until it has ended.
+
+    A group that is freed before waits for its thread, which may wait for the lock of Python that who frees it holds
+    (pytorch issue #56297, torch 2.13).
+    """
+
+    def hold(work: Any, group: Any) -> None:
+        with suppress(RuntimeError):
+            work.wait()
+        del work
+        time.sleep(INTERVAL)  # for gloo's thread to let go of its tensors, which takes that lock
+
+    threading.Thread(target=hold, args=(work, group), name="fsshard-pending", daemon=True).start()
 
 
 def done_soon(work: Any, waited: float, *, on_cpu: bool) -> bool:
-    """Tell whether a collective is done; look again in a moment if it is not. Raises what it raises.
-
-    ``wait`` with a limit leaves gloo's work as it is, and costs nothing (``c10d::Work::wait`` of torch 2.13 to 2.15:
-    "Operation timed out!"); NCCL's would be aborted.
-    """
+    """Tell whether a collective is done, and raise what it raises; return in a moment if it is not."""
     if on_cpu:
+        # A limit leaves gloo's work as it is, and costs nothing (c10d::Work::wait of torch 2.13 to 2.15: "Operation
+        # timed out!"); NCCL's would be aborted.
         try:
             work.wait(timedelta(seconds=SLICE))
         except RuntimeError:
@@ -201,6 +210,7 @@ def seen_waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     if watchdog is None:
         yield
         return
+    watchdog.go_on()
     before, watchdog.waits = watchdog.waits, (f"waits in {what}", _ranks_of(group))
     try:
         yield
@@ -209,20 +219,14 @@ def seen_waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """The place where a rank is.
+    """The place where a rank is."""
 
-    Attributes:
-        text: in words.
-        with_ranks: the global ranks with which it is in a collective; none where it is in no collective for certain,
-            or it cannot be seen with whom.
-        busy: seconds that its main thread has computed so far; negative where that cannot be known.
-        clock: its time, in seconds.
-    """
-
-    text: str
+    text: str  # in words
+    # The global ranks with which it is in a collective; none where it is in no collective for certain, or it cannot be
+    # seen with whom.
     with_ranks: tuple[int, ...]
-    busy: float
-    clock: float
+    busy: float  # seconds that its main thread has computed so far; negative where that cannot be known
+    clock: float  # its time, in seconds
 
     def stands_since(self, before: Place) -> bool:
         """Tell whether it has waited in the same place since then."""
@@ -234,11 +238,8 @@ class Place(NamedTuple):
 def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
     """Return the ranks that wait for each other for good: each for one of them that waits in another call.
 
-    A rank whose whole group is in its own call may go on, and so may those that wait for it.
-
-    Args:
-        places: where ranks are, as far as that is known.
-        before: where they were a while ago.
+    A rank whose whole group is in its own call may go on, and so may those that wait for it. ``before``: their places a
+    while ago.
     """
     ranks = {rank for rank, place in places.items() if rank in before and place.stands_since(before[rank])}
     while True:
@@ -253,7 +254,7 @@ def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
 
 
 class _Questions:
-    """The questions of one waiting rank to the others, and what it makes of the answers."""
+    """The questions of one waiting rank to the others, and the answers."""
 
     def __init__(self, watchdog: Watchdog, ranks: tuple[int, ...], what: str) -> None:
         # Where a rank is, is where its main thread is: one that saves in the background trains on meanwhile.
@@ -265,15 +266,11 @@ class _Questions:
         self.next = FIRST_QUESTION if asks else float("inf")
 
     def look(self, waited: float) -> None:
-        """Read the answers to the last question, and ask again.
-
-        Raises:
-            RankMismatch: this rank waits for ranks that wait for it.
-        """
+        """Read the answers to the last question, and ask again; raise if this rank waits for ranks that wait for it."""
         self.next = waited + NEXT_QUESTION
         try:
             places = {} if self._number is None else self._watchdog.places(self._number)
-            self._number = self._watchdog.ask()
+            self._number = self._watchdog.store.add("asked", 1)
         except RuntimeError:  # dist.DistError among them: the store is gone, and so will be the collective
             self.next = float("inf")
             return
@@ -299,19 +296,12 @@ class _Questions:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The result of a meeting, the same on all ranks that have come.
+    """The result of a meeting, the same on all ranks that have come."""
 
-    Attributes:
-        place: prefix of its keys in the store, for what these ranks tell each other until they meet again.
-        notes: rank of the group -> its note, of those that have come.
-        missing: rank of the group -> why it did not come.
-        late: whether time ran out, so that nothing is known of those that are missing.
-    """
-
-    place: str
-    notes: dict[int, str]
-    missing: dict[int, str]
-    late: bool
+    place: str  # prefix of its keys in the store, for what these ranks tell each other until they meet again
+    notes: dict[int, str]  # by rank of the group, of those that have come
+    missing: dict[int, str]  # by rank of the group: why it did not come
+    late: bool  # time ran out, so that nothing is known of those that are missing
 
 
 def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list[str]:
@@ -362,20 +352,16 @@ def leave(why: str) -> None:
 
 
 class Watchdog:
-    """Tells the other ranks of the job about this one, and asks them.
-
-    Attributes:
-        rank: of this process in the job.
-        store: in which they tell.
-        waits: the call in which this rank's main thread waits, in words, and with which global ranks.
-    """
+    """Tells the other ranks of the job about this one over ``store``, and asks them."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self._size, self._world = world.rank(), world.size(), weakref.ref(world)
+        # The call in which this rank's main thread waits, in words, and with which global ranks.
         self.waits: tuple[str, tuple[int, ...]] | None = None
+        self._lost_at: float | None = None  # when it said that it waits in vain
         self.store = own_store(world, "watchdog")
         self.store.set(f"process/{self.rank}", json.dumps(_process()))
-        self._meetings: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
+        self._meetings: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Iterator[int]]] = WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self._ended = threading.Event()
         arguments = (weakref.ref(self), self._ended)
@@ -385,8 +371,7 @@ class Watchdog:
     @classmethod
     def of_job(cls) -> Watchdog | None:
         """Return the one of the default process group; None where this rank has not joined."""
-        world = dist.group.WORLD
-        return None if world is None else _watchdogs.get(world)
+        return None if dist.group.WORLD is None else _watchdogs.get(dist.group.WORLD)
 
     @classmethod
     def made(cls) -> Watchdog:
@@ -405,17 +390,22 @@ class Watchdog:
 
     def leave(self, why: str) -> None:
         """Tell why this rank takes no part any longer."""
-        if self.store.get(f"waits/{self.rank}") is None:  # who leaves because it lost another is no news
+        if self._lost_at is None:  # who leaves because it lost another is no news
             self.store.set(f"left/{self.rank}", why)
 
-    def missing(self, what: str, ranks: Sequence[int], limit: float | None) -> str:
-        """Say in one line what became of the others.
+    def go_on(self) -> None:
+        """Take back that this rank waits in vain: it is in another call. Later ranks must not be told the old one."""
+        if self._lost_at is not None and time.monotonic() - self._lost_at > LAST_WORDS:
+            self._lost_at = None
+            with suppress(RuntimeError):
+                self.store.set(f"waits/{self.rank}", "")
 
-        Args:
-            what: the call in which this rank has waited.
-            ranks: global ranks, of those that take part in it.
-            limit: seconds that it has waited in vain; None where its connections broke.
+    def missing(self, what: str, ranks: Sequence[int], limit: float | None) -> str:
+        """Say in one line what became of the other global ``ranks`` in the call ``what``.
+
+        ``limit``: seconds that this rank has waited in vain; None where its connections broke.
         """
+        self._lost_at = time.monotonic()
         try:
             self.store.set(f"waits/{self.rank}", what)
             left, waits, unknown = self._last_words([rank for rank in ranks if rank != self.rank])
@@ -424,21 +414,18 @@ class Watchdog:
         if left:
             return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
         if unknown:
-            advice = "; who needs more than {:g} s is given a longer timeout= in fsshard.launch or fsshard.init"
+            advice = (
+                f"; who needs more than {limit or 0:g} s is given a longer timeout= in fsshard.launch or fsshard.init"
+            )
             return (
                 f"rank {', '.join(map(str, unknown))} did not take part and does not answer: it hangs, is busy with "
-                f"something else, or cannot be reached{advice.format(limit) if limit else ''}"
+                f"something else, or cannot be reached{advice if limit else ''}"
             )
-        elsewhere = {rank: text for rank, text in waits.items() if text != what}
+        elsewhere = [f"rank {rank} waits in {text} instead" for rank, text in waits.items() if text != what]
         if elsewhere:
-            told = "; ".join(f"rank {rank} waits in {text} instead" for rank, text in elsewhere.items())
-            return f"{told}. {UNEQUAL_CALLS}"
-        if limit:
-            return (
-                "all ranks are alive and wait in it, but in different collectives: they took different paths in it. "
-                + UNEQUAL_CALLS
-            )
-        return "all ranks are alive, but have lost their connections"
+            return f"{'; '.join(elsewhere)}. {UNEQUAL_CALLS}"
+        alive = "all ranks are alive and wait in it, but in different collectives: they took different paths in it. "
+        return alive + UNEQUAL_CALLS if limit else "all ranks are alive, but have lost their connections"
 
     def _last_words(self, others: Sequence[int]) -> tuple[dict[int, str], dict[int, str], list[int]]:
         """Return who has left and why, who waits and where, and of whom nothing is known."""
@@ -460,7 +447,7 @@ class Watchdog:
 
     def _said(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
         texts = self.store.get_all([f"{kind}/{rank}" for rank in ranks])
-        return {int(key.rpartition("/")[2]): text.decode() for key, text in texts.items()}
+        return {int(key.rpartition("/")[2]): text.decode() for key, text in texts.items() if text}
 
     # ------------------------------------------------------------------------------------------ where do they wait
 
@@ -468,10 +455,6 @@ class Watchdog:
         """Answer no longer: the process group is about to be destroyed."""
         self._ended.set()
         self._thread.join(INTERVAL)
-
-    def ask(self) -> int:
-        """Ask all ranks where they are, and return the question's number. No answer is waited for."""
-        return self.store.add("asked", 1)
 
     def places(self, number: int) -> Mapping[int, Place]:
         """Return where ranks are, of those that have answered this question or a later one."""
@@ -493,18 +476,6 @@ class Watchdog:
         ranks = _group_of_call(frame) or tuple(range(self._size))  # an engine's wait for what it began names no group
         return Place(location.told(), ranks if waits else (), _computed(), time.monotonic())
 
-    def answer(self, answered: int) -> int:
-        """Say where this rank is, if ranks have asked since question ``answered``; return the last question."""
-        asked = self.store.add("asked", 0)
-        if asked != answered:
-            self.store.set(f"at/{self.rank}", json.dumps([asked, *self.here()]))
-        return asked
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the process group of the job was destroyed."""
-        return dist.group.WORLD is None or dist.group.WORLD is not self._world()
-
     # ------------------------------------------------------------------------------------------ meetings
 
     def meet(self, group: dist.ProcessGroup, what: str, note: str, timeout: float) -> Meeting:
@@ -521,8 +492,10 @@ class Watchdog:
         if group not in self._meetings:
             # torch numbers groups anew after some were destroyed, so that a name can come twice.
             self._names[group.group_name] += 1
-            self._meetings[group] = _Meetings(f"meet/{group.group_name}.{self._names[group.group_name]}")
-        place, before = self._meetings[group].next()
+            self._meetings[group] = f"meet/{group.group_name}.{self._names[group.group_name]}", itertools.count()
+        prefix, numbers = self._meetings[group]
+        number = next(numbers)
+        place = f"{prefix}/{number}"
         keys, outcome = [f"{place}/{rank}" for rank in range(group.size())], f"{place}/outcome"
         self.store.set(keys[group.rank()], note)
         with seen_waiting(group, what) if threading.current_thread() is threading.main_thread() else nullcontext():
@@ -539,7 +512,7 @@ class Watchdog:
         if not missing:  # all have come here, and so are done with the one before
             for key in (str(group.rank()), *(("decided", "outcome") if group.rank() == 0 else ())):
                 with suppress(NotImplementedError):  # by a store of files
-                    self.store.delete_key(f"{before}/{key}")
+                    self.store.delete_key(f"{prefix}/{number - 1}/{key}")
         return Meeting(place, notes, missing, late)
 
     def _await_notes(
@@ -569,19 +542,6 @@ class Watchdog:
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
-@dataclass
-class _Meetings:
-    """The meetings of one group, counted alike on all its ranks."""
-
-    place: str
-    number: int = -1
-
-    def next(self) -> tuple[str, str]:
-        """Count one more; return where it and the one before are in the store."""
-        self.number += 1
-        return f"{self.place}/{self.number}", f"{self.place}/{self.number - 1}"
-
-
 _watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()
 
 
@@ -590,21 +550,21 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Event) -> None:
-    """Say where this rank is, as long as there is its process group.
-
-    It asks the store for questions only while the main thread stands still: a rank that computes answers nothing.
-    """
+    """Say where this rank is, as long as there is its process group."""
     answered, before, idle = 0, _computed(), 0
     while not ended.wait(INTERVAL):
         watchdog, now = reference(), _computed()
-        if watchdog is None or watchdog.is_over:
+        if watchdog is None or dist.group.WORLD is None or dist.group.WORLD is not watchdog._world():
             return
+        # It looks for questions only while the main thread stands still: a rank that computes answers nothing.
         idle = idle + 1 if now - before < BUSY * INTERVAL else 0
         if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
             try:
-                answered = watchdog.answer(answered)
+                if (asked := watchdog.store.add("asked", 0)) != answered:
+                    watchdog.store.set(f"at/{watchdog.rank}", json.dumps([asked, *watchdog.here()]))
             except RuntimeError:  # the store is gone, or does not answer: nobody can ask
                 return
+            answered = asked
         before = now
         del watchdog  # it lives as long as its process group
 
@@ -627,12 +587,12 @@ def _group_of_call(frame: FrameType | None) -> tuple[int, ...]:
     return ()
 
 
-def _process() -> dict[str, str]:
-    """Describe this process, and where it is seen; empty where the system has no ``/proc``."""
+def _process() -> list[str]:
+    """Return where this process is seen, its number and its start; nothing where the system has no ``/proc``."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"seen": f"{boot} {os.readlink('/proc/self/ns/pid')}", "pid": str(os.getpid()), "began": _began("self")}
-    return {}
+        return [f"{boot} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _began("self")]
+    return []
 
 
 def _began(pid: str) -> str:
@@ -644,10 +604,10 @@ def _began(pid: str) -> str:
 
 def _is_gone(text: str) -> bool:
     """Tell whether a rank's process has ended, as far as that can be seen from here."""
-    theirs: Mapping[str, str] = json.loads(text)
-    if not theirs or theirs["seen"] != _process().get("seen"):
+    theirs: list[str] = json.loads(text)
+    if not theirs or theirs[:1] != _process()[:1]:
         return False
     try:
-        return _began(theirs["pid"]) != theirs["began"]  # numbers of processes are used again
+        return _began(theirs[1]) != theirs[2]  # numbers of processes are used again
     except OSError:
         return True

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from fsshard.comm import watchdog
 from fsshard.comm.stores import LOOPBACK, answer_within, loopback_store
 from fsshard.errors import LaunchError
-from fsshard.launching.environment import RankInfo, cores, cuda_devices, export, integer, launched_rank
+from fsshard.launching.environment import RankInfo, check_count, cores, cuda_devices, export, integer, launched_rank
 from fsshard.launching.leaving import keep_all_groups, watch_end
 
 __all__ = ["Context", "JoinSettings", "init", "join", "running_sizes"]
@@ -100,7 +100,7 @@ class JoinSettings:
 
     @property
     def store_timeout(self) -> timedelta:
-        """Limit for ranks to find each other; torch's where none was asked for."""
+        """Return the limit for ranks to find each other; torch's where none was asked for."""
         return self.timeout or dist.default_pg_timeout
 
     @classmethod
@@ -114,12 +114,9 @@ class JoinSettings:
         if backend not in (None, "gloo", "nccl"):
             raise LaunchError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and (
-            not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0
-        ):
+        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
             raise LaunchError(f"timeout must be a positive number of seconds, a timedelta or None, got {timeout!r}")
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-            raise LaunchError(f"threads must be a positive integer or None, got {threads!r}")
+        check_count("threads", threads)
         place = None if device is None else torch.device(device)
         if place is not None and place.type not in ("cpu", "cuda"):
             raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
@@ -160,11 +157,7 @@ def join(info: RankInfo, settings: JoinSettings, store: Store | None = None) -> 
 
 
 def _store_of_job(info: RankInfo, settings: JoinSettings) -> Store:
-    """Return the store at the address that ``info`` names.
-
-    Raises:
-        LaunchError: something listens there that is no store of torch's.
-    """
+    """Return the store at the address that ``info`` names."""
     limit = settings.store_timeout
 
     def connected() -> Store:
@@ -184,29 +177,21 @@ def _store_of_job(info: RankInfo, settings: JoinSettings) -> Store:
 
 def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
     """Return the launcher's store, or one that rank 0 serves on the loopback interface; None leaves it to torch."""
+    address, port, timeout = info.address or "", info.port, settings.store_timeout
+    if not port:
+        return None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return store_of_this_start(info, settings)
-    local = info.address == "localhost" or (info.address or "").startswith("127.")
-    if not local or not info.port:
+        # torchrun keeps one store for all starts, whose addresses of ranks that are gone a new start finds before the
+        # new ones ("Gloo connectFullMesh failed ... Connection refused", torch 2.13). The starts are counted per host,
+        # so several hosts have no number that they agree on.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        if start is None or info.local_world_size < info.world_size:
+            return None
+        return PrefixStore(f"start {start}", TCPStore(address, port, is_master=False, timeout=timeout))
+    if address != "localhost" and not address.startswith("127."):
         return None
-    address = LOOPBACK if info.address == "localhost" else info.address
-    assert address is not None
-    return loopback_store(address, info.port, info.world_size, serves=info.rank == 0, timeout=settings.store_timeout)
-
-
-def store_of_this_start(info: RankInfo, settings: JoinSettings) -> Store | None:
-    """Return the launcher's store, in which a rank that was started again sees what this start's ranks have written.
-
-    torchrun keeps one store for all starts, whose addresses of ranks that are gone a new start finds before the new
-    ones ("Gloo connectFullMesh failed ... Connection refused", torch 2.13). The starts are counted per host, so on
-    several hosts there is no number that they agree on; None leaves the store to torch.
-    """
-    start, port = os.environ.get("TORCHELASTIC_RESTART_COUNT"), info.port
-    several = info.local_world_size < info.world_size
-    if start is None or port is None or several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    assert info.address is not None
-    return PrefixStore(f"start {start}", TCPStore(info.address, port, is_master=False, timeout=settings.store_timeout))
+    address = LOOPBACK if address == "localhost" else address
+    return loopback_store(address, port, info.world_size, serves=info.rank == 0, timeout=timeout)
 
 
 def _choose_device(info: RankInfo, settings: JoinSettings) -> tuple[str, torch.device]:
@@ -214,10 +199,7 @@ def _choose_device(info: RankInfo, settings: JoinSettings) -> tuple[str, torch.d
     # With one device bound to each task, a task sees its own only.
     own_device = info.source == "SLURM" and "SLURM_GPUS_PER_TASK" in os.environ
     enough = count >= (1 if own_device else info.local_world_size)
-    if settings.backend is not None:
-        backend = settings.backend
-    else:
-        backend = "nccl" if enough and (device is None or device.type == "cuda") else "gloo"
+    backend = settings.backend or ("nccl" if enough and (device is None or device.type == "cuda") else "gloo")
     if backend == "gloo" and (device is None or device.type == "cpu"):
         return backend, torch.device("cpu")
     if not count:

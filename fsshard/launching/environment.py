@@ -13,7 +13,7 @@ import torch
 from fsshard.comm.stores import LOOPBACK
 from fsshard.errors import LaunchError
 
-__all__ = ["RankInfo", "cores", "cuda_devices", "export", "exported", "integer", "launched_rank", "variables_of"]
+__all__ = ["RankInfo", "check_count", "cores", "cuda_devices", "export", "exported", "integer", "launched_rank"]
 
 # What this module wrote into os.environ, so that it is not mistaken for a launcher's doing later on.
 exported: dict[str, str] = {}
@@ -70,7 +70,7 @@ def variables_of(info: RankInfo) -> dict[str, str]:
 
 
 def export(info: RankInfo) -> None:
-    """Write it into the environment, for libraries that read it."""
+    """Write a rank's place into the environment, for libraries that read it."""
     for name, value in variables_of(info).items():
         if os.environ.get(name) != value:
             os.environ[name] = exported[name] = value
@@ -89,17 +89,15 @@ def integer(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def torchrun_rank(environment: Mapping[str, str]) -> RankInfo | None:
-    """RANK, WORLD_SIZE and so on, as torchrun or a hand-written script exports them."""
-    if "RANK" not in environment:
-        # A batch script often exports WORLD_SIZE and MASTER_* and leaves the ranks to srun.
-        if "WORLD_SIZE" not in environment or _is_slurm_task(environment):
-            return None
+    """Return the place that torchrun or a hand-written script exports as RANK, WORLD_SIZE and so on."""
+    there = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+    # A batch script often exports WORLD_SIZE and MASTER_* and leaves the ranks to srun.
+    if not there or (there == ["WORLD_SIZE"] and _is_slurm_task(environment)):
+        return None
+    if len(there) == 1:
+        other = "RANK" if there == ["WORLD_SIZE"] else "WORLD_SIZE"
         raise LaunchError(
-            f"WORLD_SIZE={environment['WORLD_SIZE']} is set but RANK is not; set both (torchrun does), or neither"
-        )
-    if "WORLD_SIZE" not in environment:
-        raise LaunchError(
-            f"RANK={environment['RANK']} is set but WORLD_SIZE is not; set both (torchrun does), or neither"
+            f"{there[0]}={environment[there[0]]} is set but {other} is not; set both (torchrun does), or neither"
         )
     rank, world = integer(environment, "RANK"), integer(environment, "WORLD_SIZE")
     if world == 1 and environment.get("MASTER_PORT") == "0":
@@ -157,14 +155,11 @@ def slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0: the step's first node.
-
-    ``SLURM_LAUNCH_NODE_IPADDR`` is only second: it is where srun was typed, a login node at times, not where rank 0
-    runs.
-    """
+    """Return the host of rank 0: the step's first node."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST")
     if nodes:
         return first_host(nodes)
+    # Only second: it is where srun was typed, a login node at times, not where rank 0 runs.
     address = environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not address:
         raise LaunchError("neither SLURM_STEP_NODELIST nor SLURM_LAUNCH_NODE_IPADDR is set; export MASTER_ADDR")
@@ -177,6 +172,12 @@ def first_host(nodes: str) -> str:
     if entry is None:
         raise LaunchError(f"SLURM_STEP_NODELIST={nodes!r} names no host")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", entry.group())
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise unless an argument is a positive integer or None."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise LaunchError(f"{name} must be a positive integer or None, got {value!r}")
 
 
 def cores() -> int:

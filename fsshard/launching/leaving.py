@@ -73,25 +73,24 @@ def tear_down() -> None:
         dist.destroy_process_group()
 
 
+_unfinished: list[Callable[[bool], None]] = []
+
+
 def before_leaving(finish: Callable[[bool], None]) -> None:
-    """Have ``finish(lost)`` called on each rank before its process group is destroyed: what goes on needs it."""
+    """Register ``finish(lost)``, to be called on each rank before its process group is destroyed.
+
+    ``lost``: whether this rank ends because it has lost another one, so that there is little to wait for.
+    """
     _unfinished.append(finish)
 
 
 def finish_before_leaving(lost: bool = False) -> None:
-    """Call what :func:`before_leaving` was given.
-
-    Args:
-        lost: whether this rank ends because it has lost another one, so that there is little to wait for.
-    """
+    """Call what :func:`before_leaving` was given."""
     for finish in _unfinished:
         finish(lost)
     of_job = Watchdog.of_job()
     if of_job is not None:
         of_job.end()
-
-
-_unfinished: list[Callable[[bool], None]] = []
 
 
 def say_leaving(error: BaseException) -> None:
@@ -108,11 +107,7 @@ _failed = False
 
 
 def watch_end(group: dist.ProcessGroup) -> None:
-    """Watch how this process ends while it has ``group``.
-
-    An error that ends it because another rank was lost is followed by that rank's name; after a script that has
-    finished the process group is destroyed, whoever made it.
-    """
+    """Name the lost rank below an error that ends this process; destroy the group after a script that has finished."""
     END_OF_PROCESS.keep_for(group, _ended)
 
 

@@ -19,9 +19,12 @@ from fsshard.comm.stacks import (
     timed_out,
 )
 from fsshard.comm.watchdog import UNEQUAL_CALLS, speaks_of_a_lost_rank
-from fsshard.errors import RankFailed, RankHung, RankMismatch
+from fsshard.errors import LaunchError, RankFailed, RankHung, RankMismatch
 
-__all__ = ["Failure", "Outcome", "is_consequence"]
+__all__ = ["FINISHED", "Failure", "Outcome", "is_consequence", "packed"]
+
+FINISHED = ("return", "sys.exit(0)")
+"""How a rank's function can have finished."""
 
 HINTS = {
     "SIGKILL": "; out of memory, perhaps",
@@ -32,14 +35,12 @@ HINTS = {
 
 def is_consequence(error: BaseException) -> bool:
     """Tell whether the error, or the one it was raised from, speaks of a neighbour that went away."""
-    seen: set[int] = set()
+    links: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        if isinstance(link, RankMismatch) or speaks_of_a_lost_rank(link):
-            return True
-        seen.add(id(link))
+    while link is not None and not any(link is known for known in links):
+        links.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return False
+    return any(isinstance(link, RankMismatch) or speaks_of_a_lost_rank(link) for link in links)
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,13 @@ class Failure:
     @classmethod
     def death(cls, rank: int, code: int | None) -> Failure:
         """Describe the end of a rank's process, by its exit code."""
+        name = f"exit code {code}"
+        message = (
+            "the process exited without finishing: os._exit(), or an error on standard error before fn was reached"
+        )
         if code is not None and code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            name = names.get(-code, f"signal {-code}")
+            name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
             message = f"the process was killed by a signal{HINTS.get(name, '')}"
-        else:
-            name = f"exit code {code}"
-            message = (
-                "the process exited without finishing: os._exit(), or an error on standard error before fn was reached"
-            )
         return cls(rank, time.time(), name, message, died=True)
 
     def error(self) -> BaseException | None:
@@ -116,24 +115,27 @@ def _unpickled(data: bytes | None) -> BaseException | None:
     return None
 
 
+def packed(rank: int, result: Any) -> bytes:
+    """Pickle what a rank returned."""
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        kind = type(result).__name__
+        raise LaunchError(
+            f"rank {rank} returned a {kind} that cannot be pickled ({error}); return plain data"
+        ) from error
+
+
 @dataclass
 class Outcome:
-    """The result of a job, rank by rank.
-
-    Attributes:
-        timeout: seconds that the job may take; once it is over, those for which its ranks were waited for.
-        finished: rank -> how: ``"return"`` or ``"sys.exit(0)"``; the first to finish first.
-        results: what they returned, as far as it was asked for.
-        failures: at most one by rank.
-        stacks: of those that did not answer.
-    """
+    """The result of a job, rank by rank."""
 
     world_size: int
-    timeout: float = 0.0
-    finished: dict[int, str] = field(default_factory=dict)
+    timeout: float = 0.0  # seconds that the job may take; once it is over, those for which its ranks were waited for
+    finished: dict[int, str] = field(default_factory=dict)  # how, one of FINISHED; the first to finish first
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)  # of those that did not answer
 
     def fail(self, failure: Failure, stack: Path) -> None:
         """Take down a rank's failure; of a death also where it was, which ``faulthandler`` may have written down."""
@@ -176,16 +178,15 @@ class Outcome:
     def _left_early(self, failure: Failure) -> RankFailed:
         """Return the failure of the first rank that had finished, of which ``failure`` is the echo on another one."""
         left, *others = self.finished
-        returned = self.finished[left] == "return"
-        said = "its function had returned" if returned else "sys.exit(0) was called there"
+        how, said = "SystemExit", "sys.exit(0) was called there"
+        if self.finished[left] == "return":
+            how, said = "an early return", "its function had returned"
         also = f" (so had rank {', '.join(map(str, others))})" if others else ""
         message = (
-            f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective, or have fewer "
-            f"batches (drop_last=True, DistributedSampler)? {failure.type_name} on "
-            f"rank {failure.rank}: {failure.message}"
+            f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective, or have fewer batches "
+            f"(drop_last=True, DistributedSampler)? {failure.type_name} on rank {failure.rank}: {failure.message}"
         )
         waited = location_in_traceback(failure.traceback).told("waited")
-        how = "an early return" if returned else "SystemExit"
         error = RankFailed(left, how, message, failure.traceback, {failure.rank: waited})
         error.__cause__ = failure.error()
         return error

@@ -31,7 +31,8 @@ from fsshard.errors import LaunchError
 from fsshard.launching.environment import RankInfo, exported, variables_of
 from fsshard.launching.handing_on import Handed, handed_on, take_over
 from fsshard.launching.leaving import die_with_parent, end_process, finish_before_leaving, groups, say_leaving
-from fsshard.launching.outcome import Failure
+from fsshard.launching.outcome import Failure, packed
+from fsshard.launching.supervisor import say
 from fsshard.torch_private.c10d import all_groups, forget_meshes, set_timeout
 from fsshard.torch_private.compiling import import_dynamo
 
@@ -45,28 +46,12 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
 
 Job = Callable[..., Any]
 
-# References to the groups of the last jobs: see fsshard.launch about the deadlock that they prevent. More would pile
-# up threads, three for each group; by the time two more jobs are done a group's threads are idle.
+# Groups of the last jobs: leaving.py says which deadlock this prevents. More of them would pile up threads, three for
+# each group; by the time two more jobs are done a group's threads are idle.
 _kept: deque[list[dist.ProcessGroup]] = deque(maxlen=2)
 
-NOTHING = pickle.dumps(None)
-
-
-class _Line:
-    """A worker's line to the parent."""
-
-    def __init__(self, pipe: connection.Connection) -> None:
-        self.owner = os.getpid()
-        self._pipe, self._lock = pipe, threading.Lock()  # a job may tell things from several threads
-        self.job = -1
-
-    def send(self, kind: str, data: bytes = NOTHING) -> None:
-        """Send a message; ``data`` is its pickled value."""
-        with self._lock:
-            self._pipe.send_bytes(pickle.dumps((kind, data)))
-
-
-_line: _Line | None = None
+_line: connection.Connection | None = None  # to the parent, while a job runs
+_process, _lock = 0, threading.Lock()  # a job may tell things from several threads
 
 
 def tell(value: Any) -> None:
@@ -74,8 +59,10 @@ def tell(value: Any) -> None:
 
     Outside a job of a :class:`RankPool` it does nothing, so that a function which tells its progress runs anywhere.
     """
-    if _line is not None and _line.owner == os.getpid():  # not a DataLoader worker that a rank forked
-        _line.send("told", pickle.dumps((_line.job, value)))
+    if _line is not None and _process == os.getpid():  # not a DataLoader worker that a rank forked
+        data = pickle.dumps(value)
+        with _lock:
+            say(_line, "told", data)
 
 
 class Order(NamedTuple):
@@ -101,19 +88,19 @@ def _folder() -> str | None:
     return None
 
 
-def worker_main(rank: int, device: str, port: int, stacks: Path, pipe: connection.Connection) -> None:
+def worker_main(rank: int, device: str, port: int, stack: Path, pipe: connection.Connection) -> None:
     """Body of a rank's process: jobs, one after the other, until the parent closes the pipe."""
-    global _line
+    global _line, _process
     die_with_parent()
     atexit.register(end_process, 0)
     os.environ.update(ENVIRONMENT[device])
     store = TCPStore(LOOPBACK, port, is_master=False)
-    _line = line = _Line(pipe)
+    _process = os.getpid()
     _warm_up()
-    with stacks.open("w") as file:
+    with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         faulthandler.enable(file)  # also where a fatal signal ends it
-        line.send("ready")
+        say(pipe, "ready")
         modules = 0
         while True:
             if len(sys.modules) > modules:
@@ -127,12 +114,15 @@ def worker_main(rank: int, device: str, port: int, stacks: Path, pipe: connectio
             # At its end Lightning's Trainer (2.6) puts back the handlers that Python knows of; faulthandler's is none.
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.register(signal.SIGUSR1, file=file)
-            line.job = order.number
+            _line = pipe
             info = RankInfo("pool", rank, order.world_size, rank, order.world_size, LOOPBACK, port)
             with environment_of(variables_of(info)), _fresh_torch():
-                line.send(*_outcome(rank, device, PrefixStore(f"job{order.number}", store), order))
+                ending = _outcome(rank, device, PrefixStore(f"job{order.number}", store), order)
+                with _lock:
+                    _line = None
+                    say(pipe, *ending)
                 _leave()
-            line.send("ready")
+            say(pipe, "ready")
 
 
 def _warm_up() -> None:
@@ -152,9 +142,9 @@ def _outcome(rank: int, device: str, store: Store, order: Order) -> tuple[str, b
             loaded = _loaded(order.call)
         _join(rank, device, store, order)
         fn, args, kwargs = loaded or _loaded(order.call)
-        result = pickle.dumps(_on_cpu(fn(*args, **kwargs)))
+        result = packed(rank, _on_cpu(fn(*args, **kwargs)))
         _kept.append(all_groups())
-        return "returned", result
+        return "return", result
     except BaseException as error:
         failure = pickle.dumps(Failure.of(rank, error))
         say_leaving(error)

@@ -13,7 +13,6 @@ import logging
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from fsshard.comm import watchdog
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError
 from fsshard.launching.context import Context, JoinSettings, init, join, running_sizes
-from fsshard.launching.environment import RankInfo, cores, cuda_devices, exported
+from fsshard.launching.environment import RankInfo, check_count, cores, cuda_devices, exported
 from fsshard.launching.handing_on import Handed, handed_on, take_over
 from fsshard.launching.leaving import (
     die_with_parent,
@@ -41,8 +40,8 @@ from fsshard.launching.leaving import (
     say_leaving,
     tear_down,
 )
-from fsshard.launching.outcome import Failure, Outcome, is_consequence
-from fsshard.launching.supervisor import Heard, Supervisor, check_importable, check_not_importing
+from fsshard.launching.outcome import Failure, Outcome, is_consequence, packed
+from fsshard.launching.supervisor import Supervisor, check_importable, check_not_importing, say
 
 __all__ = ["launch"]
 
@@ -88,8 +87,11 @@ def launch(
             ends this process, too.
     """
     settings = JoinSettings.check(backend, timeout, threads, None)
-    _check_nprocs(nprocs)
-    _check_call(fn, args)
+    check_count("nprocs", nprocs)
+    if not callable(fn):
+        raise LaunchError(f"launch() needs a function fn(context, *args), got {fn!r}")
+    if not isinstance(args, (tuple, list)):
+        raise LaunchError(f"args must be a tuple or a list, got {type(args).__name__}; for one argument: args=(x,)")
     if not isinstance(grace, (int, float)) or not grace >= 0:
         raise LaunchError(f"grace must be a number of seconds from 0 on, got {grace!r}")
     sizes = running_sizes()
@@ -110,18 +112,6 @@ def launch(
 
         return record(run)()  # tells torchrun which rank failed first, and why
     return run()
-
-
-def _check_nprocs(nprocs: int | None) -> None:
-    if nprocs is not None and (not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1):
-        raise LaunchError(f"nprocs must be a positive integer or None, got {nprocs!r}")
-
-
-def _check_call(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    if not callable(fn):
-        raise LaunchError(f"launch() needs a function fn(context, *args), got {fn!r}")
-    if not isinstance(args, (tuple, list)):
-        raise LaunchError(f"args must be a tuple or a list, got {type(args).__name__}; for one argument: args=(x,)")
 
 
 def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
@@ -181,23 +171,20 @@ def _rank_main(
     info: RankInfo,
     settings: JoinSettings,
     handed: Handed,
-    stack: str,
+    stack: Path,
     pipe: connection.Connection,
 ) -> None:
-    """Body of a spawned process: run, then tell the parent how it ended, in one message.
-
-    Where a fatal signal ends it, ``stack`` is the file in which the parent finds where that was.
-    """
+    """Body of a spawned process: run, then tell the parent how it ended."""
     die_with_parent()
-    faulthandler.enable(open(stack, "w"))  # noqa: SIM115  it stays open
+    faulthandler.enable(stack.open("w"))  # it stays open, for a fatal signal
     code = 0
     try:
         take_over(handed)
         how, result = _run(lambda: _join_parent(info, settings), fn, args)
-        message = pickle.dumps((how, _pack_result(result) if info.rank == 0 else None))
+        message = how, packed(info.rank, result if info.rank == 0 else None)
     except BaseException as error:
-        message, code = pickle.dumps(Failure.of(info.rank, error)), 1
-    pipe.send_bytes(message)
+        message, code = ("raised", pickle.dumps(Failure.of(info.rank, error))), 1
+    say(pipe, *message)
     pipe.close()
     atexit.register(end_process, code)
     sys.exit(code)
@@ -213,16 +200,6 @@ def _join_parent(info: RankInfo, settings: JoinSettings) -> Context:
     return context
 
 
-def _pack_result(result: Any) -> bytes:
-    # Plain pickle, not multiprocessing's: a tensor travels as bytes, not as shared memory that dies with this process.
-    try:
-        return pickle.dumps(result)
-    except Exception as error:
-        raise LaunchError(
-            f"rank 0 returned a {type(result).__name__} that cannot be pickled ({error}); return plain data"
-        ) from error
-
-
 # ------------------------------------------------------------------------------------------------------ in the parent
 
 
@@ -231,46 +208,38 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
     check_importable(fn)
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.
     store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.store_timeout)
-    stacks = tempfile.TemporaryDirectory(prefix="fsshard-stacks-")
     supervisor, outcome = Supervisor(), Outcome(nprocs)
-
-    def hear(rank: int, message: bytes | Failure) -> Heard:
-        """Take down what a rank has sent, its one message, or how it died."""
-        ending = message if isinstance(message, Failure) else pickle.loads(message)
-        if isinstance(ending, Failure):
-            outcome.fail(ending, Path(stacks.name, str(rank)))
-            return Heard.LAST | Heard.FAILURE
-        outcome.finished[rank], outcome.results[rank] = ending
-        return Heard.LAST
-
     with _passing_on_sigterm(supervisor, grace) as would_end:
         try:
             for rank in range(nprocs):
                 if supervisor.until is not None:
                     break
                 info = RankInfo("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port)
-                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on(), f"{stacks.name}/{rank}"))
-            supervisor.watch(supervisor.ranks, hear, patience=GRACE_SECONDS)
+                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on()))
+            supervisor.watch(supervisor.ranks, outcome, patience=GRACE_SECONDS)
         finally:
             unheard = set(supervisor.ranks) - set(outcome.finished) - set(outcome.failures)
-            _stop(supervisor, complete=not outcome.failures and not unheard, unheard=unheard)
+            supervisor.terminate(unheard)
+            # Those that finished end in their own time, the others now.
+            complete = not outcome.failures and not unheard
+            codes = supervisor.end(supervisor.ranks, None if complete else GRACE_SECONDS)
+            for rank, code in codes.items() if complete else ():
+                if code:
+                    logger.warning("rank %d finished, but its process then ended with code %d", rank, code)
     if supervisor.until is not None:
-        outcome.failures |= {rank: _outlasted(rank, grace) for rank in sorted(unheard)}
+        message = f"it had not ended {grace:g} s (grace=) after SIGTERM, and was killed"
+        for rank in sorted(unheard):
+            outcome.failures[rank] = Failure(rank, time.time(), "SIGKILL", message, died=True)
         if would_end and any(each.type_name in ("SIGTERM", "SIGKILL") for each in outcome.failures.values()):
             signal.raise_signal(signal.SIGTERM)
-    error = outcome.error()
-    if error is not None:
+    if (error := outcome.error()) is not None:
         raise error
-    return _unpack_result(outcome.results.get(0))
+    return outcome.results.get(0)
 
 
 @contextmanager
 def _passing_on_sigterm(supervisor: Supervisor, grace: float) -> Iterator[bool]:
-    """Hand SIGTERM on to the ranks meanwhile, then to the user's own handler, if there is one.
-
-    Yields:
-        Whether the signal would end this process.
-    """
+    """Hand SIGTERM on to the ranks, then to the user's own handler; yield whether it would end this process."""
     before = signal.getsignal(signal.SIGTERM)
     if before in (signal.SIG_IGN, None) or threading.current_thread() is not threading.main_thread():
         yield False
@@ -286,24 +255,3 @@ def _passing_on_sigterm(supervisor: Supervisor, grace: float) -> Iterator[bool]:
         yield before == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _outlasted(rank: int, grace: float) -> Failure:
-    message = f"it had not ended {grace:g} s (grace=) after SIGTERM, and was killed"
-    return Failure(rank, time.time(), "SIGKILL", message, died=True)
-
-
-def _stop(supervisor: Supervisor, *, complete: bool, unheard: set[int]) -> None:
-    """End every process: those that finished in their own time, the others now."""
-    supervisor.terminate(unheard)
-    codes = supervisor.end(supervisor.ranks, None if complete else GRACE_SECONDS)
-    for rank, code in codes.items() if complete else ():
-        if code:
-            logger.warning("rank %d finished, but its process then ended with code %d", rank, code)
-
-
-def _unpack_result(data: bytes | None) -> Any:
-    try:
-        return None if data is None else pickle.loads(data)
-    except Exception as error:
-        raise LaunchError(f"rank 0's result cannot be unpickled here ({error}); return plain data") from error

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsshard.errors import LaunchError
-from fsshard.launching.outcome import Failure
+from fsshard.launching.outcome import FINISHED, Failure, Outcome
 
-__all__ = ["Heard", "Supervisor", "check_importable", "check_not_importing"]
+__all__ = ["Supervisor", "check_importable", "check_not_importing", "say"]
 
 POLL_SECONDS = 0.5  # a dead rank's forked children can hold its sentinel open, so exit codes are looked at too
 EXIT_SECONDS = 2.0  # from a rank's last message to its exit code
+STACK_SECONDS = 2.0  # for a rank that does not answer to write down where it is
 
 
-class Heard(enum.Flag):
-    """The meaning of a rank's message to who waits for it."""
+def say(pipe: connection.Connection, kind: str, value: bytes = pickle.dumps(None)) -> None:
+    """Send a rank's message to its parent.
 
-    NEWS = 0
-    LAST = enum.auto()  # nothing more is awaited from this rank
-    FAILURE = enum.auto()  # the other ranks have a little time left to report
+    Args:
+        pipe: to the parent.
+        kind: ``"ready"`` for work; ``"told"`` something while it works; how it has finished, one of ``FINISHED``, with
+            its result; ``"raised"``, with a ``Failure``. Its process's end is heard as ``"died"``.
+        value: pickled by plain pickle, not multiprocessing's: a tensor travels as bytes, not as shared memory that dies
+            with the rank.
+    """
+    pipe.send_bytes(pickle.dumps((kind, value)))
 
 
 class _Rank(NamedTuple):
@@ -42,10 +51,8 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of their stacks
         self.until: float | None = None  # in the time of time.monotonic; set once the ranks were told to leave
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._ranks
 
     @property
     def ranks(self) -> list[int]:
@@ -53,15 +60,18 @@ class Supervisor:
         return list(self._ranks)
 
     def start(self, rank: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """Spawn a process that calls ``target(*args, pipe)``.
+        """Spawn a process that calls ``target(*args, stack, pipe)``; ``stack`` is where ``faulthandler`` shall write.
 
         Raises:
             LaunchError: the arguments cannot be pickled. Nothing was started.
         """
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="fsshard-ranks-")
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
         # Not daemonic: a daemon may not have children, and a DataLoader wants workers.
-        process = spawn.Process(target=target, args=(*args, there), name=f"rank {rank}", daemon=False)
+        arguments = (*args, self._stack(rank), there)
+        process = spawn.Process(target=target, args=arguments, name=f"rank {rank}", daemon=False)
         try:
             process.start()  # pickles everything before it starts anything
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -74,73 +84,96 @@ class Supervisor:
         self._ranks[rank] = _Rank(process, here)
 
     def send(self, rank: int, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the rank has closed its pipe: it has died.
-        """
-        self._ranks[rank].pipe.send(message)
+        """Send a message to a rank, unless it has just died: that is found out by :meth:`watch`."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._ranks[rank].pipe.send(message)
 
     def watch(
         self,
         ranks: Iterable[int],
-        heard: Callable[[int, bytes | Failure], Heard],
+        outcome: Outcome,
+        last: Collection[str] = (*FINISHED, "raised"),
         *,
         deadline: float = math.inf,
         patience: float = math.inf,
+        on_message: Callable[[int, Any], None] | None = None,
     ) -> set[int]:
-        """Listen until each rank has said its last, or the deadline, or ``patience`` seconds after the first failure.
+        """Take down what ranks say until each has said its last, or died, or time is over.
 
         Args:
             ranks: whom to listen to.
-            heard: called with a rank and its message, or how it died, which is the last that there is of it.
+            outcome: where results and failures are taken down.
+            last: kinds of messages after which nothing more is awaited from a rank.
             deadline: in the time of ``time.monotonic``.
-            patience: for the other ranks to say what happened to them.
+            patience: seconds after the first failure, for the other ranks to say what happened to them.
+            on_message: called with a rank and the value that it tells.
 
         Returns:
             The ranks that have not said their last.
         """
         waiting = set(ranks)
         while waiting and time.monotonic() < (self.until or deadline):
-            for rank, message in self._messages(waiting, self.until or deadline):
-                meaning = heard(rank, message)
-                if Heard.FAILURE in meaning:
+            for rank in self._readable(waiting, self.until or deadline):
+                kind, value = self._message(rank)
+                if kind == "told" and on_message is not None:
+                    on_message(rank, value)
+                elif kind in FINISHED:
+                    outcome.finished[rank], outcome.results[rank] = kind, value
+                elif kind in ("raised", "died"):
+                    outcome.fail(value, self._stack(rank))
                     deadline = min(deadline, time.monotonic() + patience)
-                if Heard.LAST in meaning or isinstance(message, Failure):
+                if kind == "died" or kind in last:
                     waiting.discard(rank)
         return waiting
 
-    def _messages(self, waiting: set[int], deadline: float) -> list[tuple[int, bytes | Failure]]:
-        """Return what the ranks say next, one message each; [] if they say nothing for a while."""
+    def _readable(self, waiting: set[int], deadline: float) -> list[int]:
+        """Wait for ranks that have something to say, or have died; none if nothing happens for a while."""
         watched = [self._ranks[rank] for rank in sorted(waiting)]
         limit = max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
         connection.wait([*(each.pipe for each in watched), *(each.process.sentinel for each in watched)], limit)
-        found = ((rank, self._message(rank)) for rank in sorted(waiting))
-        return [(rank, message) for rank, message in found if message is not None]
+        # Its end is looked at before its pipe: what it sent before it died is there by then.
+        ended = self.dead()
+        return [rank for rank in sorted(waiting) if rank in ended or self._ranks[rank].pipe.poll()]
 
-    def _message(self, rank: int) -> bytes | Failure | None:
+    def _message(self, rank: int) -> tuple[str, Any]:
         process, pipe = self._ranks[rank]
-        dead = process.exitcode is not None  # before the pipe: what it sent before it died is there by then
-        readable = pipe.poll()
-        if not readable and not dead:
-            return None
         try:
-            if readable:  # a dead rank's forked children may hold the pipe open: reading could wait forever
-                return pipe.recv_bytes()
+            if pipe.poll():  # a dead rank's forked children may hold the pipe open: reading could wait forever
+                kind, data = pickle.loads(pipe.recv_bytes())
+                try:
+                    return kind, pickle.loads(data)
+                except Exception as error:
+                    unread = LaunchError(f"what the rank sent cannot be unpickled here: {error}; return plain data")
+                    return "raised", Failure.of(rank, unread)
         except (EOFError, OSError):
             process.join(EXIT_SECONDS)
             if process.exitcode is None:  # closed its pipe and stayed
                 process.kill()
                 process.join()
-        return Failure.death(rank, process.exitcode)
+        return "died", Failure.death(rank, process.exitcode)
+
+    def _stack(self, rank: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"rank{rank}")
+
+    def stack(self, rank: int) -> str:
+        """Return the stack that a rank which does not answer is stuck in."""
+        text = ""
+        process = self._ranks[rank].process
+        with suppress(ProcessLookupError, FileNotFoundError):
+            os.kill(process.pid or 0, signal.SIGUSR1)
+            deadline = time.monotonic() + STACK_SECONDS
+            while time.monotonic() < deadline:
+                before = text
+                process.join(0.05)
+                text = self._stack(rank).read_text()
+                if text and text == before:
+                    break
+        return text
 
     def pid(self, rank: int) -> int:
-        """Return the number of a rank's process; 0 where it has none."""
+        """Return the number of a rank's process."""
         return self._ranks[rank].process.pid or 0
-
-    def join(self, rank: int, seconds: float) -> None:
-        """Return when a rank's process has ended, or after so many seconds."""
-        self._ranks[rank].process.join(seconds)
 
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended by themselves."""
@@ -170,6 +203,9 @@ class Supervisor:
                 process.kill()
         for process, _ in ended.values():
             process.join()
+        if self._folder is not None and not self._ranks:
+            self._folder.cleanup()
+            self._folder = None
         return codes
 
     def leave_within(self, seconds: float) -> None:
@@ -191,16 +227,17 @@ def check_not_importing(call: str) -> None:
         )
 
 
-def check_importable(fn: Callable[..., Any]) -> None:
+def check_importable(fn: Any) -> None:
     """Raise unless a spawned process can import ``fn`` by its name."""
     __tracebackhide__ = True  # pytest shows the caller's line above the message
-    target = fn
-    while isinstance(target, functools.partial):
-        target = target.func
-    name = getattr(target, "__qualname__", repr(target))
+    if not callable(fn):
+        raise LaunchError(f"expected a module-level function, got {fn!r}")
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", repr(fn))
     remedy = "spawned ranks import it by name: use a function at the top level of a module"
     main = sys.modules.get("__main__")
-    if getattr(target, "__module__", None) == "__main__" and not os.path.exists(getattr(main, "__file__", None) or ""):
+    if getattr(fn, "__module__", None) == "__main__" and not os.path.exists(getattr(main, "__file__", None) or ""):
         raise LaunchError(
             f"{name} lives in an interactive session; {remedy} (in a notebook, of one that %%writefile makes), or call "
             "fsshard.init() for one rank here"

@@ -15,15 +15,10 @@ __all__ = ["DataRank", "data_rank"]
 
 
 class DataRank(NamedTuple):
-    """A rank's place among those that see other samples.
+    """A rank's place among those that see other samples."""
 
-    Attributes:
-        rank: which of the ``size`` parts of every batch it sees, from 0 on.
-        size: into how many parts a batch is divided.
-    """
-
-    rank: int
-    size: int
+    rank: int  # which of the ``size`` parts of every batch it sees, from 0 on
+    size: int  # into how many parts a batch is divided
 
 
 def data_rank(mesh: Any = None) -> DataRank:

@@ -7,7 +7,6 @@ known here says nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from fsshard.errors import ConfigurationError
@@ -132,7 +131,12 @@ def _check(mesh: Any, hybrid: bool) -> None:
     roles = [role_of(name) for name in names]
     splits = [name for name, role in zip(names, roles, strict=True) if role == "model"]
     if splits or mesh.ndim != 2:
-        _refuse(mesh, splits)
+        why = "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards)"
+        if splits:
+            verb = "split" if len(splits) > 1 else "splits"
+            named = " and ".join(map(repr, splits))
+            why = f"{named} {verb} the model, and wrap shares work among ranks that see other samples"
+        raise ConfigurationError(f"device_mesh={shape_text(mesh)}: {why}; pass device_mesh={data_slice(mesh)}")
     if roles[:1] == ["shards"] and roles[1:] != ["shards"]:
         raise ConfigurationError(
             f"device_mesh={shape_text(mesh)}: expected replicas first and shards second, as torch takes them; make it "
@@ -147,15 +151,3 @@ def _check(mesh: Any, hybrid: bool) -> None:
             f"sharding_strategy='HYBRID_SHARD'; if not, pass a 1-D slice such as {data_slice(mesh)}",
             stacklevel=6,  # of whoever called wrap()
         )
-
-
-def _refuse(mesh: Any, splits: Sequence[str]) -> None:
-    if splits:
-        several = len(splits) > 1
-        why = (
-            f"{' and '.join(repr(name) for name in splits)} {'split' if several else 'splits'} the model, and wrap "
-            "shares work among ranks that see other samples"
-        )
-    else:
-        why = "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards)"
-    raise ConfigurationError(f"device_mesh={shape_text(mesh)}: {why}; pass device_mesh={data_slice(mesh)}")

@@ -27,39 +27,25 @@ HOW_SHARDED = '(mesh["tp"], dim) with the dimension along which the parts lie, o
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh dimension beside that of data.
+    """A mesh dimension beside that of data."""
 
-    Attributes:
-        name: as the mesh has it.
-        group: this rank's ranks along it.
-        ranks: their global ranks.
-    """
-
-    name: str
-    group: dist.ProcessGroup = field(compare=False)
-    ranks: tuple[int, ...]
+    name: str  # as the mesh has it
+    group: dist.ProcessGroup = field(compare=False)  # of this rank's ranks along it
+    ranks: tuple[int, ...]  # global ones
 
 
 @dataclass(frozen=True)
 class ModelMesh:
-    """The mesh dimensions beside that of data.
+    """The mesh dimensions beside that of data."""
 
-    Attributes:
-        axes: each of them, those with one rank left out.
-        group: all ranks of the training: those of data times those of the axes.
-        layouts: parameter's name -> what it is along them, as the caller of ``wrap`` has said it.
-        data_size: how many ranks there are along data.
-        divides: whether ranks along the axes have different elements of some parameter.
-    """
-
-    axes: tuple[Axis, ...]
-    group: dist.ProcessGroup
-    layouts: Mapping[str, tuple[Layout, ...]]
-    data_size: int
-    divides: bool
+    axes: tuple[Axis, ...]  # those with one rank left out
+    group: dist.ProcessGroup  # all ranks of the training: those of data times those of the axes
+    layouts: Mapping[str, tuple[Layout, ...]]  # parameter's name -> what it is along them, as the caller has said it
+    data_size: int  # how many ranks there are along data
+    divides: bool  # ranks along the axes have different elements of some parameter
 
     def shape(self) -> dict[str, int]:
-        """Dimension's name -> its number of ranks; data first."""
+        """Return the number of ranks of each dimension by its name; data first."""
         names = [axis.name for axis in self.axes]
         unlike = [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names)]
         sizes = [len(axis.ranks) for axis in self.axes]
@@ -67,16 +53,11 @@ class ModelMesh:
 
     def described(self) -> list[Any]:
         """Return what ranks have to ask for alike."""
-        kinds = [
-            (
-                name,
-                [
-                    (type(layout).__name__, getattr(layout, "dim", None), getattr(layout, "mean", None))
-                    for layout in found
-                ],
-            )
-            for name, found in self.layouts.items()
-        ]
+
+        def told(layout: Layout) -> tuple[Any, ...]:
+            return type(layout).__name__, getattr(layout, "dim", None), getattr(layout, "mean", None)
+
+        kinds = [(name, list(map(told, layouts))) for name, layouts in self.layouts.items()]
         return [[(axis.name, len(axis.ranks)) for axis in self.axes], kinds]
 
 
@@ -87,7 +68,7 @@ def find_model_mesh(
     sharded: object = None,
     device_mesh: Any = None,
 ) -> ModelMesh | None:
-    """The mesh dimensions that the model's DTensors and the arguments name; None where there are none. Collective then.
+    """Return the mesh dimensions that DTensors and the arguments name; None where there are none. Collective then.
 
     Args:
         model: the user's, not changed yet.
@@ -125,15 +106,7 @@ def find_model_mesh(
 
 
 def check_asked_alike(mesh: ModelMesh, names: Sequence[str]) -> None:
-    """Raise on every rank unless all have parameters of the same names, and say the same of each. Collective.
-
-    Args:
-        mesh: what this rank was told.
-        names: of its parameters.
-
-    Raises:
-        RankMismatch: names two ranks.
-    """
+    """Raise on every rank unless all have parameters of the same ``names``, and say the same of each. Collective."""
     told = per_rank(mesh.group, (mesh.described(), list(names)))
     for rank, (said, held) in enumerate(told):
         if said != told[0][0]:
@@ -187,7 +160,7 @@ def _check_all_named(axes: Iterable[tuple[int, ...]], meshes: Iterable[Any], dat
 
 
 def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGroup:
-    """The group of all ranks that are reached along data and the axes. Collective over them."""
+    """Return the group of all ranks that are reached along data and the axes. Collective over them."""
     known = set(dist.get_process_group_ranks(data))
     for axis in axes:
         known = {rank for found in per_rank(axis.group, sorted(known)) for rank in found}

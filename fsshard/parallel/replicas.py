@@ -64,9 +64,6 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
     """Raise on every rank where a parameter that is held alike by all has different values. Collective.
 
     Only rank 0's of data count, which the others get.
-
-    Raises:
-        ModelError: names the parameter, the mesh dimension and two ranks.
     """
     _check_real(slots, mesh)
     layouts = layouts_by_name(slots, mesh)
@@ -79,9 +76,12 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
     for axis in mesh.axes:
         alike = [name for name in sums if not _spoken_for(layouts[name], axis)]
         mine = None if data_rank else {name: sums[name] for name in alike}
-        differing = _first_difference(axis, per_rank(axis.group, mine))
-        for message in filter(None, per_rank(mesh.group, differing)):
-            raise ModelError(message)
+        _check_alike(
+            mesh, axis, mine,
+            "parameter {name!r} has other values on rank {rank} than on rank {first}, along mesh dimension {axis!r}, "
+            f"and wrap was not told what it is there: {SAY}; or start both ranks from one seed where they are to hold "
+            "it alike",
+        )  # fmt: skip
 
 
 def _check_real(slots: Iterable[ParameterSlot], mesh: ModelMesh) -> None:
@@ -110,11 +110,7 @@ def _check_even(slots: Sequence[ParameterSlot], layouts: Mapping[str, Sequence[L
 
 
 def check_even_dtensors(slots: Iterable[ParameterSlot], backend: type[Any]) -> None:
-    """Raise for DTensors in unequal parts where an engine gives each parameter to a rank by its size. Local.
-
-    Raises:
-        UnsupportedByBackend: names the parameter, and the engines that can.
-    """
+    """Raise for DTensors in unequal parts where an engine gives each parameter to a rank by its size. Local."""
     if backend.facts.divides != "owners":
         return
     for slot in slots:
@@ -134,38 +130,26 @@ def check_same_buffers(buffers: Mapping[str, Tensor], mesh: ModelMesh, data_rank
     """Raise on every rank where buffers of the state dict differ along other dimensions than data. Collective.
 
     One of them alone would be saved. Over data rank 0's count.
-
-    Raises:
-        ModelError: names the buffer and two ranks.
     """
-    mine = {} if data_rank else {name: _bits(buffer) for name, buffer in buffers.items() if not buffer.is_meta}
+    mine = None if data_rank else {name: _bits(buffer) for name, buffer in buffers.items() if not buffer.is_meta}
     for axis in mesh.axes:
-        found = per_rank(axis.group, mine)
-        message = None
-        for rank, other in zip(axis.ranks, found, strict=True):
-            unlike = [name for name, bits in other.items() if found[0].get(name) != bits]
-            if unlike:
-                message = (
-                    f"buffer {unlike[0]!r} differs between ranks {axis.ranks[0]} and {rank}, along mesh dimension "
-                    f"{axis.name!r}, and a checkpoint has one of it: register it with persistent=False if it can be "
-                    "made anew, or keep it alike on these ranks"
-                )
-        for each in filter(None, per_rank(mesh.group, message)):
-            raise ModelError(each)
+        _check_alike(
+            mesh, axis, mine,
+            "buffer {name!r} differs between ranks {first} and {rank}, along mesh dimension {axis!r}, and a checkpoint "
+            "has one of it: register it with persistent=False if it can be made anew, or keep it alike on these ranks",
+        )  # fmt: skip
 
 
-def _first_difference(axis: Axis, found: Sequence[Mapping[str, tuple[int, int]] | None]) -> str | None:
+def _check_alike(mesh: ModelMesh, axis: Axis, mine: Mapping[str, tuple[int, int]] | None, told: str) -> None:
+    """Raise on every rank of the mesh where sums of one name differ along an axis; ranks with None are left out."""
+    found: list[Mapping[str, tuple[int, int]] | None] = per_rank(axis.group, mine)
+    first, message = found[0], None
     for rank, sums in zip(axis.ranks, found, strict=True):
-        if sums is None or found[0] is None:
-            continue
-        for name, value in sums.items():
-            if found[0].get(name) != value:
-                return (
-                    f"parameter {name!r} has other values on rank {rank} than on rank {axis.ranks[0]}, along mesh "
-                    f"dimension {axis.name!r}, and wrap was not told what it is there: {SAY}; or start both ranks "
-                    "from one seed where they are to hold it alike"
-                )
-    return None
+        unlike = [name for name, value in (sums or {}).items() if first is not None and first.get(name) != value]
+        if unlike and message is None:
+            message = told.format(name=unlike[0], rank=rank, first=axis.ranks[0], axis=axis.name)
+    for each in filter(None, per_rank(mesh.group, message)):
+        raise ModelError(each)
 
 
 @torch.no_grad()
@@ -212,12 +196,9 @@ class SameGradients:
         self._norm, self._group, self._tries = norm, mesh.group, LOOKS
 
     def check(self, entries: Iterable[Entry]) -> None:
-        """Raise where they differ. Collective over all ranks of the mesh.
+        """Raise GradientError where they differ. Collective over all ranks of the mesh.
 
         A gradient of zeros, or one that overflowed, tells nothing: it is looked at again at the next step, so often.
-
-        Raises:
-            GradientError: names the parameter, the mesh dimension and the norms.
         """
         waiting = set().union(*self._left.values())
         trained = [entry for entry in entries if entry.parameter.requires_grad]

@@ -1,11 +1,8 @@
-"""Gradients of parameters that ranks along another mesh dimension share: each has a part, and all get the sum.
+"""Sums gradients of parameters that ranks along another mesh dimension share, each of which has a part.
 
 A context-parallel rank sees a part of the sequence, so that the gradient of a norm or of a positional embedding, which
 all of these ranks hold whole, is the sum of what they have. Ours are summed after the engine has reduced them over
 data, once per step, before anybody reads them.
-
-Accumulated gradients need no second copy. What is there when another backward begins has been summed already: one rank
-along the dimension keeps it, the others begin at zero, and the next sum has each of its terms once.
 """
 
 from __future__ import annotations
@@ -76,7 +73,9 @@ class SharedGradients:
         self._simulated = True
 
     def backward_starts(self) -> None:
-        """Gradients are about to be added to: leave what has been summed on one rank only. Local."""
+        """Leave what has been summed on one rank only: gradients are about to be added to. Local."""
+        # Accumulated gradients need no second copy: one rank along the dimension keeps the sum, the others begin at
+        # zero, and the next sum has each of its terms once.
         for entry, shared in self._parts:
             gradient = entry.grad() if entry.name in self._summed else None
             # The mean of what all have is what each has: of that nobody need let go.

@@ -1,7 +1,4 @@
-"""Whether a model whose fields are split (:func:`fsshard.parallel.shard_domain`) is wrapped over all ranks it needs.
-
-Each rank of a domain has a part of every gradient: they have to be averaged over all of them, too.
-"""
+"""Checks that a model whose fields are split (``shard_domain``) is wrapped over all ranks that it needs."""
 
 from __future__ import annotations
 
@@ -24,17 +21,7 @@ __all__ = ["check_split_fields"]
 def check_split_fields(
     model: nn.Module, slots: Sequence[ParameterSlot], data: dist.ProcessGroup, mesh: ModelMesh | None
 ) -> None:
-    """Raise unless gradients are averaged over the domain that the model is split over. Local.
-
-    Args:
-        model: bare.
-        slots: its parameters.
-        data: the ranks of data.
-        mesh: what ``wrap`` was told of others.
-
-    Raises:
-        ConfigurationError: they are not.
-    """
+    """Raise unless gradients, of which each rank has a part, are averaged over the model's domain. Local."""
     sharding: Any = sys.modules.get("fsshard.parallel.domain.sharding")  # without it no model is split
     domain = None if sharding is None else sharding.domain_of(model)
     if domain is None or not domain.attached:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fsshard.comm import watchdog
 from fsshard.errors import CheckpointError, RankFailed, RankMismatch
 from fsshard.torch_private.c10d import set_timeout
 from tests.comm.test_channel import Deaths
+from tests.sets import often
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 
@@ -36,7 +38,7 @@ def forks() -> Any:
 
 
 def trained(backend: str) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
-    options = {"shared_memory": False} if backend in ("ddp", "fsdp2") else {}  # gloo's own words
+    options = {"shared_memory": False} if backend == "fsdp2" else {}  # gloo's own words
     model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend, **options)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     step(model, optimizer)
@@ -71,22 +73,22 @@ def job_dies(backend: str, how: str) -> str:
     return refused(lambda: fsshard.launch(train_until_death, args=(backend, how)))
 
 
-@pytest.mark.parametrize("backend", [b if b == "fsdp2" else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS])
-def test_a_rank_that_is_killed_is_named(forks: Any, tmp_path: Path, backend: str) -> None:
-    """As under torchrun: launch() finds the job that this process is in."""
-    said, died = Deaths(forks, tmp_path).run(job_dies, 2, backend, "killed")
-    assert died == -signal.SIGKILL
-    assert said.startswith("RankMismatch: ") and ": rank 1 has ended: its process is gone (" in said, said
+ENDS = {
+    "killed": "has ended: its process is gone",
+    "exits": "left with sys.exit(0)",
+    "raises": "ended with ValueError: boom",
+}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("how", "why"),
-    [pytest.param("exits", "left with sys.exit(0)", marks=pytest.mark.long), ("raises", "ended with ValueError: boom")],
+    ("backend", "how"),
+    often([*((b, "killed") for b in BACKENDS), ("fairscale", "exits"), ("fairscale", "raises")], ("fsdp2", "killed")),
 )
-def test_a_rank_that_leaves_is_named_with_its_reason(forks: Any, tmp_path: Path, how: str, why: str) -> None:
-    said, _ = Deaths(forks, tmp_path).run(job_dies, 2, "fairscale", how)
-    assert said.startswith("RankMismatch: ") and f": rank 1 {why} (" in said, said
+def test_a_rank_that_ends_is_named_with_its_reason(forks: Any, tmp_path: Path, backend: str, how: str) -> None:
+    """As under torchrun: launch() finds the job that this process is in."""
+    said, died = Deaths(forks, tmp_path).run(job_dies, 2, backend, how)
+    assert how != "killed" or died == -signal.SIGKILL
+    assert said.startswith("RankMismatch: ") and f": rank 1 {ENDS[how]} (" in said, said
 
 
 def call_until_death(ctx: fsshard.Context, call: str, folder: str) -> None:
@@ -280,6 +282,25 @@ def job_three() -> str:
     said = short_of_time(work)
     store.set(str(rank), "1")
     return said
+
+
+def job_old_wait() -> str:
+    """Rank 0 loses rank 1, and goes on; then rank 1 loses rank 0."""
+    watchdog.join()
+    watch: Any = watchdog.Watchdog.of_job()
+    with mock.patch.object(watchdog, "LAST_WORDS", 0.1):
+        if dist.get_rank() == 0:
+            told = watch.missing("the first", (0, 1), 1.0)
+            with watchdog.taking_part(dist.group.WORLD, "the second"):
+                dist.barrier()
+            return told
+        dist.barrier()
+        return watch.missing("the third", (0, 1), 1.0)
+
+
+def test_an_old_wait_is_not_told_as_the_present_one(ranks: Any) -> None:
+    first, third = ranks.run(job_old_wait, 2)
+    assert first.startswith("rank 1 did not take part") and third.startswith("rank 0 did not take part"), third
 
 
 def test_who_waits_is_not_named(ranks: Any) -> None:

@@ -17,11 +17,8 @@ from torch.distributed.rendezvous import _create_c10d_store
 
 from fsshard.comm.stores import timeout_of
 from fsshard.errors import LaunchError
-from fsshard.launching.context import Context, JoinSettings, init, own_store_of, store_of_this_start
-from fsshard.launching.environment import (
-    RankInfo,
-    torchrun_rank,
-)
+from fsshard.launching.context import Context, JoinSettings, init, own_store_of
+from fsshard.launching.environment import RankInfo, torchrun_rank
 from fsshard.launching.pool import RankPool
 from fsshard.launching.processes import launch
 from tests.launching.launched import NAMES, ON_LOOPBACK, PATIENCE, listeners, nested
@@ -107,15 +104,13 @@ def test_a_rank_that_torchrun_has_started_again_finds_none_of_the_former(monkeyp
     settings, seen = JoinSettings.check(None, 60.0, None, None), []
     for start in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        ours = store_of_this_start(place, settings)
+        ours = own_store_of(place, settings)
         raw = _create_c10d_store("localhost", launcher.port, 0, 2, timedelta(seconds=60))
         assert ours is not None
         seen.append([ours.check(["ours"]), raw.check(["raw"])])
         ours.set("ours", "address"), raw.set("raw", "address")
     assert seen == [[False, False], [False, True]]
-    assert store_of_this_start(replace(place, local_world_size=1), settings) is None
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert store_of_this_start(place, settings) is None
+    assert own_store_of(replace(place, local_world_size=1), settings) is None
 
 
 @pytest.mark.parametrize(("address", "connected"), [("localhost", ON_LOOPBACK), ("127.0.0.2", "0200007F")])
@@ -141,12 +136,8 @@ def test_ranks_of_one_host_meet_where_nobody_else_is(address: str, connected: st
 
 def test_the_port_of_another(bare: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        for name, value in {
-            "RANK": 0,
-            "WORLD_SIZE": 2,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": taken.getsockname()[1],
-        }.items():
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
             bare.setenv(name, str(value))
         with pytest.raises(dist.DistNetworkError, match="address already in use"):
             init(timeout=20)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from fsshard.errors import LaunchError
 from fsshard.launching.context import init
-from fsshard.launching.environment import (
-    first_host,
-    slurm_local_world_size,
-    slurm_rank,
-    torchrun_rank,
-)
+from fsshard.launching.environment import first_host, slurm_local_world_size, slurm_rank, torchrun_rank
 from fsshard.launching.processes import launch
 from tests.launching.launched import nested
 
@@ -51,14 +48,16 @@ def test_incomplete_or_invalid_environments(bare: pytest.MonkeyPatch, variables:
         launch(nested, args=("never",))
 
 
+def slurm(**changes: str) -> Any:
+    return slurm_rank({name: value for name, value in {**SLURM, **changes}.items() if value})
+
+
 def test_local_numbers_that_a_script_leaves_out() -> None:
-    place = torchrun_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"})
-    assert place is not None
+    place: Any = torchrun_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"})
     if not torch.cuda.is_available():
         assert (place.local_rank, place.local_world_size) == (1, 4)
     values = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"}
     place = torchrun_rank(values)
-    assert place is not None
     assert (place.local_rank, place.local_world_size) == (1, 4)
 
 
@@ -76,23 +75,13 @@ SLURM = {
 
 
 def test_a_slurm_task() -> None:
-    place = slurm_rank(SLURM)
-    assert place is not None
+    place = slurm()
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 7, 1, 3)
     assert place.address == "node01"  # srun may have been typed on a login node, where no rank runs
-    assert place.port == 10000 + (123456 + 2 * 1009) % 20000
-    another = slurm_rank({**SLURM, "SLURM_STEP_ID": "3"})
-    assert another is not None
-    assert another.port != place.port
-
-    place = slurm_rank({**SLURM, "SLURM_NNODES": "1"})
-    assert place is not None
-    assert place.address == "127.0.0.1"  # nobody else has to reach it
-    place = slurm_rank({k: v for k, v in SLURM.items() if "NODELIST" not in k})
-    assert place is not None
-    assert place.address == "10.0.0.9"
-    place = slurm_rank({**SLURM, "MASTER_ADDR": "chosen", "MASTER_PORT": "4242", "WORLD_SIZE": "7"})
-    assert place is not None
+    assert place.port == 10000 + (123456 + 2 * 1009) % 20000 != slurm(SLURM_STEP_ID="3").port
+    assert slurm(SLURM_NNODES="1").address == "127.0.0.1"  # nobody else has to reach it
+    assert slurm(SLURM_STEP_NODELIST="").address == "10.0.0.9"
+    place = slurm(MASTER_ADDR="chosen", MASTER_PORT="4242", WORLD_SIZE="7")
     assert (place.address, place.port) == ("chosen", 4242)
     assert torchrun_rank({**SLURM, "WORLD_SIZE": "7"}) is None  # exported by a batch script
 

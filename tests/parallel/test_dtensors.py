@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -179,27 +180,22 @@ def job_sequence(backend: str) -> list[float]:
     }
     net = parallelize_module(Perceptron(), mesh["tp"], plan)
     model = fsshard.wrap(net, backend=backend, device_mesh=mesh["data"])
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    return _steps(model, optimizer)
+    return _steps(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1), tokens)
 
 
-def _steps(model: Any, optimizer: Any) -> list[float]:
+def tokens(step: int) -> Tensor:
+    return batch(1, step)
+
+
+def _steps(model: Any, optimizer: Any, inputs: Callable[[int], Tensor]) -> list[float]:
     losses = []
     for step in range(3):
         optimizer.zero_grad()
-        loss = model(batch(1, step)).square().mean()
+        loss = model(inputs(step)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_sequence_parallelism(ranks: Any, backend: str) -> None:
-    net = Perceptron()
-    theirs = _steps(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for ours in ranks.run(job_sequence, 2, backend):
-        assert ours == pytest.approx(theirs, abs=BOUND)
 
 
 class SimpleCNN(nn.Module):
@@ -229,20 +225,29 @@ def job_distributed_module(backend: str) -> list[float]:
 
     net = distribute_module(SimpleCNN(), mesh["spatial"], input_fn=takes, output_fn=gives)
     model = fsshard.wrap(net, backend=backend, device_mesh=mesh["data"])
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(images(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
     assert list(model.state_dict()) == list(SimpleCNN().state_dict())
-    return losses
+    return _steps(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1), images)
 
 
 def images(step: int) -> Tensor:
     return torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(step))
+
+
+OTHERS: dict[str, tuple[Any, Any, Any]] = {
+    "sequence parallelism": (Perceptron, job_sequence, tokens),
+    "distribute_module": (SimpleCNN, job_distributed_module, images),
+}
+"""The model, the job, and its inputs."""
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("how", OTHERS)
+def test_other_plans_train_as_on_one_process(ranks: Any, how: str, backend: str) -> None:
+    build, job, inputs = OTHERS[how]
+    net = build()
+    theirs = _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), inputs)
+    for ours in ranks.run(job, 2, backend):
+        assert ours == pytest.approx(theirs, abs=BOUND)
 
 
 def job_unequal(backend: str) -> None:
@@ -258,21 +263,6 @@ def test_unequal_parts(ranks: Any) -> None:
         ranks.run(job_unequal, 2, backend)
     for error in ranks.run_expecting_errors(job_unequal, 2, "fairscale"):
         assert isinstance(error, UnsupportedByBackend) and "in unequal parts along dim 0" in str(error)
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_distribute_module(ranks: Any, backend: str) -> None:
-    net = SimpleCNN()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    theirs = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = net(images(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        theirs.append(float(loss.detach()))
-    for ours in ranks.run(job_distributed_module, 2, backend):
-        assert ours == pytest.approx(theirs, abs=BOUND)
 
 
 def job_refused() -> None:

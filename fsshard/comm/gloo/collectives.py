@@ -4,25 +4,11 @@ gloo's reduce-scatter is an all-reduce whose other parts are thrown away (torch 
 asked for, and both it and the all-gather take longer than the same work by other primitives. Here a unit is gathered by
 one broadcast per rank, and reduced by an all-to-all whose parts are summed where they arrive. Ranks of one host send
 both through shared memory (:mod:`fsshard.comm.gloo.shared_memory`) instead of gloo's sockets.
-
-*Sums.* Each gradient is divided by the number of ranks and then added in the order of ranks, as DDP divides before it
-adds. For two ranks that is DDP's own sum, bit by bit; for more the terms are DDP's and the order is this one, where
-gloo's depends on where a number lies in its bucket.
-
-*Overlap.* FSDP2 waits for an all-gather where it needs the numbers (``Work.wait``), so that the one it starts ahead in
-backward runs beside the computation; and it then lets go of the gathered buffer at once, which otherwise lives until
-the next unit's in forward. A reduction is finished by the next one, or at the end of backward, unless FSDP2 reads its
-numbers at once: where they are added to gradients that are there, cast, divided again, or handed to a hook. When it is
-finished, the gradients must be views of its output, which nobody has written to: else somebody has read it before, and
-an error says so.
-
-*Memory.* gloo's threads hold on to the arguments of their last collective until after ``Work.wait`` has returned, for
-as long as they are not scheduled or wait for Python's lock (torch 2.13). A unit's buffers would live longer on some
-steps than on others; so gloo is given tensors of its own over them, which let go of the memory when it has arrived.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.comm.gloo.shared_memory import Exchange, Message, aligned, announce
+from fsshard.comm.gloo.shared_memory import Exchange, Message, announce
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import GradientError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.dispatch import disable_torch_dispatch
 from fsshard.torch_private.fsdp2 import has_all_reduce_hook
 from fsshard.torch_private.fsdp2_collectives import AllGather, ReduceScatter
-from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, local_tensor, storage_key, version_of
+from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, local_tensor, storage_key
 
 __all__ = ["Gather", "Pending", "Reduce"]
 
@@ -57,8 +43,11 @@ class _Broadcasts(dist.Work):
         return True
 
 
+# gloo's threads hold on to the arguments of their last collective until after Work.wait has returned, for as long as
+# they are not scheduled or wait for Python's lock (torch 2.13): a unit's buffers would live longer on some steps than
+# on others. So gloo is given tensors of its own over them, which let go of the memory when it has arrived.
 def _lend(*buffers: Tensor) -> list[Tensor]:
-    """Tensors over the memory of ``buffers``, for gloo; detached, since a view would keep its base alive."""
+    """Return tensors over the memory of ``buffers``; detached, since a view would keep its base alive."""
     return [buffer.detach() for buffer in buffers if buffer.numel()]
 
 
@@ -78,7 +67,9 @@ class _PendingCopies(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         for rank in list(self._parts):
-            self._message.copy(rank, self._parts[rank])
+            target = self._parts[rank]
+            if target.nbytes:  # by no operator: the buffer may be of inference mode
+                ctypes.memmove(target.data_ptr(), self._message.part(rank, target).data_ptr(), target.nbytes)
             del self._parts[rank]  # not before, as above
         self._message.end()
         return True
@@ -106,19 +97,16 @@ class Gather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Fill ``output_tensor`` with every rank's ``input_tensor``; asynchronous whatever ``async_op`` says.
-
-        FSDP2 waits for any ``Work`` that it is given.
-        """
+        """Fill ``output_tensor`` with every rank's ``input_tensor``; asynchronous whatever ``async_op`` says."""
+        # FSDP2 waits for any Work that it is given where it needs the numbers, so that the gather that it starts ahead
+        # in backward runs beside the computation; and then lets go of the gathered buffer at once.
         parts = output_tensor.chunk(group.size())
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
         if self._exchange is not None and _serves(self._exchange, group):
             announce("broadcast", parts, group)
-            message = self._exchange.begin("all_gather", mine.nbytes)
-            message.put(mine)
-            message.send(mine.nbytes)
+            message = self._exchange.send(group, [mine], to_all=True)
             return _PendingCopies(message, {rank: part for rank, part in enumerate(parts) if rank != group.rank()})
         lent = _lend(*parts)  # as large all of them
         works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(lent)]
@@ -155,13 +143,8 @@ class _Shared:
         self._stands_for = torch.empty_like(given)
         self._rank, self._size, self._mine = group.rank(), group.size(), given
         parts = self._parts_of(given)
-        room = aligned(parts[0].nbytes)
-        self._message = exchange.begin("reduce_scatter", room * (self._size - 1))
-        spans = {}
-        for place, rank in enumerate(rank for rank in range(self._size) if rank != self._rank):
-            self._message.put(parts[rank], place * room)
-            spans[rank] = (place * room, parts[rank].nbytes)
-        self._message.send(spans)
+        del parts[self._rank]
+        self._message = exchange.send(group, parts, to_all=False)
 
     def _parts_of(self, given: Tensor) -> list[Tensor]:
         with disable_torch_dispatch():
@@ -171,7 +154,7 @@ class _Shared:
         found = self._parts_of(self._mine)
         for rank in range(self._size):
             if rank != self._rank:
-                found[rank] = self._message.view(rank, found[rank])
+                found[rank] = self._message.part(rank, found[rank])
         if scale != 1.0:
             with disable_torch_dispatch():  # a tracker would take the segments for memory of the step
                 for part in found:
@@ -182,30 +165,16 @@ class _Shared:
         self._message.end()
 
 
-class _Unread:
-    """Watches that FSDP2 puts views of a sum into the gradients before it is made, and does nothing else with it."""
-
-    def __init__(self, output: Tensor, entries: Sequence[Any]) -> None:
-        self._output, self._entries = output, entries
-        self._version = version_of(output)
-
-    def check(self) -> None:
-        """
-        Raises:
-            GradientError: a gradient is a copy, or the sum has been written to.
-        """
-        memory = storage_key(self._output.untyped_storage())
-        copied = [entry.name for entry in self._entries if not _lies_in(memory, entry.parameter.grad)]
-        if copied or version_of(self._output) != self._version:
-            whose = copied or [entry.name for entry in self._entries]
-            raise GradientError(
-                f"the gradients of {', '.join(map(repr, whose))} were read before they were reduced, by a hook or by "
-                f"fully_shard of torch {torch.__version__}; wrap the model with fast_collectives=False"
-            )
-
-
-def _lies_in(memory: int, gradient: Any) -> bool:
-    return gradient is None or storage_key(local_tensor(gradient).untyped_storage()) == memory
+def _check_unread(output: Tensor, entries: Sequence[Any]) -> None:
+    """Raise if FSDP2 has put into a gradient something else than a view of the sum, which is made only now."""
+    memory = storage_key(output.untyped_storage())
+    gradients = {entry.name: entry.parameter.grad for entry in entries if entry.parameter.grad is not None}
+    copied = [n for n, grad in gradients.items() if storage_key(local_tensor(grad).untyped_storage()) != memory]
+    if copied:
+        raise GradientError(
+            f"the gradients of {', '.join(map(repr, copied))} were read before they were reduced, by a hook or by "
+            f"fully_shard of torch {torch.__version__}; wrap the model with fast_collectives=False"
+        )
 
 
 REDUCTION = "FSDP2's gradient reduction, in backward"
@@ -223,7 +192,7 @@ class Pending:
         self._task: int | None = None  # the graph task at whose end the last one is finished
         self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
         self._group: dist.ProcessGroup | None = None  # of that
-        self._unread: _Unread | None = None  # where the engine goes on before it is finished
+        self._unread: Sequence[Any] = ()  # entries, where the engine goes on before it is finished
 
     def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
@@ -236,12 +205,12 @@ class Pending:
         self._begun, self._group = (arriving, output, group.size(), mean), group
 
     def finish_with_backward(self, entries: Sequence[Any]) -> None:
-        """Let the end of this backward finish what is under way then: gradients of ``entries``."""
+        """Let the next reduction, or the end of this backward, finish what is under way: gradients of ``entries``."""
         task = current_graph_task_id()
         if task == -1 or self._begun is None:  # no backward
             self.finish()
             return
-        self._unread = _Unread(self._begun[1], entries)
+        self._unread = entries
         if task != self._task:
             self._task = task
             queue_callback(self._backward_ends)
@@ -257,13 +226,15 @@ class Pending:
             self._finish()
 
     def _finish(self) -> None:
-        unread, self._unread = self._unread, None
+        unread, self._unread = self._unread, ()
         if self._begun is None:
             return
         (arriving, output, size, mean), self._begun = self._begun, None
-        if unread is not None:
-            unread.check()
-        scale = 1 / size if mean else 1.0  # DDP's reducer multiplies too
+        _check_unread(output, unread)
+        # Each gradient is divided by the number of ranks and then added in the order of ranks, as DDP divides before it
+        # adds. For two ranks that is DDP's own sum, bit by bit; for more the terms are DDP's and the order is this one,
+        # where gloo's depends on where a number lies in its bucket. DDP's reducer multiplies too.
+        scale = 1 / size if mean else 1.0
         exact = size & (size - 1) == 0  # then a product is, and may be taken with the sum
         first, *others = arriving.parts(1.0 if exact else scale)
         scale = scale if exact else 1.0

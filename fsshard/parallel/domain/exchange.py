@@ -25,15 +25,10 @@ CALL = "the forward of a split model, or a loss of its domain"
 
 
 class Parts(NamedTuple):
-    """The division of a tensor's dimension among ranks.
+    """The division of a tensor's dimension among ranks."""
 
-    Attributes:
-        dim: of the tensor.
-        sizes: the parts' lengths, in rank order.
-    """
-
-    dim: int
-    sizes: tuple[int, ...]
+    dim: int  # of the tensor
+    sizes: tuple[int, ...]  # the parts' lengths, in rank order
 
 
 class Axis:
@@ -97,11 +92,7 @@ class Axis:
         return [part.view(tuple(shape)) for part, shape in zip(into.split(received), shapes, strict=True)]
 
     def rows(self, row: Tensor) -> Tensor:
-        """``row`` of every rank, one below the other, on the CPU; not counted. Collective.
-
-        Raises:
-            RankMismatch: a rank was lost, or waits elsewhere, or did not come within ``limit``.
-        """
+        """Return ``row`` of every rank, one below the other, on the CPU; not counted. Collective."""
         row = row.to(self.device)
         found = [torch.empty_like(row) for _ in self.ranks]
         with taking_part(self.group, WHAT):

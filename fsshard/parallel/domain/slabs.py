@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,17 +28,11 @@ FIRST = 2
 
 
 class Mark(NamedTuple):
-    """The facts that are known of a slab.
-
-    Attributes:
-        domain: whose slab it is.
-        sizes: of the whole field.
-        checksum: of the whole field, by which ranks see whether theirs is the same; None where it was not at hand.
-    """
+    """The facts that are known of a slab."""
 
     domain: Slabs
-    sizes: tuple[int, ...]
-    checksum: Tensor | None = None
+    sizes: tuple[int, ...]  # of the whole field
+    checksum: Tensor | None = None  # of the whole field, by which ranks see whether theirs is the same, if it was there
 
 
 _marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -45,8 +40,7 @@ _marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def mark_of(tensor: Tensor) -> Mark | None:
     """Return which domain a tensor is a slab of, and how large the whole is; None where that is not known."""
-    found: Mark | None = _marks.get(tensor)
-    return found
+    return _marks.get(tensor)  # type: ignore[no-any-return]
 
 
 def checksum(field: Tensor) -> Tensor:
@@ -97,9 +91,8 @@ class Slabs:
         return self  # a copy of a model works on the same ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten: dict[str, Any] = {"_seen": {}, "_confusable": set(), "agreed": set(), "notes": {}, "_current": None}
-        forgotten["replicated"] = None
-        return {**self.__dict__, **forgotten}
+        forgotten: dict[str, Any] = {"_seen": {}, "_confusable": set(), "agreed": set(), "notes": {}}
+        return {**self.__dict__, **forgotten, "_current": None, "replicated": None}
 
     def __repr__(self) -> str:
         split = ", ".join(f"d{axis.dim + 1} over ranks {list(axis.ranks)}" for axis in self.axes)
@@ -118,10 +111,7 @@ class Slabs:
     @property
     def size(self) -> int:
         """Return how many ranks share a sample."""
-        ranks = 1
-        for axis in self.axes:
-            ranks *= axis.size
-        return ranks
+        return math.prod(axis.size for axis in self.axes)
 
     # ---------------------------------------------------------------------------------------- for users
 
