@@ -351,20 +351,6 @@ def test_the_rank_that_holds_the_store_is_killed(forks: Any, tmp_path: Path) -> 
     assert apart[0] == later[0] == "CheckpointError" and "store of the process group cannot be reached" in later[1]
 
 
-def job_dies_early() -> Any:
-    """Rank 0, and the store with it, is gone before rank 1 arrives, or while it waits."""
-    if dist.get_rank() == 0:
-        channel = Channel.of(dist.group.WORLD)
-        channel._watchdog.store._store.wait([f"{place_of(channel, 0)}/1"])
-        os.kill(os.getpid(), signal.SIGKILL)
-    return refusal(lambda: met())
-
-
-def test_the_store_goes_while_a_rank_waits_in_it(forks: Any, tmp_path: Path) -> None:
-    dead, (kind, message, _) = Deaths(forks, tmp_path).run(job_dies_early, 2)
-    assert dead == -signal.SIGKILL and kind == "CheckpointError" and "cannot be reached" in message
-
-
 def job_stands_still(within: str) -> Any:
     """Rank 0, and the store with it, stands still, as if its network were cut: nothing ends, and nothing answers."""
     channel, rank = met(), dist.get_rank()

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from fsshard.comm import gloo
-from fsshard.comm.stacks import (
-    StackLocation,
-    location_in_dump,
-    location_in_traceback,
-    timed_out,
-)
+from fsshard.comm.stacks import StackLocation, location_in_dump, location_in_traceback, timed_out
 
 TORCH = Path(torch.__file__).parent
 FOLDER = Path(gloo.__file__).parent
@@ -138,10 +133,6 @@ def test_a_line_of_torch_is_not_taken_for_the_users() -> None:
 def test_nothing_is_made_of_nothing() -> None:
     assert location_in_dump("") == location_in_traceback("no traceback at all") == StackLocation()
     assert StackLocation().told() == "is at an unknown place"
-    assert StackLocation("barrier").told("waited") == "waited in barrier"
-
-
-def test_texts_of_errors_that_tell_of_time() -> None:
     assert timed_out(GLOO) and timed_out("DistStoreError: wait timeout after 500ms") and not timed_out("reset by peer")
 
 

@@ -206,34 +206,21 @@ def test_a_state_dict_on_one_rank_names_the_other(ranks: Any) -> None:
     assert there.startswith("RankMismatch: the forward of a wrapped model: rank 0 waits in state_dict() instead"), there
 
 
-def whole(model: fsshard.ShardedModule) -> None:
-    with model.full_parameters():
-        pass
-
-
-def save(model: fsshard.ShardedModule) -> None:
-    fsshard.save("never", model)
-
-
 KEEPS: dict[str, Callable[[fsshard.ShardedModule], Any]] = {
-    "state_dict": fsshard.ShardedModule.state_dict, "full_parameters": whole, "save": save
-}  # fmt: skip
+    "state_dict": fsshard.ShardedModule.state_dict,
+    "full_parameters": lambda model: model.full_parameters().__enter__(),
+    "save": lambda model: fsshard.save("never", model),
+}
 
 
 def job_keeps_on_rank_0(backend: str, call: str = "state_dict") -> None:
     """The idiom of DDP, while rank 1 goes on training."""
-    watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION = 0.1, 0.2, 0.4
-    try:
+    with mock.patch.multiple(watchdog, INTERVAL=0.1, FIRST_QUESTION=0.2, NEXT_QUESTION=0.4):
         model, optimizer = trained(backend)
         if dist.get_rank() == 0:
             KEEPS[call](model)
         for _ in range(3):
             step(model, optimizer)
-    finally:
-        watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION = PACE
-
-
-PACE = watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION
 
 
 @pytest.mark.parametrize("backend", [b if b == "fsdp2" else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS])
@@ -259,7 +246,7 @@ def job_dies_before_save() -> None:
     model, _ = trained("ddp")
     if dist.get_rank() == 1:
         raise ValueError("boom")
-    save(model)
+    fsshard.save("never", model)
 
 
 def test_a_save_does_not_wait_for_a_rank_that_has_ended(ranks: Any) -> None:

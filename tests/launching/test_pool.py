@@ -1,4 +1,7 @@
-"""The pool of ranks that other tests stand on, and its ranks."""
+"""The pool of ranks that other tests stand on, and its ranks.
+
+Tests fsshard/launching/supervisor.py too.
+"""
 
 from __future__ import annotations
 
@@ -114,21 +117,24 @@ def returns_what_cannot_be_pickled() -> Any:
     return lambda: None
 
 
-def rank_one_is_killed() -> None:
+ENDS: dict[str, Callable[[], None]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit code 0": lambda: os._exit(0),
+    "SIGABRT": os.abort,  # as gloo does with a message of another collective
+}
+
+
+def rank_one_ends(how: str) -> None:
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        ENDS[how]()
     dist.all_reduce(torch.ones(1))
 
 
-def rank_one_leaves() -> None:
-    if dist.get_rank() == 1:
-        os._exit(0)
-    dist.all_reduce(torch.ones(1))
-
-
-def rank_one_hangs() -> int:
+def rank_one_hangs(collective: bool = False) -> int:
     if dist.get_rank() == 1:
         threading.Event().wait()
+    if collective:
+        dist.all_reduce(torch.ones(1))
     return dist.get_rank()
 
 
@@ -222,23 +228,11 @@ def rank_zero_waits_for_minutes(kind: str) -> None:
     rank_zero_waits(kind, dist.new_group(timeout=timedelta(minutes=5)))
 
 
-def rank_zero_waits_for_one_that_sleeps() -> None:
-    if dist.get_rank() == 1:
-        threading.Event().wait()
-    dist.all_reduce(torch.ones(1))
-
-
 def every_rank_waits_elsewhere() -> None:
     if dist.get_rank() == 0:
         dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
     else:
         dist.broadcast(torch.ones(1), src=0)
-
-
-def rank_one_aborts() -> None:
-    if dist.get_rank() == 1:
-        os.abort()  # as gloo does with a message of another collective
-    dist.all_reduce(torch.ones(1))
 
 
 def one_raises_one_hangs() -> None:
@@ -262,6 +256,10 @@ def own_pool() -> Iterator[RankPool]:
     """For tests that break processes, so that the session's pool need not be started anew."""
     with ForkedPool() as pool:
         yield pool
+
+
+def pids(ranks: RankPool) -> list[int]:
+    return [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
 
 
 def test_each_job_gets_a_group_of_the_size_it_asked_for(ranks: RankPool) -> None:
@@ -294,15 +292,15 @@ def test_tensors_come_back_as_copies_of_their_own(ranks: RankPool) -> None:
 
 def test_a_ddp_model_that_outlives_its_job_does_not_lock_up_the_worker(ranks: RankPool) -> None:
     ranks.run(trains_under_ddp, 2)
-    workers = [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
+    workers = pids(ranks)
     for _ in range(25):
         assert ranks.run(trains_under_ddp, 2) == [6.0, 6.0]
-    assert [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks] == workers
+    assert pids(ranks) == workers
 
 
 def test_a_rank_that_raises_is_named_and_frees_the_others(ranks: RankPool) -> None:
     ranks.run(summed, 2, 0.0)
-    workers = [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
+    workers = pids(ranks)
     with pytest.raises(RankFailed, match=r"^rank 1 failed with KeyError: 'missing piece'") as caught:
         ranks.run(rank_one_raises_while_the_others_wait, 3)
     error = caught.value
@@ -316,7 +314,7 @@ def test_a_rank_that_raises_is_named_and_frees_the_others(ranks: RankPool) -> No
         assert "gloo" not in text
     # The pool goes on with the same processes.
     assert ranks.run(summed, 2, 0.0)[0].item() == 1.0
-    assert [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks][: len(workers)] == workers
+    assert pids(ranks)[: len(workers)] == workers
 
 
 def test_errors_that_are_expected(ranks: RankPool) -> None:
@@ -452,18 +450,11 @@ def test_no_ranks_while_a_main_script_is_being_imported(monkeypatch: pytest.Monk
 
 
 def test_the_pool_recovers_from_ranks_that_die(own_pool: RankPool) -> None:
-    with pytest.raises(RankFailed, match="rank 1 failed with SIGKILL") as caught:
-        own_pool.run(rank_one_is_killed, 2)
-    assert "lost its neighbour while it waited in all_reduce" in caught.value.others[0]
-
-    with pytest.raises(RankFailed, match="rank 1 failed with exit code 0"):
-        own_pool.run(rank_one_leaves, 2)
-
-    with pytest.raises(
-        RankFailed, match=r"^rank 1 failed with SIGABRT: .*`if rank == 0`.*in rank_one_aborts: os.abort"
-    ):
-        own_pool.run(rank_one_aborts, 2)
-
+    for how in ENDS:
+        with pytest.raises(RankFailed, match=f"^rank 1 failed with {how}") as caught:
+            own_pool.run(rank_one_ends, 2, how)
+        assert "while it waited in all_reduce" in caught.value.others[0]
+    assert "`if rank == 0`" in str(caught.value) and "in rank_one_ends: ENDS[how]()" in str(caught.value)
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
     own_pool.close()
     assert own_pool.run(summed, 1, 3.0)[0].item() == 3.0
@@ -547,9 +538,9 @@ def test_a_rank_that_still_waits_when_the_time_is_over(own_pool: RankPool) -> No
 
 def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None:
     with pytest.raises(RankHung) as caught:
-        own_pool.run(rank_zero_waits_for_one_that_sleeps, 2, timeout=4)
+        own_pool.run(rank_one_hangs, 2, True, timeout=4)
     assert (caught.value.rank, caught.value.collective) == (0, "all_reduce")
-    assert caught.value.others[1].endswith("in rank_zero_waits_for_one_that_sleeps: threading.Event().wait()")
+    assert caught.value.others[1].endswith("in rank_one_hangs: threading.Event().wait()")
     assert str(caught.value).startswith(f"rank 1 never came to all_reduce: it {caught.value.others[1]}; rank 0 wait")
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
 
@@ -569,11 +560,11 @@ def rank_zero_gives_up() -> str:
 
 def test_a_rank_that_gives_up_locks_up_no_later_job(ranks: RankPool) -> None:
     """A group that is freed with a gather pending waits for the lock that who frees it holds (pytorch #56297)."""
-    workers = [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
+    workers = pids(ranks)
     assert ranks.run(rank_zero_gives_up, 2)[0] == "it: rank 1 computes, or does not answer (0.1 s have passed)"
     for _ in range(4):
         ranks.run(summed, 2, 0.0)
-    assert [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks][: len(workers)] == workers
+    assert pids(ranks)[: len(workers)] == workers
 
 
 def test_two_collectives_that_do_not_match(ranks: RankPool) -> None:

@@ -16,7 +16,7 @@ import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.backends.whole import gather_grads
 from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
-from fsshard.errors import ConfigurationError, GradientError, RankFailed, RankMismatch
+from fsshard.errors import GradientError, RankFailed, RankMismatch
 from tests.training_runs import Run, compare, differences
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def test_gloos_own_reduce_scatter_and_all_gather_are_not_used(ranks: Any) -> Non
         assert sent.pop("all_reduce", 0) <= 16  # of the steps that ranks have taken
         assert set(sent) == {"broadcast", "all_to_all_single"}
         assert sent["all_to_all_single"] >= padded  # the unit that is called twice is reduced twice or once
-    for sent, _ in ranks.run(job_sent, 2, False):
+    for sent, _ in ranks.run(job_sent, 2, False):  # by the setting
         assert sent.pop("all_reduce", 0) <= 16
         assert set(sent) == {"all_gather_single", "reduce_scatter_single"}
 
@@ -323,16 +323,6 @@ def test_a_torch_that_reads_gradients_early_is_told_on(ranks: Any) -> None:
         assert torch.__version__ in told and "fast_collectives=False" in told
 
 
-class Group:
-    """Two ranks, of which this is the first."""
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 0
-
-
 def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Tensor] = []  # as a thread of gloo does that was not scheduled since
 
@@ -342,7 +332,7 @@ def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(dist, "broadcast", collective)
     monkeypatch.setattr(dist, "all_to_all_single", collective)
-    group: Any = Group()
+    group = mock.Mock(**{"size.return_value": 2, "rank.return_value": 0})
     gather, pending = Gather(), Pending()
     whole, given, total = gather.allocate([8], dtype=torch.float32, device=CPU), torch.ones(8), torch.empty(4)
     gather(whole, whole[:4], group).wait()
@@ -353,23 +343,3 @@ def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) 
     assert whole.numel() == given.numel() == 8  # theirs stays as it is
     del whole, given
     assert [buffer() for buffer in buffers] == [None, None]
-
-
-# ------------------------------------------------------------------------------------------------ the setting
-
-
-def job_off_and_wrong() -> tuple[list[str], str]:
-    model = chain(**ENGINES)
-    units = [module for module in model.module.modules() if hasattr(module, "unshard")]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    try:
-        chain(fast_collectives="no")
-    except ConfigurationError as error:
-        return sorted({type(g._reduce_scatter_comm).__name__ for g in groups}), str(error)
-    return [], ""
-
-
-def test_the_setting(ranks: Any) -> None:
-    found, message = ranks.run(job_off_and_wrong, 2)[0]
-    assert found == ["DefaultReduceScatter"]
-    assert "fast_collectives='no'" in message and "bool" in message
