@@ -261,30 +261,26 @@ def by_hand(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fsdp"))
-def test_trains_as_one_process(ranks: Any, backend: str) -> None:
-    settings = TFNO if backend in ("fsdp2", "ddp") else TWO
-    losses, weights = by_hand(settings)
-    found = ranks.run(job_engine, 4, backend, settings, backend == "fsdp2")
+MODES = {**TWO, "n_modes": (6, 8)}  # of the last dimension's five modes one rank has three
+ENGINES = {"fsdp2": (TFNO, True, "whole"), "ddp": (TFNO, False, "whole")}
+WAYS = [(b, *ENGINES.get(b, (TWO, False, "whole"))) for b in DISTRIBUTED] + [("fsdp2", MODES, False, "modes")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "recompute", "weights"), often(WAYS, *(way for way in WAYS if way[0] in ("fsdp2", "fsdp")))
+)
+def test_trains_as_one_process(
+    ranks: Any, backend: str, settings: dict[str, Any], recompute: bool, weights: str
+) -> None:
+    losses, wanted = by_hand(settings)
+    found = ranks.run(job_engine, 4, backend, settings, recompute, weights)
     mean = [sum(told) / 4 for told in zip(*(one["losses"] for one in found), strict=True)]
     assert mean == pytest.approx(losses, rel=SINGLE)
     state = found[0]["weights"]
     operator(settings).load_state_dict(dict(state))
-    del state["_metadata"], weights["_metadata"]
-    assert {name: value.dtype for name, value in state.items()} == {name: v.dtype for name, v in weights.items()}
-    assert worst(state, weights) <= SINGLE
-
-
-def test_each_rank_keeps_its_modes(ranks: Any) -> None:
-    settings = {**TWO, "n_modes": (6, 8)}  # of the last dimension's five modes one rank has three
-    losses, weights = by_hand(settings)
-    found = ranks.run(job_engine, 4, "fsdp2", settings, False, "modes")
-    mean = [sum(told) / 4 for told in zip(*(one["losses"] for one in found), strict=True)]
-    assert mean == pytest.approx(losses, rel=SINGLE)
-    state = found[0]["weights"]
-    operator(settings).load_state_dict(dict(state))
-    del state["_metadata"], weights["_metadata"]
-    assert worst(state, weights) <= SINGLE
+    del state["_metadata"], wanted["_metadata"]
+    assert {name: value.dtype for name, value in state.items()} == {name: v.dtype for name, v in wanted.items()}
+    assert worst(state, wanted) <= SINGLE
 
 
 # ------------------------------------------------------------------------------------------ computed again
