@@ -78,14 +78,9 @@ class Channel:
     def arrive(self, what: str, timeout: float, name: str = "") -> None:
         """Return when all ranks have called this with the same ``what``; then they can talk to each other.
 
-        Args:
-            what: the call, as users write it: ``save('ckpt/last')``.
-            timeout: seconds to wait for the others.
-            name: the call in messages from here on; ``what`` itself if empty.
-
-        Raises:
-            CheckpointError: a rank did not come, or came for something else (``failures`` names it), on every rank
-                that came, and on one that comes later as soon as it does. All can arrive for the next call.
+        A rank that did not come within ``timeout`` seconds, or came for something else, is named by the ``failures`` of
+        a CheckpointError on every rank that came, and on one that comes later as soon as it does. All can arrive for
+        the next call. ``name``: the call in messages from here on; ``what`` itself if empty.
         """
         self.what = what
         group = self._group() if self.size > 1 else None
@@ -125,12 +120,8 @@ class Channel:
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         """Return ``value`` of every rank, by rank, as JSON gives it back: lists for tuples, strings for all keys.
 
-        Args:
-            value: what JSON can say.
-            timeout: seconds; None for the process group's own. A rank that dies is noticed at once.
-
-        Raises:
-            CheckpointError: a rank was lost, or its value is none that JSON knows; on every rank.
+        It raises CheckpointError on every rank if one was lost, or has a value that JSON does not know. ``timeout``:
+        seconds; None for the process group's own. A rank that dies is noticed at once.
         """
         texts = [_encoded(value)]
         if self.size > 1:

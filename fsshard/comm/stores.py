@@ -105,15 +105,10 @@ class PatientStore:
 
 
 def answer_within(seconds: float, question: Callable[[], Answer], answered: threading.Event | None = None) -> Answer:
-    """Return what ``question()`` returns, or raise what it raises.
+    """Return what ``question()`` returns, or raise what it raises, or DistStoreError if it does not come back in time.
 
-    Args:
-        seconds: to wait. Time in which this process stands still (a suspended job) counts as one slice at most.
-        question: may go on in a thread when nobody waits for it any longer.
-        answered: set when it has ended.
-
-    Raises:
-        dist.DistStoreError: it has not come back in time; its thread is left behind.
+    Its thread is left behind then. Time in which this process stands still (a suspended job) counts as one slice at
+    most. ``answered`` is set when it has ended.
     """
     answers: list[Answer] = []
     errors: list[Exception] = []

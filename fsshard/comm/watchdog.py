@@ -104,13 +104,7 @@ def speaks_of_a_lost_rank(error: BaseException) -> bool:
 def taking_part(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """Context around collectives of ours: they raise at once where they would hang, and name the rank that they lose.
 
-    Args:
-        group: None is no group at all.
-        what: what was called, as users write it.
-
-    Raises:
-        LaunchError: this process was forked from the rank that made the group.
-        RankMismatch: another rank was lost, or waits elsewhere; names it.
+    ``what`` was called, as users write it. A forked process raises LaunchError; RankMismatch names who is lost.
     """
     check_not_inherited(group, what)
     watchdog = Watchdog.of_job()
@@ -143,12 +137,9 @@ def wait(work: Any, group: dist.ProcessGroup, what: str, limit: float | None = N
         work: ``dist.Work`` of an asynchronous collective over ``group``.
         group: who takes part.
         what: was called, as users write it.
-        limit: seconds to wait for ranks that do something else; None: as long as the group does.
+        limit: seconds, after which it raises RankMismatch, as it does where ranks wait for each other in other
+            collectives; None: as long as the group waits.
         on_cpu: whether it is gloo's, of tensors on the CPU.
-
-    Raises:
-        RankMismatch: the time is up, or ranks wait for each other in other collectives.
-        Exception: the collective's own.
     """
     watchdog = Watchdog.of_job()
     if watchdog is None:  # one process that plays a rank: its work is never completed
@@ -310,13 +301,8 @@ def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list
     Before a rare collective: a rank that is in another one must not get this one's data, at which gloo ends the process
     (torch 2.13: "Received data size doesn't match expected size", SIGABRT).
 
-    Args:
-        group: whose ranks meet; None is a rank alone.
-        what: was called, as users write it.
-        note: for the other ranks.
-
-    Raises:
-        RankMismatch: a rank has ended, or waits in another collective, or did not come within the group's time limit.
+    ``what`` was called, as users write it. RankMismatch names a rank that has ended, or waits in another collective, or
+    did not come within the group's time limit.
     """
     if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
         return [note]
@@ -375,11 +361,7 @@ class Watchdog:
 
     @classmethod
     def made(cls) -> Watchdog:
-        """Return the one of the default process group, made if there is none.
-
-        Raises:
-            RuntimeError, ValueError, NotImplementedError: the group has no store, or it gives no answer.
-        """
+        """Return the one of the default process group, made if there is none; raise if it has no store that answers."""
         world = dist.group.WORLD
         assert world is not None
         if world not in _watchdogs:
@@ -484,10 +466,6 @@ class Watchdog:
         The same calls in the same order on all ranks of the group, one thread at a time. Under
         ``meet/<group>/<number>/`` each rank writes its note; the first that sees all, or finds that one will not come,
         writes down ``outcome`` for all. So a rank that comes at the last moment finds the same as the others.
-
-        Raises:
-            RuntimeError: the store does not answer.
-            RankMismatch: the rank that decides has died before it could write.
         """
         if group not in self._meetings:
             # torch numbers groups anew after some were destroyed, so that a name can come twice.
@@ -505,7 +483,7 @@ class Watchdog:
             notes = {rank: texts[key].decode() for rank, key in enumerate(keys) if key in texts}
             missing = {rank: missing.get(rank, "has not come yet") for rank in range(len(keys)) if rank not in notes}
             self.store.set(outcome, json.dumps([notes, missing, late and bool(missing)]))
-        if not self.store.awaited([outcome], DECISION):
+        if not self.store.awaited([outcome], DECISION):  # the rank that decides has died before it could write
             raise RankMismatch(f"{what}: a rank was lost while the ranks waited for each other")
         *texts_by_rank, late = json.loads(self.store.get(outcome) or b"")
         notes, missing = ({int(rank): text for rank, text in texts.items()} for texts in texts_by_rank)

@@ -31,13 +31,10 @@ STACK_SECONDS = 2.0  # for a rank that does not answer to write down where it is
 def say(pipe: connection.Connection, kind: str, value: bytes = pickle.dumps(None)) -> None:
     """Send a rank's message to its parent.
 
-    Args:
-        pipe: to the parent.
-        kind: ``"ready"`` for work; ``"told"`` something while it works; how it has finished, one of ``FINISHED``, with
-            its result; ``"raised"``, with a ``Failure``. Its process's end is heard as ``"died"``.
-        value: pickled by plain pickle, not multiprocessing's: a tensor travels as bytes, not as shared memory that dies
-            with the rank.
+    ``kind``: ``"ready"`` for work; ``"told"`` something while it works; how it has finished, one of ``FINISHED``, with
+    its result; ``"raised"``, with a ``Failure``. Its process's end is heard as ``"died"``.
     """
+    # Values by plain pickle, not multiprocessing's: a tensor travels as bytes, not as shared memory that dies with it.
     pipe.send_bytes(pickle.dumps((kind, value)))
 
 
@@ -182,12 +179,8 @@ class Supervisor:
     def end(self, ranks: Iterable[int], patience: float | None = 0.0) -> dict[int, int]:
         """End processes and forget them.
 
-        Args:
-            ranks: whom; their pipes are closed first, at which one that waits for work leaves.
-            patience: seconds for all of them to leave by themselves, before they are killed; None: as long as it takes.
-
-        Returns:
-            The exit codes of those that left by themselves.
+        Their pipes are closed first, at which one that waits for work leaves. After ``patience`` seconds (None: as long
+        as it takes) they are killed. Return the exit codes of those that left by themselves.
         """
         ended = {rank: self._ranks.pop(rank) for rank in set(ranks) if rank in self._ranks}
         for each in ended.values():

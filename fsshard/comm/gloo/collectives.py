@@ -84,11 +84,7 @@ class Gather(AllGather):
     """An all-gather as broadcasts, every rank's part from its rank."""
 
     def __init__(self, exchange: Exchange | None = None) -> None:
-        """
-        Args:
-            exchange: over it where the group is its own; None: over gloo.
-        """
-        self._exchange = exchange
+        self._exchange = exchange  # over it where the group is its own; None: over gloo
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for the whole unit."""
@@ -184,11 +180,7 @@ class Pending:
     """The reduction under way, of all units at most one, so that no more than one unit's gradients wait for it."""
 
     def __init__(self, exchange: Exchange | None = None) -> None:
-        """
-        Args:
-            exchange: as of :class:`Gather`.
-        """
-        self._exchange = exchange
+        self._exchange = exchange  # as of Gather
         self._task: int | None = None  # the graph task at whose end the last one is finished
         self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
         self._group: dist.ProcessGroup | None = None  # of that
@@ -249,17 +241,9 @@ class Reduce(ReduceScatter):
     """A reduce-scatter as an all-to-all and sums; one object per unit."""
 
     def __init__(self, pending: Pending, entries: list[Any], groups: Sequence[Any], *, last: bool) -> None:
-        """
-        Args:
-            pending: shared by the units of a model.
-            entries: the unit's.
-            groups: FSDP2's own records of them.
-            last: whether nothing is reduced again after it (a 2-D mesh sums over its replicas too).
-        """
-        self._pending = pending
-        self._entries = entries
-        self._groups = groups
-        self._last = last
+        self._pending = pending  # shared by the units of a model
+        self._entries, self._groups = entries, groups  # the unit's, and FSDP2's own records of them
+        self._last = last  # nothing is reduced again after it (a 2-D mesh sums over its replicas too)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for a unit's gradients, once those of the unit before are gone."""

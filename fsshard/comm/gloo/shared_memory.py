@@ -85,12 +85,7 @@ class Message:
         self._segments: list[_Segment | None] = []
 
     def part(self, rank: int, like: Tensor) -> Tensor:
-        """Return what ``rank`` has sent to this one, flat, as large as ``like``. Ours to change until :meth:`end`.
-
-        Raises:
-            RuntimeError: a rank is gone, or does not come in time.
-            RankMismatch: the ranks send different things.
-        """
+        """Return what ``rank`` has sent to this one, flat, as large as ``like``. Ours to change until :meth:`end`."""
         if not self._segments:
             self._wait()
             self._segments = self._exchange._arrived(self._row, self._table)
@@ -117,12 +112,7 @@ class Message:
 
 
 class Exchange:
-    """The memory that one model of this rank shares with the other ranks of a group; see :func:`exchange_of`.
-
-    Attributes:
-        rank: of this process in the group.
-        group_name: the process group's.
-    """
+    """The memory that one model of this rank shares with the other ranks of a group; see :func:`exchange_of`."""
 
     def __init__(self, group: dist.ProcessGroup, mailbox: socket.socket, addresses: Sequence[str]) -> None:
         self.rank, self.group_name, self._limit = group.rank(), group.group_name, timeout_of(group)
@@ -136,15 +126,12 @@ class Exchange:
         self._theirs: dict[tuple[int, int], _Segment] = {}  # rank, number of its segment
 
     def send(self, group: dist.ProcessGroup, parts: Sequence[Tensor], *, to_all: bool) -> Message:
-        """Begin a message.
+        """Begin a message of contiguous parts, all of one size on all ranks.
 
         Args:
             group: the one that this serves.
-            parts: contiguous, all of the same size on all ranks: one for all, or one for each peer, by rank.
+            parts: one for all, or one for each peer, by rank.
             to_all: which of both.
-
-        Raises:
-            RuntimeError: there is no memory, or no connection.
         """
         nbytes, number = parts[0].nbytes, next(self._numbers)
         segment = self._segment(_aligned(nbytes) * len(parts))

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from fsshard.comm.gloo.collectives import _Broadcasts, _PendingCopies
 from fsshard.comm.gloo.shared_memory import SMALLEST, Exchange, exchange_of
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.launching.pool import RankPool
+from fsshard.torch_private.c10d import set_timeout
 from tests.training_runs import differences
 
 OVER_TCP = {"shared_memory": False}
@@ -126,6 +128,24 @@ def test_no_memory_is_said_with_the_setting(ranks: RankPool) -> None:
     for said in ranks.run(job_no_memory, 2):
         assert said.startswith("no 400000 bytes of shared memory") and "No space left" in said
         assert said.endswith("wrap the model with shared_memory=False to send them over TCP")
+
+
+def job_late() -> str:
+    """Rank 1 comes when rank 0 has waited for as long as its group may."""
+    talk, store = Talk(), dist.distributed_c10d._get_default_store()
+    if talk.rank == 1:
+        store.wait(["given up"])
+        return ""
+    set_timeout(timedelta(seconds=0.5))
+    message = talk.gather(9)
+    with pytest.raises(RuntimeError) as caught:
+        message.part(1, torch.empty(9))
+    store.set("given up", "")
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_missed_in_time(ranks: RankPool) -> None:
+    assert "Timed out waiting" in ranks.run(job_late, 2)[0]
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
