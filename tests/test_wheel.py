@@ -37,13 +37,6 @@ def test_readmes_code_is_run_as_a_user_has_it(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"examples", "load.py", "proof", "train.py"}
 
 
-def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "python").symlink_to("/bin/false")
-    assert wheel.run("python train.py", tmp_path, programs) == 1
-
-
 def test_a_source_distribution_has_all_that_git_knows(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "fsshard-1.tar.gz", "w:gz"):
         pass

@@ -14,9 +14,8 @@ import pytest
 
 import fsshard
 import fsshard.compat.fairscale as mirror
-from fsshard.compat import fall_through, front, not_served
+from fsshard.compat import front, not_served
 from fsshard.compat.errors import NotServed
-from fsshard.compat.front import falls_through
 from fsshard.compat.not_served import explain
 from tests.compat.redirect_world import World, build, together
 
@@ -89,15 +88,6 @@ def test_the_text() -> None:
     assert lines[-1] == "  to use the real FairScale: run the script without fsshard.compat"
     assert explain("fairscale.nn.OSS").splitlines()[1].startswith("  instead: torch.distributed.fsdp.fully_shard (")
     assert "instead" not in explain("fairscale.nn.no_such_name")
-
-
-def test_the_text_of_what_falls_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert falls_through("fairscale.nn.Pipe") and falls_through("fairscale.nn.moe.top2gate")
-    assert not falls_through("fairscale.nn.pipeline") and not falls_through("fairscale.nn")
-    monkeypatch.setattr(fall_through, "is_installed", lambda: False)
-    assert "fairscale.nn.Pipe is left to the real FairScale, which is not installed" in explain("fairscale.nn.Pipe")
-    monkeypatch.setattr(fall_through, "is_installed", lambda: True)
-    assert explain("fairscale.nn.Pipe").startswith("fairscale.nn.Pipe is left to the real FairScale; import it")
 
 
 def test_the_table_is_what_can_be_imported() -> None:

@@ -1,14 +1,12 @@
-"""The small repository with a parity suite: it passes, it fails when it must, and its workflow runs it."""
+"""The small repository with a parity suite: it passes, and it fails when it must."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from fsshard.launching.pool import RankPool
 from fsshard.parity import ParityReport
@@ -46,11 +44,6 @@ def changed(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def workflow() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "parity.yml").read_text())
-    return loaded
-
-
 def test_the_suite_is_three_lines_and_passes(copy: Path, pytester: pytest.Pytester, tmp_path: Path) -> None:
     lines = [line for line in (REPOSITORY / "test_parity.py").read_text().splitlines() if line.strip()]
     assert len(lines) == 3
@@ -77,19 +70,3 @@ def test_an_engine_that_trains_otherwise_fails_where_it_does(copy: Path, pyteste
     told = "\n".join(result.outlines)
     assert "fairscale exact, fsdp exact, fsdp2 different (2 ranks)" in told
     assert "step 0, loss, rank 0" in told
-
-
-def test_the_workflow_installs_and_runs_the_suite() -> None:
-    steps = workflow()["jobs"]["parity"]["steps"]
-    uses = [step["uses"].partition("@")[0] for step in steps if "uses" in step]
-    assert uses[:2] == ["actions/checkout", "actions/setup-python"]
-    runs = [step["run"] for step in steps if "run" in step]
-    assert runs[0].startswith("pip install") and "torch>=2.13,<2.16" in runs[0] and runs[0].endswith("/whl/cpu")
-    assert "fsshard[fairscale]" in runs[1] and "pytest" in runs[1]
-    assert runs[2].startswith("python -m pytest")
-
-
-def test_the_workflows_own_command_is_accepted(copy: Path, pytester: pytest.Pytester) -> None:
-    command = next(step["run"] for step in workflow()["jobs"]["parity"]["steps"] if "pytest --" in step.get("run", ""))
-    result = pytester.runpytest_inprocess("--collect-only", *command.split()[3:])
-    assert result.ret == 0 and any("test_parity" in line for line in result.outlines)

@@ -62,14 +62,6 @@ def test_nerscs_layout(tmp_path: Path) -> None:
     assert equator == 4 and weather.row_weights[0] < 1e-6, "from 90 to -90 in nine rows"
 
 
-def test_workers_open_the_files_themselves(tmp_path: Path) -> None:
-    write_era5(tmp_path)
-    train = era5_weather(tmp_path).train
-    here = [train[number] for number in range(len(train))]  # leaves files open in this process
-    loader = make_loader(train, batch=2, place=(0, 1), workers=1, prefetch=2, pin=False, shuffle=None)
-    assert torch.equal(torch.cat(list(loader)), torch.stack(here))
-
-
 # Feeding ----------------------------------------------------------------------------------------------------------
 
 
