@@ -583,10 +583,8 @@ def test_row_22_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_offloading_frees_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU plays the device: inputs that are not on the CPU are kept as copies, and brought back."""
-    moved: list[int] = []
-    monkeypatch.setattr(recomputation, "home", lambda leaf: recomputation.Home(leaf.device, leaf.requires_grad))
-    monkeypatch.setattr(recomputation, "to_cpu", lambda t: moved.append(t.numel()) or t.detach().clone())
+    """The CPU plays the device: inputs are kept without their graph, and brought back."""
+    monkeypatch.setattr(recomputation, "_can_leave", lambda leaf: isinstance(leaf, Tensor))
     found = []
     for wrapper in (None, ours.checkpoint_wrapper):
         module, x = block(dropout=0.3), batch().requires_grad_()
@@ -598,7 +596,6 @@ def test_offloading_frees_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (gone() is None) is (wrapper is not None)
         output.square().sum().backward()
         found.append({"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}})
-    assert moved == [48]
     assert differing(*found) == []
 
 
