@@ -26,10 +26,10 @@ LINES = {
     "fsshard/comm + fsshard/launching": 3_740,
     "fsshard/simulation": 3_619,
     "fsshard/model": 2_385,
-    "fsshard/oss": 2_259,
+    "fsshard/oss": 2_160,
     "fsshard/torch_private": 1_765,
     "fsshard/complex_params": 2_030,
-    "compat": 8_741,
+    "compat": 8_614,
     "tests": 61_230,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""

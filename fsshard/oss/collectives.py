@@ -41,11 +41,7 @@ def be_found(group: Any) -> None:
 
 
 def come_together(group: Any, call: str) -> None:
-    """Return when all ranks have come for the same call; no collective of the group.
-
-    Args:
-        group: whose ranks; nothing to do for what only looks like a group, or has one rank.
-        call: what was called, with its arguments, as users write it.
+    """Return when all ranks of a group have come for the same call, as users write it; no collective of the group.
 
     Raises:
         NotTogether: a rank has ended, waits in another collective, came for something else, or has failed.
@@ -62,16 +58,7 @@ def come_together(group: Any, call: str) -> None:
 
 
 def all_reduced(value: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) -> Tensor:
-    """Reduce over the ranks of a group; nothing to do in one process.
-
-    Args:
-        value: may be written to.
-        op: such as ``dist.ReduceOp.SUM``.
-        group: None is all ranks.
-
-    Returns:
-        The result, on the device where ``value`` is.
-    """
+    """Reduce a value, which may be written to, over the ranks of a group, None being all; on the value's device."""
     if not dist.is_initialized():
         return value
     group = dist.group.WORLD if group is None else group
@@ -90,13 +77,7 @@ def used_anywhere(flags: Sequence[bool], group: dist.ProcessGroup, device: torch
 
 @torch.no_grad()
 def broadcast_coalesced(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Send one rank's values to every rank, of whatever dtypes. Collective.
-
-    Args:
-        tensors: of the same shapes and dtypes on all ranks; are written to, but on ``source``.
-        source: its rank in the group.
-        group: the ranks.
-    """
+    """Write the values of one rank of the group, of whatever dtypes, to every other rank's tensors. Collective."""
     sends = group.rank() == source
     flying: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
 
@@ -120,12 +101,7 @@ def broadcast_coalesced(tensors: Iterable[Tensor], source: int, group: dist.Proc
 
 
 def runs(tensors: Iterable[Tensor], elements: int = 0) -> Iterator[list[Tensor]]:
-    """Cut a list of tensors into runs of one device each.
-
-    Args:
-        tensors: in the order in which they are sent.
-        elements: at most so many numbers a run, if positive; and at most 25 MiB. A larger tensor is alone.
-    """
+    """Cut a list of tensors into runs of one device and at most 25 MiB each, and if positive of so many numbers."""
     run: list[Tensor] = []
     count = size = 0
     for tensor in tensors:
@@ -149,14 +125,8 @@ def runs_by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective.
-
-    They are added up in their own dtype: a mean that they were added to would be rounded once more in another.
-
-    Args:
-        parameters: the same ones on all ranks.
-        group: the ranks.
-    """
+    """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective."""
+    # They are added up in their own dtype: a mean that they were added to would be rounded once more in another.
     for run in runs_by_dtype(parameters):
         parts = []
         for parameter in run:
@@ -176,17 +146,9 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
 def share_means(
     parameters: Sequence[nn.Parameter], owners: Sequence[int], has_mean: Sequence[bool], group: dist.ProcessGroup
 ) -> None:
-    """Give every rank the means that owners have, before ``no_sync`` adds to them: as under DDP. Collective.
-
-    Each rank's later gradients are added to the mean one by one under DDP; added up by themselves first, their sum
-    would be rounded differently.
-
-    Args:
-        parameters: the same on all ranks.
-        owners: the rank in the group that has its mean, for each parameter.
-        has_mean: this rank has it.
-        group: the ranks.
-    """
+    """Give every rank the means that owners have, before ``no_sync`` adds to them: as under DDP. Collective."""
+    # Each rank's later gradients are added to the mean one by one under DDP; added up by themselves first, their sum
+    # would be rounded differently.
     if not parameters:
         return
     shared = used_anywhere(has_mean, group, parameters[0].device)

@@ -157,11 +157,9 @@ class GradientBucket:
             foreach_copy_(into, gradients if self._reduce_dtype is None else self._parts_of_mean(gradients))
 
     def _parts_of_mean(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return this rank's gradients divided by the number of ranks, in the dtype in which they are added up.
-
-        FairScale's ``reduce_fp16`` divides and then rounds. DDP's own hooks round and then divide, which differs where
-        a part is subnormal in float16, or too large for it before it is divided.
-        """
+        """Return this rank's gradients divided by the number of ranks, in the dtype in which they are added up."""
+        # FairScale's reduce_fp16 divides and then rounds. DDP's own hooks round and then divide, which differs where a
+        # part is subnormal in float16, or too large for it before it is divided.
         scale = 1.0 / self.world_size
         if self._rounds_first:
             return list(foreach_mul([gradient.to(self._reduce_dtype) for gradient in gradients], scale))
@@ -170,13 +168,9 @@ class GradientBucket:
     # ------------------------------------------------------------------------------------------ receiving
 
     def finish(self, take_mean: Callable[[int], Tensor | None]) -> list[int]:
-        """Wait, and put the mean over the ranks into the gradients that this rank owns.
+        """Wait, put the mean over the ranks into the gradients that this rank owns, and return whose these are.
 
-        Args:
-            take_mean: takes an earlier mean, to which every rank's part is to be added, out of ``grad``.
-
-        Returns:
-            The parameters whose gradient here is now a mean.
+        ``take_mean`` takes an earlier mean, to which every rank's part is to be added, out of ``grad``.
         """
         work, self._work = self._work, None
         if work is None:
@@ -210,12 +204,10 @@ class GradientBucket:
         return gradient
 
     def _add(self, chosen: list[int], local: list[Tensor], means: dict[int, Tensor]) -> None:
-        """Add as DDP does: each rank's sum times 1/N, in the order of ranks.
-
-        Without ``no_sync`` a second backward adds to a mean that all ranks have under DDP; here its owner alone has
-        it, and adds it to the part of each rank.
-        """
+        """Add as DDP does: each rank's sum times 1/N, in the order of ranks."""
         scale = 1.0 / self.world_size
+        # Without no_sync a second backward adds to a mean that all ranks have under DDP; here its owner alone has it,
+        # and adds it to the part of each rank.
         if means:
             own_parts = [gradient for i, gradient in zip(chosen, local, strict=True) if i in means]
             for parts in (own_parts, *([received[i] for i in means] for received in self._parts)):

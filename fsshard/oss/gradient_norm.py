@@ -27,28 +27,16 @@ __all__ = ["combined", "count_owners", "exchanged", "owned_norms", "scale"]
 def owned_norms(
     parameters: Sequence[Tensor], mine: Sequence[int], norm_type: float, group: dist.ProcessGroup, device: torch.device
 ) -> dict[int, float]:
-    """Return the norm of each gradient, in its own dtype, from the rank that owns it, by place. Collective.
+    """Return the norm of each gradient, in its own dtype, by place, from the rank that speaks for it. Collective.
 
-    Args:
-        parameters: the same on all ranks; one that no rank speaks for is left out.
-        mine: the places of those whose gradient this rank speaks for.
-        norm_type: as in torch.
-        group: the ranks.
-        device: of what the group can send.
+    This one does for the places in ``mine``; a parameter that no rank speaks for is left out.
     """
     own = _norms([parameters[i].grad for i in mine], norm_type)
     return exchanged(dict(zip(mine, own, strict=True)), len(parameters), group, device)
 
 
 def exchanged(own: Mapping[int, float], count: int, group: dist.ProcessGroup, device: torch.device) -> dict[int, float]:
-    """Return the numbers of all ranks by place, of which each is at one rank. Collective.
-
-    Args:
-        own: this rank's.
-        count: of places.
-        group: the ranks.
-        device: of what the group can send.
-    """
+    """Return the numbers of all ranks by place, each of which one rank has. Collective, over a tensor on ``device``."""
     buffer = torch.zeros(2, count, dtype=torch.float64)
     buffer[0, list(own)] = torch.tensor(list(own.values()), dtype=torch.float64)
     buffer[1, list(own)] = 1
@@ -71,13 +59,7 @@ def _norms(gradients: Sequence[Any], norm_type: float) -> list[float]:
 
 
 def combined(norms: Mapping[int, float], parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients from the norm of each.
-
-    Args:
-        norms: by the parameter's place, in the order of the groups; exact since each was computed in its own dtype.
-        parameters: their device and dtype decide the order in which torch adds, and what it adds in.
-        norm_type: as in torch.
-    """
+    """Return the norm of all gradients from that of each, by place; devices and dtypes decide how torch adds."""
     present = sorted(norms)
     if not present:
         return torch.tensor(0.0)
@@ -105,11 +87,7 @@ def scale(parameters: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
 
 
 def count_owners(wrapper: Any) -> None:
-    """Let ``clip_grad_norm_`` be right for parameters of a ShardedDataParallel while ``wrapper`` lives; collective.
-
-    Raises:
-        FsshardError: this release of torch computes the norm elsewhere.
-    """
+    """Let ``clip_grad_norm_`` be right for parameters of a ShardedDataParallel while ``wrapper`` lives; collective."""
     CLIP_GRAD_NORM.keep_for(wrapper, _norm)
 
 

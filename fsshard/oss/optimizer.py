@@ -221,15 +221,11 @@ class OSS(PartitionedOptimizer, Optimizer):
         return "grad_scaler" in inspect.signature(self.step).parameters
 
     def step(self, closure: Any = None, *, grad_scaler: Any = None, **kwargs: Any) -> Any:
-        """Update the own parameters and send them to the other ranks.
+        """Update the own parameters, send them to the other ranks, and return what the optimizer's ``step`` returns.
 
         Args:
-            closure: computes gradients and returns the loss, for optimizers that take one.
-            grad_scaler: torch's ``GradScaler`` gives itself: all ranks step, or none.
-            **kwargs: for the ``step`` of the optimizer.
-
-        Returns:
-            What the optimizer's ``step`` returns; None for a step that was skipped.
+            closure, **kwargs: for the ``step`` of the optimizer.
+            grad_scaler: torch's ``GradScaler`` gives itself: all ranks step, or none, and then return None.
         """
         self.finish_gradients()
         if grad_scaler is not None and not agreed(self, grad_scaler):

@@ -37,12 +37,9 @@ ALIGNMENT = 16  # elements: 64 bytes of float32, what torch's own allocator give
 
 
 def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads: list[int]) -> None:
-    """Give each parameter that has no owner yet to the rank with the least bytes so far; FairScale's own rule.
+    """Give each parameter without an owner, in an order that all ranks have, to the rank with the least bytes so far.
 
-    Args:
-        parameters: in the order of the groups, so that all ranks decide the same.
-        owners: is added to.
-        loads: bytes of each rank, added to.
+    This is FairScale's own rule. ``owners`` and ``loads``, in bytes, are added to.
     """
     for parameter in parameters:
         # An owner stays for good. FairScale 0.4.13 deals all of them out anew in add_param_group and leaves the state
@@ -54,11 +51,7 @@ def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads
 
 
 def check_distinct(parameters: Iterable[Tensor]) -> None:
-    """Raise for two parameters over the same memory: in flat buffers they would part, silently.
-
-    Raises:
-        OptimizerError: names their places.
-    """
+    """Raise for two parameters over the same memory: in flat buffers they would part, silently."""
     seen: dict[tuple[Any, int], tuple[int, Tensor]] = {}
     for place, parameter in enumerate(parameters):
         if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
@@ -82,9 +75,7 @@ def group_of_owner(group: Mapping[str, Any], owners: Mapping[Tensor, int], rank:
 def check_separable(optimizer_class: Any, world_size: int) -> None:
     """Raise for an algorithm that looks at all parameters at once, and would run on each rank's own ones.
 
-    Raises:
-        ConfigurationError: this is nothing that makes an optimizer.
-        UnsupportedByBackend: FairScale 0.4.13 runs LBFGS on each shard, with a line search each: NaN.
+    FairScale 0.4.13 runs LBFGS on each shard, with a line search each: NaN.
     """
     if not callable(optimizer_class):
         raise ConfigurationError(f"optim= must be a torch.optim.Optimizer class, got {optimizer_class!r}")
@@ -175,12 +166,9 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
 def lay_out(
     parameters: Iterable[Tensor], owners: dict[Tensor, int], before: dict[torch.device, dict[int, ParameterBucket]]
 ) -> dict[torch.device, dict[int, ParameterBucket]]:
-    """Put the trainable parameters into new buckets, by device and owner.
+    """Put the trainable parameters into new buckets, by device and owner, in an order that all ranks have.
 
-    Args:
-        parameters: in an order that all ranks have.
-        owners: by parameter.
-        before: the buckets of the last time; what is frozen since leaves them for memory of its own.
+    What is frozen since leaves the buckets of before for memory of its own.
     """
     left = {parameter for buckets in before.values() for bucket in buckets.values() for parameter in bucket.parameters}
     lists: dict[torch.device, dict[int, list[Tensor]]] = {}

@@ -44,11 +44,9 @@ class PartitionedOptimizer:
         raise NotImplementedError
 
     def with_gradient_at_owner(self, frozen: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Return those frozen parameters that their owner's optimizer moves: an old gradient is left. Collective.
-
-        Momentum, weight decay and Adam's averages go on. FairScale 0.4.13 sends trainable parameters only, and the
-        ranks drift apart.
-        """
+        """Return those frozen parameters that their owner's optimizer moves: an old gradient is left. Collective."""
+        # Momentum, weight decay and Adam's averages go on. FairScale 0.4.13 sends trainable parameters only, and the
+        # ranks drift apart.
         flags = [self.owner_of(p) == self.rank and p.grad is not None for p in frozen]
         moved = used_anywhere(flags, self.group, device) if flags else []
         return [parameter for parameter, flag in zip(frozen, moved, strict=True) if flag]

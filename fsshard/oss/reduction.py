@@ -168,15 +168,12 @@ class Reduction:
 
     @torch.no_grad()
     def _put_back(self, i: int) -> None:
-        """End the backward for a mean that was set aside, where no reduction follows.
-
-        The owner's part becomes what, added up and divided by the number of ranks, gives the mean with all parts.
-        """
+        """End the backward for a mean that was set aside, where no reduction follows."""
         mean, parameter = self._aside.pop(i), self.parameters[i]
         if parameter.grad is None:
             parameter.grad = mean
             self._means.add(parameter)
-        else:
+        else:  # the owner's part becomes what, added up and divided by the number of ranks, gives the mean with all
             parameter.grad = mean * self.group.size() + parameter.grad.detach()
 
     def _came(self, i: int) -> None:
@@ -321,11 +318,9 @@ class Reduction:
 
 
 def _weakly(method: Any, i: int) -> Callable[[Tensor], None]:
-    """Make a hook that does not keep its owner alive.
-
-    The collector cannot see through a parameter's hooks while C++ holds the parameter, and the model, the reduction
-    and the process group with its threads would live forever (torch 2.13).
-    """
+    """Make a hook that does not keep its owner alive."""
+    # The collector cannot see through a parameter's hooks while C++ holds the parameter, and the model, the reduction
+    # and the process group with its threads would live forever (torch 2.13).
     reference, function = weakref.ref(method.__self__), method.__func__  # WeakMethod is slower, for each gradient
 
     def hook(_: Tensor) -> None:

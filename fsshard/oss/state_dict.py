@@ -39,11 +39,7 @@ def own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, A
 
 
 def send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list[Any] | None:
-    """Send every rank's object to one rank, or to all (-1), one rank after the other to save memory. Collective.
-
-    Returns:
-        By rank, where it was received; None elsewhere.
-    """
+    """Return every rank's object on one rank, or on all (-1), and None elsewhere. Collective; one after the other."""
     found: list[Any] = []
     for source in range(group.size()):
         box = [payload]
@@ -58,11 +54,7 @@ def send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list
 
 
 def check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless a state dict is of the same groups.
-
-    Raises:
-        OptimizerStateMismatch: names groups, and parameters by name where the optimizer has names.
-    """
+    """Raise unless a state dict is of these groups, and its tensors of their parameters' shapes."""
     what = "optimizer state"
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise OptimizerStateMismatch(what, missing=["state", "param_groups"])

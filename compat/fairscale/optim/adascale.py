@@ -68,7 +68,8 @@ class AdaScale(Optimizer):
         debias_ewma: averages as Adam's, corrected for their start; False: as in the paper, means at first.
 
     Raises:
-        MisuseError: an argument out of its range, or fully sharded parameters.
+        MisuseError: an argument out of its range, or fully sharded parameters; of all methods but :meth:`gain`: a
+            step's gradients are half accumulated.
         RuntimeError: there is one rank, and one gradient to each step.
     """
 
@@ -128,11 +129,7 @@ class AdaScale(Optimizer):
         raise MisuseError("AdaScale cannot be copied or pickled: its hooks are on the parameters; use state_dict()")
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the optimizer step, each group with its learning rate times :meth:`gain`, and return what it returns.
-
-        Raises:
-            MisuseError: fewer backward passes than ``num_gradients_to_accumulate`` since the last step.
-        """
+        """Let the optimizer step, each group with its learning rate times :meth:`gain`, and return what it returns."""
         self._check_complete("step")
         before = [group["lr"] for group in self.param_groups]
         try:
@@ -146,31 +143,19 @@ class AdaScale(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to zero.
-
-        Raises:
-            MisuseError: a step's gradients are half accumulated.
-        """
+        """Drop the gradients, or set them to zero."""
         self._check_complete("zero_grad")
         self._optimizer.zero_grad(set_to_none=set_to_none)
         self._hook()
 
     def add_param_group(self, pg: dict[str, Any]) -> None:
-        """Give the optimizer another group, whose estimates begin anew.
-
-        Raises:
-            MisuseError: a step's gradients are half accumulated.
-        """
+        """Give the optimizer another group, whose estimates begin anew."""
         self._check_complete("add_param_group")
         self._optimizer.add_param_group(pg)
         self._hook()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the optimizer's state, with AdaScale's estimates at ``["state"]["adascale"]``, as float64 tensors.
-
-        Raises:
-            MisuseError: a step's gradients are half accumulated.
-        """
+        """Return the optimizer's state, with AdaScale's estimates at ``["state"]["adascale"]``, as float64 tensors."""
         self._check_complete("state_dict")
         saved = self._optimizer.state_dict(*args, **kwargs)
         estimates = {name: value.clone() for name, value in self._state.items()}
@@ -226,14 +211,11 @@ class AdaScale(Optimizer):
         return float(value.sum() if pg_idx is None else value[pg_idx])
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
-        """Say how large the batch is now, compared with the one that the learning rate was chosen for.
+        """Say how large the batch is now, compared with the one that the learning rate was chosen for: at least 1.
 
         Args:
-            scale: at least 1.
+            scale: how many times larger.
             update_estimate: the variance that was estimated so far is that of another batch; convert it.
-
-        Raises:
-            MisuseError: ``scale`` is below 1, or a step's gradients are half accumulated.
         """
         self._check_complete("set_scale")
         if scale < 1:
@@ -249,12 +231,8 @@ class AdaScale(Optimizer):
         """Change how many backward passes there are to each step; :meth:`set_scale` mostly has to follow.
 
         Args:
-            num_gradients_to_accumulate: at least 1.
+            num_gradients_to_accumulate: at least 1, and 2 on one rank.
             update_smoothing: set the smoothing to its default for this number.
-
-        Raises:
-            MisuseError: the number is below 1, or a step's gradients are half accumulated.
-            RuntimeError: there is one rank, and one gradient to each step.
         """
         self._check_complete("set_num_gradients_to_accumulate")
         if num_gradients_to_accumulate < 1:
@@ -270,11 +248,7 @@ class AdaScale(Optimizer):
             self._smoothing = max(1 - gradients / 1000, 0)
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
-        """Turn the sum of the gradients of losses that were not divided into their mean; call it before :meth:`step`.
-
-        Raises:
-            MisuseError: there is nothing to divide by, or ``is_scaled_loss``, or backward passes are missing.
-        """
+        """Turn the sum of gradients of losses that were not divided into their mean; call it before :meth:`step`."""
         self._check_complete("scale_grad_by_num_grads_to_accum")
         if self._is_scaled_loss or self._num_grads_to_accum == 1:
             raise MisuseError(

@@ -35,31 +35,15 @@ __all__ = ["InnerFSDP", "Own"]
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A parameter that a wrapper shards; inner wrappers have theirs.
+    """A parameter that a wrapper shards; inner wrappers have theirs."""
 
-    Attributes:
-        name: within the wrapper.
-        shape: of the whole.
-        places: the modules that hold it, with the name there; several where it is tied.
-    """
-
-    name: str
-    shape: torch.Size
-    places: tuple[tuple[nn.Module, str], ...]
+    name: str  # within the wrapper
+    shape: torch.Size  # of the whole
+    places: tuple[tuple[nn.Module, str], ...]  # modules that hold it, with the name there; several where it is tied
 
 
 class InnerFSDP(TorchFSDP):
-    """FSDP1 around one module. Its flat parameter is cut as FairScale's is: ``torch.chunk``, the last parts padded.
-
-    Args:
-        module: what is sharded, without what its inner wrappers shard.
-        group: the ranks.
-        flatten: one flat parameter for optimizers, else every parameter by itself.
-        reshard: free the whole parameters after a forward.
-        offload: keep shards in host memory.
-        precision: dtypes of computation, reduction and buffers; None leaves them.
-        device: of computation.
-    """
+    """FSDP1 around one module. Its flat parameter is cut as FairScale's is: ``torch.chunk``, the last parts padded."""
 
     def __init__(
         self,
@@ -158,11 +142,9 @@ class InnerFSDP(TorchFSDP):
         return self._post_backward_callback_queued or not fsdp1.is_idle(self)
 
     def abandon(self) -> None:
-        """Be idle again after an exception: FSDP1 stays whole and in the middle of what it did (torch 2.13).
-
-        A broken backward's gradients go, and those that it was to be added to: FSDP1 has put them aside, where no
-        ``zero_grad`` finds them, and would add them to the next.
-        """
+        """Be idle again after an exception: FSDP1 stays whole and in the middle of what it did (torch 2.13)."""
+        # A broken backward's gradients go, and those that it was to be added to: FSDP1 has put them aside, where no
+        # zero_grad finds them, and would add them to the next.
         self._post_backward_callback_queued = False
         fsdp1.abandon(self)
 
@@ -203,11 +185,9 @@ class InnerFSDP(TorchFSDP):
         self._hook = self._accumulator.register_hook(reduce)
 
     def show_empty_gradients(self) -> None:
-        """Give parameters of which this rank holds nothing an empty gradient: scripts read ``p.grad`` after a backward.
-
-        FSDP1 leaves None there (torch 2.13, ``FlatParamHandle._use_sharded_grad_views``), which looks like a parameter
-        that was not used. FairScale cuts every parameter, so that each rank has a part of each.
-        """
+        """Give parameters of which this rank holds nothing an empty gradient: scripts read ``p.grad``."""
+        # FSDP1 leaves None there (torch 2.13, FlatParamHandle._use_sharded_grad_views), which looks like a parameter
+        # that was not used. FairScale cuts every parameter, so that each rank has a part of each.
         for parameter in self._absent():
             if self.flat.grad is not None and parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)

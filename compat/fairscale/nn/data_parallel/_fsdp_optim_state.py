@@ -28,21 +28,12 @@ __all__ = ["cut", "gather"]
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    """One parameter as optimizers see it.
+    """One parameter as optimizers see it, flat or a flat part of one, and the original ones in it."""
 
-    Attributes:
-        instance: its wrapper.
-        parameter: flat, or a flat part of one.
-        index: which of the wrapper's own it is, where those are not flattened.
-        first: number of the first original parameter in it.
-        names: of the original parameters.
-        shapes: of those.
-    """
-
-    instance: Any
+    instance: Any  # its wrapper
     parameter: nn.Parameter
-    index: int | None
-    first: int
+    index: int | None  # which of the wrapper's own it is, where those are not flattened
+    first: int  # number of the first original parameter in it
     names: list[str]
     shapes: list[torch.Size]
 
@@ -241,12 +232,7 @@ def _part(unit: _Unit, found: list[dict[str, Any]], uncollected: bool) -> dict[s
 
 
 def _check_units(units: list[_Unit], full: Any) -> None:
-    """See that a state was saved from the same wrappers, and fits.
-
-    Raises:
-        MisuseError: it was not, or is no state.
-        StateDictError: a tensor has another shape than its parameter.
-    """
+    """Raise unless a state was saved from the same wrappers, and fits."""
     if not isinstance(full, dict):
         raise MisuseError(
             f"get_shard_from_optim_state_dict: expected a dict, got {type(full).__name__}; "

@@ -89,18 +89,7 @@ def own_parameters(module: nn.Module, wrapper: type[nn.Module], prefix: str = ""
 
 
 def check_parameters(own: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, flatten: bool) -> None:
-    """Raise unless parameters can be sharded in one unit.
-
-    Args:
-        own: that no inner wrapper has, with their names.
-        dtype: that they must have.
-        flatten: they become one flat parameter.
-
-    Raises:
-        MisuseError: complex or integer parameters; one that an inner wrapper has sharded already; some frozen and some
-            not, in one flat parameter.
-        ConfigurationError: parameters of another dtype.
-    """
+    """Raise unless parameters that no inner wrapper has can be sharded in one unit, or in one flat parameter."""
     for name, parameter in own:
         if getattr(parameter, "_fsshard_in_unit", False):
             raise MisuseError(
@@ -128,12 +117,7 @@ def check_parameters(own: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype
 
 
 def mark(wrapper: Any, before: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Let functions of torch that would silently be wrong with a wrapper's parameters raise.
-
-    Args:
-        wrapper: has just replaced them.
-        before: names and parameters until then.
-    """
+    """Let functions of torch raise that would silently be wrong with a wrapper's parameters, or with those before."""
     refuse_foreign_optimizers(wrapper)
     kept = {id(parameter) for parameter in wrapper.params}
     for name, parameter in before:

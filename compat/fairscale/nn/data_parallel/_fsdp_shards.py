@@ -79,14 +79,9 @@ def padded_lengths(instance: Any) -> list[int]:
 
 
 def export(instance: Any, wrappers: Wrappers, found: dict[str, Any], prefix: str, local: bool) -> None:
-    """Take the levels of a wrapper out of the keys below ``prefix``, and copy values.
+    """Take the levels of a wrapper out of a state dict's keys below ``prefix``, and copy values, or this rank's parts.
 
-    Args:
-        instance: the wrapper.
-        wrappers: it, and those inside.
-        found: the state dict that is being made; is changed.
-        prefix: of the wrapper's keys.
-        local: give this rank's parts.
+    ``wrappers`` are it and those inside.
     """
     start = prefix + _LEVELS
     # Wrappers inside have copied theirs: before that of a whole parameter was freed again.
@@ -160,11 +155,7 @@ def metadata(root: nn.Module, wrappers: Wrappers) -> dict[str, Any]:
 
 
 def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bool) -> Any:
-    """Return torch's named tuple of missing and unexpected keys of a rank's part of a state.
-
-    Raises:
-        StateDictError: it does not fit.
-    """
+    """Return torch's named tuple of missing and unexpected keys of a rank's part of a state; raise if it cannot fit."""
     expected: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in saved_buffers(root).items()}
     aliases: set[str] = set()
     for path, instance in wrappers:
@@ -191,11 +182,7 @@ def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bo
 def load_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, whole: Callable[[Any], Any]) -> None:
     """Copy a rank's part of a state, which fits. Collective where a wrapper does not flatten.
 
-    Args:
-        root: the model.
-        wrappers: of it.
-        state_dict: the part.
-        whole: makes a context that shows a wrapper's own parameters whole.
+    ``whole`` makes a context that shows a wrapper's own parameters whole.
     """
     for path, instance in wrappers:
         engine = instance.module

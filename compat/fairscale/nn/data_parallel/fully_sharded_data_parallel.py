@@ -247,11 +247,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.params
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Refused: a parameter belongs to one wrapper.
-
-        Raises:
-            UnsupportedHere: always; the text says what to do.
-        """
+        """Raise UnsupportedHere: a parameter belongs to one wrapper."""
         raise UnsupportedHere("append_shared_param", "wrap the modules that share the parameter in one wrapper")
 
     @property
@@ -270,11 +266,7 @@ class FullyShardedDataParallel(nn.Module):
         return TrainingState.IDLE if state == "IDLE" else TrainingState.FORWARD
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """See that the wrapper is doing what is expected.
-
-        Raises:
-            ConfigurationError: it is doing something else.
-        """
+        """Raise a ConfigurationError unless the wrapper is doing what is expected."""
         expected = [state] if isinstance(state, TrainingState) else list(state)
         if self.training_state not in expected:
             raise ConfigurationError(f"expected to be in states {expected} but current state is {self.training_state}")
@@ -303,13 +295,7 @@ class FullyShardedDataParallel(nn.Module):
         fsdp1.set_divide_factors(self._fsdp_wrapped_module, after=factor)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Set what gradients are divided by.
-
-        Args:
-            pre: before the reduction.
-            post: after it.
-            recursive: in all wrappers inside too.
-        """
+        """Set what gradients are divided by before and after their reduction, or ``recursive`` in those inside."""
         self.assert_state(TrainingState.IDLE)
         for instance in get_fsdp_instances(self) if recursive else [self]:
             instance.gradient_predivide_factor = pre
@@ -341,11 +327,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module.wrapped.__getitem__(key)  # type: ignore[operator]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refused: copies and pickles of a wrapper.
-
-        Raises:
-            NotAllowed: always; a copy would share the process group's collectives with the original.
-        """
+        """Raise NotAllowed for copies and pickles, which would share the collectives of the original."""
         raise NotAllowed(
             "a FullyShardedDataParallel cannot be copied or pickled; save its state_dict(), or build the module again, "
             "wrap it and load that"
@@ -430,11 +412,7 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """Call the module's ``reset_parameters`` on its whole parameters.
-
-        Raises:
-            NotAllowed: ``allow_reset_parameters`` was not set.
-        """
+        """Call the module's ``reset_parameters`` on its whole parameters, if ``allow_reset_parameters`` was set."""
         if not self.allow_reset_parameters:
             raise NotAllowed("reset parameters after FSDP wrapping is not allowed; see allow_reset_parameters=")
         shown = self.training_state is TrainingState.SUMMON_FULL_PARAMS
@@ -443,11 +421,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients unreduced and whole, until the first backward outside of this.
-
-        Raises:
-            MisuseError: this is not the outermost wrapper.
-        """
+        """Leave gradients unreduced and whole, until the first backward outside of this; on the outermost wrapper."""
         self._lazy_init()
         if not self._is_root:
             raise MisuseError("no_sync on inner FSDP is not supported; call it on the outermost wrapper")
@@ -457,14 +431,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm, over all parameters and ranks, is at most ``max_norm``.
-
-        Args:
-            max_norm: the bound.
-            norm_type: of the p-norm; ``inf`` for the largest element.
-
-        Returns:
-            The norm before.
+        """Scale gradients so that their norm over all parameters and ranks is at most ``max_norm``; return that before.
 
         Raises:
             MisuseError: this is not the outermost wrapper.
@@ -793,12 +760,7 @@ def _own_group() -> Any:
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """Give the wrappers in a module, itself included, outermost first.
-
-    Args:
-        mod: what to look through.
-        skip_empty: leave out those without parameters of their own.
-    """
+    """Give the wrappers in a module, itself included, outermost first; or those that have parameters of their own."""
     found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
     return [instance for instance in found if instance._has_params] if skip_empty else found
 
