@@ -29,6 +29,7 @@ ELSEWHERE = {
     "use bf16=True": "compat/transformers/test_trainer.py",
     "pass overwrite=True to replace it": "checkpoint/interop/test_exporting.py",
     "or a size that its mesh dimension divides": "parallel/test_dtensors.py",
+    "register it with persistent=False if it can be made anew": "parallel/test_replicas.py",
     "name it in replicated= or sharded=, or pass replicated={():": "parallel/test_model_mesh.py",
     "else write a Recipe": "parity/test_lightning_modules.py",
     "give it a function split(model, mesh)": "parity/test_mesh_comparison.py",
