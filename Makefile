@@ -40,7 +40,7 @@ test-second: $(PYTEST8) $(COMPILED)
 test-rest: $(PYTEST8) $(COMPILED)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(addprefix --ignore=,$(FIRST) $(SECOND))
 
-# For whoever changes a line: a file of each room, and the fewest trainings that have every model, variant and optimizer.
+# Run it while developing: a file of each room, and the fewest trainings that have every model, variant and optimizer.
 test-fast: $(READY)
 	$(BIN)/python -m pytest -p no:cacheprovider --fast
 
