@@ -130,12 +130,12 @@ def compare(
     backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
     judge = reference or ("ddp" if mesh is None else "none")
     asked = [1] if mesh is not None else (1, 2) if world_sizes is None else world_sizes
-    sizes = _checked(backends, asked, steps, judge, None if mesh is not None else pool)
+    sizes = _checked(backends, asked, steps, judge)
     if against is not None and steps > against.steps:
         raise ConfigurationError(f"steps={steps}: {_named(against)} has {against.steps}; ask for as many or fewer")
     places: list[tuple[int, dict[str, int] | None]] = [(size, None) for size in sizes]
     if mesh is not None:
-        meshes = _checked_meshes(mesh, recipe, backends, world_sizes, reference, pool)
+        meshes = _checked_meshes(mesh, recipe, backends, world_sizes, reference)
         places = [(data_ranks(each), each) for each in meshes]
     engine = Bare if mesh is not None else judge
     name = engine_name(engine) if against is None else _named(against)
@@ -220,9 +220,7 @@ def _transportable(recipe: RecipeLike) -> str:
     return resolve(recipe).name
 
 
-def _checked(
-    backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: int, reference: str, pool: RankPool | None
-) -> list[int]:
+def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: int, reference: str) -> list[int]:
     """Raise for what has no meaning; return the numbers of ranks, each once."""
     if isinstance(backends, (str, Mapping)) or not isinstance(backends, Iterable) or not backends:
         raise ConfigurationError(f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'ddp']")
@@ -245,8 +243,6 @@ def _checked(
         raise ConfigurationError(f"world_sizes={world_sizes!r}: expected positive integers, for example [1, 2]")
     if not _positive(steps):
         raise ConfigurationError(f"steps={steps!r}: expected a positive integer")
-    if pool is not None and max(sizes) > pool.most_ranks:
-        raise ConfigurationError(f"world_sizes={sizes!r}: the pool has at most {pool.most_ranks} ranks")
     return list(dict.fromkeys(sizes))
 
 
@@ -260,7 +256,6 @@ def _checked_meshes(
     backends: Sequence[EngineSpec],
     world_sizes: Iterable[int] | None,
     reference: str | None,
-    pool: RankPool | None,
 ) -> list[dict[str, int]]:
     """Raise for what has no meaning beside a mesh; return the meshes that ``mesh`` means, each once."""
     given = [mesh] if isinstance(mesh, Mapping) or not isinstance(mesh, Iterable) else list(mesh)
@@ -284,8 +279,6 @@ def _checked_meshes(
                 f"world_sizes={asked!r}: mesh={sizes} has {ranks} rank{'s' * (ranks > 1)}; leave world_sizes out, or "
                 "give a mesh of that many"
             )
-        if pool is not None and ranks > pool.most_ranks:
-            raise ConfigurationError(f"mesh={sizes}: it has {ranks} ranks, and the pool at most {pool.most_ranks}")
         if splits(sizes) and resolve(recipe).split is None:
             raise RecipeError(
                 f"mesh={sizes}: the recipe does not say how its model is divided over {', '.join(splits(sizes))}; give "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -206,13 +206,20 @@ class StaleOptimizer(Engine):
 # -------------------------------------------------------------------------------------------------- ours, sabotaged
 
 
-class OtherNumbers(WrappedEngine):
+class Sabotaged(WrappedEngine):
+    """An engine of fsshard in which something is done otherwise."""
+
+    settings: ClassVar[dict[str, Any]] = {"backend": "ddp"}
+    count = 0
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, self.settings)
+
+
+class OtherNumbers(Sabotaged):
     """Rank 1 draws other random numbers."""
 
     name = "other numbers"
-
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "ddp"})
 
     def backward(self, loss: Tensor) -> None:
         super().backward(loss)
@@ -220,36 +227,33 @@ class OtherNumbers(WrappedEngine):
             torch.rand(1)
 
 
-class OtherWeights(WrappedEngine):
+class OtherWeights(Sabotaged):
     """Rank 1 starts from weights of another seed, and nobody is told."""
 
-    name = "other weights"
+    name, settings = "other weights", {"backend": "ddp", "sync_module_states": False}
 
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
         if dist.get_rank() == 1:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(99)
                 module[2].reset_parameters()  # type: ignore[index]
-        super().__init__(recipe, module, {"backend": "ddp", "sync_module_states": False})
+        super().__init__(recipe, module)
 
 
-class Untied(WrappedEngine):
+class Untied(Sabotaged):
     """Gives the second owner of a shared weight a copy of its own."""
 
-    name = "untied"
+    name, settings = "untied", {"backend": "fsdp2"}
 
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
         module.second.w = nn.Parameter(module.first.w.detach().clone())  # type: ignore[union-attr, operator]
-        super().__init__(recipe, module, {"backend": "fsdp2"})
+        super().__init__(recipe, module)
 
 
-class LocalClip(WrappedEngine):
+class LocalClip(Sabotaged):
     """Clips each shard by its own norm."""
 
-    name = "local clip"
-
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "fsdp2"})
+    name, settings = "local clip", {"backend": "fsdp2"}
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         backend = self.model.backend
@@ -260,35 +264,31 @@ class LocalClip(WrappedEngine):
         return float(norm)
 
 
-class ForgetfulCheckpointing(WrappedEngine):
+class ForgetfulCheckpointing(Sabotaged):
     """Recomputes dropout with fresh random numbers."""
 
-    name = "forgetful checkpointing"
+    name, settings = "forgetful checkpointing", {"backend": "fsdp2"}
 
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
         checkpoint_blocks(module, {Block}, preserve_rng_state=False)
-        super().__init__(recipe, module, {"backend": "fsdp2"})
+        super().__init__(recipe, module)
 
 
-class LowFp32Unit(WrappedEngine):
+class LowFp32Unit(Sabotaged):
     """Sends an fp32 unit's input through bfloat16."""
 
-    name = "low fp32 unit"
+    name, settings = "low fp32 unit", {"backend": "fsdp"}
 
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
         owner = next(m for m in module.modules() if isinstance(m, ComplexAffine))
         owner.register_forward_pre_hook(lambda _, inputs: tuple(x.bfloat16().float() for x in inputs))
-        super().__init__(recipe, module, {"backend": "fsdp"})
+        super().__init__(recipe, module)
 
 
-class SkippedStep(WrappedEngine):
+class SkippedStep(Sabotaged):
     """Rank 1 leaves out the third step."""
 
     name = "skipped step"
-
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "ddp"})
-        self.count = 0
 
     def step(self) -> None:
         self.count += 1
@@ -296,14 +296,10 @@ class SkippedStep(WrappedEngine):
             super().step()
 
 
-class SkippedShard(WrappedEngine):
+class SkippedShard(Sabotaged):
     """The third step changes nothing on rank 1, which holds a part of each weight. A step left out, fsshard refuses."""
 
-    name = "skipped shard"
-
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "fsdp2"})
-        self.count = 0
+    name, settings = "skipped shard", {"backend": "fsdp2"}
 
     def step(self) -> None:
         self.count += 1
@@ -368,14 +364,10 @@ def partial() -> Recipe:
     return Recipe(build=_remembered_build, batches=_partial_batches, loss=loss)
 
 
-class Raises(WrappedEngine):
+class Raises(Sabotaged):
     """Rank 1 raises in the second step."""
 
-    name = "raises"
-
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "fsdp2"})
-        self.count = 0
+    name, settings = "raises", {"backend": "fsdp2"}
 
     def step(self) -> None:
         self.count += 1

@@ -269,25 +269,22 @@ def whole_work() -> Work:
     )
 
 
-@dataclass
-class Found:
-    """What one kind of work gave: how many comparisons had which outcome, and what is wrong."""
+class Found(NamedTuple):
+    """The results of one kind of work: how many comparisons had which outcome, and the faults."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-
-    def add(self, outcome: str, *, fault: str = "") -> None:
-        """Count one; ``fault`` says what is wrong with it."""
-        self.counts[outcome] += 1
-        self.faults += [fault] if fault else []
+    counts: Counter[str]
+    faults: list[str]
 
     def __str__(self) -> str:
         return ", ".join(f"{count} {outcome}" for outcome, count in self.counts.items())
 
 
-def engines(pool: RankPool, threads: int, work: Work) -> Found:
-    """Every engine against ddp, number by number."""
-    found = Found()
+Outcomes = Iterator[tuple[str, str]]
+"""(outcome of a comparison, its fault or "")."""
+
+
+def engines(pool: RankPool, threads: int, work: Work) -> Outcomes:
+    """Compare every engine with ddp, number by number."""
     sources: list[functools.partial[Recipe]] = [
         *(functools.partial(threaded, threads, matrix.quiet_recipe_for, *row) for row in work.rows),
         *(functools.partial(threaded, threads, wide, optimizer) for optimizer in work.wide),
@@ -296,17 +293,14 @@ def engines(pool: RankPool, threads: int, work: Work) -> Found:
         with contextlib.suppress(MissingExtra):  # the package is not installed; the count says so
             for cell in fsshard.parity.compare(source, backends=DISTRIBUTED, world_sizes=[2], steps=2, pool=pool):
                 why = f"{source.args[2:]} under {cell.backend}: {cell.first_divergence or cell.reason}"
-                found.add(cell.verdict, fault="" if cell.verdict == "exact" else why)
-    return found
+                yield cell.verdict, "" if cell.verdict == "exact" else why
 
 
-def complex_parameters(pool: RankPool, threads: int, work: Work) -> Found:
-    """Complex parameters as they are, and as pairs of reals."""
-    found = Found()
+def complex_parameters(pool: RankPool, threads: int, work: Work) -> Outcomes:
+    """Compare complex parameters as they are with those that are stored as pairs of reals."""
     for unlike in pool.run(with_threads, 2, threads, as_native, work.cases):
         for name, equal in unlike.items():
-            found.add("exact" if equal else "different", fault="" if equal else f"{name}: not as the native model")
-    return found
+            yield ("exact", "") if equal else ("different", f"{name}: not as the native model")
 
 
 def as_native(names: Sequence[str]) -> dict[str, bool]:
@@ -319,31 +313,27 @@ def as_native(names: Sequence[str]) -> dict[str, bool]:
     return found
 
 
-def state_dicts(pool: RankPool, threads: int, work: Work) -> Found:
-    """Every engine against bare replicas, with weights and state moved out and in by every way."""
-    found = Found()
+def state_dicts(pool: RankPool, threads: int, work: Work) -> Outcomes:
+    """Compare every engine with bare replicas, weights and state moved out and in by every way."""
     for name in work.trainings:
         with contextlib.suppress(MissingExtra), tempfile.TemporaryDirectory() as folder:
             TRAININGS[name]()
             wrong = [*itertools.chain(*pool.run(with_threads, 2, threads, test_bare.job, name, folder))]
-            found.add("different" if wrong else "exact", fault=f"{name}: {wrong[0]}" if wrong else "")
-    return found
+            yield ("different", f"{name}: {wrong[0]}") if wrong else ("exact", "")
 
 
-def golden_runs(pool: RankPool, threads: int, work: Work) -> Found:
-    """The library's golden losses, and whether all engines have the same ones here."""
-    found = Found()
+def golden_runs(pool: RankPool, threads: int, work: Work) -> Outcomes:
+    """Compare with the library's golden losses, and see whether all engines have the same ones here."""
     compare = functools.partial(fsshard.parity.compare, pool=pool)
     for name in work.golden:
         source = functools.partial(threaded, threads, golden.RECIPES[name])
         here = fsshard.parity.record(source, steps=golden.STEPS, world_size=2, detail="losses", pool=pool)
         for cell in compare(source, against=here, backends=DISTRIBUTED):
-            apart = f"{name}: {cell.backend} differs from ddp: {cell.first_divergence or cell.reason}"
-            found.faults += [] if cell.verdict == "exact" else [apart]
+            if cell.verdict != "exact":
+                yield "", f"{name}: {cell.backend} differs from ddp: {cell.first_divergence or cell.reason}"
         (kept,) = compare(source, against=fsshard.parity.Trace.load(golden.file_of(name)), backends=["ddp"])
         outcome = golden.WORDS.get(kept.verdict, kept.verdict)
-        found.add(outcome, fault="" if outcome in golden.WORDS.values() else f"{name}: {kept.first_divergence}")
-    return found
+        yield outcome, "" if kept.verdict in golden.WORDS else f"{name}: {kept.first_divergence}"
 
 
 JOBS = {
@@ -408,12 +398,17 @@ def run(setting: Setting, cpu: Cpu, work: Work, usual: dict[int, Probe]) -> list
         return lines
 
 
-def told(job: Callable[[RankPool, int, Work], Found], pool: RankPool, threads: int, work: Work) -> Found:
+def told(job: Callable[[RankPool, int, Work], Outcomes], pool: RankPool, threads: int, work: Work) -> Found:
     """Run a job; an error is a fault, and the other jobs run all the same."""
+    found = Found(Counter(), [])
     try:
-        return job(pool, threads, work)
+        for outcome, fault in job(pool, threads, work):
+            found.counts.update([outcome] if outcome else [])
+            found.faults.extend([fault] if fault else [])
     except FsshardError as error:
-        return Found(Counter(failed=1), [f"{type(error).__name__}: {error}"])
+        found.counts["failed"] += 1
+        found.faults.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def run_all(cpu: Cpu, work: Work, console: Console) -> list[Line]:

@@ -16,9 +16,9 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from torch import nn
@@ -52,36 +52,31 @@ VARIANTS: dict[str, Callable[[Recipe], dict[str, Any]]] = {
 """Name -> what it changes in a recipe that has its optimizer already."""
 
 
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """An optimizer class by module and name (so that listing it imports nothing), and its arguments."""
+class OptimizerChoice(NamedTuple):
+    """An optimizer class by its path, so that listing it imports nothing, and its arguments."""
 
-    module: str
-    name: str
+    path: str
     hyper: Mapping[str, Any]
 
     def load(self) -> Any:
-        """The class.
-
-        Raises:
-            MissingExtra: its package is not installed.
-        """
+        """Return the class, or raise MissingExtra if its package is not installed."""
+        module, _, name = self.path.rpartition(".")
         try:
-            return getattr(importlib.import_module(self.module), self.name)
+            return getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            raise MissingExtra("neuraloperator", "neuralop", f"the optimizer {self.module}.{self.name}") from error
+            raise MissingExtra("neuraloperator", "neuralop", f"the optimizer {self.path}") from error
 
 
 OPTIMIZERS = {
-    "SGD": OptimizerChoice("torch.optim", "SGD", {"lr": 1e-2, "momentum": 0.9}),
-    "Adam": OptimizerChoice("torch.optim", "Adam", {"lr": 5e-3}),
-    "AdamW": OptimizerChoice("torch.optim", "AdamW", {"lr": 5e-3}),
-    "Adadelta": OptimizerChoice("torch.optim", "Adadelta", {"lr": 1.0}),
-    "Adagrad": OptimizerChoice("torch.optim", "Adagrad", {"lr": 1e-2}),
-    "RMSprop": OptimizerChoice("torch.optim", "RMSprop", {"lr": 1e-3}),
-    "NAdam": OptimizerChoice("torch.optim", "NAdam", {"lr": 5e-3}),
-    "RAdam": OptimizerChoice("torch.optim", "RAdam", {"lr": 5e-3}),
-    "neuralop_AdamW": OptimizerChoice("neuralop.training", "AdamW", {"lr": 5e-3, "weight_decay": 1e-2}),
+    "SGD": OptimizerChoice("torch.optim.SGD", {"lr": 1e-2, "momentum": 0.9}),
+    "Adam": OptimizerChoice("torch.optim.Adam", {"lr": 5e-3}),
+    "AdamW": OptimizerChoice("torch.optim.AdamW", {"lr": 5e-3}),
+    "Adadelta": OptimizerChoice("torch.optim.Adadelta", {"lr": 1.0}),
+    "Adagrad": OptimizerChoice("torch.optim.Adagrad", {"lr": 1e-2}),
+    "RMSprop": OptimizerChoice("torch.optim.RMSprop", {"lr": 1e-3}),
+    "NAdam": OptimizerChoice("torch.optim.NAdam", {"lr": 5e-3}),
+    "RAdam": OptimizerChoice("torch.optim.RAdam", {"lr": 5e-3}),
+    "neuralop_AdamW": OptimizerChoice("neuralop.training.AdamW", {"lr": 5e-3, "weight_decay": 1e-2}),
 }
 
 MIXED = ("bf16", "fp16")
@@ -105,9 +100,8 @@ KNOWN_WARNINGS = (
 """Beginnings of warnings that would come again in every run."""
 
 
-@dataclass(frozen=True)
-class Combination:
-    """What one comparison of all backends is about."""
+class Combination(NamedTuple):
+    """The subject of one comparison of all backends."""
 
     model: str
     world_size: int
@@ -142,9 +136,8 @@ def covering() -> list[Combination]:
 def often() -> frozenset[Combination]:
     """Return what every commit runs: every model, variant and optimizer on two ranks, one row on each other number."""
     rows = covering()
-    two = fewest([(row.model, row.world_size, row.variant, row.optimizer) for row in rows if row.world_size == 2])
     others = [next(row for row in rows if row.world_size == size) for size in WORLD_SIZES if size != 2]
-    return frozenset([*(Combination(*row) for row in two), *others])
+    return frozenset([*fewest([row for row in rows if row.world_size == 2]), *others])
 
 
 def fewest(rows: Sequence[tuple[Any, ...]], together: int = 1) -> list[tuple[Any, ...]]:
@@ -211,8 +204,7 @@ def checkpointed(recipe: Recipe) -> object:
 # ------------------------------------------------------------------------------------------------ running
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """One cell of the matrix: a combination under one backend.
 
     Attributes:
@@ -220,46 +212,35 @@ class Result:
         detail: why it was refused or failed, or where it differs first.
     """
 
-    model: str
-    world_size: int
-    variant: str
-    optimizer: str
+    combination: Combination
     backend: str
     verdict: str
     detail: str = ""
-    seconds: float = 0.0
 
     @property
     def is_fault(self) -> bool:
-        """Whether it must not be."""
+        """Return whether it must not be."""
         return self.verdict in ("different", "failed")
 
     def __str__(self) -> str:
         return f"{self.combination} under {self.backend}"
 
-    @property
-    def combination(self) -> Combination:
-        """The combination that it belongs to."""
-        return Combination(self.model, self.world_size, self.variant, self.optimizer)
+    def at(self, column: str) -> Any:
+        """Return its place in a column: a field of the combination, or the backend."""
+        return self.backend if column == "backend" else getattr(self.combination, column)
 
 
 def run(combination: Combination, pool: Any, *, steps: int) -> list[Result]:
     """Compare all backends on one combination; one result for each."""
-    c = combination
-    result = functools.partial(Result, c.model, c.world_size, c.variant, c.optimizer)
+    model, size, variant, optimizer = combination
+    source = functools.partial(quiet_recipe_for, model, variant, optimizer)
     try:
-        report = fsshard.parity.compare(
-            functools.partial(quiet_recipe_for, c.model, c.variant, c.optimizer),
-            backends=BACKENDS,
-            world_sizes=[c.world_size],
-            steps=steps,
-            pool=pool,
-        )
+        report = fsshard.parity.compare(source, backends=BACKENDS, world_sizes=[size], steps=steps, pool=pool)
     except MissingExtra as error:
-        return [result(backend, "refused", str(error)) for backend in BACKENDS]
+        return [Result(combination, backend, "refused", str(error)) for backend in BACKENDS]
     except FsshardError as error:  # the reference itself
-        return [result(backend, "failed", f"{type(error).__name__}: {error}") for backend in BACKENDS]
-    return [result(cell.backend, cell.verdict, _detail(cell), round(cell.seconds, 3)) for cell in report]
+        return [Result(combination, backend, "failed", f"{type(error).__name__}: {error}") for backend in BACKENDS]
+    return [Result(combination, cell.backend, cell.verdict, _detail(cell)) for cell in report]
 
 
 def _detail(cell: Any) -> str:
@@ -298,63 +279,44 @@ def run_all(combinations: Sequence[Combination], console: Console, pool: Any, *,
 VERDICTS = ("exact", "bound", "refused", "different", "failed")
 
 
-@dataclass
 class Notes:
-    """Footnotes: each reason once, numbered as they come."""
+    """Footnotes: each reason for a refusal once, numbered as they come."""
 
-    reasons: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
 
     def mark(self, results: Iterable[Result]) -> str:
-        """Marks of the reasons why some of the results were refused."""
-        numbers = []
+        """Return marks of the reasons why some of the results were refused."""
+        numbers = set()
         for result in results:
             if result.verdict == "refused":
-                reason = _reason(result)
+                text, c = " ".join(result.detail.split()), result.combination
+                # without the numbers of this one run
+                reason = text[max(0, text.find(expected_refusal(c.model, c.variant, result.backend))) :]
                 if reason not in self.reasons:
                     self.reasons.append(reason)
-                numbers.append(self.reasons.index(reason) + 1)
-        return "".join(f" [{number}]" for number in sorted(set(numbers)))
-
-
-def _reason(result: Result) -> str:
-    """Why it was refused, without the numbers of this one run."""
-    text = " ".join(result.detail.split())
-    beginning = expected_refusal(result.model, result.variant, result.backend)
-    return text[max(0, text.find(beginning)) :]
+                numbers.add(self.reasons.index(reason) + 1)
+        return "".join(f" [{number}]" for number in sorted(numbers))
 
 
 def count(results: Sequence[Result], notes: Notes) -> str:
-    """``"52 exact, 2 bound"``, with marks of footnotes."""
+    """Return ``"52 exact, 2 bound"``, with marks of footnotes."""
     found = Counter(result.verdict for result in results)
     return ", ".join(f"{found[v]} {v}{notes.mark(results) if v == 'refused' else ''}" for v in VERDICTS if found[v])
 
 
-def table(results: Sequence[Result], rows: Sequence[str], columns: str, notes: Notes) -> list[list[str]]:
-    """Counts by the fields ``rows`` down and the field ``columns`` across; the first line names the columns."""
-    heads = list(dict.fromkeys(getattr(result, columns) for result in results))
-    across = sorted(heads) if columns == "world_size" else [b for b in BACKENDS if b in heads]
-    lines = [[row.replace("_", " ") for row in rows] + [_head(columns, head) for head in across]]
+def table(results: Sequence[Result], rows: Sequence[str], columns: str, notes: Notes) -> str:
+    """Return counts by the fields ``rows`` down and the field ``columns`` across, in Markdown."""
+    order = [*MODELS, *WORLD_SIZES, *VARIANTS, *OPTIMIZERS, *BACKENDS]
     cells: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
-        key = tuple(getattr(result, row) for row in rows)
-        cells.setdefault((key, getattr(result, columns)), []).append(result)
-    for key in sorted({key for key, _ in cells}, key=_in_table_order):
+        cells.setdefault((tuple(result.at(row) for row in rows), result.at(columns)), []).append(result)
+    across = sorted({head for _, head in cells}, key=order.index)
+    heads = [("1 rank" if head == 1 else f"{head} ranks") if columns == "world_size" else head for head in across]
+    lines = [[*(row.replace("_", " ") for row in rows), *heads]]
+    for key in sorted({key for key, _ in cells}, key=lambda key: [order.index(part) for part in key]):
         lines.append([*key, *(count(cells.get((key, head), []), notes) for head in across)])
-    return lines
-
-
-def _head(columns: str, value: Any) -> str:
-    return ("1 rank" if value == 1 else f"{value} ranks") if columns == "world_size" else str(value)
-
-
-def _in_table_order(key: tuple[str, ...]) -> list[int]:
-    names = [*MODELS, *VARIANTS, *OPTIMIZERS, *BACKENDS]
-    return [names.index(part) for part in key]
-
-
-def markdown(lines: list[list[str]]) -> str:
-    """A table in Markdown, aligned."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
     return "\n".join([body[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *body[1:]])
 
@@ -380,11 +342,11 @@ def document(results: Sequence[Result], command: str, *, steps: int) -> str:
         "`full_parameters`, `save`, `load`): on two ranks losses, weights and optimizer state are bit-identical, or "
         "the backend raises with an explanation.",
         "## By model, backend and number of ranks",
-        markdown(table(results, ["model", "backend"], "world_size", notes)),
+        table(results, ["model", "backend"], "world_size", notes),
         "## By optimizer",
-        markdown(table(results, ["optimizer"], "backend", notes)),
+        table(results, ["optimizer"], "backend", notes),
         "## By variant",
-        markdown(table(results, ["variant"], "backend", notes)),
+        table(results, ["variant"], "backend", notes),
     ]
     bad = [result for result in results if result.is_fault]
     if bad:

@@ -53,7 +53,7 @@ def allowed(row: Combination, backend: str) -> tuple[str, ...]:
 
 
 def test_the_rows_cover_every_pair_and_a_few_at_every_commit_every_value() -> None:
-    rows = [(row.model, row.world_size, row.variant, row.optimizer) for row in ROWS]
+    rows: list[tuple[Any, ...]] = [*ROWS]
     assert uncovered(rows, (MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))) == set()
     assert len(rows) == len(MODELS) * len(OPTIMIZERS)  # two factors alone need as many, so fewer cannot do
     assert len(matrix.everything()) == 12 * 3 * 8 * 9
@@ -119,10 +119,7 @@ ROW = Combination("mlp", 2, "plain", "SGD")
 
 def results(row: Combination = ROW, verdict: str = "exact", detail: str = "") -> list[Result]:
     """One for every backend."""
-    return [
-        Result(row.model, row.world_size, row.variant, row.optimizer, backend, verdict, detail)
-        for backend in matrix.BACKENDS
-    ]
+    return [Result(row, backend, verdict, detail) for backend in matrix.BACKENDS]
 
 
 class Compare:
@@ -192,7 +189,7 @@ def test_a_combination_that_cannot_run_is_listed(
 def test_reasons_become_footnotes_once() -> None:
     found: list[Result] = []
     for number, size in enumerate((2, 4)):
-        row = replace(ROW, model="dropout", world_size=size)
+        row = ROW._replace(model="dropout", world_size=size)
         found += results(row)[:-1]
         reason = f"rank 0 of {number}: the model draws random numbers (dropout?)"
         found += results(row, "refused", reason)[-1:]

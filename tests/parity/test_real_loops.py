@@ -112,16 +112,6 @@ def loop_eval_mode(model: Any, optimizer: Any) -> list[Any]:
     return []
 
 
-def loop_freeze_through_the_module(model: Any, optimizer: Any) -> list[Any]:
-    assert sum(p.numel() for p in model.parameters()) > 0  # makes the views
-    train(model, optimizer, 0)
-    model.module.middle[0].requires_grad_(False)
-    kept = model.state_dict()["middle.0.weight"]
-    train(model, optimizer, 1, 2)
-    assert torch.equal(kept, model.state_dict()["middle.0.weight"])
-    return []
-
-
 LOOPS = {
     "eval mode": loop_eval_mode,
     "load best": loop_load_best,
@@ -131,13 +121,12 @@ LOOPS = {
     "optimizer state": loop_load_optimizer_state,
     "nested no_sync": loop_nested_no_sync,
 }
-OTHERS = {"freezing": loop_freeze_through_the_module}
 
 
 def job(name: str, backend: str, settings: dict[str, Any]) -> list[str]:
     def run(chosen: str, given: dict[str, Any]) -> list[Any]:
         model, optimizer = start(chosen, **given)
-        return [(LOOPS | OTHERS)[name](model, optimizer), model.state_dict(), optimizer.state_dict()]
+        return [LOOPS[name](model, optimizer), model.state_dict(), optimizer.state_dict()]
 
     return list(differences(run("ddp", {}), run(backend, settings)))
 
@@ -211,11 +200,6 @@ def test_fairscale_needs_no_flag_for_parameters_used_on_some_ranks(ranks: Any) -
 
 
 # ------------------------------------------------------------------------------------------------ frozen, accumulated
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "fairscale"])
-def test_freezing_through_the_module_holds(ranks: Any, backend: str) -> None:
-    assert ranks.run(job, 2, "freezing", backend, {}) == [[], []]
 
 
 def job_only_no_sync(backend: str, how: str) -> None:
@@ -295,21 +279,6 @@ def test_gradients_that_were_not_dropped_stay(ranks: Any, backend: str, how: str
     reference, mine = ranks.run(job_kept_gradients, 2, "ddp", how)[0], ranks.run(job_kept_gradients, 2, backend, how)[0]
     bound = 2.0**-22 if how == "accumulated" else 0.0
     assert max(float((reference[k] - mine[k]).abs().max()) for k in reference) <= bound
-
-
-def job_write_through_views(backend: str) -> list[float]:
-    model, _ = start(backend)
-    values = [evaluate(model)]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return [*values, evaluate(model)]
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
-def test_writing_through_the_views(ranks: Any, backend: str) -> None:
-    before, after = ranks.run(job_write_through_views, 2, backend)[0]
-    assert before > 0 and after == 0
 
 
 class LocalError(Exception):

@@ -22,7 +22,6 @@ import fsshard.parity.trace
 from fsshard.errors import ConfigurationError, RecipeError, TraceError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace, compare, record
 from fsshard.parity.comparing import freedom
-from fsshard.parity.engine import WrappedEngine
 from tests.parity import faults
 from tests.training_runs import DISTRIBUTED
 
@@ -110,19 +109,15 @@ def other_order(at: int) -> Recipe:
     return dataclasses.replace(recipe, batches=batches)
 
 
-class LowerRate(WrappedEngine):
+class LowerRate(faults.Sabotaged):
     """Takes another learning rate from step 3 on, by one part in a million."""
 
     name = "lower rate"
 
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "ddp"})
-        self.done = 0
-
     def step(self) -> None:
         super().step()
-        self.done += 1
-        if self.done == 3:
+        self.count += 1
+        if self.count == 3:
             self.optimizer.param_groups[0]["lr"] *= 1 - 2.0**-20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import random
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, FsshardError, RecipeError
 from fsshard.parity import Engine, Recipe, compare
-from fsshard.parity.engine import WrappedEngine
-from tests.parity.faults import RawDDP, loss, normal, real_mlp
+from tests.parity.faults import RawDDP, Sabotaged, loss, normal, real_mlp
 from tests.zoo import generator
 
 
@@ -71,16 +71,11 @@ class Remembering(nn.Module):
         return out
 
 
-def drawing() -> Recipe:
-    return recipe(build=Random)
+drawing = functools.partial(recipe, build=Random)
 
 
-def counting() -> Recipe:
-    return recipe(build=Counting)
-
-
-def remembering() -> Recipe:
-    return recipe(build=Remembering)
+counting = functools.partial(recipe, build=Counting)
+remembering = functools.partial(recipe, build=Remembering)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +167,9 @@ def parts() -> nn.Module:
     return nn.Sequential(Part(), Part(), nn.Linear(6, 3))
 
 
-def partly_frozen() -> Recipe:
-    return recipe(build=parts, settings={"auto_wrap_policy": {Part}}, activation_checkpointing=True)
+partly_frozen = functools.partial(
+    recipe, build=parts, settings={"auto_wrap_policy": {Part}}, activation_checkpointing=True
+)
 
 
 def test_strategies_and_units_of_ones_own(ranks: Any) -> None:
@@ -187,22 +183,18 @@ def test_strategies_and_units_of_ones_own(ranks: Any) -> None:
 # ------------------------------------------------------------------------------------------ engines
 
 
-def plain() -> Recipe:
-    return recipe()
-
-
-class OtherRate(WrappedEngine):
+class OtherRate(Sabotaged):
     """Trains with another learning rate; at three ranks rounding must not excuse it."""
 
-    name = "other rate"
+    name, settings = "other rate", {"backend": "fsdp2"}
 
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "fsdp2"})
+        super().__init__(recipe, module)
         self.optimizer.param_groups[0]["lr"] *= 2
 
 
 def test_a_wrong_learning_rate_is_no_rounding(ranks: Any) -> None:
-    cell = compare(plain, backends=[OtherRate], world_sizes=[3], steps=2, pool=ranks).cells[0]
+    cell = compare(recipe, backends=[OtherRate], world_sizes=[3], steps=2, pool=ranks).cells[0]
     assert cell.verdict == "different"
     first = cell.first_divergence
     assert first is not None
@@ -210,13 +202,10 @@ def test_a_wrong_learning_rate_is_no_rounding(ranks: Any) -> None:
     assert (first.difference.expected, first.difference.got) == ("0.01", "0.02")
 
 
-class Dropping(WrappedEngine):
+class Dropping(Sabotaged):
     """Replaces what is not finite by zeros, as a careless scaler might."""
 
-    name = "dropping"
-
-    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": "fsdp2"})
+    name, settings = "dropping", {"backend": "fsdp2"}
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         for name, gradient in super().gradients():
@@ -227,8 +216,7 @@ def _overflowing(model: Any, batch: Tensor) -> Tensor:
     return loss(model, batch) * 1e38 * 1e38
 
 
-def overflow() -> Recipe:
-    return recipe(loss=_overflowing, optimizer=torch.optim.SGD)
+overflow = functools.partial(recipe, loss=_overflowing, optimizer=torch.optim.SGD)
 
 
 def test_an_overflow_excuses_nothing(ranks: Any) -> None:
@@ -244,7 +232,7 @@ class Named2(RawDDP):
 
 def test_an_engine_may_not_be_named_like_a_backend() -> None:
     with pytest.raises(ConfigurationError, match="named 'ddp', like a backend"):
-        compare(plain, backends=[Named2])
+        compare(recipe, backends=[Named2])
 
 
 def _double_loss(model: Any, batch: Tensor) -> Tensor:
@@ -283,7 +271,7 @@ class Mute(RawDDP):
 
 
 def test_without_gradients_nobody_can_tell_at_three_ranks(ranks: Any) -> None:
-    report = compare(plain, backends=[Mute], world_sizes=[2, 3], steps=2, pool=ranks)
+    report = compare(recipe, backends=[Mute], world_sizes=[2, 3], steps=2, pool=ranks)
     assert report["mute", 2].verdict == "exact"
     assert report["mute", 3].verdict == "refused"
     assert "shows no gradients" in report["mute", 3].reason
@@ -291,21 +279,17 @@ def test_without_gradients_nobody_can_tell_at_three_ranks(ranks: Any) -> None:
 
 # ------------------------------------------------------------------------------------------ mistakes
 
-
-def needs_closure() -> Recipe:
-    return recipe(optimizer=torch.optim.LBFGS)
+needs_closure = functools.partial(recipe, optimizer=torch.optim.LBFGS)
 
 
-def misspelt() -> Recipe:
-    return recipe(hyper={"lrr": 1})
+misspelt = functools.partial(recipe, hyper={"lrr": 1})
 
 
 def _no_loss(model: Any, batch: Tensor) -> None:
     model(batch)
 
 
-def no_loss() -> Recipe:
-    return recipe(loss=_no_loss)
+no_loss = functools.partial(recipe, loss=_no_loss)
 
 
 @pytest.mark.parametrize(
