@@ -1,8 +1,8 @@
-"""What is trained beside bare replicas: the zoo, the recipes, and models of the classes of faults that were found.
+"""Trainings that are done by hand and under every engine: the zoo, the recipes, and models of known classes of faults.
 
-The last are models for which the engines themselves are wrong, and which no comparison of engines would show where all
-of them are wrong alike: weights of any layout, forwards that read the weights of their children, double backward,
-optimizers that ask for the loss twice, weights changed inside of forward. Each is trained right, or refused in words.
+No comparison of engines would show a fault that all of them have: weights of any layout, forwards that read the weights
+of their children, optimizers that ask for the loss twice, weights changed inside of forward. Each is trained right, or
+refused in words.
 """
 
 from __future__ import annotations
@@ -186,31 +186,6 @@ def of_generator(model: Any, rank: int, step: int) -> Tensor:
     return sum((mean_square(output) for output in outputs), torch.zeros(()))
 
 
-# ------------------------------------------------------------------------------------------------ second derivatives
-
-
-class WithPenalty(nn.Module):
-    """The norm of the gradient by the inputs is a part of what forward returns: backward goes through a backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        y = self.body(x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + slope.square().sum(-1, keepdim=True)
-
-
-def penalty_outside(model: Any, rank: int, step: int) -> Tensor:
-    """A gradient penalty as the tutorials of GANs and PINNs have it."""
-    x = torch.randn(4, 4, generator=generator(rank, step), requires_grad=True)
-    y = model(x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return mean_square(y) + slope.square().sum(-1).mean()
-
-
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -336,10 +311,6 @@ OWN: dict[str, Training] = {
         clamped, 4, 4, settings={"auto_wrap_policy": {nn.Linear, Bounded}}, refused=dict.fromkeys(PARTS, IN_PLACE)
     ),
     "yielding": on_numbers(Yielding, loss=of_generator, settings=APART, refused=dict.fromkeys(("ddp", *PARTS), LATER)),
-    "gradient_within": on_numbers(WithPenalty, 4, 4, settings=APART),
-    "gradient_penalty": on_numbers(
-        mlp, loss=penalty_outside, settings=APART, refused={"fsdp": "cannot honour second derivatives"}
-    ),
     "ascending": on_numbers(mlp, 4, 4, optimizer=Ascending, loop=with_closure, settings=APART),
 }
 """Models of classes of faults."""
