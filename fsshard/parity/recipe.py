@@ -294,5 +294,5 @@ def _title(function: Callable[..., Any]) -> str:
 def __getattr__(name: str) -> Any:
     """Import ``from_lightning``, which is documented as of this module, when it is asked for."""
     if name == "from_lightning":
-        return importlib.import_module("fsshard.parity.lightning_modules").from_lightning
+        return importlib.import_module("fsshard.parity.trainers").from_lightning
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
