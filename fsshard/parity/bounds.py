@@ -66,9 +66,11 @@ def reduction_roundings(world_size: int, reductions: int = 1) -> int:
 
 
 def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float:
-    """Return what divisions of subnormal numbers may add, on both sides: half a unit before, or after the sum, each."""
+    """Return what divisions of subnormal numbers may add, on both sides."""
     if world_size == 1:
         return 0.0
+    # Below the normal numbers halving rounds too, and engines halve at different places: half a unit for each summand
+    # where they divide before the sum, or once after it.
     real = dtype.to_real() if dtype.is_complex else dtype
     smallest = torch.finfo(real).smallest_normal * torch.finfo(real).eps
     return 2 * (world_size + 1) * reductions * smallest
@@ -77,13 +79,13 @@ def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float
 def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
     """Return ``2 gamma_k`` times the mean of moduli, element by element (real view), in float64.
 
-    An order of a sum with k roundings is within gamma_k = k u / (1 - k u) times the sum of moduli of the exact one
-    (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), two orders within twice that.
-
     Args:
         magnitude: sum over ranks of |g_r| / N.
-        roundings: k. One more is counted for those in ``magnitude`` itself.
+        roundings: k.
     """
+    # An order of a sum with k roundings is within gamma_k = k u / (1 - k u) times the sum of moduli of the exact one
+    # (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), two orders within twice that. One
+    # rounding more is counted for those in ``magnitude`` itself.
     u = unit_roundoff(magnitude.dtype)
     gamma = (roundings + 1) * u / (1 - (roundings + 1) * u)
     return 2 * gamma * magnitude.double()
@@ -96,21 +98,20 @@ def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
 def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -> float:
     """Return how far beyond the largest of the observed rounding errors the next draw of them may reach.
 
-    Model (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019: rounding errors as random variables of mean zero): the
-    error of an element is normal with one sigma in all evaluations, whose draws are independent; elements may depend
-    on each other in any way (all elements of a small factor of a tensor carry the same sums). Then the largest
-    observed modulus is at least ``a sigma`` except with probability ``(2 Phi(a) - 1)^draws``, and the largest of the
-    next evaluation at most ``b sigma`` except with probability ``elements (2 - 2 Phi(b))``. With half of
-    ``false_alarm`` for either, b / a is the factor.
-
     Args:
         elements: of the tensor (a complex number has two).
         draws: observed evaluations.
         false_alarm: probability that rounding alone exceeds the bound.
 
     Returns:
-        b / a: about 70 to 90 for 8 draws, since 8 draws say little about the ninth.
+        About 70 to 90 for 8 draws, since 8 draws say little about the ninth.
     """
+    # Model (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019: rounding errors as random variables of mean zero): the
+    # error of an element is normal with one sigma in all evaluations, whose draws are independent; elements may depend
+    # on each other in any way (all elements of a small factor of a tensor carry the same sums). Then the largest
+    # observed modulus is at least ``a sigma`` except with probability ``(2 Phi(a) - 1)^draws``, and the largest of the
+    # next evaluation at most ``b sigma`` except with probability ``elements (2 - 2 Phi(b))``. With half of
+    # ``false_alarm`` for either, b / a is the factor.
     half, normal = false_alarm / 2, NormalDist()
     a = normal.inv_cdf((1 + half ** (1 / max(1, draws))) / 2)
     b = -normal.inv_cdf(half / (2 * max(1, elements)))
@@ -121,14 +122,14 @@ def measured_bound(spread: float, largest: float, elements: int, draws: int, dty
     """Return the bound of one tensor between two orders of the same samples.
 
     Args:
-        spread: largest modulus of the observed differences. Differences carry both sides' errors, as the difference
-            that is to be judged does.
-        largest: largest modulus in the tensor; one rounding of it is the least error that is assumed, since the few
-            draws of a small tensor may all be zero.
+        spread: largest modulus of the observed differences.
+        largest: largest modulus in the tensor.
         elements: of the tensor.
         draws: observed orders.
         dtype: of the tensor.
     """
+    # The few draws of a small tensor may all be zero, so at least one rounding of its largest element is assumed.
+    # Observed differences carry both sides' errors, as the difference that is to be judged does.
     least = unit_roundoff(dtype) * largest
     if draws == 0 or not math.isfinite(spread):
         return 2 * least

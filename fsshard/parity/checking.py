@@ -37,10 +37,7 @@ def rerun(job: Job, reference: list[RankTrace]) -> list[RankStep]:
 
 
 class _RunComparison(StepComparison):
-    """One run held against the reference.
-
-    Every step starts from the reference's weights and state: a run that has come apart within its bounds is put back.
-    """
+    """One run held against the reference."""
 
     recorded_in = "the reference"
 
@@ -110,7 +107,8 @@ class _RunComparison(StepComparison):
                 _note_causes(self.run.mesh, self.result, self.recorded("gradient"), gradients, self.rounding.gradients)
 
     def norm(self, value: tuple[float, float | None]) -> Found:
-        """Compare the engine's norm with the reference's, or, where gradients round, with that of its own gradients."""
+        """Compare the norm by which the engine clipped."""
+        # It is the reference's, or, where gradients differ by rounding, that of this run's own gradients.
         self.result.norm, clipped = value
         self.clipped = clipped
         if clipped is None or self.before.clipped_norm is None:
@@ -162,6 +160,7 @@ class _RunComparison(StepComparison):
 
     def _bound(self, name: str, gradient: Tensor) -> Tensor | float:
         """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
+        # On other samples, or with a divided model, every operation may round; else only the sum over ranks.
         if self.regrouped:
             return 0.0 if self.again else float(self.rounding.gradients.get(name, 0.0))
         world_size = self.run.job.world_size
@@ -174,11 +173,9 @@ class _RunComparison(StepComparison):
     # -------------------------------------------------------------------------------------- the optimizer's step again
 
     def _replay(self) -> dict[str, dict[str, Tensor]]:
-        """Step the recipe's optimizer on one process, from the reference's state, with this run's gradients.
-
-        An update may amplify a rounding error without limit (Adam divides by a square root that can be zero), so no
-        bound is derived for it: these must be this run's weights and state, to the last bit.
-        """
+        """Step the recipe's optimizer on one process, from the reference's state, with this run's gradients."""
+        # An update may amplify a rounding error without limit (Adam divides by a square root that can be zero), so no
+        # bound is derived for it: these must be this run's weights and state, to the last bit.
         recipe, device, clipping = self.run.recipe, self.run.job.device, self.run.recipe.clipping
         weights, scale = self._shelf(self.number - 1, "weight"), None
         if clipping is not None and self.clipped is not None:
@@ -231,6 +228,8 @@ class _RunComparison(StepComparison):
 
     def _restore(self) -> None:
         """Go back onto the reference, if this step came apart within its bounds on any rank. Collective."""
+        # Every step starts from the reference's weights and state, so that no bound has to follow errors from step to
+        # step. After a real difference the run goes on freely, or its loss curve would snap back and hide the fault.
         apart = any(self._verdict(quantity) != "exact" for quantity in ("weight", "state"))
         if not self._on_any_rank(apart) or self._on_any_rank(self.lost):
             return

@@ -136,7 +136,8 @@ class StepComparison(ABC):
         yield from self.tensors("gradient", ((name, value) for name, value in gradients.items() if value is not None))
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> Found:
-        """Compare learning rates and the like: numbers that no engine computes, so nothing but equality is right."""
+        """Compare learning rates and the like."""
+        # No engine computes these numbers, so nothing but equality is right.
         if groups or not self.own_engine:
             yield from value_differences(_flat(self.before.groups), _flat(groups), self.rank)
 
@@ -155,7 +156,8 @@ class StepComparison(ABC):
             yield "", Difference(rank=self.rank) if same else unequal(self.rank, note)
 
     def tensors(self, quantity: str, items: Iterable[tuple[str, Any]]) -> Found:
-        """Compare tensors by name; every item is taken, since taking them may be collective."""
+        """Compare tensors by name."""
+        # Every item is taken, also where its name is unknown: taking them may be collective.
         recorded = self.recorded(quantity)
         if recorded is None:
             return
@@ -190,10 +192,8 @@ Draws = Sequence[Sequence[RankTrace]]
 
 
 def freedom(before: Trace, now: Trace) -> str:
-    """Return what may round between two trainings on the same samples: "nothing", "sum over ranks" or "everything".
-
-    A commit with changed files, or an unknown one, counts as another one.
-    """
+    """Return what may round between two trainings on the same samples: "nothing", "sum over ranks" or "everything"."""
+    # A commit with changed files, or an unknown one, counts as another one.
     known = bool(before.commit) and not before.commit.endswith("+")
     sides = [(t.environment, t.recipe, t.commit, t.device, t.world_size, len(t.ranks)) for t in (before, now)]
     if not known or sides[0] != sides[1]:
@@ -261,19 +261,22 @@ class _TraceComparison(StepComparison):
 
     def stages(self, number: int) -> Iterator[Stage]:
         """Yield from the record of a step what a training of it yields."""
-        step = self._now.ranks[self.rank].steps[number]
-        if number == 0:
-            yield "initial weight", self._now.ranks[self.rank].initial.items()
-        yield "batch", all_batches(self._now.ranks, number) if self.rank == 0 else None
-        yield "loss", (step.loss, ())  # the outputs of all steps are compared by first_output()
-        yield "gradient", step.sketches.get("gradient", {})
-        yield "norm", (step.norm, step.clipped_norm)
-        yield "param_groups", step.groups
-        yield "weight", step.sketches.get("weight", {}).items()
-        yield "state", (step.sketches.get("state", {}).items(), step.plain)
-        if not self.regrouped:
-            yield "buffer", step.sketches.get("buffer", {}).items()
-        yield "random state", step.random
+        rank = self._now.ranks[self.rank]
+        step = rank.steps[number]
+        stages: dict[str, Any] = {
+            "batch": all_batches(self._now.ranks, number) if self.rank == 0 else None,
+            "loss": (step.loss, ()),  # the outputs of all steps are compared by first_output()
+            "gradient": step.sketches.get("gradient", {}),
+            "norm": (step.norm, step.clipped_norm),
+            "param_groups": step.groups,
+            "state": (step.sketches.get("state", {}).items(), step.plain),
+            "random state": step.random,
+        }
+        for quantity in QUANTITIES:  # those without a stage above are tensors by name
+            if quantity == "initial weight":
+                yield from [(quantity, rank.initial.items())] if number == 0 else []
+            elif quantity != "buffer" or not self.regrouped:
+                yield quantity, stages.get(quantity, step.sketches.get(quantity, {}).items())
 
     def _drawn(self) -> list[Step]:
         return [draw[self.rank].steps[self.number] for draw in self._draws]
@@ -298,7 +301,8 @@ class _TraceComparison(StepComparison):
             yield "", Difference(rank=rank) if expected == got else self._other_batch(rank, samples, others)
 
     def _other_batch(self, rank: int, before: Mapping[str, Sketch], now: Mapping[str, Sketch]) -> Difference:
-        """Random numbers have other last digits under other kernels; anything more is another batch."""
+        """Compare two batches of other digests."""
+        # Random numbers have other last digits under other kernels; anything more is another batch.
         found = [self._apart(one, now[name], [], rank) for name, one in before.items() if name in now]
         alike = found and before.keys() == now.keys() and all(d.verdict != "different" for d in found)
         last_digits = [d for d in found if d.verdict == "bound"]
@@ -342,7 +346,8 @@ class _TraceComparison(StepComparison):
         return replace(exact, verdict=found.verdict, bound=found.bound, apart=found.apart)
 
     def _apart(self, expected: Sketch, got: Sketch, drawn: Sequence[Sketch], rank: int) -> Difference:
-        """Compare by digest, then by projections: their difference is a sum of rounding errors, as an element's is."""
+        """Compare by digest, then by projections."""
+        # A projection of a difference is a sum of rounding errors, as an element's difference is.
         if expected.digest == got.digest:
             return Difference(rank=rank)
         if (expected.dtype, expected.shape) != (got.dtype, got.shape):

@@ -225,13 +225,12 @@ class Shadow:
 def perturbed(generator: torch.Generator) -> Iterator[None]:
     """Move results of differentiated operations, within, by one unit in the last place, up or down at random.
 
-    Each run of this kind is one draw of the rounding errors that other kernels may make (Monte Carlo arithmetic:
-    Parker, UCLA report CSD-970002, 1997; Denis, de Oliveira Castro and Petit, Verificarlo, ARITH 2016). Inputs of sums
-    are moved one by one, so the errors of adding in other orders are drawn with them.
-
     Args:
         generator: draws the directions; the global generators are left alone.
     """
+    # Each run of this kind is one draw of the rounding errors that other kernels may make (Monte Carlo arithmetic:
+    # Parker, UCLA report CSD-970002, 1997; Denis, de Oliveira Castro and Petit, Verificarlo, ARITH 2016). Inputs of
+    # sums are moved one by one, so the errors of adding in other orders are drawn with them.
     with _RoundedOtherwise(generator):
         yield
 
@@ -263,11 +262,9 @@ def _makes_new(func: Any) -> bool:
 
 
 def _differentiated(arguments: Any) -> bool:
-    """Return whether training differentiates an operation with these arguments.
-
-    Others (positions, masks, indices computed in float) are left alone: rounding them otherwise may move an index,
-    which no kernel does that rounds correctly.
-    """
+    """Return whether training differentiates an operation with these arguments."""
+    # Others (positions, masks, indices computed in float) are left alone: rounding them otherwise may move an index,
+    # which no kernel does that rounds correctly.
     given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     # in forward a tensor requires a gradient; in backward nothing does, and nothing is recorded
     return bool(given) and (not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in given))

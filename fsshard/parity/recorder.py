@@ -109,7 +109,8 @@ class _Recorder:
     def _tensors(
         self, step: int, quantity: str, items: Iterable[tuple[str, Tensor]]
     ) -> tuple[list[str], dict[str, Sketch]]:
-        """Keep tensors; all of them are taken also where nothing is kept, since taking them may be collective."""
+        """Keep tensors as the detail says; return their names, and their sketches."""
+        # All of them are taken also where nothing is kept: taking them may be collective.
         if self._detail in (REFERENCE, "tensors"):
             items = list(items)
             write_tensors(self._run.job.folder, step, quantity, items)

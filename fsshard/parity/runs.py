@@ -353,11 +353,12 @@ Compared = Callable[[Job, str], Cell]
 
 
 def _cell(runner: _Runner, compared: Compared, job: Job) -> Cell:
-    """Return the verdict on one run; one that differs runs twice, to tell a race from a fault."""
+    """Return the verdict on one run."""
     start, refusals = time.perf_counter(), REFUSALS if job.mesh is None else USERS_MISTAKES
     try:
         cell = compared(job, "")
         if cell.verdict == "different":
+            # once more, to tell a race from a fault
             cell.reproducible = _comes_again(runner, compared, job, cell)
             cell.reason = cell.reason or ("" if job.mesh else _hint(cell))
     except RecipeError:
@@ -474,7 +475,8 @@ class _Reference:
 
 
 def _caveats(job: Job, ranks: list[RankTrace]) -> list[str]:
-    """Say why agreement with this reference proves little, one sentence each: engines that all do nothing agree."""
+    """Say why agreement with this reference proves little, one sentence each."""
+    # Engines that all do nothing agree: a recipe may let pass faults that it was meant to find.
     found = []
     infinite = [
         f"the loss is {rank.steps[step].loss} at step {step} on rank {number} under the reference: from there on "

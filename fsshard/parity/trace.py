@@ -140,13 +140,12 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file, whole or not at all, and its tensors to a safetensors file beside it.
 
-        The tensors' file has a part of their digest in its name, so that a trace and the tensors of another never meet.
-
         Raises:
             ConfigurationError: no file can be written there.
         """
         path = check_file(path)
         if self.tensors is not None:
+            # a part of the digest is in the name, so that a trace and the tensors of another never meet
             beside = path.with_name(f"{path.stem}-{_file_digest(self.tensors)[:12]}.safetensors")
             if beside.resolve() != self.tensors.resolve():
                 partial = beside.with_name(f".{beside.name}.partial")
@@ -224,7 +223,8 @@ def _as_json(trace: Trace) -> dict[str, Any]:
 
 
 def _without_copies(rank: RankTrace, first: RankTrace) -> RankTrace:
-    """Put None for sketches that are rank 0's: replicas are written once."""
+    """Put None for sketches that are rank 0's."""
+    # replicas are written once
 
     def own(named: Mapping[str, Sketch], same: Mapping[str, Sketch]) -> dict[str, Any]:
         return {name: None if same.get(name) == one else one for name, one in named.items()}

@@ -1,11 +1,14 @@
-"""Parts of a page of recorded results."""
+"""Parts of a page of recorded results, and the one of trainings under two versions of torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsshard.parity import Trace
+from tests.parity import versions
 from tests.parity.page import part_of, with_part, write_part
 
 
@@ -28,3 +31,16 @@ def test_a_page_that_is_not_there_yet(tmp_path: Path) -> None:
 def test_a_page_whose_comments_are_damaged(change: object) -> None:
     with pytest.raises(ValueError, match="once each and in this order"):
         part_of(change(with_part("", "one", "1")), "one")  # type: ignore[operator]
+
+
+def test_recorded_and_compared(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.recipes, "__all__", ["mlp"])
+    monkeypatch.setattr(versions, "STEPS", 1)
+    versions.record_all(tmp_path, ranks)
+    trace = Trace.load(tmp_path / "mlp.json")
+    trace.environment["torch"] = "2.12.0"
+    trace.ranks[1].steps[0].loss *= 1 + 2.0**-40
+    trace.save(tmp_path / "mlp.json")
+    text = versions.document(versions.compare_all(tmp_path, ranks))
+    assert "Between the two: torch 2.12.0 -> " in text
+    assert "| mlp | bound | bound | bound | bound | step 0, loss |" in text
