@@ -220,18 +220,14 @@ class _RunComparison(StepComparison):
         verdicts = {found.verdict for found in self.result.differences.get(quantity, {}).values()}
         return next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
 
-    def _on_any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is up on any rank. Collective."""
-        value = torch.tensor(float(flag), device=self.run.job.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value)
-
     def _restore(self) -> None:
         """Go back onto the reference, if this step came apart within its bounds on any rank. Collective."""
         # Every step starts from the reference's weights and state, so that no bound has to follow errors from step to
         # step. After a real difference the run goes on freely, or its loss curve would snap back and hide the fault.
         apart = any(self._verdict(quantity) != "exact" for quantity in ("weight", "state"))
-        if not self._on_any_rank(apart) or self._on_any_rank(self.lost):
+        flags = torch.tensor([float(apart), float(self.lost)], device=self.run.job.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        if not flags[0] or flags[1]:
             return
         states = self._states(self.number)
         for key, value in [item for state in states.values() for item in state.items()]:

@@ -179,9 +179,6 @@ class WrappedEngine(Engine):
             self.scaler.unscale_(self.optimizer)
             self._scaled = False
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        return self.model.no_sync() if self.recipe.no_sync else contextlib.nullcontext()
-
     def clip(self, max_norm: float, norm_type: float) -> float:
         self._unscale()
         return float(self.model.clip_grad_norm_(max_norm, norm_type))
@@ -193,13 +190,8 @@ class WrappedEngine(Engine):
         backend = self.model.backend
         self.model.finish_gradients(backend.entries.values())
         self._unscale()
-        for name, gradient in self.local_gradients():
-            yield name, None if gradient is None else backend.entries[name].put_together(gradient)
-
-    def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield gradients as they are, whole over data: under ``no_sync`` on a backend of replicas, this rank's own."""
-        for entry, gradient in gather_grads(self.model.backend):
-            yield entry.name, None if gradient is None else entry.kind.to_user(gradient)
+        for entry, gradient in gather_grads(backend):
+            yield entry.name, None if gradient is None else entry.put_together(entry.kind.to_user(gradient))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         backend = self.model.backend
@@ -209,9 +201,6 @@ class WrappedEngine(Engine):
 
     def states(self) -> Iterator[tuple[str, State]]:
         return self.optimizer.iterate_state()
-
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return self.model.named_buffers()
 
     def groups(self) -> list[dict[str, Any]]:
         return groups_by_name(self.optimizer)
