@@ -21,7 +21,7 @@ LINES = {
     "fsshard + compat": 57_150,
     "fsshard/backends": 4_145,
     "fsshard/checkpoint": 5_346,
-    "fsshard/parity": 5_400,
+    "fsshard/parity": 5_365,
     "fsshard/sharded": 4_470,
     "fsshard/comm + fsshard/launching": 3_740,
     "fsshard/simulation": 3_619,
