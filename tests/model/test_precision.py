@@ -34,15 +34,11 @@ ALL = (*DISTRIBUTED, "none")
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
-        pytest.param("plain", "bf16", marks=pytest.mark.long),
         pytest.param("tied", "bf16", marks=pytest.mark.long),
-        pytest.param("frozen", "bf16", marks=pytest.mark.long),
         ("buffered", fsshard.bfSixteen),
         ("tfno_tucker", "bf16"),
-        pytest.param("tfno_tucker", fsshard.bfSixteen, marks=pytest.mark.long),
         ("tfno_cp", "fp16"),
         pytest.param("uno", fsshard.fpSixteen, marks=pytest.mark.long),
-        pytest.param("t5", "bf16", marks=pytest.mark.long),
         ("t5", Precision(param=BF16)),
         pytest.param("t5", "fp16", marks=pytest.mark.long),
         ("conv_batchnorm", "bf16"),
