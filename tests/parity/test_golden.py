@@ -13,7 +13,7 @@ import torch
 
 from fsshard.parity import Recipe, Trace, compare, golden
 from fsshard.parity.golden import FOLDER, RECIPES, check, file_of
-from fsshard.parity.golden.recipes import fill, spectral, uniform
+from fsshard.parity.golden.recipes import spectral, uniform
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
@@ -90,11 +90,3 @@ def test_the_rule_is_the_same_everywhere() -> None:
 
 
 PINNED = [-0.20022809505462646, -0.14828360080718994, -0.7197030782699585]
-
-
-def test_fill_covers_complex_weights() -> None:
-    model = fill(spectral().build())
-    weight = dict(model.named_parameters())["1.weight"]
-    assert weight.is_complex()
-    assert bool((weight.real != weight.imag).any())
-    assert not torch.equal(weight, dict(model.named_parameters())["2.weight"])

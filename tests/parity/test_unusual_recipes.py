@@ -86,6 +86,7 @@ remembering = functools.partial(recipe, build=Remembering)
         (counting, 3, {"exact", "bound"}),
         (remembering, 2, {"exact"}),
     ],
+    ids=["drawing", "drawing at 3", "counting", "remembering"],
 )
 def test_what_models_do_besides_computing(
     ranks: Any, source: Callable[[], Recipe], world_size: int, expected: set[str]
@@ -299,6 +300,7 @@ no_loss = functools.partial(recipe, loss=_no_loss)
         (misspelt, RecipeError, "does not take recipe.hyper.*lrr"),
         (no_loss, RecipeError, "must return one real number as a tensor, got NoneType"),
     ],
+    ids=["needs a closure", "misspelt", "no loss"],
 )
 def test_mistakes_are_told_as_they_are(
     ranks: Any, source: Callable[[], Recipe], error: type[FsshardError], text: str
