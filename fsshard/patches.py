@@ -10,7 +10,7 @@ change                  without it                                              
 ``CLIP_GRAD_NORM``      ``clip_grad_norm_`` scales each rank's part by its own norm       backends/, oss/
 ``OPTIMIZER_STEP``      an optimizer over parameters that were replaced trains nothing    sharded/optimizer.py
 ``DTENSOR_ITEM``        ``float(p.norm())`` of a shard is another number on each rank     backends/part_guards.py
-``STATE_DICT_TYPE``     ``FSDP.state_dict_type`` is dropped, and ends with a KeyError     sharded/state_dict_type.py
+``STATE_DICT_TYPE``     ``FSDP.state_dict_type`` is dropped, and ends with a KeyError     sharded/state_dict.py
 ``FIELD_LOSSES``        a loss of a slab of a field is silently not that of the field     parallel/domain/
 ``END_OF_PROCESS``      a lost rank is not named, and a finished script aborts            launching/leaving.py
 ======================  ================================================================  ==========================

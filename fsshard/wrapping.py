@@ -23,9 +23,8 @@ from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import showing_the_users
-from fsshard.complex_params.local_parts import has_dtensors, keep_local_parts
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
-from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
+from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model, has_dtensors, keep_local_parts
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.launching.context import init
 from fsshard.launching.leaving import keep_group, watch_end
@@ -60,7 +59,7 @@ from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_t
 from fsshard.sharded.handover import HandedOver
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, refuse_foreign_optimizers
-from fsshard.sharded.state_dict_type import honour_state_dict_type
+from fsshard.sharded.state_dict import honour_state_dict_type
 from fsshard.torch_private.c10d import flattened, takes_only_cuda
 
 __all__ = ["check_wrap", "wrap"]

@@ -16,9 +16,9 @@ from fsshard.comm.agreement import agree
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ConfigurationError
 from fsshard.planning.entries import Entry
+from fsshard.sharded.handover import point_at
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
-from fsshard.sharded.schedulers import point_at
 from fsshard.torch_private.modules import compiled_within
 
 from ..trainers import check_scaler, clip_by_value, scaler_like

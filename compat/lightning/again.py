@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.errors import OptimizerError
+from fsshard.sharded.handover import point_at
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
-from fsshard.sharded.schedulers import point_at
 
 from ..trainers import Taken as TakenModel
 

@@ -53,8 +53,7 @@ class Backend(ABC):
         pending: the hooks on the outputs of forwards with gradients that await their backward.
         drops: names of the parameters whose gradient was dropped since a backward has begun.
         guard: refuses state dicts of a module that holds parts of parameters; None where it holds all.
-        on_move: a weak reference to what makes the context that is entered where the engine moves parameters to other
-            memory, so that no view keeps the old memory alive; or None.
+        on_move: weakly, what makes the context for moving parameters, so that no view keeps the old memory; or None.
     """
 
     name: ClassVar[str]

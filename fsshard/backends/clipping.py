@@ -48,9 +48,7 @@ def _members(parameters: Sequence[Any]) -> list[_Member | None]:
     known = {id(entry.parameter): _Member(model, entry) for model in models for entry in model.backend.all}
     found: list[_Member | None] = []
     for parameter in parameters:
-        owner, name = getattr(parameter, "_fsshard_view_of", (lambda: None, ""))
-        model = owner()
-        member = known.get(id(stored_of(parameter))) if model is None else _Member(model, model.backend.entries[name])
+        member = known.get(id(stored_of(parameter)))
         counts = member is not None and counts_all_ranks(member.model.backend, member.entry)
         found.append(member if counts else None)
     return found

@@ -2,7 +2,7 @@
 
 FSDP shows a module its whole weights in the forward of their unit, and this rank's shard at all other times. A forward
 that reads the weights of another unit (a penalty over ``self.parameters()``, a projection with an embedding's weights)
-computes with the shard: FSDP1 silently where shapes allow it (torch 2.13); FSDP2 raises, see ``forward_errors.py``.
+computes with the shard: FSDP1 silently where shapes allow it (torch 2.13); FSDP2 raises, see ``forward_methods.py``.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
 from fsshard.comm.gloo.shared_memory import check_switches, exchange_of
 from fsshard.complex_params.data_assignment import held_dtensor
-from fsshard.complex_params.flattened import stored_in
-from fsshard.complex_params.in_front import class_in_front, has_own_layout
+from fsshard.complex_params.flattened import class_in_front, has_own_layout, stored_in
 from fsshard.complex_params.pairs import Form, real_dtype
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.tensorfy import store_as_pairs

@@ -44,6 +44,7 @@ __all__ = [
     "scatter_state",
     "set_state",
     "state_of",
+    "states_at_rest",
     "stream",
 ]
 
@@ -259,18 +260,24 @@ def from_owners(
 # ------------------------------------------------------------------------------------------------ optimizers
 
 
+def states_at_rest(optimizer: Optimizer) -> Any:
+    """Return this rank's states by the engine's parameters: real tensors, shaped like the local parts."""
+    local: Any = local_optimizer(optimizer)
+    getattr(local, "put_to_rest", bool)()  # between steps they lie under what the optimizer was shown
+    return local.state
+
+
 def state_of(optimizer: Optimizer, entry: Entry) -> State:
     """Return the state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
-    return dict(local_optimizer(optimizer).state.get(entry.parameter, {}))
+    return dict(states_at_rest(optimizer).get(entry.parameter, {}))
 
 
 def set_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
     """Replace the state of ``entry`` on this rank, if it is this rank's."""
-    states = local_optimizer(optimizer).state
+    states = states_at_rest(optimizer)
+    states.pop(entry.parameter, None)
     if state and owned(backend, entry):
         states[entry.parameter] = state
-    else:
-        states.pop(entry.parameter, None)
 
 
 def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:

@@ -30,10 +30,9 @@ from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
-from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, counters_on_device, groups_by_name, placed
-from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS, mark_filled
+from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.torch_private.modules import EXTRA_STATE
 
 __all__ = ["Loaded", "load"]
@@ -258,7 +257,7 @@ class _Load:
             elif tensor is not None and isinstance(value, Tensor):
                 self.others[key] = tensor
                 if not key.endswith(EXTRA_STATE):  # which modules may shape as they like
-                    dtype = buffers_of(self.model).dtypes.get(key, value.dtype)
+                    dtype = self.model.buffers_held.dtypes.get(key, value.dtype)
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
@@ -407,7 +406,7 @@ class _Load:
         with torch.no_grad():
             for name, values in self.values.items():
                 self.model.backend.entries[name].local().copy_(values)
-            mark_filled(self.model, {*self.values, *self.others})
+            self.model.note_filled({*self.values, *self.others})
             for name, optimizer in self.optimizers.items():
                 self._commit_optimizer(name, optimizer)
         seen_ordinal(self.reader.directory.parent, self.reader.index.ordinal)

@@ -38,7 +38,6 @@ from fsshard.comm.channel import Channel
 from fsshard.complex_params.pairs import viewable
 from fsshard.errors import CheckpointError, OptimizerError
 from fsshard.planning.entries import Entry
-from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -255,7 +254,7 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int) -> None:
         elif isinstance(value, Tensor):
             keys[key] = f"model/{key}"
             if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
-                parts[f"model/{key}"] = Part.of_all(buffers_of(model).for_user(key, value))
+                parts[f"model/{key}"] = Part.of_all(model.buffers_held.for_user(key, value))
         else:
             keys[key] = None
             extra[key] = _encode(value, f"model/{key}", parts if rank == 0 else {})

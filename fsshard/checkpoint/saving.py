@@ -42,7 +42,6 @@ from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import before_leaving
 from fsshard.parallel.replicas import check_same_buffers
-from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -110,7 +109,7 @@ def save(
     objects = named_objects(scheduler, scaler, state)
     wait_for_saves()
     channel.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
-    buffers_of(sharded).sync()  # rank 0's count, as in a state dict
+    sharded.buffers_held.sync()  # rank 0's count, as in a state dict
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)

@@ -15,10 +15,7 @@ from torch import Tensor
 from fsshard.errors import FsshardError
 from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR, local_tensor
 
-__all__ = ["DATA", "data", "held_dtensor", "set_item"]
-
-DATA: Any = DATA
-"""torch's own attribute."""
+__all__ = ["data", "held_dtensor", "set_item"]
 
 
 def _assign(tensor: Any, value: Any) -> None:
@@ -45,7 +42,7 @@ def _assign(tensor: Any, value: Any) -> None:
 
 
 def _part(tensor: Any, whole: Tensor) -> Tensor:
-    """This rank's rows, as ``torch.chunk`` cuts them."""
+    """Return this rank's rows, as ``torch.chunk`` cuts them."""
     mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
     each = -(-whole.shape[0] // mesh.size(dim))
     start = min(each * mesh.get_local_rank(dim), whole.shape[0])
@@ -57,7 +54,7 @@ data = property(lambda tensor: DATA.__get__(tensor), _assign)
 
 
 def set_item(tensor: Any, index: Any, value: Any) -> None:
-    """In place of ``Tensor.__setitem__`` of a DTensor, which indexes rows that ranks share into a copy (torch 2.13).
+    """Assign to all elements; torch's own indexes rows that ranks share into a copy (torch 2.13).
 
     Raises:
         FsshardError: for anything but all of it; what is written to a copy is lost.
@@ -90,7 +87,7 @@ def _equal(tensor: Any, other: Any) -> Any:
 
 @functools.cache
 def held_dtensor() -> type[Tensor]:
-    """The class of the DTensors that an engine holds as parameters."""
+    """Return the class of the DTensors that an engine holds as parameters."""
     from torch.distributed.tensor import DTensor
 
     class HeldDTensor(DTensor):

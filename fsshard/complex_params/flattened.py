@@ -1,8 +1,14 @@
-"""Classes for modules that store parameters in another form than they show."""
+"""Classes for modules that store parameters in another form than they show.
+
+A module's class becomes a subclass of the user's, one per (class, names), with a property for each name: a property
+wins over everything that an engine may put into the instance, ``torch.compile`` traces through it, and pickle can make
+the class again. The storage has another name (``w__real``), under which engines get and set it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +19,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from fsshard.complex_params.in_front import class_in_front
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, kind_for, viewable
 from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
 from fsshard.complex_params.shown import Kept, Switch, UserParameters, shows_stored, stored_names, stored_of
@@ -23,13 +28,17 @@ from fsshard.torch_private.modules import LOAD_STATE_DICT_PRE_HOOKS, load_state_
 
 __all__ = [
     "Flattened",
+    "adopt_factorised",
+    "class_in_front",
+    "factorised_classes",
     "flatten_module",
     "flattened_class",
     "forget_shown",
-    "is_tensorfied",
+    "has_own_layout",
     "mixin_for",
     "raw_state",
     "showing_the_users",
+    "store_otherwise",
     "stored_in",
     "views_of",
 ]
@@ -38,13 +47,8 @@ _classes: WeakValueDictionary[tuple[type, tuple[tuple[str, Kind], ...], type], t
 """Weak: a kind may know a mesh, whose process groups would not end with ``destroy_process_group()``."""
 
 
-def is_tensorfied(module: nn.Module) -> bool:
-    """Return whether this very module holds flattened parameters."""
-    return isinstance(module, Flattened)
-
-
 def views_of(module: nn.Module) -> Mapping[str, Kind]:
-    """The names that its user sees of what the module stores in another way, and how each is stored."""
+    """Return the user's names of what the module stores in another way, and how each is stored."""
     return type(module)._fsshard_views if isinstance(module, Flattened) else {}
 
 
@@ -137,7 +141,10 @@ class Flattened(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)._fsshard_views.get(name)
         if kind is None and name.endswith(SUFFIX):
-            self._show_anew(name.removesuffix(SUFFIX))
+            # FSDP1 puts another view in place of one of its own, whose graph would hold the engine through C++.
+            known = self.__dict__.get(KEPT, {}).get(name.removesuffix(SUFFIX))
+            if known is not None and known.stored.grad_fn is not None:
+                del self.__dict__[KEPT][name.removesuffix(SUFFIX)]
             if type(value) is Tensor and name not in self.__dict__["_parameters"]:  # FSDP1, several times in each step
                 self.__dict__[name] = value
                 return
@@ -152,9 +159,8 @@ class Flattened(nn.Module):
                 "before fsshard.wrap, or assign nn.Parameter(value.detach().clone())"
             )
         held = kind is not None and name + SUFFIX in self.__dict__.get("_parameters", {})
-        takes = (
-            isinstance(value, nn.Parameter) and (value.is_complex() or _is_real(kind)) and not self._fsshard_holds_reals
-        )
+        is_real = kind is not None and not kind.is_complex and (kind.form is Form.SCALAR or bool(kind.order))
+        takes = isinstance(value, nn.Parameter) and (value.is_complex() or is_real) and not self._fsshard_holds_reals
         if held and value is not None and not isinstance(value, nn.Parameter):
             found = torch.typename(value)
             raise TypeError(f"cannot assign {found!r} as parameter {name!r} (torch.nn.Parameter or None expected)")
@@ -164,18 +170,12 @@ class Flattened(nn.Module):
             self._give_up(name)
         super().__setattr__(name, value)
         if takes:
-            flatten_module(self, "", {}, scalars=kind == Kind.SCALAR, in_order=_is_real(kind))
+            flatten_module(self, "", {}, scalars=kind == Kind.SCALAR, in_order=is_real)
 
     def __delattr__(self, name: str) -> None:
         if name in type(self)._fsshard_views and name + SUFFIX in self.__dict__["_parameters"]:
             self._give_up(name)
         super().__delattr__(name)
-
-    def _show_anew(self, name: str) -> None:
-        """FSDP1 puts another view in place of one of its own, whose graph would hold the engine through C++."""
-        known = self.__dict__.get(KEPT, {}).get(name)
-        if known is not None and known.stored.grad_fn is not None:
-            del self.__dict__[KEPT][name]
 
     def _give_up(self, name: str) -> None:
         """Make ``name`` an ordinary parameter that is None, at its old place, with no property in its way."""
@@ -193,7 +193,7 @@ class Flattened(nn.Module):
         self.__class__ = flattened_class(cls._fsshard_origin, views, cls._fsshard_mixin)  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Device and dtype moves act on the complex value, as they do natively; losing its half raises."""
+        """Move and cast the complex value, as is done natively; raise where its half would be lost."""
         owned: dict[int, Kind] = {}
         forget_shown(cast(nn.Module, self))
         for name, kind in type(self)._fsshard_views.items():
@@ -283,7 +283,7 @@ def _exported(stored: Any, kind: Kind) -> Any:
 
 
 def _refuse_lists(module: nn.Module) -> None:
-    """A shard of a list of numbers has none of the shapes that a state dict of the model could have."""
+    """Raise if a parameter is a shard of a list of numbers, which has no shape that a state dict could have."""
     for name in module.__dict__.get("_fsshard_flat", ()):
         if is_dtensor(stored_in(module).get(name + SUFFIX)):
             raise ModelError(
@@ -313,7 +313,7 @@ class _FlattenedDict(Flattened):
 
 
 def mixin_for(origin: type[nn.Module]) -> type[Flattened]:
-    """The first base of the subclass of ``origin`` that shows parameters in another form than it stores."""
+    """Return the first base of the subclass of ``origin``."""
     if issubclass(origin, nn.ParameterList):
         return _FlattenedList
     return _FlattenedDict if issubclass(origin, nn.ParameterDict) else Flattened
@@ -360,30 +360,156 @@ def _rebuild(origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin
     return nn.Module.__new__(cls)
 
 
-def flatten_module(
-    module: nn.Module, prefix: str, memo: dict[int, nn.Parameter], *, scalars: bool, in_order: bool
+def store_otherwise(
+    module: nn.Module,
+    stored_as: Callable[[str, nn.Parameter], tuple[nn.Parameter, Kind] | None],
+    mixin: type[Flattened] | None = None,
 ) -> None:
-    views = dict(views_of(module))
+    """Let ``module`` keep other parameters than it shows, in their places.
+
+    Args:
+        module: may have some already.
+        stored_as: gives for a name and parameter what is stored, and how it relates; None: itself.
+        mixin: first base of its class from then on; None: as its class asks.
+    """
+    views, held = dict(views_of(module)), stored_in(module)
     kept: dict[str, nn.Parameter | None] = {}
-    held = stored_in(module)
     for name, parameter in held.items():
-        kind = Kind.PLAIN if parameter is None or name.endswith(SUFFIX) else kind_for(parameter, scalars, in_order)
-        if parameter is None or kind == Kind.PLAIN:
+        chosen = None if parameter is None or name.endswith(SUFFIX) else stored_as(name, parameter)
+        if chosen is None:
             kept[name] = parameter
-            continue
-        full_name = f"{prefix}.{name}" if prefix else name
-        if id(parameter) not in memo:
-            memo[id(parameter)] = stored_for(parameter, kind, full_name)
-        kept[name + SUFFIX] = memo[id(parameter)]
-        views[name] = kind
+        else:
+            kept[name + SUFFIX], views[name] = chosen
     if all(name in kept for name in held.keys()):  # noqa: SIM118  torch.jit's dict iterates values
         return
     origin = type(module)._fsshard_origin if isinstance(module, Flattened) else type(module)
     held.clear()
     held.update(kept)
-    module.__class__ = flattened_class(origin, tuple(views.items()), mixin_for(origin))
+    module.__class__ = flattened_class(origin, tuple(views.items()), mixin or mixin_for(origin))
 
 
-def _is_real(kind: Kind | None) -> bool:
-    """Return whether it is a real parameter that is stored in another way than it is seen."""
-    return kind is not None and (kind.form is Form.SCALAR or (kind.form is Form.PLAIN and bool(kind.order)))
+def flatten_module(
+    module: nn.Module, prefix: str, memo: dict[int, nn.Parameter], *, scalars: bool, in_order: bool
+) -> None:
+    """Store the complex parameters of one module as real ones; ``memo`` keeps ties over the whole model."""
+
+    def stored_as(name: str, parameter: nn.Parameter) -> tuple[nn.Parameter, Kind] | None:
+        kind = kind_for(parameter, scalars, in_order)
+        if kind == Kind.PLAIN:
+            return None
+        if id(parameter) not in memo:
+            memo[id(parameter)] = stored_for(parameter, kind, f"{prefix}.{name}" if prefix else name)
+        return memo[id(parameter)], kind
+
+    store_otherwise(module, stored_as)
+
+
+# ------------------------------------------------------------------------------------------------ their classes
+
+
+def class_in_front(front: type, origin: type[nn.Module], name: str, members: dict[str, Any], kind: Any = None) -> Any:
+    """Make a class (front, origin) with ``front``'s methods first, to which modules of ``origin`` can be turned.
+
+    Args:
+        front: whose methods win.
+        origin: the user's class.
+        name: of the new class.
+        members: of the new class.
+        kind: its metaclass; None: that of ``origin``.
+    """
+    kind = type(origin) if kind is None else kind
+    if not has_own_layout(origin):
+        return kind(name, (front, origin), members)
+    # Python refuses the turn ("object layout differs") where the first base of ``origin``, or of a base of it, has no
+    # attributes of its own: with ``class Net(Generic[T], nn.Module)`` it is ``Net`` that brings them, and a class that
+    # inherits from ``front`` first has them from there. So it inherits from ``origin`` first, in another order.
+    order = (*(base for base in front.__mro__ if base not in origin.__mro__), *origin.__mro__)
+    return _ordering(kind)(name, (origin, front), {**members, _ORDER: order})
+
+
+def has_own_layout(origin: type) -> bool:
+    """Return whether modules of a class get their attributes from another class than ``nn.Module``."""
+    while origin.__base__ is not None and origin.__base__.__dictoffset__:
+        origin = origin.__base__
+    return origin is not nn.Module
+
+
+_ORDER = "_fsshard_order"
+
+
+@cache
+def _ordering(metaclass: type) -> Any:
+    def mro(cls: Any) -> Any:
+        order = vars(cls).get(_ORDER)
+        return type.mro(cls) if order is None else [cls, *order]
+
+    return type(metaclass.__name__, (metaclass,), {"mro": mro})
+
+
+# ------------------------------------------------------------------------------------------------ tltorch
+
+
+def factorised_classes() -> tuple[type, type] | None:
+    """Return (ComplexHandler, ComplexFactorList) if tltorch is in use; a model made of it has imported it."""
+    handlers = sys.modules.get("tltorch.factorized_tensors.complex_factorized_tensors")
+    lists = sys.modules.get("tltorch.utils.parameter_list")
+    return (handlers.ComplexHandler, lists.ComplexFactorList) if handlers and lists else None
+
+
+def adopt_factorised(module: nn.Module, handler: type, factor_list: type) -> None:
+    """Give tltorch's modules a class that takes the real tensors of an engine."""
+    if isinstance(module, Flattened):
+        return
+    if isinstance(module, factor_list):
+        module.__class__ = flattened_class(type(module), (), _HoldsReals)
+    elif isinstance(module, handler):
+        store_otherwise(module, lambda _, parameter: (parameter, Kind.RENAMED), _HandlerFlattened)
+
+
+class _HoldsReals(Flattened):
+    """tltorch's modules that store complex numbers as real tensors, and let nobody register any.
+
+    An engine could not put its own there ("view_as_real is only supported for complex tensors").
+    """
+
+    _fsshard_holds_reals = True
+
+    def _is_stored(self, name: str, tensor: Tensor | None) -> bool:
+        """Return whether it is registered past their own methods. Of ``ComplexFactorList`` the names are fine."""
+        return tensor is None or not tensor.is_complex()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if self._is_stored(name, param):
+            nn.Module.register_parameter(self, name, param)
+        else:
+            super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if self._is_stored(name, tensor):
+            nn.Module.register_buffer(self, name, tensor, persistent)
+        else:
+            super().register_buffer(name, tensor)
+
+
+class _HandlerFlattened(_HoldsReals):
+    """tltorch's ``ComplexHandler`` (SFNO, ``factorization="ComplexTucker"``).
+
+    It stores real tensors under the user's name already. The storage gets another name, for which its own methods step
+    aside. Its state dict stays real, as it is natively.
+    """
+
+    def _is_stored(self, name: str, tensor: Tensor | None) -> bool:
+        return name.endswith(SUFFIX)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.endswith(SUFFIX):
+            nn.Module.__setattr__(self, name, value)
+        elif name in type(self)._fsshard_views and isinstance(value, nn.Parameter):
+            nn.Module.__setattr__(self, name + SUFFIX, nn.Parameter(torch.view_as_real(value.detach())))
+        else:
+            super(Flattened, self).__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith(SUFFIX):
+            return nn.Module.__getattr__(self, name)
+        return super(Flattened, self).__getattr__(name)

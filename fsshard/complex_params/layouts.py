@@ -65,7 +65,7 @@ class DTensorLayout(Layout):
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if not placed.is_shard()]
 
     def as_dtensor(self, part: Tensor) -> Tensor:
-        """``part`` as the DTensor that the model computes with; differentiable."""
+        """Return ``part`` as the DTensor that the model computes with; differentiable."""
         from torch.distributed.tensor import DTensor
 
         shape: Any = self.shape or None  # of a 0-dim one torch wants neither

@@ -21,12 +21,12 @@ _REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torc
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the halves of a complex ``dtype``; a real one itself."""
+    """Return the dtype of the halves of a complex ``dtype``; a real one itself."""
     return _REAL_OF.get(dtype, dtype)
 
 
 def complex_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The complex dtype in which pairs of a real ``dtype`` are seen: complex64 for all but float64."""
+    """Return the complex dtype of pairs of a real ``dtype``: complex64 for all but float64."""
     return torch.complex128 if dtype == torch.float64 else torch.complex64
 
 
@@ -72,7 +72,7 @@ class Kind:
         return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
     def to_user(self, stored: Tensor) -> Tensor:
-        """The user's tensor over the memory of ``stored``; a copy only where the layout cannot be viewed."""
+        """Return the user's tensor over the memory of ``stored``; a copy only where the layout cannot be viewed."""
         if self.form is Form.SCALAR:
             return stored.reshape(())
         if self.is_complex:
@@ -81,11 +81,11 @@ class Kind:
         return self.turn_back(stored)
 
     def turn_back(self, value: Tensor) -> Tensor:
-        """``value``, whose dims are as stored, with its dims in the user's order."""
+        """Return ``value``, whose dims are as stored, with its dims in the user's order."""
         return value.permute(self.way_back) if self.order else value
 
     def to_stored(self, value: Tensor) -> Tensor:
-        """The stored tensor over the memory of the user's ``value`` where that has its layout, else a copy."""
+        """Return the stored tensor over the memory of the user's ``value`` if that has its layout, else a copy."""
         if self.form is Form.SCALAR:
             return value.reshape(1)
         if self.is_complex:
@@ -96,14 +96,14 @@ class Kind:
         return value.permute(self.order).contiguous() if self.order else value
 
     def user_shape(self, stored: torch.Size) -> torch.Size:
-        """The shape that the user sees."""
+        """Return the shape that the user sees."""
         if self.form in (Form.COMPLEX_SCALAR, Form.SCALAR):
             return torch.Size(())
         shape = stored[:-1] if self.form is Form.COMPLEX else stored
         return torch.Size([shape[dim] for dim in self.way_back]) if self.order else shape
 
     def user_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype that the user sees."""
+        """Return the dtype that the user sees."""
         return complex_dtype(stored) if self.is_complex else stored
 
 
@@ -112,7 +112,7 @@ for _form in Form:
 
 
 def order_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """The dims of ``tensor`` from the outermost in memory to the innermost; empty where that is their own order.
+    """Return the dims of ``tensor`` from the outermost in memory to the innermost; empty if that is their own order.
 
     Kernels look at strides, those of dims of size 1 included: a matrix whose columns lie one after the other is
     multiplied in another order of sums than the same numbers row by row (MKL with AVX-512, torch 2.13).
@@ -130,7 +130,7 @@ def order_in_memory(tensor: Tensor) -> tuple[int, ...]:
 
 
 def viewable(stored: Tensor) -> Tensor:
-    """``stored`` itself when ``view_as_complex`` accepts its layout, else a contiguous copy.
+    """Return ``stored`` itself if ``view_as_complex`` accepts its layout, else a contiguous copy.
 
     ``view_as_complex`` wants an even storage offset and even strides ("Tensor must have a storage_offset divisible
     by 2"); a packed buffer of an engine can break both.

@@ -47,19 +47,15 @@ def stored_for(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
     """Return the stored parameter of ``parameter``: the one there is, when another module has brought it in before."""
     link = _links.get(parameter)
     stored = None if link is None else link.stored()
-    if stored is None:
-        forget_replacement(parameter)
-        return _replacement(parameter, kind, name)
-    value = kind.to_user(stored.detach())
-    if (value.data_ptr(), value.dtype, value.shape) != (parameter.data_ptr(), parameter.dtype, parameter.shape):
-        raise ModelError(
-            f"parameter {name!r} was tensorfied before, and its replacement has been moved since; tensorfy modules "
-            "that share parameters together, or assign a new nn.Parameter here"
-        )
-    return stored
-
-
-def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
+    if stored is not None:
+        value = kind.to_user(stored.detach())
+        if (value.data_ptr(), value.dtype, value.shape) != (parameter.data_ptr(), parameter.dtype, parameter.shape):
+            raise ModelError(
+                f"parameter {name!r} was tensorfied before, and its replacement has been moved since; tensorfy modules "
+                "that share parameters together, or assign a new nn.Parameter here"
+            )
+        return stored
+    forget_replacement(parameter)
     stored = nn.Parameter(kind.to_stored(parameter.detach()), requires_grad=parameter.requires_grad)
     if stored.data_ptr() != parameter.data_ptr():
         parameter.data = kind.to_user(stored.detach())  # it was not contiguous: let the two share memory all the same
@@ -70,7 +66,7 @@ def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter
 
 
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
-    """The Python attributes that a user has set on a parameter, as ``p._no_weight_decay = True``."""
+    """Return the Python attributes that a user has set on a parameter, as ``p._no_weight_decay = True``."""
     return {key: item for key, item in vars(parameter).items() if not key.startswith(MARKS)}
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function_unary
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsshard.complex_params.data_assignment import DATA, data, set_item
+from fsshard.complex_params.data_assignment import data, set_item
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_odd
 from fsshard.complex_params.replaced import MARKS, attributes_of
 from fsshard.complex_params.views import KEPT, export_stored, is_dtensor
@@ -30,9 +30,21 @@ from fsshard.torch_private.autograd import (
     run_first,
 )
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.tensors import IS_PARAMETER, LOCAL_TENSOR, version_of
+from fsshard.torch_private.tensors import DATA, IS_PARAMETER, LOCAL_TENSOR, version_of
 
-__all__ = ["Kept", "Shown", "Switch", "UserParameters", "even_gradient", "shows_stored", "stored_names", "stored_of"]
+__all__ = [
+    "Kept",
+    "Shown",
+    "Switch",
+    "UserParameters",
+    "even_gradient",
+    "moving",
+    "show_stored",
+    "shows_stored",
+    "stand_for",
+    "stored_names",
+    "stored_of",
+]
 
 _GRAD_FN: Any = torch.Tensor.grad_fn
 _SHARD = "_fsshard_cut"
@@ -72,6 +84,11 @@ def stored_of(parameter: Any) -> Any:
     return parameter.__dict__.get("_fsshard_stored", parameter) if isinstance(parameter, Tensor) else parameter
 
 
+def stand_for(view: Any, stored: nn.Parameter) -> None:
+    """Let :func:`stored_of` know what ``view`` shows."""
+    view._fsshard_stored = stored
+
+
 def even_gradient(stored: Tensor) -> Tensor | None:
     """Return the gradient of a stored complex parameter, moved once where it begins between two complex numbers.
 
@@ -94,6 +111,7 @@ class _AsParameter:
     _fsshard_stored: Tensor
     _fsshard_kind: Kind
     _fsshard_see: Callable[[Tensor], Tensor]
+    _fsshard_trains: bool | None  # whether the stored one did when the view was made, which its graph tells
     data = data
     is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
 
@@ -118,7 +136,7 @@ class _AsParameter:
 
     @grad.deleter
     def grad(self) -> None:
-        self._fsshard_stored.grad = None
+        self.grad = None
 
     def requires_grad_(self, flag: bool = True) -> Any:
         """Freeze or unfreeze the stored parameter."""
@@ -128,10 +146,8 @@ class _AsParameter:
     requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, requires_grad_)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register a hook as on a bare parameter: it outlives the view, and gets the user's gradient.
-
-        A shard refuses it; see ``refuse_hooks`` in ``fsshard/sharded/parameters.py``.
-        """
+        """Register a hook as on a bare parameter: it outlives the view, and gets the user's gradient."""
+        # A shard refuses it; see refuse_hooks in fsshard/sharded/parameters.py.
         kind, see = self._fsshard_kind, self._fsshard_see
 
         def on_stored(gradient: Tensor) -> Tensor | None:
@@ -141,7 +157,7 @@ class _AsParameter:
         return cast(Any, self._fsshard_stored).register_hook(on_stored)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Likewise."""
+        """Register a hook that is called with what the user knows as the parameter."""
         kind, see = self._fsshard_kind, self._fsshard_see
 
         def on_stored(stored: Tensor) -> None:
@@ -162,7 +178,7 @@ class _AsParameter:
         return True if is_same else Tensor.__eq__(cast(Tensor, self), other)
 
     def __getattr__(self, name: str) -> Any:
-        """Python attributes are those of the stored parameter, the user's and the engine's."""
+        """Return a Python attribute of the stored parameter, the user's or the engine's."""
         stored = self.__dict__.get("_fsshard_stored")
         if stored is None or name not in stored.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -182,7 +198,7 @@ class Shown(_AsParameter, nn.Parameter):  # type: ignore[misc]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of its own."""
+        """Return a parameter of its own."""
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
@@ -195,16 +211,25 @@ class Shown(_AsParameter, nn.Parameter):  # type: ignore[misc]
 def _shown_dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
-    return type("ShownDTensor", (_AsParameter, DTensor), {"__setitem__": set_item})
+    class ShownDTensor(_AsParameter, DTensor):  # type: ignore[misc]
+        __setitem__ = set_item
+
+        # The engine's parameter says whether it is a part, which may not be copied.
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return self._fsshard_stored.__deepcopy__(memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self._fsshard_stored.__reduce_ex__(protocol)
+
+    return ShownDTensor
 
 
 class _Known(NamedTuple):
     """A tensor that a module has shown in place of a stored one, and the state of that one at the time."""
 
-    shown: Tensor
+    shown: Shown
     stored: Tensor
     kind: type
-    requires_grad: bool
     version: int
     runs_first: bool
 
@@ -232,17 +257,17 @@ class Kept(dict[str, _Known]):
             known is not None
             and known.stored is stored
             and known.kind is type(stored)
-            and known.requires_grad == stored.requires_grad
+            and known.shown._fsshard_trains == stored.requires_grad
             and known.shown.data_ptr() == stored.data_ptr()
         ):
             version, shown = version_of(stored), known.shown
             if torch.is_inference_mode_enabled():
                 return shown
             if known.version != version:  # an optimizer has stepped: the next use gives the view new nodes
-                self[name] = _Known(shown, stored, known.kind, known.requires_grad, version, False)
+                self[name] = _Known(shown, stored, known.kind, version, False)
             elif not known.runs_first:  # used again, with nodes that may be older than this forward
                 _run_first(shown, stored)
-                self[name] = _Known(shown, stored, known.kind, known.requires_grad, version, True)
+                self[name] = _Known(shown, stored, known.kind, version, True)
             return shown
         if (swapped := stored.__dict__.get(_SWAPPED)) is not None:
             value: Tensor = swapped
@@ -251,11 +276,39 @@ class Kept(dict[str, _Known]):
             shown = _view(stored, kind, see)
             if type(shown) is Shown and shown.data_ptr() == stored.data_ptr():  # else a copy, for one access
                 _run_first(shown, stored)
-                self[name] = _Known(shown, stored, type(stored), stored.requires_grad, version_of(stored), True)
+                self[name] = _Known(shown, stored, type(stored), version_of(stored), True)
             return shown
         self.pop(name, None)
         shard: Tensor = _at_rest(stored, kind, see)
         return shard
+
+
+def show_stored(stored: Tensor, kind: Kind) -> Tensor:
+    """Return what shows an engine's parameter outside of modules, which may hold another tensor for a while."""
+    see = functools.partial(export_stored, kind=kind)
+    with torch.inference_mode(False):  # DTensors have no detach() there (torch 2.13)
+        if kind.layout is not None:  # its module shows it as a DTensor over other mesh dimensions
+            return cast(Tensor, _marked(see(stored), stored, kind, see))
+        return cast(Tensor, _view(stored, kind, see) if _is_plain(stored) else _at_rest(stored, kind, see))
+
+
+@contextlib.contextmanager
+def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which an engine moves parameters: what shows them lets go of the old memory, then holds the new.
+
+    Args:
+        parameters: the engine's.
+        others: of :func:`show_stored`; what modules have shown is known here.
+    """
+    known = {id(each): each for each in (*map(_alive, parameters), *others) if type(each) is Shown}
+    for each in known.values():
+        DATA.__set__(each, each.new_empty(()).expand(each.shape))
+    try:
+        yield
+    finally:
+        for each in known.values():
+            if not _follow(each, each._fsshard_stored, each._fsshard_see):
+                each._fsshard_trains = None  # modules show another one from now on
 
 
 def _is_plain(stored: Tensor) -> bool:
@@ -275,7 +328,7 @@ def _alive(stored: Tensor) -> Tensor | None:
 def _view(stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any:
     """Return the view of a whole ``stored``; the one that there is, if it is in use."""
     shown: Any = _alive(stored)
-    is_there = shown is not None and _is_of(shown, stored)
+    is_there = shown is not None and shown._fsshard_trains == stored.requires_grad
     if is_there and (_pointer(shown) == stored.data_ptr() or _follow(shown, stored, see)):
         return shown
     with torch.enable_grad(), _outside_of_transforms():
@@ -312,7 +365,7 @@ def _refuse_gradient(_: Tensor) -> NoReturn:
 
 
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Leave transforms of torch.func, within: what is made inside them is gone when they end."""
+    """Return a context outside of torch.func's transforms: what is made inside them is gone when they end."""
     return disable_functorch() if functorch_transforms_active() else contextlib.nullcontext()
 
 
@@ -331,17 +384,13 @@ def _at_rest(stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any
     if value is stored:
         return stored
     value, other = _marked(value, stored, kind, see), cast(Any, _alive(stored))
-    same = type(other) is type(value) and other.shape == value.shape and _is_of(other, stored)
+    alike = type(other) is type(value) and other.shape == value.shape
+    same = alike and other._fsshard_trains == stored.requires_grad
     has_memory = value.is_meta or hasattr(value, LOCAL_TENSOR)  # those of simulations and of torch.func have none
     if same and (not has_memory or _pointer(other) == _pointer(value)):
         return other
     _shown[stored] = weakref.ref(value)
     return value
-
-
-def _is_of(shown: Any, stored: Tensor) -> bool:
-    """Return whether ``shown`` was made when ``stored`` was trained, or frozen, as it is now: its graph tells."""
-    return bool(shown.__dict__["_fsshard_trains"] == stored.requires_grad)
 
 
 def _pointer(tensor: Tensor) -> int:

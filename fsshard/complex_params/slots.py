@@ -7,8 +7,7 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from fsshard.complex_params.factorised import factorised_classes
-from fsshard.complex_params.flattened import stored_in, views_of
+from fsshard.complex_params.flattened import factorised_classes, stored_in, views_of
 from fsshard.complex_params.pairs import SUFFIX, Kind
 from fsshard.torch_private.modules import CHECKPOINTED
 
@@ -47,12 +46,12 @@ class ParameterSlot(NamedTuple):
 
 
 def public_name(name: str) -> str:
-    """``name`` without what torch's activation-checkpoint wrapper adds, and strips from state dicts itself."""
+    """Return ``name`` without what torch's activation-checkpoint wrapper adds, and strips from state dicts itself."""
     return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
 
 
 def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
-    """Every slot of every module in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
+    """Yield all slots in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         views = views_of(module)
         names = {name + SUFFIX: (name, kind) for name, kind in views.items()}

@@ -4,46 +4,49 @@ Sharding engines flatten, cut and pack *real* parameters of one dtype. :func:`te
 complex parameter ``w`` of shape ``S`` to a real parameter ``w__real`` of shape ``(*S, 2)`` over the same memory,
 and gives the module a property ``w`` that returns ``torch.view_as_complex(self.w__real)``. The forward of the
 model, its state dict, ``.to()``, deepcopy and pickle go on seeing ``w``; engines see only real numbers.
-:func:`untensorfy` undoes it.
 
-How it is done, and why:
-
-* *A dynamic subclass per (class, names)*, with one property per name, rather than ``__getattr__``: a property wins
-  over everything an engine may put into the instance, ``torch.compile`` traces through it, and pickle can rebuild
-  the class from the original one.
-* *The storage has another name* (``w__real``): engines call ``getattr(module, name)`` and ``setattr(module, name)``
-  on what they manage, and must get the real tensor there.
-* *Ties stay ties*: one memo by identity over the whole model.
-* *A reference captured before* (a closure, a list, an optimizer) would lose its gradient silently; it shares the
-  memory, and a hook on it raises :class:`~fsshard.errors.StaleParameter`.
-
-Real 0-dim parameters can be handled the same way (``scalars=True``), stored with shape ``(1,)``: FSDP1 and FSDP2 refuse
-scalars (torch 2.13: "fully_shard doesn't support scalar parameters"). So can real parameters that are not contiguous
-(``in_order=True``): a transposed matrix, a convolution in ``torch.channels_last``. Like complex ones they are stored in
-the order of their memory, contiguous to every engine, and seen through ``permute`` with the very strides that they had,
-by which kernels choose how to multiply.
-
-An engine that cuts along dim 0 may ask for a list of numbers instead (:func:`store_as_pairs`): the stored parameter has
-shape ``(numbers, 2)`` then, so that it can be cut between any two of them, and the module goes on seeing ``S``.
+Parameters that are DTensors over other mesh dimensions than data are kept in the same way (:func:`keep_local_parts`).
+No engine takes them as they are: DDP, FSDP1 and FairScale stop at "aten.cat got mixed torch.Tensor and DTensor", and
+what FSDP2 makes of them has other state dicts and norms (torch 2.13). To an engine a rank's part is a parameter like
+any other; the module goes on seeing the DTensor over it, so that tensor-parallel code runs as written, and DTensor's
+own backward sums what ranks that share a parameter have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fsshard.complex_params.factorised import adopt_factorised, factorised_classes
-from fsshard.complex_params.flattened import Flattened, flatten_module, stored_in
+from fsshard.complex_params.flattened import (
+    Flattened,
+    adopt_factorised,
+    factorised_classes,
+    flatten_module,
+    store_otherwise,
+    stored_in,
+)
+from fsshard.complex_params.layouts import DTensorLayout
 from fsshard.complex_params.pairs import SUFFIX, Kind, kind_for
-from fsshard.complex_params.replaced import check_no_gradient_hooks, restored
+from fsshard.complex_params.replaced import adopt, check_no_gradient_hooks, restored
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.complex_params.views import KEPT, is_dtensor
 from fsshard.errors import ModelError
 
-__all__ = ["check_tensorfiable", "flatten_model", "store_as_pairs", "tensorfy", "untensorfy"]
+__all__ = [
+    "check_dtensors",
+    "check_tensorfiable",
+    "dtensor_parameters",
+    "flatten_model",
+    "has_dtensors",
+    "keep_local_parts",
+    "store_as_pairs",
+    "tensorfy",
+    "untensorfy",
+]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -134,25 +137,123 @@ def untensorfy(model: ModuleT) -> ModuleT:
         raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
     memo: dict[int, nn.Parameter] = {}
     for module in modules:
-        _restore_module(module, memo)
+        views, held = type(module)._fsshard_views, stored_in(module)
+        kept: dict[str, nn.Parameter | None] = {}
+        for stored, parameter in held.items():
+            name = stored.removesuffix(SUFFIX)
+            if name == stored or name not in views:
+                kept[stored] = parameter
+            elif parameter is None or views[name] == Kind.RENAMED:
+                kept[name] = parameter
+            else:
+                if id(parameter) not in memo:
+                    memo[id(parameter)] = restored(parameter, views[name])
+                kept[name] = memo[id(parameter)]
+        held.clear()
+        held.update(kept)
+        module.__dict__.pop(KEPT, None)
+        cast(nn.Module, module).__class__ = type(module)._fsshard_origin
     return model
 
 
-def _restore_module(module: Flattened, memo: dict[int, nn.Parameter]) -> None:
-    views = type(module)._fsshard_views
-    kept: dict[str, nn.Parameter | None] = {}
-    held = stored_in(module)
-    for stored, parameter in held.items():
-        name = stored[: -len(SUFFIX)] if stored.endswith(SUFFIX) else ""
-        if name not in views or parameter is None:
-            kept[name if name in views else stored] = parameter
-        elif views[name] == Kind.RENAMED:
-            kept[name] = parameter
-        else:
-            if id(parameter) not in memo:
-                memo[id(parameter)] = restored(parameter, views[name])
-            kept[name] = memo[id(parameter)]
-    held.clear()
-    held.update(kept)
-    module.__dict__.pop(KEPT, None)
-    cast(nn.Module, module).__class__ = type(module)._fsshard_origin
+# ------------------------------------------------------------------------------------------------ DTensors
+
+
+def has_dtensors(model: nn.Module) -> bool:
+    """Return whether any parameter or buffer is a DTensor."""
+    held = ((*module._parameters.values(), *module._buffers.values()) for module in model.modules())
+    return any(is_dtensor(tensor) for tensors in held for tensor in tensors)
+
+
+def dtensor_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield name, owner, attribute and value of every place that holds a DTensor parameter."""
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and is_dtensor(parameter):
+                yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, parameter
+
+
+def check_dtensors(model: nn.Module) -> None:
+    """Raise for DTensor parameters that cannot be kept as local parts. Local.
+
+    Raises:
+        ModelError: a placement that is neither Shard nor Replicate, a subclass of DTensor, the meta device, hooks; or a
+            buffer that is one.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for name, _, _, parameter in dtensor_parameters(model):
+        if type(parameter) is not DTensor:
+            raise ModelError(
+                f"parameter {name!r} is a {type(parameter).__name__}: only torch's own DTensor is taken; leave "
+                "the parameter plain, and name the mesh dimension that shares it in replicated="
+            )
+        strange = [placed for placed in parameter.placements if type(placed) not in (Shard, Replicate)]
+        if strange:
+            raise ModelError(
+                f"parameter {name!r} is a DTensor with placement {strange[0]!r}: Shard and Replicate are taken; "
+                "redistribute it before wrap"
+            )
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name!r} is a DTensor on the meta device: give it values before wrap "
+                "(model.to_empty(device=...) and reset_parameters), or parallelise the real model"
+            )
+        check_no_gradient_hooks(name, cast(nn.Parameter, parameter))
+    for name, buffer in model.named_buffers():
+        if is_dtensor(buffer):
+            raise ModelError(
+                f"buffer {name!r} is a DTensor, and ranks exchange plain buffers; leave it plain (distribute_module's "
+                "partition_fn chooses what becomes a DTensor), and replace BatchNorm by GroupNorm or LayerNorm"
+            )
+
+
+def keep_local_parts(model: nn.Module) -> Callable[[], None]:
+    """Replace DTensor parameters by this rank's parts, over the same memory, which modules show as DTensors.
+
+    Args:
+        model: what :func:`check_dtensors` accepts.
+
+    Returns:
+        What undoes it.
+    """
+    places = list(dtensor_parameters(model))
+    names = {id(value): name for name, _, _, value in reversed(places)}
+    owners = list(dict.fromkeys(owner for _, owner, _, _ in places))
+    before = [(owner, owner.__class__, dict(owner._parameters)) for owner in owners]
+    memo: dict[int, tuple[nn.Parameter, Kind]] = {}
+    forget: list[Callable[[], object]] = []
+
+    def stored_as(_: str, parameter: nn.Parameter) -> tuple[nn.Parameter, Kind] | None:
+        if not is_dtensor(parameter):
+            return None
+        if id(parameter) not in memo:
+            memo[id(parameter)] = _local_part(parameter)
+            forget.append(adopt(memo[id(parameter)][0], parameter, names[id(parameter)]))
+        return memo[id(parameter)]
+
+    for owner in owners:
+        store_otherwise(owner, stored_as)
+
+    def restore() -> None:
+        for undo in forget:
+            undo()
+        for owner, cls, parameters in before:
+            owner.__class__ = cls
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+
+    return restore
+
+
+def _local_part(parameter: Any) -> tuple[nn.Parameter, Kind]:
+    """Return this rank's part as it is stored, with its gradient, and how it relates to the DTensor."""
+    local: Tensor = parameter.detach().to_local()
+    mesh, gradient = parameter.device_mesh, parameter.grad
+    groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))
+    layout = DTensorLayout(mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), groups)
+    kind = replace(kind_for(cast(nn.Parameter, local), scalars=True, in_order=True), layout=layout)
+    stored = nn.Parameter(kind.to_stored(local), requires_grad=parameter.requires_grad)
+    if gradient is not None:
+        stored.grad = kind.to_stored(gradient.redistribute(placements=parameter.placements).to_local())
+    return stored, kind

@@ -104,7 +104,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def export_stored(stored: Any, kind: Kind) -> Any:
-    """The user's tensor over the memory of ``stored``, a DTensor where that is one; a flat shard as it is."""
+    """Return the user's tensor over the memory of ``stored``, a DTensor if that is one; a flat shard as it is."""
     if is_dtensor(stored):
         if kind.form is not Form.COMPLEX and not kind.order:
             return stored  # 0-dim values have no dimension to shard: they stay as FSDP2 holds them

@@ -13,8 +13,8 @@ from torch import nn
 
 from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.layouts import HandSplit, Layout, Shared
-from fsshard.complex_params.local_parts import check_dtensors, dtensor_parameters
 from fsshard.complex_params.slots import parameter_slots
+from fsshard.complex_params.tensorfy import check_dtensors, dtensor_parameters
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.parallel.meshes import shape_text, shares_samples
 from fsshard.torch_private.c10d import whole_mesh

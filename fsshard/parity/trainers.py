@@ -21,7 +21,7 @@ from fsshard.errors import RecipeError
 from fsshard.parity.one_process import kept_random_numbers, seed_all
 from fsshard.parity.recipe import Recipe
 from fsshard.sharded.optimizer import constructor_arguments, name_groups
-from fsshard.sharded.schedulers import point_at
+from fsshard.sharded.handover import point_at
 
 __all__ = ["Configured", "FreshScheduler", "SampledBatches", "from_lightning", "optimizer_fields"]
 

@@ -14,7 +14,7 @@ from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.slots import public_name
 from fsshard.torch_private.tensors import foreach_copy_
 
-__all__ = ["ModelBuffers", "buffers_of"]
+__all__ = ["ModelBuffers"]
 
 _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
@@ -30,19 +30,16 @@ class ModelBuffers:
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype] | None) -> None:
         self._module, self._group, self._device = backend.module, backend.settings.group, backend.settings.device
         self._broadcast = broadcast
+        self.look_again()
         self._changed = False  # modules have come or gone since it was wrapped
-        self._find_parts()
         self.dtypes = dict(dtypes or {})
         self.differ = False
         self._simulated = False
         self._layout = _layout_of(self._now())  # of rank 0's, as every rank knows it; ``wrap`` has compared them
 
     def look_again(self) -> None:
-        """Modules without trainable parameters have come or gone."""
+        """Find the modules again, since some without trainable parameters have come or gone."""
         self._changed = True
-        self._find_parts()
-
-    def _find_parts(self) -> None:
         self._parts = {public_name(name): module for name, module in self._module.named_modules()}
 
     def _now(self) -> dict[tuple[str, str], Tensor]:
@@ -119,9 +116,3 @@ def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
     parts = [part for part, is_dense in zip(parts, dense, strict=True) if is_dense]
     if parts:
         foreach_copy_([_bytes_of(b) for b, is_dense in zip(buffers, dense, strict=True) if is_dense], parts)
-
-
-def buffers_of(model: Any) -> ModelBuffers:
-    """Return what a :class:`~fsshard.sharded.module.ShardedModule` knows of its buffers."""
-    buffers: ModelBuffers = model._held_buffers
-    return buffers

@@ -22,12 +22,8 @@ class ModelWatch:
     """Compares the modules and parameters of a wrapped model with those that were wrapped.
 
     The look before each forward compares keys and values of the modules' dicts with those of before, by identity and
-    in C: a tenth of a microsecond a module. Only where they differ is the tree walked.
-
-    Args:
-        owner: what :func:`fsshard.wrap` returns.
-        backend: of its model.
-        buffers: is told of modules that have come or gone.
+    in C: a tenth of a microsecond a module. Only where they differ is the tree walked. ``buffers`` is told of modules
+    that have come or gone.
     """
 
     def __init__(self, owner: nn.Module, backend: Backend, buffers: ModelBuffers) -> None:
@@ -81,7 +77,7 @@ class ModelWatch:
         return True
 
     def _find_others(self) -> Iterator[tuple[str, ParameterSlot]]:
-        """Parameters in places that were not wrapped, by name."""
+        """Yield the parameters in places that were not wrapped, by name."""
         for name, module in self._owner.items():
             prefix = "" if module is self._backend.module else f"{name}."
             for slot in parameter_slots(module) if module is not None else ():

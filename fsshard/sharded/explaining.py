@@ -1,58 +1,23 @@
-"""The text of ``model.explain()``: the plan under an engine, and the cost of each unit beside its lower bound.
-
-All of it is arithmetic over the plan and over how the engine has laid it out. No rank needs another one for it.
-"""
+"""The text of ``model.explain()``: the plan under an engine, and the cost of each unit beside its lower bound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import Payload, UnitCost, divided_among, unit_cost
 from fsshard.errors import ConfigurationError
 from fsshard.model.compiling import explain_compilation
-from fsshard.planning.bounds import Bounds, Circumstances, bounds_of, sent
+from fsshard.planning.bounds import Circumstances, bounds_of, sent
 from fsshard.planning.plan import Plan, explain_plan
 from fsshard.planning.text import ratio, size, wrapped
 
-__all__ = ["Prediction", "explain"]
+__all__ = ["explain"]
 
 
-class Prediction(Protocol):
-    """The fields of an estimate that are shown beside a plan; :func:`fsshard.estimate` gives one."""
-
-    @property
-    def name(self) -> str:
-        """The name of what is trained."""
-
-    @property
-    def backend(self) -> str:
-        """The backend's name."""
-
-    @property
-    def mesh(self) -> tuple[int, ...]:
-        """Shape of the mesh of ranks."""
-
-    @property
-    def parameters(self) -> int:
-        """Bytes of one whole copy of the parameters."""
-
-    @property
-    def units(self) -> int:
-        """Number of sharding units."""
-
-
-def explain(backend: Backend, estimate: Prediction | None = None) -> str:
-    """Return the engine, the plan and the costs of its units as text. Local.
-
-    Args:
-        backend: that executes the plan.
-        estimate: of the same training, to be shown below.
-
-    Raises:
-        ConfigurationError: ``estimate`` is of another model, backend or mesh.
-    """
+def explain(backend: Backend, estimate: Any = None) -> str:
+    """Return the text; see :meth:`fsshard.ShardedModule.explain`."""
     settings, plan = backend.settings, backend.settings.plan
     if estimate is not None:
         _check_same(backend, estimate)
@@ -70,7 +35,7 @@ def explain(backend: Backend, estimate: Prediction | None = None) -> str:
     return "\n".join(lines if estimate is None else [*lines, "", str(estimate)])
 
 
-def _check_same(backend: Backend, estimate: Prediction) -> None:
+def _check_same(backend: Backend, estimate: Any) -> None:
     settings, plan = backend.settings, backend.settings.plan
     mesh = (settings.world_size,) if settings.mesh is None else tuple(settings.mesh.shape)
     pairs: list[tuple[str, object, object]] = [
@@ -88,13 +53,14 @@ def _check_same(backend: Backend, estimate: Prediction) -> None:
 
 
 def _columns(plan: Plan, costs: dict[str, UnitCost]) -> list[list[str]]:
-    """Heads, then for each unit what a rank holds of it, what is gathered how often, what is sent, and the bound."""
+    """Return heads, then for each unit what a rank holds, gathers and sends of it, and the bound."""
     gathers = any(cost.gathers for cost in costs.values())
     rows = [["on a rank", *(["gathered"] if gathers else []), "sent", "bound", "ratio"]]
     for unit in plan.units:
         cost = costs[unit.name]
         whole = f"{cost.gathers} x {size(cost.gathered)}" if cost.gathers else "-"
-        spent, least = _sent(cost.payloads), _least(cost.payloads)
+        spent = _sent(cost.payloads)
+        least = sum(sent(payload.kind, payload.least, payload.ranks) for payload in cost.payloads)
         shown = [size(spent), size(least), ratio(spent, least)] if cost.payloads else ["-", "-", "-"]
         rows.append([size(cost.held), *([whole] if gathers else []), *shown])
     return rows
@@ -104,14 +70,16 @@ def _sent(payloads: Iterable[Payload]) -> float:
     return sum(sent(payload.kind, payload.nbytes, payload.ranks) for payload in payloads)
 
 
-def _least(payloads: Iterable[Payload]) -> float:
-    return sum(sent(payload.kind, payload.least, payload.ranks) for payload in payloads)
-
-
 def _totals(backend: Backend, costs: Iterable[UnitCost]) -> list[str]:
     """Return the sums beside what no implementation of the engine can go below."""
-    costs = list(costs)
-    bounds = _bounds(backend, costs)
+    shards, costs = divided_among(backend), list(costs)
+    circumstances = Circumstances(
+        shards=shards,
+        replicas=backend.settings.world_size // shards,
+        stays_gathered=all(cost.gathers < 2 for cost in costs) and len(costs) > 1,
+        comm_groups=backend.groups,
+    )
+    bounds = bounds_of(backend.settings.plan, backend.facts.divides, circumstances)
     held, spent = sum(cost.held for cost in costs), _sent(payload for cost in costs for payload in cost.payloads)
     least = bounds.by_kind["parameters"]
     most = max((cost.gathered for cost in costs), default=0)
@@ -120,14 +88,3 @@ def _totals(backend: Backend, costs: Iterable[UnitCost]) -> list[str]:
         f"a rank holds {size(held)} of parameters (bound {size(least)}, ratio {ratio(held, least)}){largest}",
         f"a rank sends {size(spent)} per step (bound {size(bounds.sent)}, ratio {ratio(spent, bounds.sent)})",
     ]
-
-
-def _bounds(backend: Backend, costs: Sequence[UnitCost]) -> Bounds:
-    shards = divided_among(backend)
-    circumstances = Circumstances(
-        shards=shards,
-        replicas=backend.settings.world_size // shards,
-        stays_gathered=all(cost.gathers < 2 for cost in costs) and len(costs) > 1,
-        comm_groups=backend.groups,
-    )
-    return bounds_of(backend.settings.plan, backend.facts.divides, circumstances)

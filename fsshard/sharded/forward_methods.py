@@ -1,4 +1,4 @@
-"""Methods of the user's model that run under the engine, as its forward does."""
+"""Runs the forward of a wrapped model, or another method in its place, and says what errors of the engine mean."""
 
 from __future__ import annotations
 
@@ -7,9 +7,56 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from fsshard.errors import ModelError
+import torch
 
-__all__ = ["ForwardMethod", "explained"]
+from fsshard.backends.base import Backend
+from fsshard.backends.forward_guards import READS_SHARD
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, PrecisionError, UnsupportedByBackend
+from fsshard.model.unit_inputs import is_write_to_unit_input
+
+__all__ = ["ForwardMethod", "explain_forward_error", "explained"]
+
+MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
+"""What torch 2.13 says of operands in two dtypes: linear, convolution, RNN."""
+SHARD = "got mixed torch.Tensor and DTensor"
+"""What torch 2.13 says where a forward computes with the weights of another unit under FSDP2."""
+NO_HOOKS = "don't yet support saved tensor hooks"
+"""What torch.func's reverse transforms of torch 2.13 say of checkpoints."""
+NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jvp function")
+"""What torch 2.13 says where dual numbers come to a node of FSDP2's or DDP's."""
+
+
+def explain_forward_error(error: BaseException, backend: Backend) -> FsshardError | None:
+    """Return an error of ours that says what torch's ``error`` means; None where it means what it says."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if NO_HOOKS in text:
+        return ConfigurationError(
+            "torch.func's reverse-mode transforms (grad, vjp) through recomputed blocks, which torch does not "
+            "support; use torch.autograd.grad(..., create_graph=True), or leave activation_checkpointing off"
+        )
+    if any(part in text for part in NO_TANGENTS):
+        return UnsupportedByBackend(
+            "torch.autograd.forward_ad through its units",
+            backend.name,
+            "use torch.func.jvp (under 'ddp' without find_unused_parameters), or backend='fairscale'",
+        )
+    if SHARD in text and backend.facts.has_dtensors:
+        return ModelError(READS_SHARD)
+    param = backend.settings.precision.param
+    if param not in (None, torch.float32) and any(part in text for part in MIXED_UP):
+        return PrecisionError(
+            f"{error}: the forward makes float32 tensors (from complex ones, or constants) that are used with weights "
+            f"in {param}, or it was given some in an object that is not searched for tensors; call the model under "
+            "`with model.autocast():`, which casts per operation too, or pass them in a dict, list, tuple or dataclass"
+        )
+    if is_write_to_unit_input(text) or "RegisterPostBackwardFunction" in text:
+        return FsshardError(
+            "a sharding unit changes its input in place, which FSDP2 does not allow, nor any backend where several "
+            "tensors enter the unit; make the operation out of place, or leave the module out of auto_wrap_policy"
+        )
+    return None
 
 
 class ForwardMethod:
@@ -51,7 +98,7 @@ class ForwardMethod:
 
 
 def _in_place_of(forward: Any, once: Callable[..., Any]) -> Callable[..., Any]:
-    """``once``, within what wrap() has put around the model's own forward: casts of its parameters."""
+    """Return ``once``, within what wrap() has put around the model's own forward: casts of its parameters."""
     forward = getattr(forward, "original", forward)  # of a root that is computed again in the backward
     if isinstance(forward, functools.partial) and forward.args:
         inner = _in_place_of(forward.args[0], once)
@@ -60,7 +107,7 @@ def _in_place_of(forward: Any, once: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def explained(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of the model of ``owner``, which is told how to see whole weights where torch met a part of one."""
+    """Return ``method``, which says how to see whole weights where torch meets a part of one."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

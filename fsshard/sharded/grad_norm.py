@@ -1,8 +1,4 @@
-"""The norm of a sharded model's gradients, and clipping by it: over the original numbers, the same on every engine.
-
-Powers are summed in float64 and the result is rounded to float32, so that the order in which shards are summed does not
-show. The norm of a model with float64 weights stays float64, and its last bits show that order.
-"""
+"""The norm of a sharded model's gradients, and clipping by it: over the original numbers, the same on every engine."""
 
 from __future__ import annotations
 
@@ -82,7 +78,7 @@ def _local(backend: Backend, entries: Iterable[Entry], p: float) -> Tensor:
 
 
 def _moduli(entry: Entry, gradient: Tensor, p: float) -> Tensor:
-    """|g| (or g itself for p = 2 of pairs, whose squares add up the same) of this rank's part, flat."""
+    """Return |g|, or g itself for p = 2, where the squares of pairs add up to the same, of this rank's part, flat."""
     if not entry.kind.is_complex or p == 2:
         return gradient.abs().reshape(-1) if p != 2 else gradient.reshape(-1)
     pairs = gradient if gradient.dim() > 1 else gradient.view(gradient.numel() // 2, 2)

@@ -87,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """``optimizer.step(*args)`` where the gradients are finite on all ranks; else nothing. Collective.
+        """Call ``optimizer.step(*args)`` if the gradients are finite on all ranks, else do nothing. Collective.
 
         Raises:
             OptimizerError: it was not built by ``fsshard.build_optimizer``.
@@ -112,17 +112,13 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch's method over this rank's parts of the gradients; what one rank finds, all have found."""
+        """Do what torch's method does with this rank's parts of the gradients; what one rank finds, all have found."""
         for found in unscale(self._sharded(optimizer).local_gradients(), inv_scale).values():
             torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
-        if self._group is not None and self._group.size() > 1:
-            self._agree(found_inf)
-        return {found_inf.device: found_inf}
-
-    def _agree(self, found_inf: Tensor) -> None:
-        """Share ``found_inf``, and learn in the same exchange whether all ranks have scaled alike."""
         scale = scale_of(self)
-        assert scale is not None  # torch's unscale_ has checked it
+        if self._group is None or self._group.size() == 1 or scale is None:  # torch's unscale_ has made one
+            return {found_inf.device: found_inf}
+        # One exchange: found_inf, and whether all ranks have scaled alike.
         shared = torch.cat([found_inf.reshape(1), scale.reshape(1), -scale.reshape(1)])
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
         largest, smallest = float(shared[1]), -float(shared[2])
@@ -133,3 +129,4 @@ class GradScaler(torch.amp.GradScaler):
                 "gradients are wrong: drop them with optimizer.zero_grad()"
             )
         found_inf.copy_(shared[:1].reshape(found_inf.shape))
+        return {found_inf.device: found_inf}

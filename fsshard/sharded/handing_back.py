@@ -30,14 +30,11 @@ __all__ = ["Bare"]
 _OURS = ("fsshard.", "torch.distributed.")
 _MARKS = ("_fsshard", "_fsdp", "_is_fsdp")
 _HELD = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
 
 
 class Bare:
-    """A model's modules before :func:`fsshard.wrap`.
-
-    Args:
-        model: bare; looked at, and not kept alive.
-    """
+    """A model's modules before :func:`fsshard.wrap`, which are looked at and not kept alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parts = [_Part(m) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -58,42 +55,36 @@ class Bare:
         Raises:
             ModelError: other mesh dimensions than data divide it, too; nothing was changed.
         """
-        backend = model.backend
+        backend, module = model.backend, model.backend.module
         if backend.settings.model_mesh is not None:
             raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
         backend.reshard()
-        whole = _whole_values(model)
-        dtypes = {
-            name: model._held_buffers.dtypes.get(name, buffer.dtype) for name, buffer in backend.module.named_buffers()
-        }
+        values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
+        whole: dict[str, Tensor] = {}
+        for entry, stored in zip(backend.all, values, strict=True):
+            whole[entry.name] = entry.kind.to_user(stored.detach().to("cpu", copy=True))
+        dtypes = {name: model.buffers_held.dtypes.get(name, buffer.dtype) for name, buffer in module.named_buffers()}
         slots = [(entry, slot) for entry in backend.all for slot in entry.slots]
         backend.retire()
         for part in self._parts:
             part.restore()
         memo: dict[str, nn.Parameter] = {}
-        found = {(id(slot.owner), slot.attribute): entry for entry, slot in slots}
+        entries = {(id(slot.owner), slot.attribute): entry for entry, slot in slots}
         for part in self._parts:
-            for name, original in part.parameters():
-                entry = found.get((id(part.module), name))
-                if entry is None:  # no engine has had it
+            for name, original in part.parameters.items():
+                entry_there = entries.get((id(part.module), name))
+                if not original.was_there:
+                    continue
+                if entry_there is None:  # no engine has had it
                     part.module._parameters[name] = original.alive
                     continue
-                if entry.name not in memo:
-                    memo[entry.name] = original.with_value(whole.pop(entry.name), entry.parameter)
-                part.module._parameters[name] = memo[entry.name]
-        for name, buffer in backend.module.named_buffers():
-            if buffer.dtype != dtypes.get(name, buffer.dtype):
-                buffer.data = buffer.to(dtypes[name])
-        unmark_managed(backend.module)
-
-
-def _whole_values(model: ShardedModule) -> dict[str, Tensor]:
-    """Return name -> the user's whole parameter in host memory. Collective."""
-    backend, found = model.backend, {}
-    values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
-    for entry, stored in zip(backend.all, values, strict=True):
-        found[entry.name] = entry.kind.to_user(stored.detach().to("cpu", copy=True))
-    return found
+                if entry_there.name not in memo:
+                    value = whole.pop(entry_there.name)
+                    memo[entry_there.name] = original.with_value(value, entry_there.parameter)
+                part.module._parameters[name] = memo[entry_there.name]
+        for name, buffer in module.named_buffers():
+            buffer.data = buffer.to(dtypes.get(name, buffer.dtype))
+        unmark_managed(module)
 
 
 class _Part:
@@ -102,78 +93,66 @@ class _Part:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._class = type(module)
-        self._members: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in _HELD}
-        self._hooks = {key: set(table) for key, table in _hook_tables(module)}
+        self._members = {k: v for k, v in vars(module).items() if k not in _HELD}
         self._children = self._wrapped_children = dict(module._modules)
-        self._parameters = [(name, _Original(value)) for name, value in module._parameters.items()]
+        self.parameters = {name: _Original(value) for name, value in module._parameters.items()}
         self._names = set(self._members)
         self._stored: set[str] = set()  # names of parameters while an engine has it
-        self._changed: dict[str, tuple[Any, Any]] = {}
-        self._added: dict[str, Any] = {}
+        self._changed: dict[str, tuple[Any, Any]] = {}  # name -> what it was, and became by wrap
 
     @property
     def module(self) -> nn.Module:
         """The module, which its model keeps alive."""
-        found = self._module()
-        assert found is not None, "its model holds it"
-        return found
+        module = self._module()
+        assert module is not None, "its model holds it"
+        return module
 
     def look_again(self) -> None:
         """Keep the differences only: the user may let go of the rest."""
-        before, now = self._members, {k: v for k, v in vars(self.module).items() if k not in _HELD}
-        self._added = {key: value for key, value in now.items() if key not in before}
-        self._changed = {k: (v, now.get(k)) for k, v in before.items() if k not in now or now[k] is not v}
-        self._hooks = {key: set(table) - self._hooks.get(key, set()) for key, table in _hook_tables(self.module)}
-        self._wrapped_children, self._stored = dict(self.module._modules), set(stored_in(self.module))
+        module, before = self.module, self._members
+        now = {k: v for k, v in vars(module).items() if k not in _HELD}
+        pairs = {key: (before.get(key, _ABSENT), now.get(key, _ABSENT)) for key in {**before, **now}}
+        hooks = {key for key, _ in _hook_tables(module)}
+        self._changed = {key: pair for key, pair in pairs.items() if pair[0] is not pair[1] and key not in hooks}
+        self._wrapped_children, self._stored = dict(module._modules), set(stored_in(module))
         self._members = {}
 
     def restore(self) -> None:
-        """Restore all but parameters, whose places are empty then."""
+        """Restore all but parameters, whose places are empty then. What the user has changed since stays."""
         module = self.module
         members = module.__dict__
-        for key, value in self._added.items():
-            if key not in self._hooks and members.get(key) is value:
-                del members[key]
         for key, (before, after) in self._changed.items():
-            if key not in self._hooks and members.get(key) is after:
-                members[key] = before
-        stored = {name for name, _ in self._parameters} | set(module._parameters)
+            if members.get(key, _ABSENT) is after:
+                members.pop(key, None)
+                if before is not _ABSENT:
+                    members[key] = before
+        stored = {*self.parameters, *module._parameters}
         for key in [k for k in members if (k.startswith(_MARKS) or k in stored) and k not in self._names]:
             del members[key]  # made by a forward
         module.__class__ = self._class
         forget_unit(module)
-        self._restore_hooks()
+        tables = [table for _, table in _hook_tables(module)]
+        gone = {number for table in tables for number, hook in table.items() if _is_ours(hook)}
+        for table in tables:  # those beside a table of hooks have the same numbers
+            for number in gone & set(table):
+                del table[number]
         children = self._children_of_now()
         module._modules.clear()
         module._modules.update(children)
-        places: dict[str, Any] = {name: None for name, _ in self._parameters}
-        users = {k: v for k, v in module._parameters.items() if k not in places and k not in self._stored}
+        users = {k: v for k, v in module._parameters.items() if k not in self.parameters and k not in self._stored}
         module._parameters.clear()
-        module._parameters.update({**places, **users})
+        module._parameters.update({**dict.fromkeys(self.parameters), **users})
 
     def _children_of_now(self) -> dict[str, nn.Module | None]:
         """Return the child modules to restore: those from before ``wrap``, with what the user has changed since."""
         before, wrapped, now = self._children, self._wrapped_children, self.module._modules
-        found = {}
-        for name in [*before, *(name for name in now if name not in before)]:
+        children = {}
+        for name in {**before, **now}:
             if name in now and now[name] is not wrapped.get(name):
-                found[name] = now[name]
+                children[name] = now[name]
             elif name in before and (name in now or name not in wrapped):
-                found[name] = before[name]
-        return found
-
-    def _restore_hooks(self) -> None:
-        tables = list(_hook_tables(self.module))
-        gone: set[Any] = set()
-        for key, table in tables:
-            gone |= {number for number in table if number in self._hooks.get(key, ()) or _is_ours(table[number])}
-        for _, table in tables:  # those beside a table of hooks have the same numbers
-            for number in gone & set(table):
-                del table[number]
-
-    def parameters(self) -> Iterator[tuple[str, _Original]]:
-        """Yield the name in the module, and the parameter that was there."""
-        return ((name, original) for name, original in self._parameters if original.was_there)
+                children[name] = before[name]
+        return children
 
 
 class _Original:
@@ -182,13 +161,12 @@ class _Original:
     def __init__(self, parameter: nn.Parameter | None) -> None:
         self.was_there = parameter is not None
         self._class = type(parameter)
-        self._hooks = set(backward_hooks_of(parameter) or ()) if parameter is not None else set()
-        self._found = None if parameter is None else weakref.ref(parameter)
+        self._reference = None if parameter is None else weakref.ref(parameter)
 
     @property
     def alive(self) -> nn.Parameter | None:
         """The parameter itself, where somebody still holds it."""
-        return None if self._found is None else self._found()
+        return None if self._reference is None else self._reference()
 
     def with_value(self, value: Tensor, engines: nn.Parameter) -> nn.Parameter:
         """Return the parameter with its whole value, and with the user's attributes of the engine's."""
@@ -205,7 +183,7 @@ class _Original:
             for key in [key for key, item in vars(parameter).items() if _is_mark(key, item)]:
                 del parameter.__dict__[key]
             hooks: Any = backward_hooks_of(parameter) or {}
-            for number in [n for n, hook in hooks.items() if n not in self._hooks and _is_ours(hook)]:
+            for number in [n for n, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[number]
             parameter.grad = None
             parameter.data = value

@@ -138,11 +138,7 @@ class MemoryReport:
 
 
 def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
-    """Return the ``add_scalar`` of a TensorBoard writer.
-
-    Raises:
-        ConfigurationError: it has none.
-    """
+    """Return the ``add_scalar`` of a TensorBoard writer, or raise if it has none."""
     add: Any = getattr(writer, "add_scalar", None)
     if not callable(add):
         raise ConfigurationError(
@@ -153,11 +149,7 @@ def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
 
 
 def summary_writer() -> Any:
-    """Return the class of TensorBoard's writers.
-
-    Raises:
-        MissingExtra: tensorboard is not installed.
-    """
+    """Return the class of TensorBoard's writers, or raise if tensorboard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -168,14 +160,7 @@ def summary_writer() -> Any:
 def memory_report(
     backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor], *, all_ranks: bool = False
 ) -> MemoryReport:
-    """Return what this rank holds of a model and its optimizers; see :meth:`fsshard.ShardedModule.memory_report`.
-
-    Args:
-        backend: the model's.
-        optimizers: over it.
-        whole: parameters that are gathered for the user at this moment.
-        all_ranks: report every rank; collective then.
-    """
+    """Return the report of :meth:`fsshard.ShardedModule.memory_report`; ``whole`` is gathered for the user now."""
     settings = backend.settings
     found: dict[str, int] = dict.fromkeys(HELD, 0)
     on_host, seen = 0, set[int]()
@@ -186,15 +171,8 @@ def memory_report(
             found[kind] += storage.nbytes()
             on_host += storage.nbytes() if tensor.device.type != settings.device.type else 0
     allocated, most = cuda_bytes(settings.device)
-    mine = RankMemory(
-        rank=settings.rank,
-        by_kind=found,
-        on_host=on_host,
-        highest={},
-        phases={},
-        allocated=allocated,
-        max_allocated=most,
-    )
+    here: dict[str, Any] = {"rank": settings.rank, "on_host": on_host, "allocated": allocated, "max_allocated": most}
+    mine = RankMemory(by_kind=found, highest={}, phases={}, **here)
     ranks = per_rank(settings.group, mine) if all_ranks and settings.group is not None else [mine]
     return MemoryReport(
         what="held now",
@@ -208,7 +186,7 @@ def memory_report(
 def held_tensors(
     backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(kind, tensor) of all that a model and its optimizers hold on this rank. The first kind of a storage counts.
+    """Yield (kind, tensor) of all that a model and its optimizers hold here. The first kind of a storage counts.
 
     The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
     """
@@ -228,7 +206,7 @@ def held_tensors(
 
 
 def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
-    """(allocated, most allocated) as torch counts them on ``device``; None for each on another kind of device."""
+    """Return (allocated, most allocated) as torch counts them on ``device``; None for each on other kinds."""
     if device.type != "cuda":
         return None, None
     return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,7 @@ from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Plan
 from fsshard.sharded.buffers import ModelBuffers
 from fsshard.sharded.changes import ModelWatch
-from fsshard.sharded.forward_errors import explain_forward_error
-from fsshard.sharded.forward_methods import ForwardMethod, explained
+from fsshard.sharded.forward_methods import ForwardMethod, explain_forward_error, explained
 from fsshard.sharded.grad_norm import clip_by_norm, norm_of
 from fsshard.sharded.memory_report import MemoryReport, memory_report
 from fsshard.sharded.parameters import ParameterViews, refuse_hooks
@@ -49,31 +48,9 @@ from fsshard.sharded.state_dict import asked_for, check_asked_alike, gather_stat
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.modules import IncompatibleKeys
 
-if TYPE_CHECKING:
-    from fsshard.sharded.explaining import Prediction
-
-__all__ = [
-    "ShardedModule",
-    "live_optimizers",
-    "register_forward_method",
-]
+__all__ = ["ShardedModule", "live_optimizers", "register_forward_method"]
 
 log = logging.getLogger("fsshard")
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _takes_part(what: str) -> Callable[[Method], Method]:
-    """Decorator for collective methods: if a rank is lost, the error names it."""
-
-    def decorated(method: Method) -> Method:
-        @functools.wraps(method)
-        def call(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
-            with taking_part(self.backend.settings.group, what):
-                return method(self, *args, **kwargs)
-
-        return cast("Method", call)
-
-    return decorated
 
 
 class ShardedModule(nn.Module):
@@ -90,6 +67,7 @@ class ShardedModule(nn.Module):
     """
 
     module: nn.Module
+    _requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
 
     def __init__(
         self,
@@ -102,28 +80,27 @@ class ShardedModule(nn.Module):
         self.module = backend.module
         self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
         object.__setattr__(self, "_backend", backend)
-        self._held_buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
+        self.buffers_held = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
         source = backend.settings.source
         self._unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
         self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
         self._silent_until: contextlib.ExitStack | None = None  # the one that require_backward_grad_sync=False opened
-        self._unsynchronised = False  # the latest backward was inside one
-        self._views = ParameterViews(backend, self)
+        self.has_local_gradients = False  # the latest backward was inside one: ranks hold different gradients
+        self._views = ParameterViews(backend)
         self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), backend.settings.device)
         mesh = backend.settings.model_mesh
         self._same_gradients = (
             None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
         )
-        backend.on_move = weakref.WeakMethod(self._views.relocating_storage)
+        backend.on_move = weakref.WeakMethod(self._views.moving)
         self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
-        self._requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
         self._optimizers: list[weakref.ref[Any]] = []
-        if any(counts_all_ranks(backend, entry) for entry in backend.entries.values()):
+        if any(counts_all_ranks(backend, entry) for entry in backend.all):
             count_all_ranks(self)
-        object.__setattr__(self, "_watch", ModelWatch(self, backend, self._held_buffers))
-        for entry in backend.entries.values():
+        object.__setattr__(self, "_watch", ModelWatch(self, backend, self.buffers_held))
+        for entry in backend.all:
             if backend.facts.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
                 refuse_hooks(entry, backend)
@@ -150,7 +127,7 @@ class ShardedModule(nn.Module):
         """The plan that the backend executes."""
         return self.backend.settings.plan
 
-    def explain(self, estimate: Prediction | None = None) -> str:
+    def explain(self, estimate: Any = None) -> str:
         """Return the plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
 
         Per unit: what this rank holds of it between steps; how often a step gathers it, and its size then; what a rank
@@ -189,18 +166,9 @@ class ShardedModule(nn.Module):
                 raise
             value = getattr(self.module, name)
         if name in self.backend.facts.needs_whole and self._whole is None:
-            return self._refusing(name)
+            return functools.partial(_refuse_on_parts, name, type(self.module).__name__)
         parts = self.backend.guard is not None and getattr(value, "__self__", None) is self.module
         return explained(self, value) if parts and isinstance(value, MethodType) else value
-
-    def _refusing(self, name: str) -> Any:
-        def refuse(*_: Any, **__: Any) -> None:
-            raise FsshardError(
-                f"{name}() of {type(self.module).__name__} would see this rank's part of the weights only; call it "
-                f"inside `with model.full_parameters():` (entered on every rank), or use model.state_dict()"
-            )
-
-        return refuse
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_modules", {}).get("module")
@@ -245,17 +213,12 @@ class ShardedModule(nn.Module):
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
         if backend.facts.divides == "elements" and torch.is_grad_enabled():
             self._step_counts.forward_begins()
-        self._views.adopt()
         backend.before_forward(training=training)
-        self._held_buffers.sync(then_differ=training or self._held_buffers.are_trained())
+        self.buffers_held.sync(then_differ=training or self.buffers_held.are_trained())
         if backend.engine.training != training:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
         since = forward_begins()
-        try:
-            output = self._run(args, kwargs)
-        except BaseException:
-            backend.forward_failed()
-            raise
+        output = self._run(args, kwargs)
         if torch.is_grad_enabled():
             if backend.facts.hooks_outputs:
                 check_output(output, "the model")
@@ -275,6 +238,10 @@ class ShardedModule(nn.Module):
             return
         raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
 
+    def note_filled(self, names: Iterable[str]) -> None:
+        """Remember that these parameters and buffers of a model from the meta device have their values now."""
+        self._unfilled -= set(names)
+
     def _watch_backward(self, output: Any, since: int) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
         silent = self._silenced > 0
@@ -289,7 +256,7 @@ class ShardedModule(nn.Module):
             if not self.backend.accumulates():  # a penalty's inner derivative: nothing to reduce
                 self.backend.derivative_starts()
                 if torch.is_grad_enabled():  # the backward of a loss of derivatives alone does not come through here
-                    self._unsynchronised = self._silenced > 0
+                    self.has_local_gradients = self._silenced > 0
                 return
             if (self._silenced > 0) != silent:
                 raise ModelError(
@@ -300,7 +267,7 @@ class ShardedModule(nn.Module):
             self.backend.drops.clear()
             self.backend.backward_starts(synchronised=not silent)
             self._shared_gradients.backward_starts()
-            self._unsynchronised = silent
+            self.has_local_gradients = silent
 
         outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
         for tensor in (*outputs, *bases(outputs, since)):
@@ -320,11 +287,12 @@ class ShardedModule(nn.Module):
             # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
             with torch.inference_mode(False), torch.no_grad():
                 return self.backend.engine(*args, **kwargs)
-        except RuntimeError as error:
-            explained = explain_forward_error(error, self.backend)
-            if explained is None:
+        except BaseException as error:
+            self.backend.forward_failed()
+            clearer = explain_forward_error(error, self.backend)
+            if clearer is None:
                 raise
-            raise explained from error
+            raise clearer from error
         finally:
             self._runs = False
 
@@ -357,14 +325,9 @@ class ShardedModule(nn.Module):
         """Return whether this is within :meth:`no_sync`."""
         return self._silenced > 0
 
-    @property
-    def has_local_gradients(self) -> bool:
-        """Tell whether the latest backward passes were under :meth:`no_sync`: ranks hold different gradients."""
-        return self._unsynchronised
-
     def check_synchronised(self) -> None:
         """Raise if the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
-        if self._unsynchronised:
+        if self.has_local_gradients:
             raise OptimizerError(
                 "the gradients are local: every backward since the last step ran under no_sync(); run the last "
                 "micro-batch outside of it (also in an incomplete last round of accumulation)"
@@ -397,20 +360,20 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
-        self.backend.zero_grad(self.backend.entries.values(), set_to_none=set_to_none)
+        self.backend.zero_grad(self.backend.all, set_to_none=set_to_none)
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Note that gradients were dropped."""
-        self._unsynchronised = False
+        self.has_local_gradients = False
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
         """Freeze or unfreeze all parameters."""
-        self._views.require_grad(requires_grad)
+        for entry in self.backend.all:
+            entry.parameter.requires_grad_(requires_grad)
         return self
 
     @torch.no_grad()
-    @_takes_part("clip_grad_norm_()")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
 
@@ -430,8 +393,9 @@ class ShardedModule(nn.Module):
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
         self.check_knows_all_ranks("clip_grad_norm_")
-        self.finish_gradients(self.backend.entries.values())
-        return clip_by_norm(self.backend, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+        with taking_part(self.backend.settings.group, "clip_grad_norm_()"):
+            self.finish_gradients(self.backend.all)
+            return clip_by_norm(self.backend, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
     def check_knows_all_ranks(self, what: str) -> None:
         """Raise where other ranks may have parts of the model, of which ``wrap`` was told nothing.
@@ -462,9 +426,9 @@ class ShardedModule(nn.Module):
             self._same_gradients.check(entries)
 
     def simulate(self) -> None:
-        """Be trained on tensors without numbers: what ranks would tell each other of gradients is not read."""
+        """Switch to simulation: do not read what ranks would tell each other of gradients."""
         self.backend.simulate()
-        self._held_buffers.simulate()
+        self.buffers_held.simulate()
         self._shared_gradients.simulate()
         self._same_gradients = None
 
@@ -482,7 +446,7 @@ class ShardedModule(nn.Module):
     def warn_of_uncovered(self) -> None:
         """Log the trainable parameters that no optimizer updates."""
         covered = {id(p) for ref in self._optimizers if (o := ref()) for g in o.param_groups for p in g["params"]}
-        entries = self.backend.entries.values()
+        entries = self.backend.all
         left = [e.name for e in entries if e.parameter.requires_grad and id(e.parameter) not in covered]
         if left:
             log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
@@ -493,13 +457,10 @@ class ShardedModule(nn.Module):
         if isinstance(item, tuple) and len(item) == 2:
             item = item[0]
         if isinstance(item, str):
-            found = entries.get(item) or entries.get(self._aliases.get(item, ""))
-            if found is None:
-                raise OptimizerError(f"the model has no parameter {item!r}")
-            return found
-        owner = getattr(item, "_fsshard_view_of", None)
-        if owner is not None and owner[0]() is self:
-            return entries[owner[1]]
+            for entry in entries.values():
+                if any(slot.name == item for slot in entry.slots):
+                    return entry
+            raise OptimizerError(f"the model has no parameter {item!r}")
         stored = stored_of(item)
         for entry in entries.values():
             if entry.parameter is stored:
@@ -508,31 +469,26 @@ class ShardedModule(nn.Module):
         shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
         raise OptimizerError(str(stale) if stale else f"not a parameter of this model: {shape}; pass its name instead")
 
-    @property
-    def _aliases(self) -> dict[str, str]:
-        return {slot.name: entry.name for entry in self.backend.entries.values() for slot in entry.slots}
-
     # ------------------------------------------------------------------------------------------ parameters
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Original names with parameters of the original shape and dtype.
+        """Yield the original names with parameters of the original shape and dtype.
 
-        Where the engine keeps a parameter whole and real it is that parameter; a complex one is a view that shares
-        memory and gradient; under ``fsdp2`` it is a DTensor. What an engine cuts elsewhere than between rows has no
-        shape on a rank and is on the meta device (use :meth:`full_parameters` for values): all parameters under
+        Where the engine keeps a parameter whole and real it is that parameter; a complex one is what its module shows:
+        it shares memory and gradient; under ``fsdp2`` it is a DTensor. What an engine cuts elsewhere than between rows
+        has no shape on a rank and is on the meta device (use :meth:`full_parameters` for values): all parameters under
         ``fsdp``; complex ones under ``fsdp2`` whose rows the ranks cannot share evenly, with a DTensor of one dimension
         as their gradient. Gradients are the engine's, as they are when they are asked for, and can be changed in place
-        or dropped; freezing a parameter holds from the next forward on. Each can be handed to
-        :func:`~fsshard.build_optimizer`; a plain torch optimizer over views raises at its first step, and so does the
-        backward of a loss that was computed with a view, whose gradient would be lost.
+        or dropped. Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer over complex ones
+        raises at its first step.
         """
         if not recurse:
             return
         if self.backend.facts.has_dtensors:
             self.backend.reshard()  # who writes to them shall be seen by the next forward
-        for entry in self.backend.entries.values():
+        for entry in self.backend.all:
             names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
             shown = self._shown(entry)
             yield from ((f"{prefix}.{name}" if prefix else name, shown) for name in names)
@@ -581,10 +537,10 @@ class ShardedModule(nn.Module):
         self.check_filled()
         backend = self.backend
         with taking_part(backend.settings.group, "full_parameters()"):
-            if any(entry.is_cut for entry in backend.entries.values()):
+            if any(entry.is_cut for entry in backend.all):
                 meet(backend.settings.group, "full_parameters()")
             backend.reshard()
-            parts = ((entry, entry.local()) for entry in backend.entries.values())
+            parts = ((entry, entry.local()) for entry in backend.all)
             stored = dict(zip(backend.entries, gather_all(parts, backend.settings.device), strict=True))
         self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
         try:
@@ -599,7 +555,6 @@ class ShardedModule(nn.Module):
 
     # ------------------------------------------------------------------------------------------ state dicts
 
-    @_takes_part("state_dict()")
     def state_dict(  # type: ignore[override]
         self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, config: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -627,12 +582,13 @@ class ShardedModule(nn.Module):
         config = self._requested_state_dict if config is None else config
         rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
         self.check_filled()
-        check_asked_alike(self.backend, rank0_only, offload_to_cpu)
-        self._step_counts.compare()
-        self._held_buffers.sync()
-        return gather_state_dict(self.backend, self._held_buffers, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        with taking_part(self.backend.settings.group, "state_dict()"):
+            check_asked_alike(self.backend, rank0_only, offload_to_cpu)
+            self._step_counts.compare()
+            self.buffers_held.sync()
+            flags = {"rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+            return gather_state_dict(self.backend, self.buffers_held, **flags)
 
-    @_takes_part("load_state_dict()")
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any] | None,
@@ -655,16 +611,16 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
-        loaded = load_whole(
-            self.backend, state_dict, self._held_buffers, strict=strict, from_rank0=broadcast_from_rank0
-        )
-        self._unfilled -= loaded.filled
+        with taking_part(self.backend.settings.group, "load_state_dict()"):
+            flags = {"strict": strict, "from_rank0": broadcast_from_rank0}
+            loaded = load_whole(self.backend, state_dict, self.buffers_held, **flags)
+        self.note_filled(loaded.filled)
         return IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     # ------------------------------------------------------------------------------------------ moves
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves and casts: a no-op is allowed, anything else would pull the engine's memory from under it."""
+        """Raise for moves and casts, which would pull the engine's memory from under it; allow what changes nothing."""
         probe = torch.empty(1, device=self.backend.settings.device)
         moved = fn(probe)
         if moved.device != probe.device or moved.dtype != probe.dtype:
@@ -682,13 +638,20 @@ class ShardedModule(nn.Module):
         return self
 
 
+def _refuse_on_parts(name: str, owner: str, *_: Any, **__: Any) -> None:
+    raise FsshardError(
+        f"{name}() of {owner} would see this rank's part of the weights only; call it inside `with "
+        "model.full_parameters():` (entered on every rank), or use model.state_dict()"
+    )
+
+
 CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
 """What Python looks up on the type of an object, and not through ``__getattr__``."""
 
 
 @functools.cache  # by names: the user's class is not kept alive
 def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
-    """ShardedModule with those of :data:`CONTAINERS` that the user's class has, so that ``model[0]`` is its ``[0]``.
+    """Return a ShardedModule with those of :data:`CONTAINERS` that the user's class has: ``model[0]`` is its ``[0]``.
 
     On all of them they would say that any model is iterable and has a length, and so may be false.
     """

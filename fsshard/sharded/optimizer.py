@@ -13,13 +13,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.backends.reducer_arrivals import check_step
-from fsshard.backends.whole import gather_states, owned, scatter_state, state_of
+from fsshard.backends.whole import gather_states, owned, scatter_state, state_of, states_at_rest
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
@@ -30,13 +31,13 @@ from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import (
     WHOLE_TENSOR_OPTIMIZERS,
+    ProbedGroup,
     asked_of,
+    begins_with_closure,
     check_asked_alike,
-    check_fused,
-    check_matrices,
     check_separable,
+    check_settings,
 )
-from fsshard.sharded.optimizer_probe import ProbedGroup, begins_with_closure
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
@@ -55,8 +56,6 @@ __all__ = [
     "resolve_groups",
     "retire",
 ]
-
-# ------------------------------------------------------------------------------------------------ the optimizer
 
 
 class ShardedOptimizer(Optimizer):
@@ -83,8 +82,8 @@ class ShardedOptimizer(Optimizer):
         self._under_scaler = False
         defaults = dict(local_optimizer(inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
-        self._by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
-        self.entries = self._list_entries()
+        self._by_id = _by_id(model)
+        self._list_entries()
 
     def __getattr__(self, name: str) -> Any:
         """Refuse what ``torch.optim.Optimizer`` has not, since it would act on this rank's parts.
@@ -122,11 +121,28 @@ class ShardedOptimizer(Optimizer):
             how = "some parameters are given twice" if members else "there is no group"
             raise OptimizerError(f"param_groups = ...: {how}; give each parameter that is to be stepped once")
         self.inner.param_groups[:] = [{**defaults, **group} for group in resolved]
-        self.entries = self._list_entries()
+        self._list_entries()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters (or names) of the model.
+
+        Raises:
+            UnsupportedByBackend: under ``fairscale``, whose OSS moves ownership when a group is added and then updates
+                some parameters on no rank (FairScale 0.4.13).
+        """
+        self._check_groups_may_change("add_param_group")
+        (group,) = resolve_groups(self.model, [param_group])
+        self.inner.add_param_group(group)
+        self._list_entries()
 
     def _check_groups_may_change(self, how: str) -> None:
         if isinstance(self.inner, PartitionedOptimizer):
             raise UnsupportedByBackend(how, self.model.backend.name, "build a second optimizer over the new parameters")
+
+    def _list_entries(self) -> None:
+        # Kept, because a closure looks at it while the groups hold views.
+        self.entries = [self._by_id[id(p)] for group in self.param_groups for p in group["params"]]
+        self._names = [entry.name for entry in self.entries]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -143,16 +159,14 @@ class ShardedOptimizer(Optimizer):
                 "fsshard.save(folder, model, optimizer) and fsshard.load(folder, model, optimizer), or for a file "
                 "take model.state_dict() and optimizer.state_dict()"
             )
-        return local_optimizer(self.inner).state
-
-    def _list_entries(self) -> list[Entry]:
-        # Kept, because a closure looks at it while the groups hold views.
-        return [self._by_id[id(p)] for group in self.param_groups for p in group["params"]]
+        return states_at_rest(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, or zero them."""
         self.model.backend.zero_grad(self.entries, set_to_none=set_to_none)
         self.model.forget_gradients()
+
+    # ------------------------------------------------------------------------------------------ a step
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters. Collective.
@@ -168,18 +182,22 @@ class ShardedOptimizer(Optimizer):
                 parameters are not the model's any more; or the gradients are local, from backward passes under
                 ``no_sync`` only, and the optimizer would look at them.
         """
-        self._warn_of_float16()
-        with taking_part(self.model.backend.settings.group, "optimizer.step()"):
-            return self._step(closure, kwargs)
-
-    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        self.model._step_counts.took_step(self._number, self.param_groups)
-        if closure is not None:
-            return self._step_with(closure, kwargs)
-        self.finish_gradients()
-        self._check_unused()
-        self._check_parameters()
-        return self.inner.step(**kwargs)
+        model = self.model
+        if model.plan.precision.param == torch.float16 and not model.scaled:
+            model.scaled = True
+            warnings.warn(
+                "a step in float16 without loss scaling: small gradients become zero; use fsshard.GradScaler(model), "
+                "or mixed_precision='bf16'",
+                stacklevel=2,
+            )
+        with taking_part(model.backend.settings.group, "optimizer.step()"):
+            model._step_counts.took_step(self._number, self.param_groups)
+            if closure is not None:
+                return self._step_with(closure, kwargs)
+            self.finish_gradients()
+            self._check_unused()
+            self._check_parameters()
+            return self.inner.step(**kwargs)
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """Step with gradients that the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
@@ -197,33 +215,23 @@ class ShardedOptimizer(Optimizer):
         finally:
             local.gradients_are_local = False
 
-    def _warn_of_float16(self) -> None:
-        model = self.model
-        if model.plan.precision.param == torch.float16 and not model.scaled:
-            model.scaled = True
-            warnings.warn(
-                "a step in float16 without loss scaling: small gradients become zero; use fsshard.GradScaler(model), "
-                "or mixed_precision='bf16'",
-                stacklevel=3,
-            )
-
     def _check_unused(self) -> None:
-        backend, entries = self.model.backend, self.entries
+        backend = self.model.backend
         if backend.settings.find_unused_parameters:
             return
-        unused = [name for name in backend.unused([entry.name for entry in entries]) if name not in backend.drops]
-        if unused and len(unused) < sum(entry.parameter.requires_grad for entry in entries):
+        unused = [name for name in backend.unused(self._names) if name not in backend.drops]
+        if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
             raise OptimizerError(
                 f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
 
     def _check_parameters(self) -> None:
-        """At the first step, and the first one after parameters have moved: check what the optimizer steps."""
+        """Check what the optimizer steps: at the first step, and at the first one after parameters have moved."""
         if self._checked_after == self.model._views.moves:
             return
         self._checked_after = self.model._views.moves
-        for entry in self.model.backend.entries.values():
+        for entry in self.model.backend.all:
             if id(entry.parameter) not in self._by_id:
                 raise OptimizerError(f"the engine replaced parameter {entry.name!r} after the optimizer was built")
         self.model.warn_of_uncovered()
@@ -236,8 +244,8 @@ class ShardedOptimizer(Optimizer):
     def local_gradients(self) -> list[Tensor]:
         """Return this rank's parts of this optimizer's gradients, as stored (real)."""
         backend = self.model.backend
-        found = [g for e in self.entries if owned(backend, e) and (g := e.grad()) is not None]
-        return [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in found]
+        gradients = [g for e in self.entries if owned(backend, e) and (g := e.grad()) is not None]
+        return [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
 
     @contextlib.contextmanager
     def under_scaler(self) -> Iterator[None]:
@@ -253,33 +261,19 @@ class ShardedOptimizer(Optimizer):
         # The first thing that torch's GradScaler.step looks at, before it decides by this rank's gradients alone
         # whether to step (torch 2.13): another rank may decide otherwise, and the job hangs. The caller is told from
         # its frame, since FSDP's own scaler, which asks all ranks, comes the same way.
-        backend = self.model.backend
-        settings = backend.settings
+        backend, settings = self.model.backend, self.model.backend.settings
         alone = backend.facts.divides == "nothing" or settings.world_size == 1  # along data all see the same gradients
         if self._under_scaler or (alone and settings.all_ranks == settings.world_size):
             return False
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        if not isinstance(sys._getframe(1).f_locals.get("self"), ShardedGradScaler):
+        scaler = type(sys._getframe(1).f_locals.get("self"))
+        if not any(cls.__name__ == "ShardedGradScaler" for cls in scaler.__mro__):
             raise OptimizerError(
                 f"torch.amp.GradScaler sees this rank's gradients only under backend {backend.name!r}, and the ranks "
                 "could disagree about a step; use fsshard.GradScaler(model)"
             )
         return False
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters (or names) of the model.
-
-        Raises:
-            UnsupportedByBackend: under ``fairscale``, whose OSS moves ownership when a group is added and then updates
-                some parameters on no rank (FairScale 0.4.13).
-        """
-        self._check_groups_may_change("add_param_group")
-        (group,) = resolve_groups(self.model, [param_group])
-        self.inner.add_param_group(group)
-        self.entries = self._list_entries()
-
-    # -------------------------------------------------------------------------------------------- state
+    # ------------------------------------------------------------------------------------------ state
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the whole optimizer state by parameter name. Collective.
@@ -296,7 +290,7 @@ class ShardedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups_by_name(self)} if keep else {}
 
     def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """``(parameter's name, its whole state)``, one at a time. Collective, so run it to its end on every rank."""
+        """Yield (parameter's name, its whole state), one at a time. Collective, so run it to its end on every rank."""
         with taking_part(self.model.backend.settings.group, "optimizer.state_dict()"):
             for entry, whole in gather_states(self.model.backend, self.inner, self.entries):
                 yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
@@ -311,24 +305,19 @@ class ShardedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.model.backend.reshard()
-        counters = self._counters(state_dict["state"])
-        on_device = counters_on_device(self)
+        state, on_device = state_dict["state"], counters_on_device(self)
+        # Keys of one number for a whole parameter: of a 0-dim parameter the number's shape does not tell.
+        shaped = [state[entry.name] for entry in self.entries if entry.shape.numel() > 1 and entry.name in state]
+        counters = {"step"} | {k for saved in shaped for k, v in saved.items() if isinstance(v, Tensor) and not v.dim()}
         for entry in self.entries:
-            saved = state_dict["state"].get(entry.name, {})
-            mine = state_of(self.inner, entry)
-            local = entry.local()
+            mine, local = state_of(self.inner, entry), entry.local()
             whole = {
                 key: placed(value, mine.get(key), local, on_device[entry.name])
                 if key in counters
                 else _to_stored(entry, value)
-                for key, value in saved.items()
+                for key, value in state.get(entry.name, {}).items()
             }
             scatter_state(self.model.backend, self.inner, entry, whole)
-
-    def _counters(self, state: Mapping[str, Any]) -> set[str]:
-        """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
-        shaped = [state[e.name] for e in self.entries if e.shape.numel() > 1 and e.name in state]
-        return {"step"} | {k for saved in shaped for k, v in saved.items() if isinstance(v, Tensor) and not v.dim()}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise unless :meth:`load_state_dict` would take it. Local.
@@ -338,30 +327,29 @@ class ShardedOptimizer(Optimizer):
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise StateDictError("optimizer state", missing=["state", "param_groups"])
-        mine, saved = groups_by_name(self), state_dict["param_groups"]
+        mine, saved, state = groups_by_name(self), state_dict["param_groups"], state_dict["state"]
         if len(mine) != len(saved):
             sizes = {"number of param_groups": (len(mine), len(saved))}
             raise StateDictError("optimizer state", mismatched=sizes)
-        want = {(i, n) for i, group in enumerate(mine) for n in group["params"]}
-        got = {(i, n) for i, group in enumerate(saved) for n in group["params"]}
-        wrong: dict[str, tuple[object, object]] = {}
-        for entry in self.entries:
-            for key, value in state_dict["state"].get(entry.name, {}).items():
-                if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value):
-                    wrong[f"{entry.name}: {key}"] = (tuple(entry.full_shape), tuple(value.shape))
+        want, got = ({(i, n) for i, group in enumerate(groups) for n in group["params"]} for groups in (mine, saved))
+        wrong: dict[str, tuple[object, object]] = {
+            f"{entry.name}: {key}": (tuple(entry.full_shape), tuple(value.shape))
+            for entry in self.entries
+            for key, value in state.get(entry.name, {}).items()
+            if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value)
+        }
         missing = [f"{name} in group {i}" for i, name in want - got]
         unexpected = [f"{name} in group {i}" for i, name in got - want]
-        unexpected += [f"state of {name}" for name in state_dict["state"].keys() - {n for _, n in want}]
+        unexpected += [f"state of {name}" for name in state.keys() - {n for _, n in want}]
         if missing or unexpected or wrong:
             raise StateDictError("optimizer state", missing, unexpected, wrong)
 
     def _fits(self, entry: Entry, key: str, value: Tensor) -> bool:
-        if value.shape == entry.full_shape:
-            return True
+        # Factors and histories are shaped as the algorithm likes, on backends that keep parameters whole.
         if {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS):
-            return True  # factors, histories: shaped as the algorithm likes, on backends that keep parameters whole
+            return True
         mine = state_of(self.inner, entry).get(key)
-        return isinstance(mine, Tensor) and mine.shape == value.shape
+        return value.shape == entry.full_shape or (isinstance(mine, Tensor) and mine.shape == value.shape)
 
     def __repr__(self) -> str:
         name, backend = self.optimizer_class.__name__, self.model.backend.name
@@ -372,7 +360,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def counters_on_device(optimizer: ShardedOptimizer) -> dict[str, bool]:
-    """Parameter -> whether its step counter lies beside it: what is fused or captured in a graph reads it there."""
+    """Map names to whether the step counter lies beside the parameter: what is fused or captured reads it there."""
     return {
         optimizer._by_id[id(p)].name: bool(group.get("fused") or group.get("capturable"))
         for group in optimizer.param_groups
@@ -381,7 +369,7 @@ def counters_on_device(optimizer: ShardedOptimizer) -> dict[str, bool]:
 
 
 def placed(value: Any, held: Any, local: Tensor, on_device: bool) -> Any:
-    """State on the device where the optimizer keeps it: where it is now, else counters as said, the rest beside."""
+    """Put state where the optimizer keeps it: where it is now, else counters as said, the rest beside."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(held, Tensor):
@@ -405,11 +393,16 @@ def _to_stored(entry: Entry, value: Any) -> Any:
 
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters."""
-    found = []
-    for group in optimizer.param_groups:
-        names = [optimizer._by_id[id(p)].name for p in group["params"]]
-        found.append({**{key: group[key] for key in sorted(group) if key != "params"}, "params": names})
-    return found
+    groups = _named(optimizer.param_groups, optimizer._by_id)
+    return [{**{key: group[key] for key in sorted(group) if key != "params"}, **group} for group in groups]
+
+
+def _named(groups: Iterable[dict[str, Any]], by_id: Mapping[int, Entry]) -> list[dict[str, Any]]:
+    return [{**group, "params": [by_id[id(parameter)].name for parameter in group["params"]]} for group in groups]
+
+
+def _by_id(model: ShardedModule) -> dict[int, Entry]:
+    return {id(entry.parameter): entry for entry in model.backend.all}
 
 
 # ------------------------------------------------------------------------------------------------ building
@@ -458,16 +451,16 @@ def build_optimizer(
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
-        by_id = {id(entry.parameter): entry for entry in backend.all}
-        has_complex = any(entry.kind.is_complex for entry in backend.all)
-        check_fused(defaults, has_complex=has_complex, see_complex=see_complex)
         groups = resolve_groups(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
+        by_id = _by_id(model)
         entries = (by_id[id(parameter)] for group in groups for parameter in group["params"])
-        check_matrices(optimizer_class, ((e.name, e.full_shape, e.kind.is_complex) for e in entries))
+        shapes = ((entry.name, entry.full_shape, entry.kind.is_complex) for entry in entries)
+        has_complex = see_complex and any(entry.kind.is_complex for entry in backend.all)
+        check_settings(optimizer_class, defaults, shapes, has_complex=has_complex)
         settings = {**defaults, "see_complex": see_complex, "separable": separable}
-        kept[:] = groups, asked_of(optimizer_class, _named(model, groups), settings)
+        kept[:] = groups, asked_of(optimizer_class, _named(groups, by_id), settings)
         return hashlib.sha256(repr(kept[1]).encode()).hexdigest()
 
     group = backend.settings.everyone
@@ -492,41 +485,24 @@ def new_optimizer(
     *,
     see_complex: bool = True,
 ) -> ShardedOptimizer:
-    """:func:`build_optimizer` after its checks: over groups of the engine's own parameters, alike on every rank."""
+    """Build an optimizer over groups of the engine's own parameters, after all checks, alike on every rank."""
     fused = any(settings.get("fused") for settings in (defaults, *groups))
     viewing = viewing_class(optimizer_class, model.backend, see_complex, fused=fused)
     if model._whole is None:
         model.backend.reshard()  # a constructor that keeps views of parameters must not keep those of gathered ones
     inner = model.backend.new_optimizer(viewing, groups, defaults)
-    _localize(inner)
+    # State made by a constructor (Adagrad's) is shaped like its parameter; at rest state is local.
+    for state in states_at_rest(inner).values():
+        state.update({key: value.to_local() for key, value in state.items() if hasattr(value, LOCAL_TENSOR)})
     optimizer = ShardedOptimizer(model, inner, optimizer_class, defaults)
     model.register_optimizer(optimizer)
     return optimizer
 
 
-def _named(model: ShardedModule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    names = {id(entry.parameter): entry.name for entry in model.backend.entries.values()}
-    return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
-
-
 def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_complex: bool = True) -> list[ProbedGroup]:
-    """Return the groups, with shapes in place of parameters."""
-    by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
-    found = []
-    for group in groups:
-        entries = [by_id[id(parameter)] for parameter in group["params"]]
-        shapes = [(e.shape if see_complex else e.stored_shape, see_complex and e.kind.is_complex) for e in entries]
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        found.append(ProbedGroup(options, shapes))
-    return found
-
-
-def _localize(inner: Optimizer) -> None:
-    """State made by a constructor (Adagrad's) is shaped like its parameter; at rest state is local."""
-    for state in local_optimizer(inner).state.values():
-        for key, value in state.items():
-            if hasattr(value, LOCAL_TENSOR):
-                state[key] = value.to_local()
+    """Return the groups as an optimizer's trial needs them."""
+    by_id = _by_id(model)
+    return [ProbedGroup.of(g, (see_complex and by_id[id(p)].kind.is_complex for p in g["params"])) for g in groups]
 
 
 def resolve_groups(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
@@ -609,19 +585,23 @@ def retire(optimizer: Optimizer, successor: Optimizer) -> None:
     optimizer.step = optimizer.zero_grad = step  # type: ignore[assignment, method-assign]
 
 
-# ------------------------------------------------------------------------------------------------ foreign optimizers
+_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""Foreign optimizer -> how many groups were looked through in a step of it since the last wrap."""
 
 
 def refuse_foreign_optimizers(model: Any) -> None:
     """Let a torch optimizer over replaced or engine-owned parameters raise at its step while ``model`` lives."""
+    _seen.clear()
     OPTIMIZER_STEP.keep_for(model, _refuse_foreign)
 
 
 def _refuse_foreign(optimizer: Optimizer) -> None:
     foreign = not isinstance(optimizer, ShardedOptimizer)
     check_step(optimizer, foreign=foreign)
-    for group in optimizer.param_groups if foreign and not is_stepping() else ():
-        for parameter in group["params"]:
-            message = getattr(parameter, "_fsshard_stale", None) or getattr(parameter, "_fsshard_managed", None)
-            if message:
-                raise OptimizerError(str(message))
+    if not foreign or is_stepping() or _seen.get(optimizer) == len(optimizer.param_groups):
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        message = getattr(parameter, "_fsshard_stale", None) or getattr(parameter, "_fsshard_managed", None)
+        if message:
+            raise OptimizerError(str(message))
+    _seen[optimizer] = len(optimizer.param_groups)

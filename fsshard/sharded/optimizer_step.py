@@ -4,26 +4,14 @@ Engines hold real storage: whole tensors, DTensors, or flat shards. During a ste
 group for plain local tensors over the same memory, complex where the user's parameter is, and its state likewise. At
 rest the state is real and shaped like the stored local part, so that it can be gathered, saved and resharded. So
 optimizers that treat complex numbers as such keep their meaning (neuraloperator's AdamW uses |g|^2), and no kernel goes
-through DTensor dispatch. What would look at its complex parameters as pairs of reals and do nothing else with them
-(:data:`READS_PAIRS`) is shown the pairs at once: the same numbers without the way there and back.
-
-*Shards and rounding.* torch's CPU kernels for complex products and quotients round differently in their vectorised
-body and in the scalar tail of a tensor (torch 2.13, AVX2 and AVX-512), so an element of a shard can differ in the last
-bit from the same element of the whole tensor. torch's own optimizers use no such kernel; for others the part of a
-complex parameter is cut at multiples of ``GRID`` elements of the *whole* tensor: the middle is stepped in place, and
-the block at either end is stepped in a copy as long as the block of the whole tensor is. Each element then sits in the
-body or the tail as it does in the whole, and the result is the same to the last bit. Where torch has several threads,
-each gets a stretch of a large tensor, which has a tail of its own. Then the cuts are at multiples of ``GRID`` elements
-of the whole tensor's stretches, and the threads that share a part meet at such cuts. torch's fused kernels round real
-numbers in their body and tail differently, too; their threads share a tensor by cache lines, so that parts are cut as
-for one thread.
+through DTensor dispatch. :func:`blocks_of` says how shards are cut so that they are rounded as the whole is.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +27,7 @@ from fsshard.oss.inner_step import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = ["is_stepping", "viewing_class"]
+__all__ = ["blocks_of", "is_stepping", "viewing_class"]
 
 GRID = 64
 """A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
@@ -48,7 +36,11 @@ GRAIN = 32768
 """``at::internal::GRAIN_SIZE``: a thread of an elementwise kernel has at least as many elements, or all of them."""
 
 READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
-"""Take ``view_as_real`` of everything complex before any arithmetic but that of weight decay (torch 2.13)."""
+"""Take ``view_as_real`` of everything complex before any arithmetic but that of weight decay (torch 2.13). They are
+shown the pairs at once: the same numbers without the way there and back."""
+
+
+# ------------------------------------------------------------------------------------------------ blocks
 
 
 class _Block(NamedTuple):
@@ -66,6 +58,12 @@ class _Block(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[_Block]:
     """Cut the part [start, stop) of ``total`` elements so that each is rounded as in the whole.
+
+    torch's CPU kernels for complex products and quotients round differently in their vectorised body and in the scalar
+    tail of a tensor (torch 2.13, AVX2 and AVX-512); torch's fused kernels round real numbers so, too. So a part is cut
+    at multiples of :data:`GRID` elements of the *whole* tensor: the middle is stepped in place, and the block at either
+    end in a copy as long as the block of the whole is. Each element then sits in the body or the tail as it does in the
+    whole. Where torch has several threads, each gets a stretch of a large tensor, which has a tail of its own.
 
     Args:
         start: of the part.
@@ -100,7 +98,7 @@ def _evenly(block: _Block, by: int, threads: int) -> list[_Block]:
 
 
 def _blocks_within(start: int, stop: int, total: int) -> list[_Block]:
-    """Cut the part [start, stop) of one thread's ``total`` elements at multiples of :data:`GRID`."""
+    """Cut the part [start, stop) of one thread's ``total`` elements at multiples of GRID."""
     cuts: list[_Block] = []
     first, last = -(-start // GRID) * GRID, stop // GRID * GRID
     position = start
@@ -118,18 +116,25 @@ def _blocks_within(start: int, stop: int, total: int) -> list[_Block]:
     return cuts
 
 
+# ------------------------------------------------------------------------------------------------ one parameter
+
+
 class _View:
     """One parameter as an optimizer is shown it: its local part in one piece, or in blocks.
 
-    What a step has made the next one uses again, if the memory is still the same: building it for each parameter takes
-    longer than most optimizers' arithmetic.
+    The pieces, and the state that the optimizer has for them, stay from step to step, since building them takes longer
+    than most optimizers' arithmetic.
 
-    Attributes:
+    Args:
         entry: the parameter.
         is_complex: shown as complex numbers.
         turned: a whole one is shown with its dims in the user's order.
+        part: start and stop in the whole, and the whole's size, where it is cut into blocks.
+        threads: that share a tensor, and each round its own tail; None: all that torch may use.
+
+    Attributes:
         pieces: the parameters that stand for the local part.
-        state: in a step, the state at rest.
+        blocks: how they are cut; None: shown as it is shaped.
     """
 
     def __init__(
@@ -140,51 +145,48 @@ class _View:
         part: tuple[int, int, int] | None = None,
         threads: int | None = None,
     ) -> None:
-        """
-        Args:
-            entry: as above.
-            is_complex: as above.
-            turned: as above.
-            part: start and stop in the whole, and the whole's size, where it is cut into blocks.
-            threads: that share a tensor, and each round its own tail; None: all that torch may use.
-        """
         self.entry, self.is_complex, self.turned = entry, is_complex, turned
         self._part, self._threads = part, threads
-        self.blocks: list[_Block] | None = None  # of this step; None: shown as it is shaped
+        self.blocks: list[_Block] | None = None
         self.pieces: list[nn.Parameter] = []
-        self.state: dict[str, Any] = {}
         self._over: tuple[int, torch.Size] | None = None  # address and shape of the local part
-        self._rest: dict[str, Any] = {}  # the state at rest of the step before,
-        self._shown: dict[str, Any] = {}  # and as the optimizer saw it
 
-    # ------------------------------------------------------------------------------------------ before a step
-
-    def begin(self, optimizer: Optimizer | _Unbuilt, *, gradients: bool) -> list[nn.Parameter]:
+    def begin(self, optimizer: Any, backend: Backend, *, gradients: bool) -> list[nn.Parameter]:
         """Let ``optimizer`` have the state and, with ``gradients``, the gradient of the pieces, and return these."""
         local = self.entry.local()
-        self._place_pieces(local)
-        self.state = optimizer.state.pop(self.entry.parameter, {})
+        self._place_pieces(optimizer, backend, local)
         if gradients:
             self.show_gradient()
-        if self.state:
-            self._show_state(optimizer, local)
+        at_rest = optimizer.state.pop(self.entry.parameter, {}) if self.pieces else {}
+        for index, piece in enumerate(self.pieces if at_rest else ()):
+            optimizer.state[piece] = {
+                key: self._cut(value)[index]
+                if _per_element(value, local)
+                # A step counter is counted up in place, by each piece.
+                else (value.clone() if index and isinstance(value, Tensor) else value)
+                for key, value in at_rest.items()
+            }
         return self.pieces
 
-    def _place_pieces(self, local: Tensor) -> None:
+    def _place_pieces(self, optimizer: Any, backend: Backend, local: Tensor) -> None:
         parameter, before = self.entry.parameter, self.blocks
-        if self._part is not None:
-            self.blocks = blocks_of(*self._part, self._threads or torch.get_num_threads())
-        if not self._in_place(local):
-            values, over = self._cut(local), (local.data_ptr(), local.shape)
-            same = self.blocks == before and (self._over or over)[1] == local.shape
+        blocks = None if self._part is None else blocks_of(*self._part, self._threads or torch.get_num_threads())
+        if blocks != before or not self._in_place(local):
+            same = blocks == before and self._over is not None and self._over[1] == local.shape
+            if not same:
+                self.rest(optimizer, backend)
+            self.blocks = blocks
+            values = self._cut(local)
             if not same or [piece.dtype for piece in self.pieces] != [value.dtype for value in values]:
-                self.pieces = [_piece_over(value, parameter) for value in values]
+                self.pieces = [nn.Parameter(value, parameter.requires_grad) for value in values]
+                for piece in self.pieces:
+                    piece.__dict__.update(attributes_of(parameter))
             for number, (piece, value) in enumerate(zip(self.pieces, values, strict=True)):
-                if same and self.blocks and self.blocks[number].size:
+                if same and blocks and blocks[number].size:
                     piece.data.copy_(value)  # a padded copy; an optimizer may keep views of it,
                 else:
                     piece.data = value  # and the object, which is the same as before
-            self._over, self._rest = over, {}
+            self._over = (local.data_ptr(), local.shape)
         for piece in self.pieces:
             if piece.requires_grad != parameter.requires_grad:
                 piece.requires_grad_(parameter.requires_grad)
@@ -204,54 +206,30 @@ class _View:
         for piece, part in zip(self.pieces, parts, strict=True):
             piece.grad = part
 
-    def _show_state(self, optimizer: Optimizer | _Unbuilt, local: Tensor) -> None:
-        if self.blocks is None and self._shows_state():
-            optimizer.state[self.pieces[0]] = self._shown.copy()
-            return
-        for index, piece in enumerate(self.pieces):
-            optimizer.state[piece] = {
-                key: self._cut(value)[index] if _per_element(value, local) else _own_copy(value, index)
-                for key, value in self.state.items()
-            }
-        if self.blocks is None:
-            self._rest, self._shown = dict(self.state), dict(optimizer.state[self.pieces[0]])
-
-    def _shows_state(self) -> bool:
-        """Return whether what was shown in the step before stands for the state of now, over the same memory."""
-        if len(self._rest) != len(self.state):
-            return False
-        for key, value in self.state.items():
-            shown: Any = self._shown[key] if self._rest.get(key, self) is value else None
-            if shown is not value and (shown is None or shown.data_ptr() != value.data_ptr()):
-                return False
-        return True
-
-    # ------------------------------------------------------------------------------------------ after a step
-
-    def end(self, optimizer: Optimizer | _Unbuilt, backend: Backend) -> None:
-        """Take back what the optimizer was given, and keep what it has made of it."""
-        local = self.entry.local()
-        states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
+    def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
+        """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's."""
+        gradients = {piece.grad.data_ptr() for piece in self.pieces if piece.grad is not None} if foreign else set()
         for piece in self.pieces:
-            piece.grad = None  # it is the engine's to keep or drop
-        if self._in_place(local) and self._left_alone(states[0]):
-            states = [self.state] if self.state else []
-        else:
+            piece.grad = None
+        if not self._in_place(self.entry.local()):
             self.write_back()
-            states = [self._at_rest(optimizer, states, local, backend)] if any(states) else []
-        if states:
-            optimizer.state[self.entry.parameter] = states[0]
-
-    def _left_alone(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the optimizer has left in ``state`` the tensors that it was shown, and put in no others."""
-        shown = self._shown if self.state else {}
-        return len(shown) == len(state) and all(
-            shown.get(key) is value and isinstance(value, Tensor) for key, value in state.items()
-        )
+        values = [v for p in self.pieces for v in optimizer.state.get(p, {}).values()] if gradients else []
+        if any(isinstance(value, Tensor) and value.data_ptr() in gradients for value in values):
+            self.rest(optimizer, backend)  # it keeps a gradient, whose memory the engine will use again
 
     def write_back(self) -> None:
         """Write into the local part what the pieces hold and is not in its memory already."""
         self._write([piece.detach() for piece in self.pieces], self.entry.local())
+
+    def take_gradient(self, backend: Backend) -> None:
+        """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
+        gradient, parts = self.entry.grad(), [piece.grad for piece in self.pieces]
+        if gradient is None:
+            return
+        if any(part is None for part in parts):
+            backend.zero_grad([self.entry], set_to_none=True)
+        elif self.blocks is not None:
+            self._write([part for part in parts if part is not None], gradient.detach())
 
     def _write(self, pieces: Sequence[Tensor], local: Tensor) -> None:
         if self.blocks is None and pieces[0].data_ptr() == local.data_ptr():
@@ -265,12 +243,11 @@ class _View:
             if value.data_ptr() != target.data_ptr():
                 target.copy_(value.view(target.shape))
 
-    def _at_rest(
-        self, optimizer: Optimizer | _Unbuilt, states: list[dict[str, Any]], local: Tensor, backend: Backend
-    ) -> dict[str, Any]:
-        """Return the state as it is kept between steps."""
-        at_rest = dict(self.state)
-        for key, first in states[0].items():
+    def rest(self, optimizer: Any, backend: Backend) -> None:
+        """Put the state of the pieces back under the engine's parameter: real, and shaped like the local part."""
+        states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
+        local, at_rest = self.entry.local(), dict[str, Any]()
+        for key, first in (states[0] if states else {}).items():
             shaped = isinstance(first, Tensor) and first.shape == self.pieces[0].shape and first.dim()
             if not shaped and not (len(states) > 1 and has_arrays(first)):
                 at_rest[key] = first
@@ -282,10 +259,10 @@ class _View:
                     f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
                     f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
                 )
-            if not _per_element(at_rest.get(key), local):
-                at_rest[key] = self._memory_at_rest(first, local)
+            at_rest[key] = self._memory_at_rest(first, local)
             self._write([state[key] for state in states], at_rest[key])
-        return at_rest
+        if at_rest:
+            optimizer.state[self.entry.parameter] = at_rest
 
     def _memory_at_rest(self, piece: Tensor, local: Tensor) -> Tensor:
         """Return memory for a state whose piece is ``piece``: its own, unless it is the engine's gradient."""
@@ -296,18 +273,6 @@ class _View:
         if own and self.blocks is None and not self.turned and piece.is_contiguous():
             return real.view(local.shape)
         return torch.zeros_like(local, dtype=real.dtype)
-
-    def take_gradient(self, backend: Backend) -> None:
-        """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
-        gradient, parts = self.entry.grad(), [piece.grad for piece in self.pieces]
-        if gradient is None:
-            return
-        if any(part is None for part in parts):
-            backend.zero_grad([self.entry], set_to_none=True)
-        elif self.blocks is not None:
-            self._write([part for part in parts if part is not None], gradient.detach())
-
-    # ------------------------------------------------------------------------------------------ shapes
 
     def _cut(self, local: Tensor) -> list[Tensor]:
         """Return the pieces of a tensor shaped like the local part, over its memory except at padded blocks."""
@@ -335,26 +300,11 @@ class _View:
         return kind.turn_back(shown) if shown.dim() == len(kind.order) else shown.permute(*kind.way_back, -1)
 
 
-def _piece_over(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    piece = nn.Parameter(value, parameter.requires_grad)
-    piece.__dict__.update(attributes_of(parameter))
-    return piece
-
-
-def _own_copy(value: Any, index: int) -> Any:
-    return value.clone() if index and isinstance(value, Tensor) else value  # a step counter is counted up in place
-
-
 def _per_element(value: object, local: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex()
 
 
-@dataclass
-class _Unbuilt:
-    """Stands for an optimizer that is about to be built."""
-
-    param_groups: list[dict[str, Any]]
-    state: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+# ------------------------------------------------------------------------------------------------ one optimizer
 
 
 class _Shards:
@@ -363,12 +313,15 @@ class _Shards:
     Attributes:
         backend: the model's.
         foreign: the class is not torch's: of those much is looked after that torch's own do not do.
+        resting: the state lies under the engine's parameters, and not under what was shown.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, fused: bool) -> None:
         self.backend, self.foreign = backend, not optimizer_class.__module__.startswith("torch.optim")
         self._views = {id(entry.parameter): self._view_of(entry, see_complex, fused) for entry in backend.all}
         self._undecayed = self._views
+        self._shown: dict[int, _View] = {}  # those of the latest step
+        self.resting, self._has_stepped = True, False
         if optimizer_class in READS_PAIRS:
             self._undecayed = {
                 key: (_View(view.entry, False) if hasattr(view.entry.parameter, LOCAL_TENSOR) or view.turned else None)
@@ -383,15 +336,17 @@ class _Shards:
         is_complex, part, threads = see_complex and entry.kind.is_complex, None, None
         if divided and self.backend.settings.device.type == "cpu":
             (start, stop), total = entry.here, entry.stored_shape.numel()
+            # torch's own optimizers use no kernel for complex products; others may.
             if self.foreign and is_complex:
                 part = (start // 2, stop // 2, total // 2)
+            # Threads of fused kernels share a tensor by cache lines, so that parts are cut as for one thread.
             elif fused and (start % GRID or (stop % GRID and stop < total)):
                 part, threads = (start, stop, total), 1
         turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
         shown = is_complex or part is not None or turned or hasattr(entry.parameter, LOCAL_TENSOR)
         return _View(entry, is_complex, turned, part, threads) if shown else None
 
-    def show(self, optimizer: Optimizer | _Unbuilt, *, gradients: bool = True) -> list[_View]:
+    def show(self, optimizer: Any, *, gradients: bool = True) -> list[_View]:
         """Put in the groups what the optimizer is to see, and return the views among it."""
         views = []
         for group in optimizer.param_groups:
@@ -403,11 +358,14 @@ class _Shards:
                     raise OptimizerError(
                         "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                     )
-                view = known[id(parameter)]
+                view, before = known[id(parameter)], self._shown.get(id(parameter))
+                if before is not None and before is not view:  # weight decay was set for its group, or is 0 now
+                    self._shown.pop(id(parameter)).rest(optimizer, self.backend)
                 if view is None:
                     shown.append(parameter)
                 else:
-                    shown += view.begin(optimizer, gradients=gradients)
+                    self._shown[id(parameter)] = view
+                    shown += view.begin(optimizer, self.backend, gradients=gradients)
                     views.append(view)
             group["params"][:] = shown  # in place: LBFGS keeps the list
         return views
@@ -423,12 +381,12 @@ class _Shards:
 
         Whoever keeps parameters, or views of them (DistributedShampoo its blocks), has those that are trained.
         """
-        unbuilt = _Unbuilt([{**group, "params": list(group["params"])} for group in groups])
+        unbuilt = SimpleNamespace(param_groups=[{**g, "params": list(g["params"])} for g in groups], state={})
         with torch.no_grad():
             views = self.show(unbuilt)
         constructor(unbuilt.param_groups, **defaults)
         with torch.no_grad():
-            _take_state_back(optimizer, views, self.hold(optimizer, views))
+            self.rest(optimizer)
             stored = {id(piece): view.entry.parameter for view in views for piece in view.pieces}
             # This rank has no element of them, so that the constructor has not seen them.
             unseen = {id(view.entry.parameter) for view in views if not view.pieces}
@@ -439,7 +397,17 @@ class _Shards:
                 whole = [p for p in given if id(p) in kept or id(p) in unseen]
                 group["params"][:] = kept.values() if regrouped else whole
             for view in views:
-                view.end(optimizer, self.backend)
+                view.end(optimizer, self.backend, foreign=False)
+
+    def rest(self, optimizer: Any) -> None:
+        """Put the state of all parameters under the engine's, for who reads it, saves it or replaces it."""
+        self.resting = True
+        with torch.no_grad():
+            if self.foreign:
+                pieces = (piece for view in self._shown.values() for piece in view.pieces)
+                _take_state_back(optimizer, [*pieces, *(p for g in optimizer.param_groups for p in g["params"])])
+            for view in self._shown.values():
+                view.rest(optimizer, self.backend)
 
     def step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run the step of the user's class over what it is shown."""
@@ -452,17 +420,21 @@ class _Shards:
         given = () if closure is None else (self._refreshing(optimizer, closure, views, held),)
         try:
             _under_way.append(optimizer)
-            return base_step(optimizer, *given, **kwargs)
+            result = base_step(optimizer, *given, **kwargs)
         finally:
             _under_way.pop()
             for group, members in zip(optimizer.param_groups, groups, strict=True):
                 group["params"][:] = members
+            self.resting = False
             with torch.no_grad():
                 _put_back(held)
-                if self.foreign:
-                    _take_state_back(optimizer, views, held)
                 for view in views:
-                    view.end(optimizer, self.backend)
+                    view.end(optimizer, self.backend, foreign=self.foreign)
+        # The first time it raises where the state cannot be sharded. Optimizers inside may have theirs for a step only.
+        if not self._has_stepped or (self.foreign and _inner(optimizer)):
+            self._has_stepped = True
+            self.rest(optimizer)
+        return result
 
     def _refreshing(
         self,
@@ -514,6 +486,10 @@ def viewing_class(
         def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             return shards.step(self, base_step, closure, kwargs)
 
+        def put_to_rest(self) -> None:
+            if not shards.resting:
+                shards.rest(self)
+
         step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
 
     Viewing.__name__, Viewing.__qualname__ = optimizer_class.__name__, optimizer_class.__qualname__
@@ -530,13 +506,13 @@ def is_stepping() -> bool:
 
 
 def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Optimizers that the user's keeps inside of it, by attribute: SAM's base optimizer."""
+    """Return the optimizers that the user's keeps inside of it, by attribute: SAM's base optimizer."""
     return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
 
 
 def _lend_state(optimizer: Optimizer) -> None:
-    """Give optimizers inside what is theirs. At rest it lies in the outer one's state, as ``"base/momentum_buffer"``:
-    a parameter that is shown is another object in another step, and is in nobody's state dict."""
+    """Give optimizers inside what is theirs. At rest it lies in the outer one's state, as ``"base/momentum_buffer"``,
+    since they are in nobody's state dict."""
     for name, inner in _inner(optimizer).items():
         for parameter, state in optimizer.state.items():
             theirs = [key for key in state if isinstance(key, str) and key.startswith(f"{name}/")]
@@ -544,9 +520,9 @@ def _lend_state(optimizer: Optimizer) -> None:
                 inner.state[parameter] = {key.removeprefix(f"{name}/"): state.pop(key) for key in theirs}
 
 
-def _take_state_back(optimizer: Optimizer, views: list[_View], held: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _take_state_back(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     for name, inner in _inner(optimizer).items():
-        for parameter in (*(piece for view in views for piece in view.pieces), *(parameter for parameter, _ in held)):
+        for parameter in parameters:
             for key, value in inner.state.pop(parameter, {}).items():
                 optimizer.state[parameter][f"{name}/{key}"] = value
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple, TypeGuard
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
@@ -17,6 +18,8 @@ from fsshard.comm.watchdog import meet
 from fsshard.complex_params.slots import public_name
 from fsshard.complex_params.views import is_dtensor
 from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
+from fsshard.model.checks import is_managed
+from fsshard.patches import STATE_DICT_TYPE
 from fsshard.planning.entries import Entry
 from fsshard.sharded.buffers import ModelBuffers
 from fsshard.torch_private.modules import load_state_dict_post_hooks, load_state_dict_pre_hooks
@@ -27,8 +30,8 @@ __all__ = [
     "check_asked_alike",
     "check_keys",
     "gather_state_dict",
+    "honour_state_dict_type",
     "load_whole",
-    "mark_filled",
 ]
 
 NEURALOP_ARGUMENTS = "_metadata"
@@ -58,6 +61,34 @@ def asked_for(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool
     return bool(config.rank0_only), bool(config.offload_to_cpu)
 
 
+def honour_state_dict_type(model: nn.Module) -> None:
+    """Let ``FSDP.state_dict_type(model, ...)`` hold for a ShardedModule under every engine, while it lives.
+
+    torch's functions look for its own wrappers in the model. Under another engine than FSDP1 they find none: what was
+    asked for is dropped without a word, and the context ends with ``KeyError: None`` (torch 2.13).
+    """
+    STATE_DICT_TYPE.keep_for(model, _request)
+
+
+def _request(
+    module: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+) -> Callable[[], None] | None:
+    """Have the next ``state_dict()`` give what is asked for; return what undoes that, or None for others' models."""
+    torchs: Any = sys.modules["torch.distributed.fsdp"]
+    if not hasattr(type(module), "_requested_state_dict"):
+        inner = isinstance(module, nn.Module) and is_managed(module)
+        if inner and not torchs.FullyShardedDataParallel.fsdp_modules(module):
+            raise ConfigurationError(
+                f"FSDP.state_dict_type: {type(module).__name__} is a module within a model that was wrapped, and "
+                "holds no FSDP unit; pass what fsshard.wrap returned, and call its state_dict()"
+            )
+        return None
+    names = {"FULL_STATE_DICT": "FullStateDictConfig", "SHARDED_STATE_DICT": "ShardedStateDictConfig"}
+    config = state_dict_config or getattr(torchs, names.get(state_dict_type.name, "LocalStateDictConfig"))()
+    before, module._requested_state_dict = module._requested_state_dict, config
+    return partial(setattr, module, "_requested_state_dict", before)
+
+
 def check_asked_alike(backend: Backend, rank0_only: bool, offload_to_cpu: bool) -> None:
     """Wait for all ranks to ask for a state dict, and raise where they ask for different things."""
     if len(set(meet(backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
@@ -67,28 +98,22 @@ def check_asked_alike(backend: Backend, rank0_only: bool, offload_to_cpu: bool) 
 def gather_state_dict(
     backend: Backend, buffers: ModelBuffers, *, rank0_only: bool, offload_to_cpu: bool
 ) -> dict[str, Any]:
-    """Return whole tensors by the original keys; ``{}`` on the other ranks with ``rank0_only``. Collective.
-
-    One parameter after another, so that no rank needs room for two models.
-    """
+    """Return whole tensors by the original keys; ``{}`` on the other ranks with ``rank0_only``. Collective."""
     keep = backend.settings.is_first or not rank0_only
     device = torch.device("cpu") if offload_to_cpu else backend.settings.device
     others = {key: value for key, value in raw_state_dict(backend).items() if key not in backend.keys}
-    order = [key for key in backend.key_order if key in backend.keys or key in others]
     whole: dict[str, Tensor | None] = {}
     result: dict[str, Any] = {}
-    for key in order + [key for key in others if key not in backend.key_order]:
+    for key in dict.fromkeys([*backend.key_order, *others]):
         name = backend.keys.get(key)
-        if name is not None and name not in whole:  # tied keys share one tensor, as they do natively
-            entry = backend.entries[name]
-            whole[name] = _whole_value(backend, entry, rank0_only, device)
-            if not keep:
-                whole[name] = None
-        if not keep:
-            continue
         if name is None:
-            result[key] = buffers.for_user(key, others[key], offload_to_cpu=offload_to_cpu)
-        else:
+            if keep and key in others:
+                result[key] = buffers.for_user(key, others[key], offload_to_cpu=offload_to_cpu)
+            continue
+        if name not in whole:  # tied keys share one tensor, as they do natively
+            value = _whole_value(backend, backend.entries[name], rank0_only, device)
+            whole[name] = value if keep else None
+        if keep:
             result[key] = whole[name]
     return result
 
@@ -107,13 +132,7 @@ def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch
 
 
 class LoadedStateDict(NamedTuple):
-    """The result of loading a state dict.
-
-    Attributes:
-        missing: keys that the model has and the dict has not.
-        unexpected: keys that the dict has and the model has not.
-        filled: names of the parameters and keys that have numbers now.
-    """
+    """The keys that the dict has not, those that the model has not, and the names and keys that have numbers now."""
 
     missing: list[str]
     unexpected: list[str]
@@ -123,11 +142,7 @@ class LoadedStateDict(NamedTuple):
 def load_whole(
     backend: Backend, state_dict: Mapping[str, Any] | None, buffers: ModelBuffers, *, strict: bool, from_rank0: bool
 ) -> LoadedStateDict:
-    """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective then.
-
-    Raises:
-        StateDictError: names every missing, unexpected or wrongly shaped key.
-    """
+    """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective then."""
     from_rank0 = from_rank0 and backend.settings.all_ranks > 1
     backend.reshard()
     raw = raw_state_dict(backend)
@@ -150,7 +165,7 @@ def load_whole(
 
 def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
     """Return whether modules have code of their own that reads state dicts, and it may make a difference."""
-    if any(entry.divided_over for entry in backend.entries.values()):
+    if any(entry.divided_over for entry in backend.all):
         return False  # no rank has room for, or is told of, the parts along other mesh dimensions
     with backend.bare() as module:
         rooms = {room.partition(".")[0] for each in module.modules() for room in _load_code(each)}
@@ -174,14 +189,14 @@ def _load_by_modules(
     backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
 ) -> LoadedStateDict:
     """Load as the bare model does, into whole parameters, of which each rank then takes its part. Collective."""
-    device = backend.settings.device
-    # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
-    streams = {
-        name: stream(entry, backend.settings, rank0_only=False, device=device)
-        for name, entry in backend.entries.items()
-    }
-    whole = {name: tensor for name, tensor in streams.items() if tensor is not None}
-    before = [(value, value.clone()) for key, value in raw.items() if key not in backend.keys and _has_numbers(value)]
+    whole: dict[str, Tensor] = {}
+    for entry in backend.all:
+        # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
+        copied = stream(entry, backend.settings, rank0_only=False, device=backend.settings.device)
+        if copied is not None:
+            whole[entry.name] = copied
+    buffers = [v for k, v in raw.items() if k not in backend.keys and isinstance(v, Tensor) and not v.is_meta]
+    before = [value.clone() for value in buffers]
     try:
         with backend.bare() as module, backend.whole_parameters(whole):
             result = module.load_state_dict(given, strict=False)
@@ -190,7 +205,7 @@ def _load_by_modules(
             raise StateDictError("the state dict", missing, unexpected)
     except Exception as error:
         with torch.no_grad():
-            for buffer, value in before:
+            for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
         check_keys(backend, given, raw, strict)  # says more of shapes
         if isinstance(error, StateDictError):
@@ -203,46 +218,32 @@ def _load_by_modules(
     return LoadedStateDict(missing, unexpected, loaded | {backend.keys[key] for key in loaded if key in backend.keys})
 
 
-def _has_numbers(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and not value.is_meta
-
-
-def mark_filled(model: Any, names: Set[str]) -> None:
-    """Remember that these parameters and buffers of a model from the meta device have their values now."""
-    model._unfilled -= names
-
-
 def _agreed_keys(
     backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
 ) -> tuple[list[str], list[str], set[str]]:
     """Return missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
-    found: Any = {key: tuple(v.shape) for key, v in raw.items() if key not in backend.keys and isinstance(v, Tensor)}
+    told: Any = {key: tuple(v.shape) for key, v in raw.items() if key not in backend.keys and isinstance(v, Tensor)}
     if not from_rank0 or backend.settings.is_first:
         try:
             if not isinstance(state_dict, Mapping):
                 raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
             given = {key: tuple(v.shape) if isinstance(v, Tensor) else None for key, v in state_dict.items()}
-            found = (*check_keys(backend, state_dict, raw, strict), given)
+            told = (*check_keys(backend, state_dict, raw, strict), given)
         except StateDictError as error:
             if not from_rank0:
                 raise
-            found = error
+            told = error
     if from_rank0:
-        found, *others = per_rank(_group(backend), found)
-        if not isinstance(found, StateDictError):
-            _check_buffers_alike(found[-1], others)
-    if isinstance(found, StateDictError):
-        raise found
-    missing, unexpected, shapes = found
+        assert backend.settings.everyone is not None
+        told, *others = per_rank(backend.settings.everyone, told)
+        for rank, shapes in enumerate(others if not isinstance(told, StateDictError) else [], start=1):
+            unlike = {k: (shape, told[-1][k]) for k, shape in shapes.items() if told[-1].get(k, shape) != shape}
+            if unlike:  # another rank holds a buffer in another shape
+                raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
+    if isinstance(told, StateDictError):
+        raise told
+    missing, unexpected, shapes = told
     return missing, unexpected, set(shapes)
-
-
-def _check_buffers_alike(given: Mapping[str, object], others: Iterable[Mapping[str, object]]) -> None:
-    """Raise where another rank holds a buffer in another shape than rank 0's state dict."""
-    for rank, shapes in enumerate(others, start=1):
-        unlike = {k: (shape, given[k]) for k, shape in shapes.items() if given.get(k, shape) != shape}
-        if unlike:
-            raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
 
 
 def check_keys(
@@ -282,7 +283,8 @@ def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) ->
         whole = torch.empty(entry.full_shape, dtype=entry.dtype, device=device)
         if backend.settings.is_first:
             whole.copy_(_whole_of(value))
-        broadcast_tensors([whole], _group(backend))
+        assert backend.settings.everyone is not None
+        broadcast_tensors([whole], backend.settings.everyone)
     entry.put(entry.kind.to_stored(entry.take_part(_whole_of(whole).detach().to(device))))
 
 
@@ -290,10 +292,3 @@ def _whole_of(value: Any) -> Tensor:
     # torch's set_model_state_dict makes DTensors of whole tensors where the engine has some.
     whole: Tensor = value.full_tensor() if is_dtensor(value) else value
     return whole
-
-
-def _group(backend: Backend) -> dist.ProcessGroup:
-    """Return the group of all ranks that the model is on."""
-    group = backend.settings.everyone
-    assert group is not None
-    return group

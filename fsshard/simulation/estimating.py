@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.base import no_offload
-from fsshard.complex_params.local_parts import dtensor_parameters
+from fsshard.complex_params.tensorfy import dtensor_parameters
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.planning.plan import Plan
 from fsshard.torch_private.modules import is_compiled

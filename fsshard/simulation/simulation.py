@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.cost import divided_among
 from fsshard.backends.whole import owned
-from fsshard.complex_params.local_parts import dtensor_parameters
+from fsshard.complex_params.tensorfy import dtensor_parameters
 from fsshard.errors import ConfigurationError
 from fsshard.model.recomputation import offloading_to
 from fsshard.nested import map_leaves
@@ -31,7 +31,6 @@ from fsshard.parity.one_process import seed_all
 from fsshard.parity.recipe import Recipe, check_loss, resolve
 from fsshard.parity.training import split_by
 from fsshard.planning.plan import Plan
-from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.fakes import Fakes, GlooBuffers, UsedParameters, fake_ranks
@@ -287,7 +286,7 @@ def _make_state(trained: Trained, tracker: Tracker) -> None:
     for entry in entries:
         entry.parameter.grad = None
     tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
-    buffers_of(trained.model).differ = True  # so that the forward sends them
+    trained.model.buffers_held.differ = True  # so that the forward sends them
 
 
 def _run_steps(

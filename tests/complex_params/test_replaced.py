@@ -10,21 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fsshard import ModelError, StaleParameter, tensorfy, untensorfy
-from tests.complex_params.training import equal, gradients, train, weights
+from tests.complex_params.training import equal, gradients, weights
 from tests.training_runs import call
 from tests.zoo import ZOO, ComplexAffine, ToReal, number
 
 pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
-
-
-def test_an_optimizer_built_before_works_again_after_untensorfy() -> None:
-    native, model = ZOO["mlp_complex"].build(), ZOO["mlp_complex"].build()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    untensorfy(tensorfy(model))
-    train(native, "mlp_complex", steps=1)
-    ZOO["mlp_complex"].loss(call(model, ZOO["mlp_complex"].batch(0, 0))).backward()
-    optimizer.step()
-    assert equal(weights(native), weights(model))
 
 
 def test_there_and_back_and_there_again() -> None:
@@ -86,23 +76,6 @@ def test_requires_grad_and_gradients_are_carried_over_and_back(held: bool) -> No
     assert not model.second.w.requires_grad and not model.second.w.grad.any()
     assert equal(model.first.b.grad, before["first.b"])
     assert not held or all(a is b for a, b in zip(old, model.parameters(), strict=True))
-
-
-def test_python_attributes_are_carried_over_and_back() -> None:
-    model = ComplexAffine()
-    model.w.group = "spectral"
-    tensorfy(model)
-    assert model.w__real.group == "spectral"
-    model.w__real.later = 1
-    untensorfy(model)
-    assert (model.w.group, model.w.later) == ("spectral", 1)
-
-
-def test_conjugated_parameters_are_resolved() -> None:
-    model, values = nn.Module(), number(3, 3).detach()
-    model.w = nn.Parameter(values.conj())
-    tensorfy(model)
-    assert torch.equal(model.w, values.conj().resolve_conj())
 
 
 class Captured(nn.Module):

@@ -144,6 +144,7 @@ def job_outside(backend: str) -> dict[str, Any]:
     groups = [{"params": [p for n, p in named if "w" in n]}, {"params": [p for n, p in named if "w" not in n]}]
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, groups, lr=0.0)
     found: dict[str, Any] = {"types": [(n, p.dtype, p.shape) for n, p in named]}
+    found["keys"] = are_one_key(model) and bool((named[0][1] == named[0][1].detach()).all())
     found["types"] = found["types"] == [(n, p.dtype, p.shape) for n, p in bare.named_parameters()]
     calls: list[Tensor] = []
     handle = module.first.w.register_hook(calls.append)
@@ -252,26 +253,21 @@ class Keeps(nn.Module):
         return y, sum_of(p.abs() for p in self.held)
 
 
-def job_kept(backend: str) -> bool:
-    losses, bare = by_hand(lambda: nn.ModuleList([Keeps()])[0], dist.get_world_size(), 3)
-    model = fsshard.wrap(Keeps(), backend=backend, auto_wrap_policy=None)
+def job_as_by_hand(build: Callable[[], nn.Module], backend: str, compiled: bool) -> bool:
+    losses, bare = by_hand(build, dist.get_world_size(), 3)
+    compiling: Any = {"compile": {"backend": "aot_eager"}} if compiled else {}
+    model = fsshard.wrap(build(), backend=backend, auto_wrap_policy=None, **compiling)
     return ours(model, 3) == losses[dist.get_rank()] and same(model, bare)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 def test_a_view_from_an_earlier_forward_passes_gradients_on_in_time(ranks: Any, backend: str) -> None:
     """FSDP2 reduces a unit's gradients when a node runs that is younger than the view."""
-    assert ranks.run(job_kept, 2, backend) == [True, True]
-
-
-def job_compiled(backend: str) -> bool:
-    losses, bare = by_hand(Tied, dist.get_world_size(), 2)
-    model = fsshard.wrap(Tied(), backend=backend, auto_wrap_policy=None, compile={"backend": "aot_eager"})
-    return ours(model, 2) == losses[dist.get_rank()] and same(model, bare)
+    assert ranks.run(job_as_by_hand, 2, Keeps, backend, False) == [True, True]
 
 
 def test_a_penalty_in_a_compiled_forward_counts_ties_once(ranks: Any) -> None:
-    assert ranks.run(job_compiled, 1, "none") == [True]
+    assert ranks.run(job_as_by_hand, 1, Tied, "none", True) == [True]
 
 
 def job_initialised(backend: str) -> bool:
@@ -291,6 +287,11 @@ def test_reset_parameters_goes_through_the_users_parameters(ranks: Any) -> None:
     assert ranks.run(job_initialised, 2, "fsdp2") == [True, True]
 
 
+def are_one_key(model: Any) -> bool:
+    pairs = [(shown, model.backend.entries[name].parameter) for name, shown in model.module.named_parameters()]
+    return all({a: 1}.get(b) == 1 == {b: 1}.get(a) and len({a, b}) == 1 for a, b in pairs)
+
+
 def job_at_rest(backend: str) -> list[Any]:
     module = Two()
     model = fsshard.wrap(module, backend=backend, auto_wrap_policy=None)
@@ -301,7 +302,7 @@ def job_at_rest(backend: str) -> list[Any]:
         found.append([str(p.dtype) for p in module.first.parameters()])
         found.append(all(p.grad is not None and p.grad.dtype == p.dtype for p in module.parameters()))
         module.first.turned.grad = None
-        found.append(model.backend.entries["first.turned"].parameter.grad is None)
+        found.append(model.backend.entries["first.turned"].parameter.grad is None and are_one_key(model))
     optimizer.zero_grad()
     return found
 
@@ -312,20 +313,3 @@ def test_at_rest_shards_have_the_users_names(ranks: Any) -> None:
     dtypes = [complex64, float32, complex64, float32, complex64]
     assert ranks.run(job_at_rest, 2, "fsdp2") == [[names, dtypes, True, True]] * 2
     assert ranks.run(job_at_rest, 2, "fsdp") == [[names]] * 2
-
-
-def job_keys(backend: str) -> list[bool]:
-    model: Any = fsshard.wrap(Two(4), backend=backend)
-    found = []
-    for name, shown in model.module.named_parameters():
-        stored = model.backend.entries[name].parameter
-        found += [{stored: 1}.get(shown) == 1, {shown: 1}.get(stored) == 1, len({shown, stored}) == 1]
-        if backend == "ddp":  # else a guard refuses what is computed of parts
-            found += [bool((shown == shown.detach()).all()), isinstance(shown == shown, Tensor)]
-    return found
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_a_parameter_and_what_is_stored_are_one_key(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_keys, 2, backend):
-        assert all(found)

@@ -7,37 +7,42 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial
 
 from fsshard import ModelError, tensorfy, untensorfy
-from fsshard.complex_params.flattened import is_tensorfied
+from fsshard.complex_params.flattened import Flattened
 from fsshard.complex_params.pairs import Kind
 from fsshard.complex_params.slots import parameter_slots
+from fsshard.complex_params.tensorfy import check_dtensors, dtensor_parameters, has_dtensors, keep_local_parts
+from fsshard.errors import StaleParameter
 from tests.complex_params.training import allocated, equal, train, weights
 from tests.zoo import COMPLEX, ZOO, number
 
 pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
 
 
-@pytest.mark.parametrize("scalars", [False, True])
 @pytest.mark.parametrize("name", COMPLEX)
-def test_training_is_bit_equal(name: str, scalars: bool) -> None:
-    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build(), scalars=scalars)
-    assert not any(p.is_complex() for p in flat.parameters())
-    if scalars:
-        assert all(p.dim() for p in flat.parameters())
+def test_training_is_bit_equal(name: str) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build(), scalars=True)
+    assert all(p.dim() and not p.is_complex() for p in flat.parameters())
     assert equal(train(native, name), train(flat, name))
     assert equal(weights(native), weights(flat))
 
 
-@pytest.mark.parametrize("name", sorted(set(ZOO) - set(COMPLEX)))
-def test_real_models_are_left_alone(name: str) -> None:
+@pytest.mark.parametrize("name", ZOO)
+def test_real_models_are_left_alone_and_twice_is_once(name: str) -> None:
     model = ZOO[name].build()
+    if name in COMPLEX:
+        tensorfy(model)
     before = [(type(m), list(m._parameters.items())) for m in model.modules()]
     tensorfy(model)
     after = [(type(m), list(m._parameters.items())) for m in model.modules()]
-    assert all(a[0] is b[0] for a, b in zip(before, after, strict=True))
-    assert all(x[1] is y[1] for a, b in zip(before, after, strict=True) for x, y in zip(a[1], b[1], strict=True))
+    for (cls, old), (again, new) in zip(before, after, strict=True):
+        assert again is cls and [k for k, _ in old] == [k for k, _ in new]
+        assert all(a is b for (_, a), (_, b) in zip(old, new, strict=True))
 
 
 @pytest.mark.parametrize("name", COMPLEX)
@@ -54,8 +59,10 @@ def test_outside_of_the_model_is_as_before(name: str) -> None:
     assert [slot.name for slot in parameter_slots(flat)] == names
     assert [slot.name for slot in parameter_slots(native)] == names
     assert [n.removesuffix("__real") for n, _ in flat.named_parameters(remove_duplicate=False)] == names
-    assert any(is_tensorfied(module) for module in flat.modules())
-    assert not any(is_tensorfied(module) for module in native.modules())
+    for before, after in zip(parameter_slots(native), parameter_slots(flat), strict=True):
+        assert after.is_complex == before.is_complex
+        assert after.kind.user_shape(after.parameter.shape) == before.parameter.shape
+        assert after.kind.user_dtype(after.parameter.dtype) == before.parameter.dtype
 
 
 @pytest.mark.parametrize("name", COMPLEX)
@@ -73,31 +80,14 @@ def test_untensorfy_restores_everything(name: str) -> None:
     train(model, name)  # no hook is left
 
 
-@pytest.mark.parametrize("name", COMPLEX)
-def test_twice_is_once(name: str) -> None:
-    model = tensorfy(ZOO[name].build())
-    before = [(type(m), list(m._parameters.items())) for m in model.modules()]
-    tensorfy(model)
-    after = [(type(m), list(m._parameters.items())) for m in model.modules()]
-    for (cls, old), (again, new) in zip(before, after, strict=True):
-        assert again is cls
-        assert [k for k, _ in old] == [k for k, _ in new]
-        assert all(a is b for (_, a), (_, b) in zip(old, new, strict=True))
-
-
 def test_scalars_can_follow_later() -> None:
     model = tensorfy(ZOO["zero_dim"].build())
     assert model._parameters["scale"].shape == ()
     tensorfy(model, scalars=True)
     assert model._parameters["scale__real"].shape == (1,)
     assert model.scale.shape == () and model.state_dict()["scale"].shape == ()
-    assert {s.attribute: s.kind for s in parameter_slots(model)} == {
-        "turn": Kind.COMPLEX_SCALAR,
-        "scale": Kind.SCALAR,
-        "w": Kind.COMPLEX,
-        "weight": Kind.PLAIN,
-        "bias": Kind.PLAIN,
-    }
+    kinds = {"turn": Kind.COMPLEX_SCALAR, "scale": Kind.SCALAR, "w": Kind.COMPLEX}
+    assert {s.attribute: s.kind for s in parameter_slots(model) if s.kind != Kind.PLAIN} == kinds
 
 
 def test_no_allocation_to_store_or_to_restore() -> None:
@@ -128,10 +118,10 @@ def test_parameters_with_hooks_are_refused_and_nothing_is_changed(kind: str) -> 
     handle = getattr(model[2].weight, kind)(lambda _: None)
     with pytest.raises(ModelError, match=r"'2\.weight' has gradient hooks"):
         tensorfy(model)
-    assert not any(is_tensorfied(m) for m in model.modules()) and isinstance(model[1].w, nn.Parameter)
+    assert not any(isinstance(m, Flattened) for m in model.modules()) and isinstance(model[1].w, nn.Parameter)
     handle.remove()
     tensorfy(model)
-    assert is_tensorfied(model[2])
+    assert isinstance(model[2], Flattened)
 
 
 def test_averaged_models() -> None:
@@ -169,3 +159,92 @@ def test_a_name_that_the_storage_needs_is_taken(kind: str) -> None:
     with pytest.raises(ModelError, match=r"'0\.w' is stored under the name 'w__real', which Module has given"):
         tensorfy(nn.Sequential(model))
     assert model.w.is_complex() and not hasattr(type(model), "_fsshard_views")
+
+
+# ------------------------------------------------------------------------------------------------ DTensors
+
+
+class Net(nn.Module):
+    """Two places of one DTensor, a complex one, a turned one, one without dimensions, and a plain parameter."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.plain = nn.Linear(4, 4)
+        self.first, self.tied = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.first.weight = self.tied.weight = _dtensor(torch.randn(4, 4), mesh, Shard(0))
+        self.mixed = _dtensor(torch.randn(3, 4, dtype=torch.complex64), mesh, Shard(1))
+        self.turned = _dtensor(torch.randn(6, 4).t(), mesh, Replicate())
+        self.scalar = _dtensor(torch.tensor(2.0), mesh, Replicate())
+
+
+def _dtensor(value: Tensor, mesh: DeviceMesh, placed: Any) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(value, mesh, [placed]))
+
+
+def job_kept() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    net = Net(mesh)
+    assert has_dtensors(net) and not has_dtensors(net.plain)
+    before = {name: parameter for name, _, _, parameter in dtensor_parameters(net)}
+    assert list(before) == ["mixed", "turned", "scalar", "first.weight", "tied.weight"]
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    old = net.first.weight
+    undo = keep_local_parts(net)
+    stored = dict(net.named_parameters())
+    assert not any(isinstance(parameter, DTensor) for parameter in stored.values()), "engines see plain tensors"
+    assert stored["mixed__real"].shape == (3, 2, 2) and stored["scalar__real"].shape == (1,)
+    assert all(parameter.is_contiguous() for parameter in stored.values())
+    for name, value in before.items():  # over the same memory, with the same strides
+        seen = _get(net, name)
+        assert isinstance(seen, DTensor) and seen.placements == value.placements and seen.stride() == value.stride()
+        assert torch.equal(seen.full_tensor(), value.full_tensor())
+        assert seen.to_local().data_ptr() == value.to_local().data_ptr()
+    assert net.first.weight.to_local().data_ptr() == net.tied.weight.to_local().data_ptr()
+    assert list(net.state_dict()) == list(state)
+    assert all(isinstance(value, DTensor) for name, value in net.state_dict().items() if not name.startswith("plain"))
+    net.load_state_dict({name: value * 2 for name, value in state.items()})
+    assert torch.equal(_get(net, "mixed").full_tensor(), state["mixed"].full_tensor() * 2)
+    (_get(net, "first.weight").full_tensor().sum() + _get(net, "mixed").full_tensor().real.sum()).backward()
+    assert torch.equal(stored["first.weight__real"].grad, torch.ones(2, 4))
+    with pytest.raises(StaleParameter, match="was captured before fsshard replaced it"):
+        old.full_tensor().sum().backward()
+    undo()
+    assert dict(net.named_parameters())["first.weight"] is old and type(net) is Net
+    old.full_tensor().sum().backward()
+    assert isinstance(old.grad, DTensor)
+
+
+def _get(net: nn.Module, name: str) -> Any:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(net.get_submodule(owner), attribute)
+
+
+def test_kept_as_parts_and_put_back(ranks: Any) -> None:
+    ranks.run(job_kept, 2)
+
+
+def job_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    net = nn.Linear(4, 4)
+    net.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()], run_check=False))
+    with pytest.raises(ModelError, match="'weight' is a DTensor with placement Partial"):
+        check_dtensors(net)
+    hooked = nn.Linear(4, 4)
+    hooked.weight = _dtensor(torch.ones(4, 4), mesh, Shard(0))
+    hooked.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ModelError, match="has gradient hooks"):
+        check_dtensors(hooked)
+
+    class Other(DTensor):
+        """As PhysicsNeMo's ShardTensor."""
+
+    strange = nn.Linear(4, 4)
+    strange.weight = _dtensor(torch.ones(4, 4), mesh, Shard(0))
+    strange.weight.__class__ = Other
+    with pytest.raises(ModelError, match=r"is a Other: only torch's own DTensor is taken"):
+        check_dtensors(strange)
+
+
+def test_refused(ranks: Any) -> None:
+    ranks.run(job_refused, 2)

@@ -82,15 +82,6 @@ def test_storage_below_float32_is_widened_for_the_view(dtype: torch.dtype) -> No
     assert model.w.dtype == torch.complex64 and torch.equal(model.w, want)
 
 
-def test_in_place_writes_reach_the_storage() -> None:
-    model = tensorfy(ComplexAffine())
-    with torch.no_grad():
-        model.w.fill_(2 - 3j)
-        nn.init.zeros_(model.b)
-    assert torch.equal(model.w__real[..., 1], torch.full((4, 4), -3.0))
-    assert not model.b__real.any()
-
-
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()

@@ -120,7 +120,7 @@ def job_harmless(backend: str) -> list[Any]:
     train(model, 2)
     del model.module.alias
     train(model)
-    norm = [buffer for buffer in model._held_buffers._now().values() if buffer is model.module.norm.running_mean]
+    norm = [buffer for buffer in model.buffers_held._now().values() if buffer is model.module.norm.running_mean]
     return ["first.seen" in model.state_dict(), len(norm), model.teacher is teacher]
 
 

@@ -61,17 +61,6 @@ def test_costs_are_those_of_a_real_step(ranks: Any, backend: str, settings: dict
 
 
 EXPLAINED = {
-    "ddp": """\
-backend 'ddp' on 2 ranks, device cpu
-3 units, 8 parameters (0 frozen), 772 B
-unit        bytes  dtypes             on a rank   sent  bound  ratio  why
-(root)      148 B  float32                148 B  148 B  148 B   1.00  1
-  middle.0  312 B  complex64+float32      312 B  312 B  312 B   1.00  2
-  middle.1  312 B  complex64+float32      312 B  312 B  312 B   1.00  2
-why 1: the root: everything else
-why 2: owns complex weights; float32 unit
-a rank holds 772 B of parameters (bound 772 B, ratio 1.00)
-a rank sends 772 B per step (bound 772 B, ratio 1.00)""",
     "fsdp": """\
 backend 'fsdp' on 2 ranks, device cpu
 3 units, 8 parameters (0 frozen), 772 B

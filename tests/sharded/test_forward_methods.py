@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.errors import ConfigurationError, ModelError
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, PrecisionError, UnsupportedByBackend
+from fsshard.sharded.forward_methods import explain_forward_error
 from tests.training_runs import DISTRIBUTED, ranks_of
 
 BACKENDS = ["none", *DISTRIBUTED]
@@ -200,3 +202,33 @@ def job_loaded(backend: str) -> list[bool]:
 def test_a_state_is_loaded_in_inference_mode(ranks: Any, backend: str) -> None:
     for found in ranks.run(job_loaded, 2, backend):
         assert all(found), found
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+TORCH_SAYS = {
+    "torch.func transforms don't yet support saved tensor hooks. Please open an issue": ConfigurationError,
+    "forward() returned a view, but the jvp is not returning a view": UnsupportedByBackend,
+    "mat1 and mat2 must have the same dtype, but got Float and BFloat16": PrecisionError,
+    "aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor": ModelError,
+    "Output 0 of _UnitInputsBackward is a view and is being modified inplace.": FsshardError,
+}
+
+
+def backend(param: torch.dtype | None) -> Any:
+    return SimpleNamespace(
+        name="fsdp2",
+        facts=SimpleNamespace(has_dtensors=True),
+        settings=SimpleNamespace(precision=SimpleNamespace(param=param)),
+    )
+
+
+@pytest.mark.parametrize("text", TORCH_SAYS)
+def test_each_is_explained_by_its_kind(text: str) -> None:
+    assert type(explain_forward_error(RuntimeError(text), backend(torch.bfloat16))) is TORCH_SAYS[text]
+
+
+def test_dtypes_that_differ_in_full_precision_are_the_models_own_affair() -> None:
+    said = RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Double")
+    assert explain_forward_error(said, backend(None)) is None
+    assert explain_forward_error(RuntimeError("out of memory"), backend(torch.bfloat16)) is None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fsshard
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
+from fsshard.sharded.optimizer_checks import ProbedGroup, Untried, begins_with_closure, try_on_parts
 from tests import optimizers as written
 from tests.models import batch, net
 from tests.training_runs import DISTRIBUTED
@@ -19,7 +22,7 @@ HERE = "use backend='fairscale' or 'ddp'"
 
 
 def job_build(backend: str, name: str, settings: dict[str, Any], handed_over: bool = False) -> Any:
-    optimizer_class = getattr(written, name)
+    optimizer_class = getattr(written, name, None) or getattr(torch.optim, name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -28,11 +31,15 @@ def job_build(backend: str, name: str, settings: dict[str, Any], handed_over: bo
                 optimizer = optimizer_class(module.parameters(), **settings)
                 fsshard.wrap(module, optimizer, backend=backend)
             else:
-                fsshard.build_optimizer(fsshard.wrap(net(), backend=backend), optimizer_class, **settings)
+                fsshard.build_optimizer(fsshard.wrap(real_or_net(name), backend=backend), optimizer_class, **settings)
         except UnsupportedByBackend as error:
             untouched = handed_over and module.middle[0]._parameters["weight"].is_complex()
             return [error.alternative, error.setting, untouched]
     return [str(warning.message) for warning in caught if "could not be tried" in str(warning.message)]
+
+
+def real_or_net(name: str) -> nn.Module:
+    return nn.Linear(4, 4) if name == "Adafactor" else net()  # it takes no complex numbers
 
 
 REFUSED = {
@@ -42,16 +49,18 @@ REFUSED = {
     "Sam": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
     "Noisy": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
     "MyLion": {},
+    "Adafactor": {"fsdp": HERE, "fsdp2": HERE},
+    "LBFGS": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_users_own_algorithms(ranks: Any, name: str) -> None:
-    """Under their own names: whole matrices, norms of a parameter or of all of them, random numbers."""
+def test_algorithms_that_need_more_than_a_part(ranks: Any, name: str) -> None:
+    """Whole matrices, norms of a parameter or of all of them, random numbers. LBFGS under FairScale's OSS gives NaN."""
     for backend in DISTRIBUTED:
         for found in ranks.run(job_build, 2, backend, name, {}):
             assert found[:1] == [REFUSED[name][backend]] if backend in REFUSED[name] else found == [], backend
-            assert backend not in REFUSED[name] or "separable=True" in found[1]
+            assert backend not in REFUSED[name] or hasattr(torch.optim, name) or "separable=True" in found[1]
 
 
 def test_who_vouches_is_believed(ranks: Any) -> None:
@@ -65,6 +74,106 @@ def test_what_cannot_be_tried_warns(ranks: Any) -> None:
     assert "no kernel for CPU tensors" in message
     assert "fsshard.build_optimizer(model, NeedsGpu, ..., separable=True)" in message
     assert second == [], "on rank 0 alone"
+
+
+# ------------------------------------------------------------------------------------------------ the trial
+
+BOTH = frozenset({False, True})
+
+
+def neuraloperators() -> Any:
+    training: Any = importlib.import_module("neuralop.training")
+    return training.AdamW
+
+
+def found(optimizer_class: Any, **settings: Any) -> str:
+    return try_on_parts(optimizer_class, [ProbedGroup({}, BOTH)], settings)
+
+
+@pytest.mark.parametrize(
+    ("needs", "optimizer_class"),
+    [
+        *[("parameters", each) for each in (written.Rowwise, written.LargeOnly)],
+        *[("everything", each) for each in (written.Sam, torch.optim.LBFGS)],
+        *[("numbers", each) for each in (written.InSingle, written.SignAscent, written.AscentFirst, neuraloperators())],
+    ],
+)
+def test_what_an_algorithm_needs(optimizer_class: Any, needs: str) -> None:
+    assert found(optimizer_class) == needs
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("Adagrad", {"lr_decay": 0.1}),
+    ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.0}),
+    ("NAdam", {"decoupled_weight_decay": True}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("Rprop", {}),
+    ("SGD", {"lr": torch.tensor(0.1)}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=lambda value: str(value)[:40])
+def test_torchs_own_work_number_by_number(name: str, settings: dict[str, Any]) -> None:
+    assert found(getattr(torch.optim, name), **settings) == "numbers"
+
+
+def test_a_rate_of_zero_hides_nothing() -> None:
+    """A warm-up begins with it."""
+    assert found(written.MyLars, lr=0.0) == found(written.MyLars, lr=torch.zeros(())) == "parameters"
+
+
+def test_settings_of_each_group_count() -> None:
+    class Mixed(written.Written):
+        def direction(self, group: dict[str, Any], parameter: Any) -> torch.Tensor:
+            grad: torch.Tensor = parameter.grad
+            return grad / grad.norm() if group["whole"] else grad
+
+    def tried(whole: bool) -> Any:
+        groups = [ProbedGroup({"whole": False}, BOTH), ProbedGroup({"whole": whole}, BOTH)]
+        return try_on_parts(Mixed, groups, {})
+
+    assert (tried(False), tried(True)) == ("numbers", "parameters")
+
+
+def test_what_cannot_be_tried_says_why() -> None:
+    with pytest.raises(Untried, match="no kernel for CPU tensors"):
+        found(written.NeedsGpu)
+    with pytest.raises(Untried, match="a Linear is among its settings"):
+        found(written.MyLion, model=torch.nn.Linear(2, 2))
+
+
+def test_nothing_is_disturbed() -> None:
+    """Random numbers, a generator among the settings, the settings, and what surrounds the call."""
+
+    class Own(written.Written):
+        def direction(self, group: dict[str, Any], parameter: Any) -> torch.Tensor:
+            group["seen"].append(1)
+            torch.randn(3, generator=group["generator"])
+            grad: torch.Tensor = parameter.grad
+            return grad * (torch.rand(()) * 0 + 1)
+
+    generator, seen = torch.Generator().manual_seed(5), [0]
+    states = torch.get_rng_state(), generator.get_state()
+    with torch.inference_mode():
+        assert found(Own, generator=generator, seen=seen) == "numbers"
+    assert seen == [0]
+    assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], generator.get_state())
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "first"),
+    [
+        (torch.optim.SGD, True),
+        (torch.optim.LBFGS, True),
+        (written.MyLion, True),
+        (written.SignAscent, True),
+        (written.AscentFirst, False),
+        (written.ClipsInside, False),
+    ],
+)
+def test_who_begins_with_the_closure(optimizer_class: Any, first: bool) -> None:
+    assert begins_with_closure(optimizer_class, [ProbedGroup({}, BOTH)], {}) is first
 
 
 # ------------------------------------------------------------------------------------------------ asked alike
@@ -82,8 +191,6 @@ def job_disagree(backend: str, how: str) -> None:
         fsshard.build_optimizer(model, torch.optim.Adam, lr=torch.tensor([0.1, 0.2][rank]))
     elif how == "groups":
         fsshard.build_optimizer(model, torch.optim.Adam, [{"params": names[:2]}, {"params": names[2:]}][: 2 - rank])
-    elif how == "order":
-        fsshard.build_optimizer(model, torch.optim.Adam, names[:: [1, -1][rank]])
     elif how == "group's lr":
         fsshard.build_optimizer(model, torch.optim.Adam, [{"params": names, "lr": [0.1, 0.2][rank]}])
     elif how == "one raises":
@@ -100,7 +207,6 @@ def job_disagree(backend: str, how: str) -> None:
         ("lr", "lr is 0.1 and 0.2"),
         ("tensor lr", "lr is tensor(0.1"),
         ("groups", "param_groups[1]['params'] is"),
-        ("order", "param_groups[0]['params'] is"),
         ("group's lr", "param_groups[0]['lr'] is 0.1 and 0.2"),
         ("handed over", "lr"),
     ],

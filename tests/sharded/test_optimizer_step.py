@@ -37,28 +37,25 @@ def test_blocks_cover_the_part_once(total: int, parts: int) -> None:
         assert position == stop - start
 
 
-def operations() -> dict[str, object]:
-    return {
-        "product": lambda a, b: a * b,
-        "quotient": lambda a, b: a / b,
-        "second moment": lambda a, b: a.clone().addcmul_(b, b.conj(), value=0.1),
-    }
+OPERATIONS: dict[str, Any] = {
+    "product": lambda a, b: a * b,
+    "quotient": lambda a, b: a / b,
+    "second moment": lambda a, b: a.clone().addcmul_(b, b.conj(), value=0.1),
+}
 
 
-def in_blocks(
-    operation: object, a: torch.Tensor, b: torch.Tensor, start: int, stop: int, threads: int = 1
-) -> torch.Tensor:
+def in_blocks(operation: Any, a: torch.Tensor, b: torch.Tensor, start: int, stop: int, threads: int) -> torch.Tensor:
     part_a, part_b = a[start:stop].clone(), b[start:stop].clone()
     result = torch.zeros_like(part_a)
     for block in blocks_of(start, stop, len(a), threads):
         piece = slice(block.start, block.stop)
         if not block.size:
-            result[piece] = operation(part_a[piece], part_b[piece])  # type: ignore[operator]
+            result[piece] = operation(part_a[piece], part_b[piece])
             continue
         wide_a, wide_b = a.new_ones(block.size), b.new_ones(block.size)
         inside = slice(block.offset, block.offset + block.stop - block.start)
         wide_a[inside], wide_b[inside] = part_a[piece], part_b[piece]
-        result[piece] = operation(wide_a, wide_b)[inside]  # type: ignore[operator]
+        result[piece] = operation(wide_a, wide_b)[inside]
     return result
 
 
@@ -79,16 +76,16 @@ LARGE = {
 )
 def test_complex_kernels_round_as_on_the_whole(name: str, threads: int, cuts: dict[int, Any]) -> None:
     """torch's complex kernels give other last bits on a part (shown), and the same ones on blocks."""
-    generator, operation = torch.Generator().manual_seed(0), operations()[name]
+    generator, operation = torch.Generator().manual_seed(0), OPERATIONS[name]
     before, plainly_different = torch.get_num_threads(), 0
     torch.set_num_threads(threads)
     try:
         for total, places in cuts.items():
             a, b = (torch.randn(total, dtype=torch.complex64, generator=generator) for _ in range(2))
-            whole = operation(a, b)  # type: ignore[operator]
+            whole = operation(a, b)
             for start, stop in (part for cut in places for part in ((0, cut), (cut, total))):
                 assert torch.equal(in_blocks(operation, a, b, start, stop, threads), whole[start:stop])
-                plain = operation(a[start:stop].clone(), b[start:stop].clone())  # type: ignore[operator]
+                plain = operation(a[start:stop].clone(), b[start:stop].clone())
                 plainly_different += not torch.equal(plain, whole[start:stop])
     finally:
         torch.set_num_threads(before)
@@ -126,7 +123,7 @@ def job_closure(backend: str, name: str, settings: dict[str, Any]) -> list[str]:
     return list(differences(expected, found))
 
 
-CLOSURES = [
+CLOSURES: list[tuple[str, dict[str, Any]]] = [
     ("SignAscent", {}),
     ("SignAscent", {"how": "data"}),
     ("AscentFirst", {}),
@@ -136,18 +133,18 @@ CLOSURES = [
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
-@pytest.mark.parametrize(("name", "settings"), CLOSURES, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("name", "settings", "backend"),
+    [
+        *((*each, backend) for each in CLOSURES for backend in (*DISTRIBUTED, "none")),
+        *(("Sam", {}, backend) for backend in ("ddp", "none")),
+    ],
+    ids=lambda value: str(value),
+)
 def test_a_closure_sees_the_weights_as_they_are(ranks: Any, backend: str, name: str, settings: dict[str, Any]) -> None:
     """Called twice, after the weights were moved: OSS by itself would send them afterwards only."""
     size = 1 if backend == "none" else 2
     assert ranks.run(job_closure, size, backend, name, settings) == [[]] * size
-
-
-@pytest.mark.parametrize("backend", ["ddp", "none"])
-def test_sam(ranks: Any, backend: str) -> None:
-    size = 1 if backend == "none" else 2
-    assert ranks.run(job_closure, size, backend, "Sam", {}) == [[]] * size
 
 
 def job_last_in_closure(backend: str, name: str) -> list[str]:
@@ -263,29 +260,6 @@ def test_an_optimizer_that_keeps_views_from_its_constructor(ranks: Any) -> None:
         assert not any(wrong.values()), wrong
     for wrong in ranks.run(job_blocked, 2, net, *WHOLE):  # with complex weights
         assert not any(wrong.values()), wrong
-
-
-def job_parameters_kept(backend: str) -> list[str]:
-    """Views of parameters alone, and the parameters themselves: right where they are cut, too."""
-
-    class Keeping(written.Blocked):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for parameter, blocks in self.blocks.items():
-                if parameter.grad is not None:
-                    for (block, _), gradient in zip(blocks, parameter.grad.reshape(-1).split(8), strict=True):
-                        block.add_(gradient, alpha=-0.05)
-
-    bare = net()
-    blocked_steps(bare, Keeping(bare.parameters()), range(3), bare=True)
-    model = fsshard.wrap(net(), backend=backend)
-    blocked_steps(model, fsshard.build_optimizer(model, Keeping), range(3))
-    return list(differences(bare.state_dict(), model.state_dict()))
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_views_of_parameters_that_are_cut(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_parameters_kept, 2, backend) == [[], []]
 
 
 def job_moved(implementation: str) -> list[str]:

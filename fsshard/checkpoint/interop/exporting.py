@@ -35,7 +35,6 @@ from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import exchange
 from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError, ConfigurationError
-from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -395,7 +394,7 @@ class LiveReader(TensorReader):
     ) -> None:
         settings = model.backend.settings
         self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
-        buffers_of(model).sync()  # rank 0's count, as in a state dict
+        model.buffers_held.sync()  # rank 0's count, as in a state dict
 
         def collected() -> Collected:
             model.backend.reshard()
