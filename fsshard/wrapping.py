@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, TypeVar, overload
 
 import torch
@@ -59,6 +58,7 @@ from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_t
 from fsshard.sharded.handover import HandedOver
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, refuse_foreign_optimizers
+from fsshard.sharded.optimizer_checks import rank_independent_text
 from fsshard.sharded.state_dict import honour_state_dict_type
 from fsshard.torch_private.c10d import flattened, takes_only_cuda
 
@@ -386,7 +386,7 @@ def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dic
     """Return what ranks have to ask for alike, as they tell each other."""
     checkpointing, compilation = request.checkpointing, settings.compilation
     recomputed = [*settings.plan.recomputed, checkpointing.offload_to_cpu, checkpointing.preserve_rng_state]
-    compiler = None if compilation is None else (compilation.backend, _rank_independent_text(request.compile))
+    compiler = None if compilation is None else (compilation.backend, rank_independent_text(request.compile))
     return {
         "backend": request.backend,
         "units": [unit.name for unit in settings.plan.units],
@@ -394,7 +394,7 @@ def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dic
         "sharding_strategy": settings.sharding_strategy,
         "find_unused_parameters": settings.find_unused_parameters,
         "broadcast_buffers": request.broadcast_buffers,
-        "options": sorted((key, _rank_independent_text(value)) for key, value in settings.options.items()),
+        "options": sorted((key, rank_independent_text(value)) for key, value in settings.options.items()),
         "cpu_offload": settings.cpu_offload,
         "mixed_precision": settings.precision,
         "compile": compiler,
@@ -459,11 +459,6 @@ def _device(slots: list[ParameterSlot], device: torch.device | str | None, group
     if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def _rank_independent_text(value: object) -> str:
-    """A text that is the same on every rank: that of plain values and enums, else the type's name."""
-    return repr(value) if isinstance(value, (bool, int, float, str, Enum, type(None))) else type(value).__name__
 
 
 def _strategy_name(strategy: object) -> str | None:

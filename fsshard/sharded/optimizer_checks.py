@@ -12,6 +12,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +38,7 @@ __all__ = [
     "check_asked_alike",
     "check_separable",
     "check_settings",
+    "rank_independent_text",
     "try_on_parts",
 ]
 
@@ -337,22 +339,24 @@ def asked_of(
 ) -> list[tuple[str, str]]:
     """Return what a rank asks for, with names in place of parameters: (what, text that is the same on every rank)."""
     asked = [("optimizer", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}")]
-    asked += [(key, _text(value)) for key, value in sorted(defaults.items())]
+    asked += [(key, rank_independent_text(value)) for key, value in sorted(defaults.items())]
     for index, group in enumerate(groups):
-        asked += [(f"param_groups[{index}][{key!r}]", _text(value)) for key, value in sorted(group.items())]
+        asked += [
+            (f"param_groups[{index}][{key!r}]", rank_independent_text(value)) for key, value in sorted(group.items())
+        ]
     return asked
 
 
-def _text(value: object) -> str:
+def rank_independent_text(value: object) -> str:
     """Return a text that is the same on every rank: of what is no plain value, its type or its name."""
     if isinstance(value, Tensor):
         small = value.numel() <= 16 and not value.is_meta
         return f"tensor({value.tolist()})" if small else f"tensor{tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {rank_independent_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(_text(item) for item in value) + ")"
-    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype)):
+        return "(" + ", ".join(rank_independent_text(item) for item in value) + ")"
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, Enum)):
         return repr(value)
     if isinstance(value, type) or inspect.isroutine(value):
         return str(getattr(value, "__qualname__", type(value).__name__))

@@ -49,7 +49,6 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "data = one alike": (lambda p: assign(p, like(p)), like),
     "data = a plain one": (lambda p: assign(p, plain(p)), plain),
     "vector_to_parameters": (lambda p: nn.utils.vector_to_parameters(plain(p).reshape(-1), [p]), plain),
-    "data.copy_": (lambda p: p.data.copy_(like(p)), like),
     "copy_": (lambda p: p.copy_(like(p)), like),
     "init": (lambda p: nn.init.constant_(p, 0.25), like),
     "detach": (lambda p: p.detach().fill_(0.25), like),

@@ -88,10 +88,9 @@ def test_registered_methods_are_those_of_the_bare_model(ranks: Any, backend: str
 
 
 def job_in_bf16(backend: str) -> list[Any]:
-    def made() -> nn.Module:
-        return fsshard.wrap(clip(), backend=backend, mixed_precision="bf16", auto_wrap_policy={nn.Linear})
-
-    model, other = made(), made()
+    model, other = (
+        fsshard.wrap(clip(), backend=backend, mixed_precision="bf16", auto_wrap_policy={nn.Linear}) for _ in range(2)
+    )
     fsshard.register_forward_method(model, "encode_text")
     with torch.no_grad(), other.full_parameters():
         whole, text = other.module(SAMPLES), other.module.encode_text(SAMPLES)

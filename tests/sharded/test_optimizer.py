@@ -196,7 +196,6 @@ def job_groups_given_as(form: str) -> list[str]:
         given: Any = {
             "pairs": pairs,
             "parameters": [p for _, p in pairs],
-            "names": [n for n, _ in pairs],
             "groups": [
                 {"params": [p for n, p in pairs if p.ndim < 2]},
                 {"params": [n for n, p in pairs if p.ndim > 1]},
@@ -211,7 +210,7 @@ def job_groups_given_as(form: str) -> list[str]:
     return [d for backend in DISTRIBUTED[1:] for d in differences(reference, build(backend).state_dict())]
 
 
-@pytest.mark.parametrize("form", ["pairs", "parameters", "names", "groups"])
+@pytest.mark.parametrize("form", ["pairs", "parameters", "groups"])
 def test_forms_of_param_groups(ranks: Any, form: str) -> None:
     """Parameters as ``named_parameters`` shows them have the original shapes, so grouping by ndim works everywhere."""
     assert ranks.run(job_groups_given_as, 2, form) == [[], []]
