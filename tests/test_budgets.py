@@ -22,7 +22,7 @@ LINES = {
     "fsshard/backends": 4_145,
     "fsshard/checkpoint": 5_346,
     "fsshard/parity": 5_365,
-    "fsshard/sharded": 4_001,
+    "fsshard/sharded": 4_005,
     "fsshard/comm + fsshard/launching": 3_740,
     "fsshard/simulation": 3_619,
     "fsshard/model": 2_385,

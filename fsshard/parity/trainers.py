@@ -20,8 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 from fsshard.errors import RecipeError
 from fsshard.parity.one_process import kept_random_numbers, seed_all
 from fsshard.parity.recipe import Recipe
-from fsshard.sharded.optimizer import constructor_arguments, name_groups
 from fsshard.sharded.handover import point_at
+from fsshard.sharded.optimizer import constructor_arguments, name_groups
 
 __all__ = ["Configured", "FreshScheduler", "SampledBatches", "from_lightning", "optimizer_fields"]
 
