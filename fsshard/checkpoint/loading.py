@@ -120,19 +120,19 @@ def load(
         job = _Load(sharded, given, strict, call)
 
         def opened(chosen: list[Any]) -> str:
-            named = name_optimizers(sharded, optimizer, "fsshard.load")
+            job.optimizers = name_optimizers(sharded, optimizer, "fsshard.load")
             kind, place = chosen[0], Path(chosen[1])
             job.reader = (
                 Reader(place)
                 if kind is None  # it is ours
-                else open_foreign(place, kind, sharded, named, strict=strict, trust_pickle=trust_pickle)
+                else open_foreign(place, kind, sharded, job.optimizers, strict=strict, trust_pickle=trust_pickle)
             )
             until_done.push(job.reader.__exit__)
             job.reader.check_headers()  # from here on all files are open, and no save takes them away
             return job.reader.index.id
 
         _open_together(channel, path, opened, call)
-        exchange(channel, lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
+        exchange(channel, job.check)
         if verify:
             exchange(channel, lambda: job.reader.verify(channel.rank, channel.size), timeout)
         exchange(channel, job.read, timeout)
@@ -191,14 +191,13 @@ class _Load:
 
     # -- does it fit?
 
-    def check(self, optimizers: dict[str, ShardedOptimizer]) -> None:
+    def check(self) -> None:
         """Raise for everything that does not fit. Local; reads headers only."""
         self._check_layout()
-        self.optimizers = optimizers
         wrong = self._match_model()
         if wrong or (self.strict and (self.missing or self.unexpected)):
             raise StateDictError(f"{self.call}: the model", self.missing, self.unexpected, wrong)
-        for name, optimizer in optimizers.items():
+        for name, optimizer in self.optimizers.items():
             self._check_optimizer(name, optimizer)
         absent = [name for name in self.given if name not in self.reader.index.objects]
         if absent and self.strict:
@@ -220,18 +219,17 @@ class _Load:
             return
         backend = self.model.backend
         laid = [e.name for e in backend.all if not e.in_order or memory_order(e.parameter) is not None]
+        which = f", as some of this model are ({', '.join(laid[:3])})" if laid else ""
         what = (
-            f"{self.reader.directory} was written under 'fsdp' by an fsshard that wrote parameters that were not "
-            "contiguous (channels_last, transposed) in the wrong order"
+            f"{self.call}: {self.reader.directory} was written under 'fsdp' by an fsshard that wrote parameters that "
+            f"were not contiguous (channels_last, transposed) in the wrong order{which}. The script "
+            "tools/mend_layout.py of fsshard's sources writes it anew in order, given the bare model as it was then "
+            "(docs/checkpoints.md)"
         )
-        how = "the script tools/mend_layout.py of fsshard's sources writes it anew in order (docs/checkpoints.md)"
         if laid:
-            raise CheckpointError(
-                f"{self.call}: {what}, as some of this model are ({', '.join(laid[:3])}): {how}; with the bare model "
-                "as it was then, contiguous or not"
-            )
+            raise CheckpointError(what)
         if backend.settings.is_first:
-            log.warning("%s: %s. If this model's were, stop: %s", self.call, what, how)
+            log.warning("%s. If parameters of this model were not contiguous then, stop and do so", what)
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
         """Find the tensor of each parameter and buffer; return what is expected and got of those that do not fit."""

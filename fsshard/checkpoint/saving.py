@@ -21,21 +21,12 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
 from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, piece_shape, rank_file, write_index
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
-from fsshard.checkpoint.parts import (
-    Collected,
-    as_table,
-    collect,
-    collect_together,
-    divide,
-    in_pieces,
-    make_index,
-    origin_of,
-)
 from fsshard.checkpoint.staging import Staging
 from fsshard.comm.agreement import exchange
 from fsshard.comm.channel import Channel
@@ -114,19 +105,19 @@ def save(
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)
     hint = "" if settings.knows_all_ranks else PARTS_OF_A_MODEL
-    job = _Save(channel, Path(path).absolute(), call, timeout, keep, origin_of(sharded), hint)
+    job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(sharded), hint)
 
-    def collected() -> Collected:
+    def collected() -> parts.Collected:
         _check_arguments(keep, Path(path).name, objects)
         sharded.backend.reshard()
         optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
-        parts = collect(sharded, optimizers, objects, settings.overall_rank)
+        mine = parts.collect(sharded, optimizers, objects, settings.overall_rank)
         if rng:
-            parts.add_generators(generators.capture(settings.device))
+            mine.add_generators(generators.capture(settings.device))
         job.place = CheckpointTarget(path)
-        return parts
+        return mine
 
-    job.collected = collect_together(collected, sharded.backend, channel, timeout)
+    job.collected = parts.collect_together(collected, sharded.backend, channel, timeout)
     job.arrange()
     handle = SaveHandle(job)
     if block:
@@ -188,7 +179,7 @@ class _Save:
     keep: int | None
     origin: Origin
     hint: str  # where another process saves to the path
-    collected: Collected = field(default_factory=Collected)
+    collected: parts.Collected = field(default_factory=parts.Collected)
     place: CheckpointTarget = field(default=None)  # type: ignore[assignment]
     alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
     tensors: dict[str, TensorInfo] = field(default_factory=dict)  # of all ranks, on rank 0
@@ -207,14 +198,14 @@ class _Save:
     def arrange(self) -> None:
         """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
         known, mine = _arrangements.get(self.channel), self.collected
-        held = _digest([as_table(mine.parts), {name: as_table(own) for name, own in mine.own.items()}])
+        held = _digest([parts.as_table(mine.parts), {name: parts.as_table(own) for name, own in mine.own.items()}])
         told = self.channel.gather([held, known.key if known else "", mine.digests], self.timeout)
         self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in told}) == 1}
         key = _digest([[theirs for theirs, *_ in told], sorted(self.alike)])
         mine.adopt_own(self.channel.rank, self.alike)
         if known is None or any(theirs != key for _, theirs, _ in told):  # on all ranks, or on none
-            infos, written = divide(self.channel.gather(as_table(mine.parts), self.timeout), self.call)
-            tensors = in_pieces(infos, written) if self.channel.rank == 0 else {}
+            infos, written = parts.divide(self.channel.gather(parts.as_table(mine.parts), self.timeout), self.call)
+            tensors = parts.in_pieces(infos, written) if self.channel.rank == 0 else {}
             known = _arrangements[self.channel] = _Arrangement(key, written[self.channel.rank], tensors)
         self.tensors = known.tensors
         for name, (start, stop) in known.mine.items():
@@ -278,7 +269,7 @@ class _Save:
         if self.channel.rank:
             return
         index = dataclasses.replace(
-            make_index(self.origin, self.collected, self.tensors, trees, self.alike),
+            parts.make_index(self.origin, self.collected, self.tensors, trees, self.alike),
             id=id,
             ordinal=_next_ordinal(self.place.path.parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -387,7 +378,7 @@ class SaveHandle:
             if self._thread is not None:
                 log.error("%s failed: %s", self._job.call, error)
         finally:
-            self._job.items, self._job.collected = [], Collected()
+            self._job.items, self._job.collected = [], parts.Collected()
             self._job.staging.give_back()
 
 

@@ -76,11 +76,8 @@ def test_checksums_with_progress(copied: Path) -> None:
     content[-1] ^= 1
     second.write_bytes(content)
     assert one(copied).ok
-    found = one(copied, verify=True)
-    (problem,) = found.problems
-    assert not found.ok and not found.verified
+    (problem,) = one(copied, verify=True).problems
     assert second.name in problem and first.name not in problem and "checksum" in problem and "model/" in problem
-    assert "INVALID" in text(found) and problem in text(found) and "model/layers.1.weight" in text(found)
 
 
 def test_a_broken_index(copied: Path) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.checkpoint import saving
+from fsshard.checkpoint import parts, saving
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import finish_before_leaving
 from fsshard.launching.pool import RankPool
@@ -129,7 +129,7 @@ def job_remembered(folder: str, backend: str) -> list[tuple[str, int, bool]]:
     }.items():
         if what == "one has forgotten" and rank == 1:
             saving._arrangements.clear()
-        with mock.patch.object(saving, "divide", side_effect=saving.divide) as divide:
+        with mock.patch.object(parts, "divide", side_effect=parts.divide) as divide:
             fsshard.save(f"{folder}/last", model, optimizer, **state)
         own = {key: value.clone() for key, value in model.state_dict().items()}
         step(model, optimizer)

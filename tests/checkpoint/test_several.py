@@ -21,26 +21,27 @@ from tests.models import net
 
 
 def schedulers(optimizer: fsshard.ShardedOptimizer, how: str) -> Any:
-    first: LRScheduler = StepLR(optimizer, 2)
-    second: LRScheduler = ExponentialLR(optimizer, 0.5)
-    return [first, second] if how == "list" else {"body": first, "head": second}
+    both: list[LRScheduler] = [StepLR(optimizer, 2), ExponentialLR(optimizer, 0.5)]
+    return both if how == "list" else dict(zip(("body", "head"), both, strict=True))
+
+
+def states(several: Any) -> list[Any]:
+    return [one.state_dict() for one in (several.values() if isinstance(several, dict) else several)]
 
 
 def job_several(path: str, how: str) -> tuple[Any, Any, list[str]]:
     model, optimizer = trained(net())
-    mine = schedulers(optimizer, how)
+    mine, fresh = schedulers(optimizer, how), schedulers(optimizer, how)
     for _ in range(3):
         optimizer.step()
-        for one in mine if how == "list" else mine.values():
+        for one in mine.values() if how == "dict" else mine:
             one.step()
     fsshard.save(path, model, optimizer, mine)
-    fresh = schedulers(optimizer, how)
     fsshard.load(path, model, optimizer, fresh)
     other = schedulers(optimizer, "dict" if how == "list" else "list")
     few = fresh[:1] if how == "list" else {"body": fresh["body"]}
     wrong = [refused(lambda given=given: fsshard.load(path, model, optimizer, given)) for given in (other, few)]
-    states = [one.state_dict() for one in (mine if how == "list" else mine.values())]
-    return states, [one.state_dict() for one in (fresh if how == "list" else fresh.values())], wrong
+    return states(mine), states(fresh), wrong
 
 
 @pytest.mark.parametrize("how", ["list", "dict"])

@@ -16,20 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.checkpoint import parts
 from fsshard.checkpoint.arguments import TIMEOUT, name_optimizers
 from fsshard.checkpoint.format.directory import from_home, sync
 from fsshard.checkpoint.format.index import Index, Range, cover, rank_of
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
-from fsshard.checkpoint.parts import (
-    Collected,
-    as_table,
-    collect,
-    collect_together,
-    divide,
-    in_pieces,
-    make_index,
-    origin_of,
-)
 from fsshard.checkpoint.reader import Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import exchange
@@ -396,15 +387,15 @@ class LiveReader(TensorReader):
         self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
         model.buffers_held.sync()  # rank 0's count, as in a state dict
 
-        def collected() -> Collected:
+        def collected() -> parts.Collected:
             model.backend.reshard()
-            return collect(model, optimizers, {}, settings.overall_rank)
+            return parts.collect(model, optimizers, {}, settings.overall_rank)
 
-        mine = collect_together(collected, model.backend, channel)
+        mine = parts.collect_together(collected, model.backend, channel)
         self._parts = mine.parts
-        told = channel.gather([as_table(mine.parts), mine.trees(())])
-        tensors = in_pieces(*divide([table for table, _ in told], call, shared=False))
-        self.index = make_index(origin_of(model), mine, tensors, [trees for _, trees in told])
+        told = channel.gather([parts.as_table(mine.parts), mine.trees(())])
+        tensors = parts.in_pieces(*parts.divide([table for table, _ in told], call, shared=False))
+        self.index = parts.make_index(parts.origin_of(model), mine, tensors, [trees for _, trees in told])
         self._numbers = {name: number for number, name in enumerate(tensors)}  # the same on all ranks
         ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
         self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
