@@ -420,17 +420,12 @@ def spoil(state: dict[str, Any], how: str) -> Any:
     groups, items = state["param_groups"], state["state"]
     if how == "none":
         return None
-    if how == "a model":
-        return {"weight": torch.zeros(2)}
     if how == "partial":  # what FairScale's load_state_dict leaves in the dict that it is given
         items[2] = {}
     elif how == "gone":
         del items[2]
     elif how == "fewer":
         groups[1]["params"] = groups[1]["params"][1:]
-    elif how == "more":
-        groups[1]["params"] = [*groups[1]["params"], 4]
-        items[4] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(3, 2), "exp_avg_sq": torch.zeros(3, 2)}
     elif how == "shape":
         items[2]["exp_avg"] = torch.zeros(7)
     elif how == "groups":
@@ -440,7 +435,7 @@ def spoil(state: dict[str, Any], how: str) -> Any:
     return state
 
 
-SPOILT = ("none", "a model", "partial", "gone", "fewer", "more", "shape", "groups", "uncollected")
+SPOILT = ("none", "partial", "gone", "fewer", "shape", "groups", "uncollected")
 
 
 def job_spoilt(only_rank: int | None) -> dict[str, list[Any]]:
@@ -471,25 +466,6 @@ def job_not_strict() -> list[Any]:
     return [list(optimizer.state_dict()["state"]), [name for name, _ in model.named_parameters()]]
 
 
-def job_spoilt_model(only_rank: int | None) -> dict[str, list[Any]]:
-    """As :func:`job_spoilt`, for the weights."""
-    model, _, _ = text_model("fsdp2")
-    whole = old.sharded_ddp_state(model)
-    spoilt: dict[str, Any] = {
-        "missing": {key: value for key, value in whole.items() if key != "module.hidden.bias"},
-        "unexpected": {**whole, "module.extra": torch.zeros(2)},
-        "shape": {**whole, "module.hidden.bias": torch.zeros(7)},
-        "flat": {"module.hidden.flat_param_0": torch.zeros(7)},
-        "none": None,
-    }
-    found = {}
-    for how, bad in spoilt.items():
-        before, given = model.state_dict(), bad if only_rank in (None, dist.get_rank()) else whole
-        said = _said(lambda given=given: old.load_model_state(model, given))  # type: ignore[misc]
-        found[how] = [said, list(differences(before, model.state_dict()))]
-    return found
-
-
 def job_names() -> dict[str, str]:
     """Case -> what is said of names that do not go with a state."""
     model = fsshard.wrap(build(Nested), backend="ddp")
@@ -505,23 +481,6 @@ def job_names() -> dict[str, str]:
         "left out": lambda: old.fsdp_optimizer_state(optimizer, [["first.weight"]]),
     }
     return {case: _said(call) for case, call in calls.items()}
-
-
-def job_unwritable() -> dict[str, str]:
-    """Case -> what is said of a state that FSDP's form cannot hold."""
-    found = {}
-    for case in ("groups", "part", "steps"):
-        model = fsshard.wrap(build(Nested), backend="ddp", find_unused_parameters=True)
-        names = [name for name, _ in model.named_parameters()]
-        groups = [{"params": names[:2]}, {"params": names[2:]}] if case == "groups" else None
-        optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, groups, lr=0.01)
-        if case == "part":
-            model.module.last.bias.requires_grad_(False)
-        run(model, [optimizer], 0)
-        if case == "steps":
-            optimizer.state[model.module.last.bias]["step"] += 1
-        found[case] = _said(lambda optimizer=optimizer: old.fsdp_optimizer_state(optimizer))  # type: ignore[misc]
-    return found
 
 
 def job_named() -> list[dict[str, Any]]:
