@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
@@ -77,7 +77,7 @@ class FairScaleBackend(Backend):
     def shard(self) -> nn.Module:
         self._oss = _implementation(self.settings.options["implementation"])
         self._optimizers: list[PartitionedOptimizer] = []
-        self._memory: list[tuple[nn.Parameter, Tensor, int]] = []  # where OSS has put parameters; see _put_back
+        self._places: list[tuple[nn.Parameter, int]] = []  # where OSS has put parameters
         self._reduction: EngineReduction | None = None
         self._is_covered = False
         for entry in self.entries.values():
@@ -88,7 +88,6 @@ class FairScaleBackend(Backend):
     # ------------------------------------------------------------------------------------------ training
 
     def before_forward(self, *, training: bool) -> None:
-        self._put_back()
         if self._reduction is not None:
             self._reduction.check_ended()
         super().before_forward(training=training)
@@ -102,22 +101,22 @@ class FairScaleBackend(Backend):
         if training and torch.is_grad_enabled() and not self._is_covered:
             self._check_covered()
 
-    def _put_back(self) -> None:
-        """Write into OSS's buffers what ``p.data = ...`` has put elsewhere: it is these that are sent after a step."""
-        for parameter, memory, place in self._memory:
-            if parameter.data_ptr() != place and parameter.shape == memory.shape:
-                memory.copy_(parameter.data)
-                parameter.data = memory
+    def _refresh_buffers(self) -> None:
+        """Put what ``p.data = ...`` has put elsewhere into new buffers: it is these that are sent after a step."""
+        # Not by copying back into the old ones, and not before a step: memory that a parameter has left belongs to
+        # whoever still holds it, such as a backup of the weights while their average is evaluated.
+        if any(parameter.data_ptr() != place for parameter, place in self._places):
+            with self._moved(), stored_names():
+                for optimizer in self._optimizers:
+                    cast(Any, optimizer).refresh_trainable()
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:
         """Enter a context in which OSS puts parameters into new buffers."""
-        self._put_back()
-        self._memory = []
         follow = None if self.on_move is None else self.on_move()
         with contextlib.nullcontext() if follow is None else follow():
             yield
-        self._memory = [(e.parameter, e.parameter.data, e.parameter.data_ptr()) for e in self.all]
+        self._places = [(e.parameter, e.parameter.data_ptr()) for e in self.all]
 
     def _check_covered(self) -> None:
         left = [e.name for e in self.all if e.parameter.requires_grad and self.owner(e) is None]
@@ -156,10 +155,10 @@ class FairScaleBackend(Backend):
     def retire(self) -> None:
         if self._reduction is not None:
             self._reduction.detach()
-        self._reduction, self._memory = None, []
+        self._reduction, self._places = None, []
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
-        self._put_back()
+        self._refresh_buffers()
         if self._reduction is not None:
             self._reduction.finish()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
+from tests.on_ranks import on_ranks
 from tests.optimizers import average
 from tests.sets import often
 from tests.training_runs import differences
@@ -265,6 +266,31 @@ def test_freezing_a_layer_mid_training(ranks: Any, which: str, optim: str) -> No
     assert drift[1], "raw FairScale used to drift here"
     ddp, patched = ranks.run(job_freeze, 2, "ddp", optim), ranks.run(job_freeze, 2, which, optim)
     assert [list(differences(a[0], b[0])) for a, b in zip(ddp, patched, strict=True)] == [[], []]
+
+
+def exchanged(kind: str) -> list[Any]:
+    """Weights are put aside by reference while others are evaluated, and later for good."""
+    model, optimizer = ours(kind)
+    found: list[Any] = [loop(model, optimizer)]
+    parameters = list(model.module.parameters())
+    aside = [p.data for p in parameters]
+    for evaluated in (True, False):
+        for parameter in parameters:
+            parameter.data = torch.full_like(parameter, 0.25)
+        if evaluated:
+            with torch.no_grad():
+                found.append({"output": model(data(0))})
+            for parameter, value in zip(parameters, aside, strict=True):
+                parameter.data = value
+        found.append(loop(model, optimizer))
+    return [*found, {str(i): value.clone() for i, value in enumerate(aside)}]
+
+
+@BOTH
+@on_ranks()
+def test_memory_that_a_parameter_has_left_is_not_written_to(which: str) -> None:
+    for expected, found in zip(exchanged("ddp"), exchanged(which), strict=True):
+        assert list(differences(expected, found)) == []
 
 
 def job_subgroup(kind: str) -> list[Tensor] | None:
