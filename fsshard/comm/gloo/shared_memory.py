@@ -97,14 +97,11 @@ class Message:
 
     def _wait(self) -> None:
         """Wait for the peers' rows; raises again what it has raised. Peers may wait until this rank has looked."""
-        done = False
-        while not done:
-            try:
-                done = self._work.wait(SLICE)
-            except RuntimeError:  # the slice is over, or the collective has failed
-                if self._work.is_completed():
-                    done = self._work.wait()
-                self._exchange.look()
+        while not self._work.is_completed():
+            with contextlib.suppress(RuntimeError):  # the slice is over, or the collective has failed
+                self._work.wait(SLICE)
+            self._exchange.look()
+        self._work.wait()  # not within a handler: else a traceback begins here, and names neither collective nor line
 
     def end(self) -> None:
         """Let the peers use their memory again: all views are void."""
