@@ -24,7 +24,7 @@ LINES = {
     "fsshard/parity": 5_365,
     "fsshard/sharded": 4_005,
     "fsshard/comm + fsshard/launching": 3_740,
-    "fsshard/simulation": 3_619,
+    "fsshard/simulation": 3_608,
     "fsshard/model": 2_385,
     "fsshard/oss": 2_160,
     "fsshard/torch_private": 1_765,

@@ -437,34 +437,26 @@ def _assemble(
         own.setdefault(info.unit, []).append(info)
     order = ["", *(name for name in names.values() if name in reasons)]
     bare = {names[id(m)] for m in kept if isinstance(m, BatchNorm) and mixed}
-    units = tuple(
-        _unit(name, reasons.get(name, "the root: everything else"), own.get(name, []), numbers, precision, name in bare)
-        for name in order
-    )
+    units = []
+    for name in order:
+        held = own.get(name, [])
+        fp32 = name in bare or any(info.name in numbers for info in held)
+        compute = None if precision.is_full else torch.float32 if fp32 else precision.param
+        reduce_dtype = precision.reduce if precision.reduce is not None else compute
+        unit = Unit(
+            name=name,
+            reason=reasons.get(name, "the root: everything else"),
+            parameters=tuple(info.name for info in held),
+            nbytes=sum(info.nbytes for info in held),
+            dtypes=tuple(sorted({info.dtype for info in held}, key=str)),
+            fp32=fp32,
+            compute=compute,
+            reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype,
+        )
+        units.append(unit)
     ordered = tuple(name for name in names.values() if name in fp32_units)
-    return Plan(units=units, parameters=infos, ties=ties, fp32_units=ordered, dropped=dropped, precision=precision)
-
-
-def _unit(
-    name: str,
-    reason: str,
-    own: list[ParameterInfo],
-    numbers: Collection[str],
-    precision: Precision,
-    norm: bool,
-) -> Unit:
-    fp32 = norm or any(info.name in numbers for info in own)
-    compute = None if precision.is_full else torch.float32 if fp32 else precision.param
-    reduce_dtype = precision.reduce if precision.reduce is not None else compute
-    return Unit(
-        name=name,
-        reason=reason,
-        parameters=tuple(info.name for info in own),
-        nbytes=sum(info.nbytes for info in own),
-        dtypes=tuple(sorted({info.dtype for info in own}, key=str)),
-        fp32=fp32,
-        compute=compute,
-        reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype,
+    return Plan(
+        units=tuple(units), parameters=infos, ties=ties, fp32_units=ordered, dropped=dropped, precision=precision
     )
 
 

@@ -136,14 +136,13 @@ def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
     """Return what the simulating process makes a recipe of."""
     from fsshard.nested import map_leaves
     from fsshard.parity.recipe import Recipe, resolve
-    from fsshard.simulation.planned import planned_recipe
     from fsshard.simulation.worker import packed
 
     alone = batch is None and loss is None
     if isinstance(subject, Plan):
         if not alone:
             raise ConfigurationError("a plan has no forward; leave out batch= and loss=, or pass the model")
-        return planned_recipe(subject)
+        return _planned_recipe(subject)
     if isinstance(subject, type) and issubclass(subject, nn.Module):
         raise ConfigurationError(f"{subject.__name__} is a class of models; pass a model, {subject.__name__}(...)")
     if not isinstance(subject, nn.Module):
@@ -227,6 +226,88 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
         f"optimizer={optimizer!r}: expected a torch.optim.Optimizer class, a functools.partial of one with "
         "keywords, or an optimizer"
     )
+
+
+# ------------------------------------------------------------------------------------------------ a plan as a model
+
+
+def _planned_recipe(plan: Plan) -> Any:
+    """Return a training that uses each of the plan's parameters once, in the plan's units, without activations."""
+    from fsshard.parity.recipe import Recipe
+
+    return Recipe(
+        build=functools.partial(_built, plan),
+        batches=_one_number,
+        loss=_sum,
+        precision=plan.precision,
+        settings={"auto_wrap_policy": _is_unit if len(plan.units) > 1 else None},
+        name=f"plan of {len(plan.parameters)} parameters",
+    )
+
+
+class PlannedUnit(nn.Module):
+    """Stands for any module of the plan."""
+
+    is_unit = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            shown = getattr(self, name)
+            if parameter.requires_grad and shown.numel():
+                x = _use(x, shown)
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+class _Use(torch.autograd.Function):
+    """Passes ``x`` on and gives the parameter a gradient: the memory of a gradient, and no activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (parameter,) = ctx.saved_tensors
+        return gradient, torch.zeros_like(parameter)
+
+
+_use: Any = _Use.apply
+
+
+def _built(plan: Plan) -> nn.Module:
+    root = PlannedUnit()
+    for unit in plan.units:
+        _descend(root, unit.name).is_unit = bool(unit.name)
+    for name, info in plan.parameters.items():
+        owner, _, own = name.rpartition(".")
+        value = nn.Parameter(torch.empty(info.shape, dtype=info.dtype), info.requires_grad)
+        _descend(root, owner).register_parameter(own, value)
+    return root
+
+
+def _descend(root: PlannedUnit, name: str) -> PlannedUnit:
+    module = root
+    for part in name.split(".") if name else ():
+        if part not in module._modules:
+            module.add_module(part, PlannedUnit())
+        module = module._modules[part]  # type: ignore[assignment]
+    return module
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, PlannedUnit) and module.is_unit
+
+
+def _one_number(rank: int, world_size: int, number: int) -> Tensor:
+    return torch.ones(1)
+
+
+def _sum(model: Any, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).sum()
+    return loss
 
 
 # ------------------------------------------------------------------------------------------------ the jobs

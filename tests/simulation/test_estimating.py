@@ -1,6 +1,6 @@
 """estimate() against real ranks, and what it says of what it cannot estimate.
 
-Tests fsshard/simulation/collectives.py and fsshard/simulation/planned.py too.
+Tests fsshard/simulation/collectives.py too.
 """
 
 from __future__ import annotations
