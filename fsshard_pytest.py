@@ -222,7 +222,7 @@ def _recipe(item: pytest.Function, made: Any, *, with_arguments: bool) -> Any:
             "(fsshard.parity.Recipe, or an object with build, batches and loss)"
         )
     from fsshard.errors import FsshardError
-    from fsshard.parity.recipe import resolve
+    from fsshard.recipes.recipe import resolve
 
     problem = _problem(lambda: resolve(made), FsshardError)
     if problem is not None:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.launching.pool import RankPool
-from fsshard.parity.recipe import Recipe
 from fsshard.planning.text import size
+from fsshard.recipes.recipe import Recipe
 from fsshard.simulation.estimating import estimate
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job, Measured, measure

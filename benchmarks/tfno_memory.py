@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
-from fsshard.parity.recipe import Recipe
+from fsshard.recipes.recipe import Recipe
 from fsshard.simulation.estimating import estimate
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.tuning.tuning import tune

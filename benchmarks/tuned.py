@@ -25,8 +25,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 import fsshard
 from fsshard.errors import FsshardError
-from fsshard.parity.recipe import Recipe
 from fsshard.planning.text import size
+from fsshard.recipes.recipe import Recipe
 from fsshard.simulation.result import Estimate
 
 

@@ -19,7 +19,7 @@ from fsshard import parity
 from fsshard.errors import RecipeError
 from fsshard.launching.pool import RankPool
 from fsshard.parity import Cell, ParityReport, Recipe
-from fsshard.parity.recipe import resolve
+from fsshard.recipes.recipe import resolve
 from tests.sets import often
 
 MODEL = """

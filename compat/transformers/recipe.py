@@ -21,8 +21,8 @@ from transformers.utils.generic import find_labels
 
 from fsshard.errors import RecipeError
 from fsshard.parity.one_process import kept_random_numbers
-from fsshard.parity.recipe import Recipe, join_batches
 from fsshard.parity.trainers import Configured, SampledBatches, optimizer_fields
+from fsshard.recipes.recipe import Recipe, join_batches
 
 __all__ = ["from_transformers"]
 

@@ -61,7 +61,7 @@ def meshes(texts: Sequence[str]) -> list[dict[str, int]]:
 
 def check_files(json_file: str | None, picture: str | Path | None = None) -> None:
     """Raise unless the files that ``--json`` (``-`` is stdout) and ``--plot`` name can be written."""
-    from fsshard.parity.render import check_file, check_picture
+    from fsshard.pictures import check_file, check_picture
 
     if picture is not None:
         check_picture(picture)
@@ -77,7 +77,7 @@ def naming_recipe(name: str, error: BaseException) -> str:
 
 def check_recipe(name: str) -> None:
     """Import a recipe; raise RecipeError if ``name`` means none, with the traceback if its own code raised."""
-    from fsshard.parity.recipe import resolve
+    from fsshard.recipes.recipe import resolve
 
     try:
         with redirect_stdout(sys.stderr):  # what it prints must not get into the JSON

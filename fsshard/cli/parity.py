@@ -279,7 +279,7 @@ def picture_files(file: str | None, recipes: list[str]) -> dict[str, Path]:
 
 def _record(request: Request) -> int:
     from fsshard.parity import record
-    from fsshard.parity.render import check_file
+    from fsshard.pictures import check_file
 
     if len(request.recipes) != 1:
         raise ConfigurationError("--record keeps one training: give one RECIPE, for example tfno")

@@ -20,10 +20,10 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves, map_leaves
 from fsshard.parity.one_process import Draw, Shadow, perturbed
-from fsshard.parity.recipe import Recipe, RecipeLike, resolve
 from fsshard.parity.sketch import Sketch, digest, real_view, sketch
 from fsshard.parity.trace import Rounding
 from fsshard.planning.policies import resolve_precision
+from fsshard.recipes.recipe import Recipe, RecipeLike, resolve
 
 __all__ = ["NotComparable", "measure", "measured_bound", "recorded_batches", "reduction_bound", "spread_factor"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsshard.backends.whole import gather_all, gather_grads, owned
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.model.activation_checkpointing import checkpoint_blocks
-from fsshard.parity.recipe import Recipe
+from fsshard.recipes.recipe import Recipe
 from fsshard.sharded.grad_scaler import GradScaler
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer, groups_by_name

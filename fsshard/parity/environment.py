@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsshard.parity.recipe import Recipe
+from fsshard.recipes.recipe import Recipe
 
 __all__ = ["changes", "commit_of", "environment", "told"]
 

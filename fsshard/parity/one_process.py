@@ -17,9 +17,9 @@ from fsshard.complex_params.slots import public_name
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.nested import leaves as tree_leaves
-from fsshard.parity.recipe import Recipe, check_loss
 from fsshard.parity.sketch import digest, real_view
 from fsshard.planning.plan import plan
+from fsshard.recipes.recipe import Recipe, check_loss, seed_all
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 
 __all__ = [
@@ -30,15 +30,7 @@ __all__ = [
     "kept_random_numbers",
     "perturbed",
     "random_state",
-    "seed_all",
 ]
-
-
-def seed_all(number: int) -> None:
-    """Seed every global generator that a training may draw from."""
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)  # every CUDA device's too
 
 
 def random_state() -> str:

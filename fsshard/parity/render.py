@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
-from fsshard.errors import ConfigurationError, MissingExtra, ParityError
+from fsshard.errors import MissingExtra, ParityError
 from fsshard.parity.plain import plain, read_as
 from fsshard.parity.report import QUANTITIES, Cell, Difference, Findings, StepReport
+from fsshard.pictures import check_picture, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["ParityReport", "check_file", "check_picture", "details", "figure", "plot", "summary", "table", "text"]
+__all__ = ["ParityReport", "details", "figure", "plot", "summary", "table", "text"]
 
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
 """Columns of the table; the other quantities get one where something differs in them."""
@@ -270,55 +270,10 @@ GREY, FAINT = "#4D4D4D", "#BFBFBF"
 Looks = dict[str, dict[str, Any]]
 
 
-def check_file(path: str | Path) -> Path:
-    """Return ``path``, or raise ConfigurationError if no file can be written there. Asked before the runs."""
-    path = Path(path)
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise ConfigurationError(f"{str(path)!r} is a folder; give the name of a file in it")
-    if not folder.is_dir():
-        raise ConfigurationError(f"{str(path)!r}: there is no folder {str(folder)!r}; make it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"{str(path)!r} cannot be written: permission denied; give another name or folder")
-    return path
-
-
-def check_picture(path: str | Path) -> Path:
-    """Return ``path``, if :func:`plot` can write a picture there.
-
-    Raises:
-        ConfigurationError: the suffix names no kind of picture, or no file can be written there.
-        MissingExtra: matplotlib is not installed.
-    """
-    path = Path(path)
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        got = f"suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise ConfigurationError(f"{str(path)!r}: expected a file name that ends in .png, .svg or .pdf, got {got}")
-    check_file(path)
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
-    return path
-
-
 def plot(report: Findings, path: str | Path) -> None:
     """Write :func:`figure` to a file that :func:`check_picture` accepts."""
     path = check_picture(path)
     save_picture(figure(report), path)
-
-
-def save_picture(made: Figure, path: Path) -> None:
-    """Write a figure of matplotlib to ``path``, which :func:`check_picture` has seen."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(made)  # no display, whatever the environment says
-    # Without date and random ids the same content gives the same file.
-    kind = path.suffix.lower()[1:]
-    dated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    with rc_context({"svg.hashsalt": "fsshard"}):
-        made.savefig(path, dpi=150, metadata=dated.get(kind), format=kind)
 
 
 def figure(report: Findings) -> Figure:

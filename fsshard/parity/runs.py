@@ -43,12 +43,12 @@ from fsshard.parity.comparing import (
 )
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
 from fsshard.parity.environment import changes, commit_of, told
-from fsshard.parity.recipe import RecipeLike, resolve
 from fsshard.parity.recorder import REFERENCE, Observed, observe, observe_perturbed
 from fsshard.parity.render import ParityReport
 from fsshard.parity.report import Cell, first_divergence
 from fsshard.parity.trace import DETAILS, INITIAL, RankTrace, Shelf, Trace, merged_tensors
-from fsshard.parity.training import Bare, Job, check_mesh, data_ranks, mesh_text, splits
+from fsshard.parity.training import Bare, Job
+from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text, resolve, splits
 
 __all__ = ["BACKENDS", "compare", "record"]
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fsshard.errors import TraceError
 from fsshard.parity.plain import WrongField, plain, read_as
-from fsshard.parity.render import check_file
 from fsshard.parity.sketch import PROJECTIONS, Sketch, digest, real_view
+from fsshard.pictures import check_file
 
 __all__ = ["DETAILS", "INITIAL", "RankTrace", "Rounding", "Shelf", "Step", "Trace", "write_tensors"]
 

@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from fsshard.errors import RecipeError
-from fsshard.parity.one_process import kept_random_numbers, seed_all
-from fsshard.parity.recipe import Recipe
+from fsshard.parity.one_process import kept_random_numbers
+from fsshard.recipes.recipe import Recipe, seed_all
 from fsshard.sharded.handover import point_at
 from fsshard.sharded.optimizer import constructor_arguments, name_groups
 

@@ -11,17 +11,16 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsshard.errors import ConfigurationError, RecipeError
+from fsshard.errors import RecipeError
 from fsshard.nested import map_leaves
 from fsshard.parallel.data_rank import data_rank
-from fsshard.parallel.meshes import data_dimensions, is_flattened_with_parts, role_of
 from fsshard.parity.engine import Engine, make_engine, optimizer_of
-from fsshard.parity.one_process import ForwardWatch, Shadow, built, random_state, seed_all
-from fsshard.parity.recipe import Recipe, Split, check_loss, resolve
+from fsshard.parity.one_process import ForwardWatch, Shadow, built, random_state
 from fsshard.parity.sketch import digest, real_view
 from fsshard.parity.trainers import FreshScheduler
+from fsshard.recipes.recipe import Recipe, Split, check_loss, resolve, seed_all, split_by
 
 __all__ = [
     "Bare",
@@ -29,11 +28,6 @@ __all__ = [
     "SplitTraining",
     "Stage",
     "Training",
-    "check_mesh",
-    "data_ranks",
-    "mesh_text",
-    "split_by",
-    "splits",
 ]
 
 Stage = tuple[str, Any]
@@ -45,7 +39,7 @@ class Job:
     """One run, as it is sent to the ranks.
 
     Attributes:
-        source: the recipe, or what :func:`~fsshard.parity.recipe.resolve` makes one of.
+        source: the recipe, or what :func:`~fsshard.recipes.recipe.resolve` makes one of.
         engine: what trains it.
         steps: optimizer steps.
         world_size: ranks whose batches are trained on; a job on one rank joins them.
@@ -271,63 +265,3 @@ class SplitTraining(Training):
 
     def loss_of_all(self, value: float) -> float:
         return super().loss_of_all(value) * math.prod(self.mesh[name].size() for name in self.split.adds)
-
-
-def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:
-    """Return what the recipe makes of a model on a mesh.
-
-    Raises:
-        RecipeError: it returns something else than a :class:`Split` or a dict, or names dimensions that are not there.
-    """
-    if recipe.split is None:
-        names = data_dimensions(mesh)
-        return Split(settings={"device_mesh": mesh[tuple(names)] if mesh.ndim > 1 else mesh})
-    found = recipe.split(module, mesh)
-    if isinstance(found, Mapping):
-        found = Split(settings=found)
-    if not isinstance(found, Split):
-        raise RecipeError(
-            "recipe.split(model, mesh) must return keyword arguments of fsshard.wrap, such as "
-            f'{{"device_mesh": mesh["data"]}}, or a fsshard.parity.Split; got {type(found).__name__}'
-        )
-    unknown = [name for name in found.adds if name not in (mesh.mesh_dim_names or ())]
-    if unknown:
-        raise RecipeError(f"Split.adds names {unknown[0]!r}; the mesh has {', '.join(mesh.mesh_dim_names or ())}")
-    return found
-
-
-def check_mesh(mesh: object) -> dict[str, int]:
-    """Return a mesh's sizes by the names of its dimensions, if ranks can be arranged so.
-
-    Raises:
-        ConfigurationError: it is no such mapping, a name says nothing, or there is no dimension of data.
-    """
-    if not isinstance(mesh, Mapping) or not mesh or not all(isinstance(name, str) for name in mesh):
-        raise ConfigurationError(f'mesh={mesh!r}: expected sizes by name, for example {{"data": 2, "tp": 2}}')
-    sizes = dict(mesh)
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigurationError(f"mesh={sizes}: {name!r} has size {size!r}; expected a positive whole number")
-        if role_of(name) is None or is_flattened_with_parts(name):
-            raise ConfigurationError(
-                f"mesh={sizes}: {name!r} does not say whether its ranks see the same samples; call it data, replicate "
-                "or shard where they see others, and tp, cp, domain, ... where they see the same"
-            )
-    if all(role_of(name) == "model" for name in sizes):
-        raise ConfigurationError(f"mesh={sizes}: there is no dimension of data; add data=1")
-    return sizes
-
-
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """Write it as on the command line: ``data=2,tp=2``."""
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def data_ranks(sizes: Mapping[str, int]) -> int:
-    """Return how many ranks see other samples."""
-    return math.prod(size for name, size in sizes.items() if role_of(name) != "model")
-
-
-def splits(sizes: Mapping[str, int]) -> list[str]:
-    """Dimensions of more than one rank along which the model, or every sample, is divided."""
-    return [name for name, size in sizes.items() if size > 1 and role_of(name) == "model"]

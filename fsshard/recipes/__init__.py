@@ -1,4 +1,4 @@
-"""What can I try at once? Twelve trainings for ``fsshard parity``, ``estimate`` and ``tune``, told without an engine.
+"""What is a recipe, and what can I try at once? Twelve trainings, each told without an engine.
 
     fsshard parity tfno --backends fairscale,fsdp,fsdp2,ddp --world-size 2
 
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from torch import nn
 
 from fsshard.errors import MissingExtra
-from fsshard.parity.recipe import Recipe
 from fsshard.recipes import models, samples
+from fsshard.recipes.recipe import Recipe
 
 __all__ = [
     "convnet",

@@ -135,7 +135,7 @@ def estimate(
 def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
     """Return what the simulating process makes a recipe of."""
     from fsshard.nested import map_leaves
-    from fsshard.parity.recipe import Recipe, resolve
+    from fsshard.recipes.recipe import Recipe, resolve
     from fsshard.simulation.worker import packed
 
     alone = batch is None and loss is None
@@ -233,7 +233,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
 
 def _planned_recipe(plan: Plan) -> Any:
     """Return a training that uses each of the plan's parameters once, in the plan's units, without activations."""
-    from fsshard.parity.recipe import Recipe
+    from fsshard.recipes.recipe import Recipe
 
     return Recipe(
         build=functools.partial(_built, plan),
@@ -371,8 +371,7 @@ def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
 
 def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dict[str, int]:
     """Return a mesh's sizes by name; raise if the recipe cannot be divided over it, or other arguments contradict."""
-    from fsshard.parity.recipe import resolve
-    from fsshard.parity.training import check_mesh, splits
+    from fsshard.recipes.recipe import check_mesh, resolve, splits
 
     sizes = check_mesh(mesh)
     ranks = math.prod(sizes.values())

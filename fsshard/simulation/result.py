@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsshard.backends.registry import REFERENCE
-from fsshard.parity.render import check_picture, save_picture
+from fsshard.pictures import check_picture, save_picture
 from fsshard.planning.bounds import Bounds
 from fsshard.planning.text import aligned, ratio, size
 from fsshard.simulation.collectives import Traffic

@@ -27,10 +27,8 @@ from fsshard.nested import map_leaves
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
-from fsshard.parity.one_process import seed_all
-from fsshard.parity.recipe import Recipe, check_loss, resolve
-from fsshard.parity.training import split_by
 from fsshard.planning.plan import Plan
+from fsshard.recipes.recipe import Recipe, check_loss, resolve, seed_all, split_by
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.fakes import Fakes, GlooBuffers, UsedParameters, fake_ranks
@@ -52,7 +50,7 @@ class Job:
     """One simulation, as it is sent to the process that runs it.
 
     Attributes:
-        source: what :func:`~fsshard.parity.recipe.resolve` makes a recipe of.
+        source: what :func:`~fsshard.recipes.recipe.resolve` makes a recipe of.
         changes: fields of the recipe to replace.
         backend: a backend's name.
         mesh: shape of the device mesh: (ranks,), or (replicas, shards).

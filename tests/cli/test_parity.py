@@ -1,6 +1,6 @@
 """``fsshard parity``: exit codes, what goes to which stream, and one line for every mistake.
 
-Tests fsshard/__main__.py too.
+Tests fsshard/__main__.py and fsshard/pictures.py too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsshard.parity.recipe import Recipe
+from fsshard.recipes.recipe import Recipe
 
 __all__ = ["STEPS", "t5", "vit"]
 

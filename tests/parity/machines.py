@@ -37,8 +37,8 @@ from fsshard.launching.pool_worker import environment_of
 from fsshard.parity import golden
 from fsshard.parity.environment import environment
 from fsshard.parity.golden.recipes import uniform
-from fsshard.parity.recipe import Recipe
 from fsshard.parity.sketch import digest
+from fsshard.recipes.recipe import Recipe
 from tests.complex_params import training as complex_training
 from tests.parity import matrix, page, test_bare
 from tests.parity.trainings import RECIPES, TRAININGS

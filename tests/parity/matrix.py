@@ -27,8 +27,8 @@ import fsshard.parity
 from fsshard import recipes
 from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
-from fsshard.parity.recipe import Recipe
 from fsshard.recipes import models
+from fsshard.recipes.recipe import Recipe
 from tests.parity import page
 
 # ------------------------------------------------------------------------------------------------ the tables

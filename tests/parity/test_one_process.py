@@ -18,8 +18,8 @@ from fsshard.parity.one_process import (
     kept_random_numbers,
     perturbed,
     random_state,
-    seed_all,
 )
+from fsshard.recipes.recipe import seed_all
 
 
 class Restless(nn.Module):

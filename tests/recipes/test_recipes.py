@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsshard import MissingExtra, recipes
-from fsshard.parity.recipe import Recipe, join_batches, resolve
+from fsshard.recipes.recipe import Recipe, join_batches, resolve
 from fsshard.recipes.samples import SAMPLES
 
 LATER = range(1000, 1008)

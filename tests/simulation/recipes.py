@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.comm import watchdog
-from fsshard.parity.recipe import Recipe
+from fsshard.recipes.recipe import Recipe
 from fsshard.simulation.simulation import Job, Measured, measure
 
 

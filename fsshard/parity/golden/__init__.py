@@ -22,10 +22,10 @@ from fsshard.backends import backend_class
 from fsshard.errors import ConfigurationError
 from fsshard.launching.pool import RankPool
 from fsshard.parity.golden import recipes
-from fsshard.parity.recipe import Recipe
 from fsshard.parity.report import Cell
 from fsshard.parity.runs import compare, record
 from fsshard.parity.trace import Trace
+from fsshard.recipes.recipe import Recipe
 
 __all__ = ["RECIPES", "GoldenResult", "check", "file_of", "write_all"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fsshard.parity.recipe import Recipe
 from fsshard.parity.sketch import shifted, signed, splitmix64
+from fsshard.recipes.recipe import Recipe
 
 __all__ = ["convnet", "fill", "spectral", "transformer", "uniform"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsshard.parity.render import check_picture, save_picture
+from fsshard.pictures import check_picture, save_picture
 from fsshard.planning.text import aligned, size
 from fsshard.simulation.result import Estimate, blank_figure, style_axes, unit_of
 from fsshard.simulation.tuning.search_space import Candidate

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import FsshardError
 from fsshard.nested import leaves as tree_leaves
-from fsshard.parity.one_process import seed_all
-from fsshard.parity.recipe import check_loss
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, Precision, is_container
+from fsshard.recipes.recipe import check_loss, seed_all
 from fsshard.simulation.fakes import fake_ranks
 from fsshard.simulation.simulation import Job, batches_of, shared_fakes, under_backend
 from fsshard.simulation.worker import errors_in_words

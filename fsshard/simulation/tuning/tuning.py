@@ -79,8 +79,8 @@ def tune(
         ModelError: the step depends on the values of tensors, or fails.
         RecipeError: ``subject`` is no recipe.
     """
-    from fsshard.parity.recipe import resolve
     from fsshard.planning.plan import Plan
+    from fsshard.recipes.recipe import resolve
     from fsshard.simulation.estimating import optimizer_settings, recipe_source
     from fsshard.simulation.tuning.result import TuneResult, best
     from fsshard.simulation.tuning.search import Judge, Search

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsshard.parity.recipe import Recipe
+from fsshard.recipes.recipe import Recipe
 
 WIDTH, SAMPLES = 32, 64
 

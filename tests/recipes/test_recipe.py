@@ -14,7 +14,7 @@ from torch import nn
 
 from fsshard.errors import RecipeError
 from fsshard.parity import Recipe, resolve
-from fsshard.parity.recipe import join_batches
+from fsshard.recipes.recipe import join_batches
 
 
 def parts() -> dict[str, Any]:
@@ -59,8 +59,8 @@ def test_what_counts_as_a_recipe() -> None:
     assert resolve(NAMED) is NAMED
     assert resolve(LikeOne()).accumulate == 2
     assert resolve(LikeOne()).name == "LikeOne"
-    assert resolve("tests.parity.test_recipe:NAMED") is NAMED
-    assert resolve("tests.parity.test_recipe:example").name == "tests.parity.test_recipe:example"
+    assert resolve("tests.recipes.test_recipe:NAMED") is NAMED
+    assert resolve("tests.recipes.test_recipe:example").name == "tests.recipes.test_recipe:example"
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_what_counts_as_a_recipe() -> None:
         (3, "not a recipe"),
         (with_lr, "needs lr"),
         (dict, "not a recipe"),
-        ("tests.parity.test_recipe", "expected 'module:attribute'"),
+        ("tests.recipes.test_recipe", "expected 'module:attribute'"),
         ("tests.parity.nowhere:x", "no module 'tests.parity.nowhere'"),
-        ("tests.parity.test_recipe:nothing", "it has .*example"),
+        ("tests.recipes.test_recipe:nothing", "it has .*example"),
     ],
 )
 def test_what_does_not(source: Any, text: str) -> None:

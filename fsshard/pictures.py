@@ -1,0 +1,59 @@
+"""Files that commands write: whether one can be written, and a picture of matplotlib without date and random names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsshard.errors import ConfigurationError, MissingExtra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["check_file", "check_picture", "save_picture"]
+
+
+def check_file(path: str | Path) -> Path:
+    """Return ``path``, or raise ConfigurationError if no file can be written there. Asked before the runs."""
+    path = Path(path)
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigurationError(f"{str(path)!r} is a folder; give the name of a file in it")
+    if not folder.is_dir():
+        raise ConfigurationError(f"{str(path)!r}: there is no folder {str(folder)!r}; make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"{str(path)!r} cannot be written: permission denied; give another name or folder")
+    return path
+
+
+def check_picture(path: str | Path) -> Path:
+    """Return ``path``, if a picture can be written there.
+
+    Raises:
+        ConfigurationError: the suffix names no kind of picture, or no file can be written there.
+        MissingExtra: matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        got = f"suffix {path.suffix!r}" if path.suffix else "no suffix"
+        raise ConfigurationError(f"{str(path)!r}: expected a file name that ends in .png, .svg or .pdf, got {got}")
+    check_file(path)
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", "a picture") from error
+    return path
+
+
+def save_picture(made: Figure, path: Path) -> None:
+    """Write a figure of matplotlib to ``path``, which :func:`check_picture` has seen."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(made)  # no display, whatever the environment says
+    # Without date and random ids the same content gives the same file.
+    kind = path.suffix.lower()[1:]
+    dated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with rc_context({"svg.hashsalt": "fsshard"}):
+        made.savefig(path, dpi=150, metadata=dated.get(kind), format=kind)

@@ -1,0 +1,379 @@
+"""A recipe: a training described in the user's own functions, without any engine."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.errors import ConfigurationError, RecipeError
+from fsshard.nested import is_array, map_leaves
+from fsshard.parallel.meshes import data_dimensions, is_flattened_with_parts, role_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Recipe",
+    "Split",
+    "check_loss",
+    "check_mesh",
+    "data_ranks",
+    "join_batches",
+    "mesh_text",
+    "resolve",
+    "seed_all",
+    "split_by",
+    "splits",
+]
+
+UNLIKE_ANY = ("join", "name", "seed", "split")
+"""Attributes whose names occur in names of anything, so that no misspelling is looked for."""
+WITH_FSSHARD = "fsshard.recipes"
+"""The module of recipes that are known by their names alone."""
+RecipeLike = Any
+"""A :class:`Recipe`, an object like one, a function that returns one, ``"module:attribute"`` naming either, or the name
+of one that comes with fsshard (:mod:`fsshard.recipes`), such as ``"tfno"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The result of ``recipe.split(model, mesh)``, where keyword arguments of ``wrap`` do not say it all.
+
+    Attributes:
+        settings: keyword arguments of :func:`fsshard.wrap`: ``device_mesh``, ``replicated``, ``sharded``.
+        model: the divided model, with the names of the whole one; None: the model that was given, changed in place.
+        loss: ``(model, batch) -> scalar`` of this rank in place of ``recipe.loss``, where that cannot be used as it is:
+            a rank that computes a part of every sample takes its part of the batch here. None: ``recipe.loss``.
+        adds: dimensions of the mesh along which the ranks' losses add up to that of one process. Along all others it
+            is their mean.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: nn.Module | None = None
+    loss: Callable[[Callable[..., Any], Any], Tensor] | None = None
+    adds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.adds, str) or not all(isinstance(name, str) for name in self.adds):
+            raise RecipeError(f'Split.adds must name dimensions, for example ("cp",), got {self.adds!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training, described without an engine.
+
+    Any object with the three functions ``build``, ``batches`` and ``loss`` is a recipe, and so is a function without
+    arguments that returns one; the other attributes have defaults. One that is spelt almost like them raises.
+
+    Attributes:
+        build: makes the model; the random generators are seeded by ``seed`` before it is called.
+        batches: ``(rank, world_size, number) -> batch``: the ``number``-th batch of a rank, with its samples along
+            dim 0 of every tensor. A step takes ``accumulate`` batches: step s takes numbers s * accumulate and up.
+        loss: ``(model, batch) -> scalar``, a mean over the samples of the batch; ``model`` is the wrapped one.
+        optimizer: an optimizer class.
+        hyper: the optimizer's keyword arguments.
+        param_groups: ``names -> param_groups``, of dicts whose ``"params"`` are names. None: one group.
+        scheduler: ``optimizer -> LR scheduler``, stepped after each step. None: none.
+        precision: ``mixed_precision`` of :func:`fsshard.wrap`. Forwards run under ``model.autocast()`` then, and
+            float16 with a ``GradScaler``.
+        activation_checkpointing: which blocks are recomputed, as for :func:`fsshard.plan`.
+        accumulate: batches per step; all but the last run under ``no_sync`` unless ``no_sync`` is False.
+        no_sync: whether accumulation leaves out the reductions between.
+        clip: the largest gradient norm, or ``(max_norm, norm_type)``; None does not clip.
+        seed: of weights and of random numbers drawn in training (each rank draws others).
+        settings: further keyword arguments of :func:`fsshard.wrap`, for every backend.
+        join: ``batches of all ranks -> one batch``; None concatenates tensors along dim 0.
+        split: ``(model, mesh) -> keyword arguments of wrap``, or a :class:`~fsshard.parity.Split`: divides a fresh
+            model along the dimensions of a mesh beside that of data, as a training would before it calls ``wrap``.
+            Needed for ``compare(mesh=...)`` with such dimensions. Ranks that share samples get the same batches.
+        name: what reports call it.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[int, int, int], Any]
+    loss: Callable[[Callable[..., Any], Any], Tensor]
+    optimizer: type[Optimizer] = torch.optim.Adam
+    hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    param_groups: Callable[[list[str]], list[dict[str, Any]]] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+    precision: object = None
+    activation_checkpointing: object = None
+    accumulate: int = 1
+    no_sync: bool = True
+    clip: float | tuple[float, float] | None = None
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    join: Callable[[Sequence[Any]], Any] | None = None
+    split: Callable[[nn.Module, DeviceMesh], Mapping[str, Any] | Split] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("build", "batches", "loss"):
+            if not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function, got {getattr(self, name)!r}")
+        if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
+            raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+            raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
+        for name in ("hyper", "settings"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {getattr(self, name)!r}")
+        for name in ("param_groups", "scheduler", "join", "split"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function or None, got {getattr(self, name)!r}")
+        self._check_clip()
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise RecipeError(
+                f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a step here has none"
+            )
+
+    def _check_clip(self) -> None:
+        pair = self.clip if isinstance(self.clip, tuple) else (self.clip, 2.0)
+        numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if self.clip is not None and (len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers)):
+            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
+
+    @property
+    def clipping(self) -> tuple[float, float] | None:
+        """Return ``(max_norm, norm_type)``, or None."""
+        if self.clip is None or isinstance(self.clip, tuple):
+            return self.clip
+        return float(self.clip), 2.0
+
+    def joined(self, batches: Sequence[Any]) -> Any:
+        """Make one batch of the ranks' batches."""
+        return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Return ``loss``, without dimensions, or raise RecipeError if it is no tensor of one real number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {got}")
+    return loss.reshape(())
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """Make one batch of several of the same structure, tensors and arrays concatenated along dim 0.
+
+    Raises:
+        RecipeError: something else differs between the batches.
+    """
+    try:
+        return map_leaves(_joined, *batches)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise RecipeError(
+            f"the batches of the ranks cannot be joined ({type(error).__name__}: {error}); give the recipe a join "
+            "function"
+        ) from error
+
+
+def _joined(first: Any, *others: Any) -> Any:
+    if is_array(first):
+        return torch.cat([first, *others]) if isinstance(first, Tensor) else np.concatenate([first, *others])
+    if any(bool(other != first) for other in others):
+        raise RecipeError(
+            f"batches of the ranks hold different {type(first).__name__} objects, which cannot be joined to one batch; "
+            "give the recipe a join function"
+        )
+    return first
+
+
+def resolve(source: RecipeLike) -> Recipe:
+    """Return the recipe that ``source`` means.
+
+    Raises:
+        RecipeError: it means none.
+    """
+    name = source if isinstance(source, str) else type(source).__name__
+    found = _imported(source) if isinstance(source, str) else source
+    if not _like_recipe(found) and callable(found) and not isinstance(found, Recipe):
+        name = _title(found) if not isinstance(source, str) else name
+        found = _called(found)
+    if isinstance(found, Recipe):
+        return found if found.name else replace(found, name=name)
+    if not _like_recipe(found):
+        raise RecipeError(
+            f"{name!r} is not a recipe: expected build(), batches(rank, world_size, number) and loss(model, batch), "
+            f"or a function without arguments that returns an object with them; got {type(found).__name__}"
+        )
+    given = {f.name: getattr(found, f.name) for f in fields(Recipe) if hasattr(found, f.name)}
+    _check_spelling(found, [f.name for f in fields(Recipe) if f.name not in (*given, *UNLIKE_ANY)])
+    return Recipe(**{"name": name, **given})
+
+
+def _check_spelling(found: Any, defaults: Sequence[str]) -> None:
+    """Raise if a default would stand in for an attribute that is misspelt."""
+    for name in dir(found):
+        within = [default for default in defaults if default in name]
+        meant = within or difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
+        if meant and not name.startswith("_"):
+            raise RecipeError(
+                f"{type(found).__name__}.{name} is not an attribute of a recipe; does it mean {meant[0]}? If so, "
+                f"rename it; if not, set {meant[0]} too"
+            )
+
+
+def _imported(spec: str) -> Any:
+    module_name, colon, attribute = spec.partition(":")
+    if not colon:
+        module_name, attribute = WITH_FSSHARD, _known_name(spec)
+    elif not module_name or not attribute:
+        raise RecipeError(f"{spec!r}: expected 'module:attribute', for example train:recipe")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module is there, something that it imports is not
+        raise RecipeError(f"{spec!r}: there is no module {error.name!r} (looked in {os.getcwd()} too)") from error
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; {_offered(module, part)}")
+        found = getattr(found, part)
+    return found
+
+
+def _known_name(name: str) -> str:
+    names: list[str] = importlib.import_module(WITH_FSSHARD).__all__
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = f"; does it mean {near[0]}?" if near else ""
+    raise RecipeError(
+        f"{name!r}: expected 'module:attribute' of yours, for example train:recipe, or a recipe that comes with "
+        f"fsshard: {', '.join(names)}{meant}"
+    )
+
+
+def _offered(module: Any, wanted: str) -> str:
+    """Return what can be asked for in place of a name that is not there; nothing is called."""
+    public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    names = [name for name, value in public if isinstance(value, Recipe) or _makes_one(value, module)]
+    near = difflib.get_close_matches(wanted, names, n=1)
+    meant = f"; does it mean {near[0]}?" if near else ""
+    return f"it has {', '.join(names)}{meant}" if names else "it has no recipe"
+
+
+def _makes_one(value: Any, module: Any) -> bool:
+    """Return whether a value is the module's own, and a function without arguments or an object like a recipe."""
+    if isinstance(value, functools.partial) or (inspect.isfunction(value) and value.__module__ == module.__name__):
+        return not _needed(value)
+    return type(value).__module__ == module.__name__ and _like_recipe(value)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that have no default."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    return [p.name for p in found if p.default is p.empty and p.kind not in kinds]
+
+
+def _like_recipe(value: Any) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in ("build", "batches", "loss"))
+
+
+def _called(function: Callable[..., Any]) -> Any:
+    needed = _needed(function)
+    if needed:
+        raise RecipeError(f"{_title(function)}() needs {', '.join(needed)}; a recipe function takes no arguments")
+    return function()
+
+
+def _title(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", "") or type(function).__name__
+
+
+# ----------------------------------------------------------------------------------------------------------- seeds
+
+
+def seed_all(number: int) -> None:
+    """Seed every global generator that a training may draw from."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)  # every CUDA device's too
+
+
+# ---------------------------------------------------------------------------------------------------------- meshes
+
+
+def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:
+    """Return what the recipe makes of a model on a mesh.
+
+    Raises:
+        RecipeError: it returns something else than a :class:`Split` or a dict, or names dimensions that are not there.
+    """
+    if recipe.split is None:
+        names = data_dimensions(mesh)
+        return Split(settings={"device_mesh": mesh[tuple(names)] if mesh.ndim > 1 else mesh})
+    found = recipe.split(module, mesh)
+    if isinstance(found, Mapping):
+        found = Split(settings=found)
+    if not isinstance(found, Split):
+        raise RecipeError(
+            "recipe.split(model, mesh) must return keyword arguments of fsshard.wrap, such as "
+            f'{{"device_mesh": mesh["data"]}}, or a fsshard.parity.Split; got {type(found).__name__}'
+        )
+    unknown = [name for name in found.adds if name not in (mesh.mesh_dim_names or ())]
+    if unknown:
+        raise RecipeError(f"Split.adds names {unknown[0]!r}; the mesh has {', '.join(mesh.mesh_dim_names or ())}")
+    return found
+
+
+def check_mesh(mesh: object) -> dict[str, int]:
+    """Return a mesh's sizes by the names of its dimensions, if ranks can be arranged so.
+
+    Raises:
+        ConfigurationError: it is no such mapping, a name says nothing, or there is no dimension of data.
+    """
+    if not isinstance(mesh, Mapping) or not mesh or not all(isinstance(name, str) for name in mesh):
+        raise ConfigurationError(f'mesh={mesh!r}: expected sizes by name, for example {{"data": 2, "tp": 2}}')
+    sizes = dict(mesh)
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigurationError(f"mesh={sizes}: {name!r} has size {size!r}; expected a positive whole number")
+        if role_of(name) is None or is_flattened_with_parts(name):
+            raise ConfigurationError(
+                f"mesh={sizes}: {name!r} does not say whether its ranks see the same samples; call it data, replicate "
+                "or shard where they see others, and tp, cp, domain, ... where they see the same"
+            )
+    if all(role_of(name) == "model" for name in sizes):
+        raise ConfigurationError(f"mesh={sizes}: there is no dimension of data; add data=1")
+    return sizes
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Write it as on the command line: ``data=2,tp=2``."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def data_ranks(sizes: Mapping[str, int]) -> int:
+    """Return how many ranks see other samples."""
+    return math.prod(size for name, size in sizes.items() if role_of(name) != "model")
+
+
+def splits(sizes: Mapping[str, int]) -> list[str]:
+    """Dimensions of more than one rank along which the model, or every sample, is divided."""
+    return [name for name, size in sizes.items() if size > 1 and role_of(name) == "model"]
