@@ -25,7 +25,7 @@ from fsshard.errors import OptimizerError
 from fsshard.nested import has_arrays
 from fsshard.oss.inner_step import unhooked_step
 from fsshard.planning.entries import Entry
-from fsshard.torch_private.tensors import LOCAL_TENSOR
+from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 __all__ = ["blocks_of", "is_stepping", "viewing_class"]
 
@@ -208,13 +208,13 @@ class _View:
 
     def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
         """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's."""
-        gradients = {piece.grad.data_ptr() for piece in self.pieces if piece.grad is not None} if foreign else set()
+        gradients = {_memory_of(piece.grad) for piece in self.pieces if piece.grad is not None} if foreign else set()
         for piece in self.pieces:
             piece.grad = None
         if not self._in_place(self.entry.local()):
             self.write_back()
         values = [v for p in self.pieces for v in optimizer.state.get(p, {}).values()] if gradients else []
-        if any(isinstance(value, Tensor) and value.data_ptr() in gradients for value in values):
+        if any(isinstance(value, Tensor) and _memory_of(value) in gradients for value in values):
             self.rest(optimizer, backend)  # it keeps a gradient, whose memory the engine will use again
 
     def write_back(self) -> None:
@@ -269,7 +269,7 @@ class _View:
         if piece.is_complex() != self.is_complex:
             return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
         gradient, real = self.entry.grad(), torch.view_as_real(piece) if piece.is_complex() else piece
-        own = gradient is None or piece.data_ptr() != gradient.data_ptr()
+        own = gradient is None or _memory_of(piece) != _memory_of(gradient)
         if own and self.blocks is None and not self.turned and piece.is_contiguous():
             return real.view(local.shape)
         return torch.zeros_like(local, dtype=real.dtype)
@@ -298,6 +298,11 @@ class _View:
             return shown
         kind = self.entry.kind
         return kind.turn_back(shown) if shown.dim() == len(kind.order) else shown.permute(*kind.way_back, -1)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return a key of its memory, which tensors of a simulation have, too."""
+    return storage_key(tensor.untyped_storage())
 
 
 def _per_element(value: object, local: Tensor) -> bool:
