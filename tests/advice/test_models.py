@@ -180,7 +180,7 @@ def case_precisions() -> None:
 
 def case_forwards() -> None:
     model = fsshard.wrap(plain(), backend="fsdp")
-    with refused("use loss.backward() and parameter.grad, or backend='ddp' or 'fairscale' (there each rank gets"):
+    with refused("Compute a penalty in the forward and return it, or use the optimizer's weight_decay, or"):
         torch.autograd.grad(square(model, batch()), list(model.parameters()))
     bare = plain()
     expected = torch.autograd.grad(square(bare, batch()), list(bare.parameters()))
