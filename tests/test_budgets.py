@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 57_150,
+    "fsshard + compat": 51_560,
     "fsshard/backends": 4_145,
     "fsshard/checkpoint": 5_326,
-    "fsshard/parity": 5_365,
+    "fsshard/parity": 4_965,
     "fsshard/sharded": 4_005,
     "fsshard/comm + fsshard/launching": 3_740,
     "fsshard/simulation": 3_608,
-    "fsshard/model": 2_385,
+    "fsshard/model": 2_330,
     "fsshard/oss": 2_160,
     "fsshard/torch_private": 1_765,
     "fsshard/complex_params": 2_025,
     "compat": 8_614,
-    "tests": 61_230,
+    "tests": 53_020,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -243,23 +244,36 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
             spans.setdefault(storage_of(tensor), []).append(place)
     for found in spans.values():
         found.sort()
-        for index, (_, stop, name) in enumerate(found):
-            for start, _, other in found[index + 1 :]:
-                if start >= stop:
-                    break
-                matters = isinstance(tensors[name], nn.Parameter) or isinstance(tensors[other], nn.Parameter)
-                if matters and _have_common(tensors[name], tensors[other]):
-                    return name, other
+        ends = itertools.accumulate((stop for _, stop, _ in found), max)
+        if any(start < end for end, (start, _, _) in zip(ends, found[1:], strict=False)):
+            shared = _in_common({name: tensors[name] for *_, name in found})
+            if shared is not None:
+                return shared
     return None
 
 
-def _have_common(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors over one storage have an element in common; two columns of a table, say, have none."""
-    if one.dtype != other.dtype or not (has_gaps(one) or has_gaps(other)):
-        return True
-    taken = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+def _in_common(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Return two of the tensors over one storage that have a byte in common; two columns of a table, say, have none."""
+    taken = torch.zeros(next(iter(tensors.values())).untyped_storage().nbytes(), dtype=torch.bool)
+
+    def bytes_of(name: str) -> Tensor:
+        tensor, size = tensors[name], tensors[name].itemsize
+        places = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]  # expanded
+        strides = [stride * size for stride in tensor.stride()]
+        return taken.as_strided((*places, size), (*strides, 1), int(tensor.storage_offset()) * size)
+
+    # Parameters first: buffers may share memory with each other. One mask for all: a table may have 3,000 columns.
+    names = sorted(tensors, key=lambda name: not isinstance(tensors[name], nn.Parameter))
+    for index, name in enumerate(names):
+        if bytes_of(name).any():
+            count = int(bytes_of(name).sum())
+            for other in names[:index]:
+                bytes_of(other).fill_(False)
+                if int(bytes_of(name).sum()) < count:
+                    return other, name
+        if isinstance(tensors[name], nn.Parameter):
+            bytes_of(name).fill_(True)
+    return None
 
 
 def has_gaps(tensor: Tensor) -> bool:

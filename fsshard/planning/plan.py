@@ -237,8 +237,7 @@ def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[
     seen: set[nn.Module] = set()
     for raw, module in model.named_modules(remove_duplicate=False):
         name = public_name(raw)  # one for torch's wrapper and for what it wraps
-        above = {name, *_above(name)}
-        if module in seen or not above.isdisjoint(recomputed) or not above.isdisjoint(before):
+        if module in seen or any(part in recomputed or part in before for part in (name, *_above(name))):
             continue
         if known := recomputed_by(module):
             before[name] = known

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import FsshardError, ModelError, RankMismatch, StateDictError, UnsupportedByBackend
-from fsshard.model.checks import agree
+from fsshard.model.checks import agree, overlapping
 from tests.training_runs import DISTRIBUTED, differences
 
 
@@ -130,3 +130,17 @@ def job_max_norm_alone() -> list[bool]:
 
 def test_one_rank_with_whole_weights_keeps_max_norm(ranks: Any) -> None:
     assert ranks.run(job_max_norm_alone, 1) == [[True, True]]
+
+
+def test_memory_that_tensors_share() -> None:
+    """Columns of a table share none; 2,000 of them are looked through once, and not in pairs (that took a minute)."""
+    table, pair = torch.randn(8, 2000), torch.randn(6, 2)
+    columns = {f"column {number}": nn.Parameter(table[:, number]) for number in range(2000)}
+    assert overlapping(columns) is None
+    assert overlapping({**columns, "corner": nn.Parameter(table[3:5, 7:9])}) == ("column 7", "corner")
+    halves = {"real": nn.Parameter(pair[:, 0]), "imaginary": nn.Parameter(pair[:, 1])}
+    assert overlapping(halves) is None
+    assert overlapping({**halves, "both": torch.view_as_complex(pair)}) == ("real", "both")
+    assert overlapping({"rows": table[:2], "row": table[1]}) is None  # buffers may
+    row = nn.Parameter(table[0].expand(3, 2000))
+    assert overlapping({"expanded": row, "slice": nn.Parameter(table[0, 5:9])}) == ("expanded", "slice")
