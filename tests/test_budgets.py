@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_765,
     "fsshard/complex_params": 2_025,
     "compat": 8_614,
-    "tests": 53_020,
+    "tests": 53_041,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 130

@@ -157,6 +157,8 @@ def _open_together(
         if len(set(exchange(channel, lambda: opened(chosen)))) == 1:
             return
     except CheckpointError as error:
+        if channel.lost:  # this error says whom, and no call over the channel can say so again
+            raise
         failure = error
     if not exchange(channel, lambda: channel.rank == 0 and identity(path) != chosen[2])[0]:
         raise failure

@@ -174,6 +174,11 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------------ losses
 
+    @property
+    def lost(self) -> bool:
+        """Whether the connections are closed: a rank was lost."""
+        return self.size > 1 and self._gloo is None
+
     def drop(self) -> None:
         """Close the connections; ranks that wait for this one notice it."""
         self._gloo = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.checkpoint import saving
+from fsshard.checkpoint import loading, saving
 from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.checkpoint.format.index import read_index, sealed
 from fsshard.errors import CheckpointError, FsshardError
 from fsshard.launching.pool import RankPool
+from tests.comm.test_channel import Deaths
 from tests.portability.runs import Run, unlike
 
 RANK_0, RANK_1 = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
@@ -389,6 +392,25 @@ def test_a_load_that_fails_has_changed_nothing(ranks: RankPool, folder: Path) ->
     results = ranks.run(job_refused_loads, 2, str(folder))
     check(results, {name: (KINDS.get(name, "CorruptCheckpoint"), text) for name, (_, text) in DAMAGES.items()})
     assert [result["good"] for result in results] == [[], []]
+
+
+def job_dies_while_it_opens(path: str) -> Outcome:
+    run, opening = trained(), loading.Reader.check_headers
+
+    def dies(reader: Any) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        opening(reader)
+
+    with mock.patch.object(loading.Reader, "check_headers", dies):
+        return outcome(lambda: run.load(path))
+
+
+def test_a_rank_that_is_killed_while_it_opens_is_named(folder: Path, tmp_path: Path) -> None:
+    forks = multiprocessing.get_context("forkserver")
+    (kind, said, failures), dead = Deaths(forks, tmp_path).run(job_dies_while_it_opens, 2, str(folder / "good"))
+    assert dead == -signal.SIGKILL and kind == "CheckpointError" and "lost a rank" in said
+    assert list(failures) == [1] and "has ended, hangs, or cannot be reached" in failures[1]
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
