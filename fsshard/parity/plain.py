@@ -54,8 +54,8 @@ def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[
     """Return what :func:`plain` made JSON of, as an instance of ``kind``.
 
     Args:
-        kind: a dataclass, or what stands in a type hint of one. A field that has a default may be absent: files may
-            be of a version that did not know it.
+        kind: a dataclass, or what stands in a type hint of one. A field may be absent where its metadata says
+            ``optional``: files were written before there was one.
         value: parsed JSON.
         path: where it is.
         other: class -> how its instances are read, from the value and its place.
@@ -95,10 +95,9 @@ def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[
 
 @lru_cache(maxsize=64)
 def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Return each field's type hint, and whether it has no default."""
-    hints, none = get_type_hints(kind), dataclasses.MISSING
-    fields = dataclasses.fields(kind)
-    return {f.name: (hints[f.name], f.default is none and f.default_factory is none) for f in fields}
+    """Return each field's type hint, and whether it must be there: a lost one must not read as its default."""
+    hints = get_type_hints(kind)
+    return {f.name: (hints[f.name], not f.metadata.get("optional")) for f in dataclasses.fields(kind)}
 
 
 def _at(path: str, key: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import GenericAlias
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ class RankTrace:
     initial: dict[str, Sketch] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     owned: dict[str, tuple[int, int]] = field(default_factory=dict)
-    rounding: list[Rounding] = field(default_factory=list)
+    rounding: list[Rounding] = field(default_factory=list, metadata={"optional": True})  # the first files have none
 
 
 @dataclass(kw_only=True)
@@ -164,7 +164,8 @@ class Trace:
         """
         path = Path(path)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            # A bare NaN is not what save() writes, and would read as a number.
+            data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except OSError as error:
             raise TraceError(path, "", f"cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
@@ -189,6 +190,10 @@ def mean_loss(ranks: list[RankTrace], step: int) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------- JSON
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -339,6 +339,7 @@ def _edited(mlp: Trace, tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -
             "ranks[1].steps[3].loss",
             "expected a number, got 'low'",
         ),
+        (lambda d: d["ranks"][1]["steps"][3].pop("sketches"), "ranks[1].steps[3].sketches", "is missing"),
         (lambda d: d["ranks"][0]["initial"]["0.weight"].pop(), "ranks[0].initial.0.weight", "expected 18 elements"),
     ],
 )
@@ -355,7 +356,9 @@ def test_a_damaged_file_is_told_with_its_field(mlp: Trace, tmp_path: Path, edit:
 
 def test_files_that_are_no_trace(mlp: Trace, tmp_path: Path) -> None:
     text = mlp.file.read_bytes()  # type: ignore[union-attr]
-    for name, content in {"cut": text[: len(text) // 2], "empty": b"", "pickle": b"\x80\x04N.", "list": b"[1]"}.items():
+    cases = {"cut": text[: len(text) // 2], "empty": b"", "pickle": b"\x80\x04N.", "list": b"[1]"}
+    cases |= {word: text.replace(b'"loss":', f'"loss":{word},"was":'.encode(), 1) for word in ("NaN", "-Infinity")}
+    for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TraceError, match=rf"{name}: .*(cut off|not a recorded training).*record it again"):
             Trace.load(tmp_path / name)

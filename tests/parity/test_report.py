@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
-from fsshard.errors import ParityError
+from fsshard.errors import ConfigurationError, ParityError
 from fsshard.parity.render import ParityReport
 from fsshard.parity.report import Cell, Difference, Divergence, StepReport
 
@@ -86,6 +87,15 @@ def report(*cells: Cell) -> ParityReport:
 def test_json_there_and_back() -> None:
     whole = report(exact("none", 1), bounded(), different(), refused(), failed())
     assert ParityReport.from_json(whole.to_json()) == whole
+
+
+@pytest.mark.parametrize(("place", "name"), [("cells[1]", "verdict"), ("cells[1].steps[0]", "differences")])
+def test_a_lost_field_is_told(place: str, name: str) -> None:
+    """It does not read as its default, which says that all is exact."""
+    text = json.loads(report(exact("none", 1), different()).to_json())
+    (text["cells"][1] if name == "verdict" else text["cells"][1]["steps"][0]).pop(name)
+    with pytest.raises(ConfigurationError, match=re.escape(f"field {place}.{name}: is missing")):
+        ParityReport.from_json(json.dumps(text))
 
 
 def test_json_has_no_numbers_that_json_does_not_know() -> None:
