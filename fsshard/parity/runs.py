@@ -28,7 +28,7 @@ from fsshard.errors import (
     RecipeError,
     UnsupportedByBackend,
 )
-from fsshard.launching.pool import RankPool
+from fsshard.launching.pool import MOST_RANKS, RankPool
 from fsshard.parity.bounds import ORDERS, BatchFacts, NotComparable, at_world_size, recorded_batches
 from fsshard.parity.checking import rerun
 from fsshard.parity.comparing import (
@@ -130,12 +130,13 @@ def compare(
     backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
     judge = reference or ("ddp" if mesh is None else "none")
     asked = [1] if mesh is not None else (1, 2) if world_sizes is None else world_sizes
-    sizes = _checked(backends, asked, steps, judge)
+    most = MOST_RANKS if pool is None else pool.most_ranks
+    sizes = _checked(backends, asked, steps, judge, most)
     if against is not None and steps > against.steps:
         raise ConfigurationError(f"steps={steps}: {_named(against)} has {against.steps}; ask for as many or fewer")
     places: list[tuple[int, dict[str, int] | None]] = [(size, None) for size in sizes]
     if mesh is not None:
-        meshes = _checked_meshes(mesh, recipe, backends, world_sizes, reference)
+        meshes = _checked_meshes(mesh, recipe, backends, world_sizes, reference, most)
         places = [(data_ranks(each), each) for each in meshes]
     engine = Bare if mesh is not None else judge
     name = engine_name(engine) if against is None else _named(against)
@@ -220,7 +221,9 @@ def _transportable(recipe: RecipeLike) -> str:
     return resolve(recipe).name
 
 
-def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: int, reference: str) -> list[int]:
+def _checked(
+    backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: int, reference: str, most_ranks: int
+) -> list[int]:
     """Raise for what has no meaning; return the numbers of ranks, each once."""
     if isinstance(backends, (str, Mapping)) or not isinstance(backends, Iterable) or not backends:
         raise ConfigurationError(f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'ddp']")
@@ -243,6 +246,8 @@ def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: 
         raise ConfigurationError(f"world_sizes={world_sizes!r}: expected positive integers, for example [1, 2]")
     if not _positive(steps):
         raise ConfigurationError(f"steps={steps!r}: expected a positive integer")
+    if max(sizes) > most_ranks:  # it would refuse them only after the smaller ones have run
+        raise ConfigurationError(f"world_sizes={sizes!r}: the pool has at most {most_ranks} ranks")
     return list(dict.fromkeys(sizes))
 
 
@@ -256,6 +261,7 @@ def _checked_meshes(
     backends: Sequence[EngineSpec],
     world_sizes: Iterable[int] | None,
     reference: str | None,
+    most_ranks: int,
 ) -> list[dict[str, int]]:
     """Raise for what has no meaning beside a mesh; return the meshes that ``mesh`` means, each once."""
     given = [mesh] if isinstance(mesh, Mapping) or not isinstance(mesh, Iterable) else list(mesh)
@@ -279,6 +285,8 @@ def _checked_meshes(
                 f"world_sizes={asked!r}: mesh={sizes} has {ranks} rank{'s' * (ranks > 1)}; leave world_sizes out, or "
                 "give a mesh of that many"
             )
+        if ranks > most_ranks:
+            raise ConfigurationError(f"mesh={sizes}: it has {ranks} ranks, and the pool at most {most_ranks}")
         if splits(sizes) and resolve(recipe).split is None:
             raise RecipeError(
                 f"mesh={sizes}: the recipe does not say how its model is divided over {', '.join(splits(sizes))}; give "

@@ -164,6 +164,7 @@ def test_progress_is_told(ranks: Any) -> None:
         ({"backends": ["ddp", "ddp"]}, ConfigurationError, "ddp twice"),
         ({"world_sizes": []}, ConfigurationError, "positive integers"),
         ({"world_sizes": [0]}, ConfigurationError, "positive integers"),
+        ({"world_sizes": [2, 1000]}, ConfigurationError, "the pool has at most"),
         ({"steps": 0}, ConfigurationError, "steps=0"),
         ({"reference": "fsdp2"}, ConfigurationError, "expected 'ddp' or 'none'"),
     ],
