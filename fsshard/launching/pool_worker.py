@@ -62,7 +62,8 @@ def tell(value: Any) -> None:
     if _line is not None and _process == os.getpid():  # not a DataLoader worker that a rank forked
         data = pickle.dumps(value)
         with _lock:
-            say(_line, "told", data)
+            if _line is not None:  # the job may have ended meanwhile
+                say(_line, "told", data)
 
 
 class Order(NamedTuple):
