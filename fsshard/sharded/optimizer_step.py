@@ -9,8 +9,9 @@ through DTensor dispatch. :func:`blocks_of` says how shards are cut so that they
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -422,14 +423,14 @@ class _Shards:
             held = self.hold(optimizer, views) if self.foreign else []
             if self.foreign:
                 _lend_state(optimizer)
-        given = () if closure is None else (self._refreshing(optimizer, closure, views, held),)
+        given = () if closure is None else (self._refreshing(optimizer, closure, views, held, groups),)
+        self.resting = False
         try:
             _under_way.append(optimizer)
             result = base_step(optimizer, *given, **kwargs)
         finally:
             _under_way.pop()
-            for group, members in zip(optimizer.param_groups, groups, strict=True):
-                group["params"][:] = members
+            _regroup(optimizer, groups)
             self.resting = False
             with torch.no_grad():
                 _put_back(held)
@@ -447,6 +448,7 @@ class _Shards:
         closure: Callable[[], Any],
         views: list[_View],
         held: list[tuple[nn.Parameter, Tensor]],
+        groups: list[list[nn.Parameter]],
     ) -> Callable[[], Any]:
         """Return the closure, before which the engine sees what the optimizer has done, and which shows new gradients.
 
@@ -465,12 +467,36 @@ class _Shards:
                 if called or not optimizer.begins_with_closure:
                     self.backend.before_closure(optimizer)
             called = True
-            loss = closure()
+            with self._readable(optimizer, views, groups):
+                loss = closure()
             for view in views:
                 view.show_gradient()
             return loss
 
         return closure_then_gradients
+
+    @contextlib.contextmanager
+    def _readable(self, optimizer: Any, views: list[_View], groups: list[list[nn.Parameter]]) -> Iterator[None]:
+        """Context of a closure, which finds in the optimizer what it does between steps."""
+        shown = [list(group["params"]) for group in optimizer.param_groups]
+        pieces = [piece for view in views for piece in view.pieces if piece in optimizer.state]
+        states = {piece: optimizer.state[piece] for piece in pieces}
+        _regroup(optimizer, groups)
+        yield
+        _regroup(optimizer, shown)
+        if self.resting:  # the state was read: the optimizer goes on with its own, of which it may hold parts
+            self.resting = False
+            for view in views:
+                if view.pieces:
+                    optimizer.state.pop(view.entry.parameter, None)
+            optimizer.state.update(states)
+            if self.foreign:
+                _lend_state(optimizer)
+
+
+def _regroup(optimizer: Any, groups: list[list[nn.Parameter]]) -> None:
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"][:] = members  # in place: LBFGS keeps the list
 
 
 def viewing_class(

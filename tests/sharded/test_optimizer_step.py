@@ -211,6 +211,33 @@ def test_local_gradients_are_stepped_by_nobody(ranks: Any, backend: str, what: s
         assert "no_sync" in str(error)
 
 
+def job_read_in_closure(backend: str, name: str, reads: bool) -> Any:
+    """What is trained where the closure reads the state or not, and what it read that was not the state before."""
+    model, wrong = fsshard.wrap(net(), backend=backend), list[str]()
+    optimizer = fsshard.build_optimizer(model, getattr(written, name, None) or getattr(torch.optim, name))
+    for number in range(4):
+        before = optimizer.state_dict()
+
+        def closure(number: int = number, before: Any = before) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            loss.backward()
+            if reads:
+                wrong.extend(differences(before, optimizer.state_dict()))
+            return loss
+
+        optimizer.step(closure)
+    return [wrong, model.state_dict(), optimizer.state_dict()]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fairscale"])
+@pytest.mark.parametrize("name", ["AdamW", "AscentFirst"])
+def test_a_closure_may_read_the_state(ranks: Any, backend: str, name: str) -> None:
+    """The optimizer went on without what was read, and with it again a step later, silently."""
+    read, plain = (ranks.run(job_read_in_closure, 2, backend, name, reads) for reads in (True, False))
+    assert not list(differences(read, plain))
+
+
 # ------------------------------------------------------------------------------------------------ views from before
 
 
