@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_591,
-    "fsshard/backends": 4_145,
+    "fsshard + compat": 51_616,
+    "fsshard/backends": 4_165,
     "fsshard/checkpoint": 5_326,
     "fsshard/parity": 4_974,
     "fsshard/sharded": 4_031,
@@ -27,13 +27,13 @@ LINES = {
     "fsshard/simulation": 3_608,
     "fsshard/model": 2_330,
     "fsshard/oss": 2_160,
-    "fsshard/torch_private": 1_765,
+    "fsshard/torch_private": 1_767,
     "fsshard/complex_params": 2_025,
     "compat": 8_614,
-    "tests": 53_083,
+    "tests": 53_213,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 130
+PRIVATE_NAMES = 131
 CONTRACT = 24
 FLOORS = 10
 """Of imports: lines of the layers in pyproject.toml."""

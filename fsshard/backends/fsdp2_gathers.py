@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsshard.torch_private.autograd import current_graph_task_id, keeps_graph, queue_callback
 from fsshard.torch_private.fsdp2 import (
     UNSHARDED_PARAM,
     forward_root_of,
@@ -83,7 +84,7 @@ def abandon(unit: Any) -> None:
 
 
 class KeptGathered:
-    """Keeps units gathered from a first derivative on, until something is written to the shards.
+    """Keeps units gathered from a first derivative until the loss's backward ends, or something is written to shards.
 
     FSDP2 lets go of a unit's weights at the end of each pass through it, ``torch.autograd.grad``'s too. The graph that
     ``create_graph=True`` makes reads them again: "setStorage ... out of bounds for storage of size 0", also with
@@ -97,6 +98,7 @@ class KeptGathered:
     def __init__(self, units: Sequence[Any]) -> None:
         self._states = [state_of(unit) for unit in units]
         self._before: list[tuple[Any, Any, bool]] | None = None  # what let_go() puts back: (group, mesh, flag)
+        self._task: int | None = None  # the graph task at whose end they are let go; one that raised calls nothing
         this = weakref.ref(self)
         for state in self._states:
             replace_pre_backward(state, _watched(pre_backward(state), state, this))
@@ -116,6 +118,21 @@ class KeptGathered:
             group.post_forward_mesh_info, group.reshard_after_backward = mesh, flag
         self._before = None
 
+    def _let_go_at_end(self) -> None:
+        """Let the end of this backward, once FSDP2 has reduced there, leave parameters sharded as after any other."""
+        if (task := current_graph_task_id()) != self._task:
+            self._task = task
+            queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._task = None
+        if keeps_graph():  # another backward will read the weights
+            return
+        # Not first at the step: a clipping, or a loop over p.grad, would see gathered parameters without gradients.
+        self.let_go()
+        for group in (group for state in self._states for group in groups_of(state)):
+            group.reshard()
+
     def _follow(self, group: Any) -> None:
         """Let gradients that come to the gathered parameters of ``group`` be reduced when their backward ends."""
         # A loss of nothing but derivatives does not touch the model's output, where FSDP2 learns that a backward
@@ -127,6 +144,7 @@ class KeptGathered:
             kept, group = this(), that()
             if kept is not None and group is not None and kept._before is not None:
                 reduce_at_end_of_backward(kept._states[-1], group)
+                kept._let_go_at_end()
 
         for part in group.fsdp_params:
             whole = getattr(part, UNSHARDED_PARAM, None)  # made by the first gather

@@ -17,6 +17,7 @@ __all__ = [
     "disable_functorch",
     "functorch_transforms_active",
     "is_functorch_wrapped",
+    "keeps_graph",
     "next_sequence_number",
     "queue_callback",
     "run_first",
@@ -52,6 +53,12 @@ queue_callback: Callable[[Callable[[], None]], None] = AREA.take(
     source="torch/csrc/autograd/python_engine.cpp",
     use="calls a function when the backward under way has come to its end, as DDP and FSDP do",
     otherwise="nothing can be finished at the end of a backward",
+)
+keeps_graph: Callable[[], bool] = AREA.take(
+    "torch._C:_autograd._get_current_graph_task_keep_graph",
+    use="whether this backward was asked to keep the graph (create_graph, retain_graph)",
+    otherwise="graphs are taken for kept: units of second derivatives stay gathered until the optimizer's step",
+    fallback=lambda: True,
 )
 next_sequence_number: Callable[[], int] = AREA.take(
     "torch._C:_autograd._get_sequence_nr",

@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import fsshard
+from fsshard.backends.whole import gather_grads
 from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, UnsupportedByBackend
 from tests.models import Spectral
+from tests.optimizers import average
 
 grad = torch.autograd.grad
 
@@ -250,6 +253,29 @@ def all_right(ranks: Any, backend: str, losses: Any, numbers: str, **settings: A
     size = 1 if backend == "none" else 2
     expected = {loss.__name__: True for loss in losses}
     assert ranks.run(functools.partial(job, **settings), size, backend, losses, numbers) == [expected] * size
+
+
+def job_clipped(loss: Callable[[Any, int], None]) -> tuple[float, float, list[bool]]:
+    """Clips as torch does, right behind the backward: (norm, that of averaged replicas, which gradients are alike)."""
+    bare = build(Smooth, numbers="real")
+    loss(bare, 0)
+    average(bare)
+    model = fsshard.wrap(build(Smooth, numbers="real"), backend="fsdp2", auto_wrap_policy={Square}, **APART)
+    loss(model, 0)
+    want, norm = (clip_grad_norm_(list(each.parameters()), 0.1) for each in (bare, model.module))
+    found = {e.name: g for e, g in gather_grads(model.backend)}
+    return (
+        float(norm),
+        float(want),
+        [torch.allclose(found[n], p.grad, rtol=1e-6, atol=0) for n, p in bare.named_parameters()],
+    )
+
+
+@pytest.mark.parametrize("loss", [penalty, wgan_gp, pinn_border_last])
+def test_torchs_own_clipping_behind_a_backward(ranks: Any, loss: Any) -> None:
+    """FSDP2's sharded parameters are in their places, with their gradients."""
+    for norm, want, alike in ranks.run(job_clipped, 2, loss):
+        assert norm == pytest.approx(want, rel=1e-6) and all(alike)
 
 
 EVERY = ONE_PASS + SECOND + FUNCTIONS + OTHERS
