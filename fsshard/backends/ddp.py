@@ -116,8 +116,11 @@ class DDPBackend(Backend):
         # Buckets pack without alignment. Behind a parameter of odd size no gradient could be seen as complex in place
         # ("Tensor must have a storage_offset divisible by 2"): what a user writes into a gradient would be lost. And
         # matrix products and decompositions (Shampoo's, SOAP's) round by the address: other bits than in bare DDP.
+        # One rank saves none: gradients that a user has kept over zero_grad() would be the next backward's, silently.
         trained = [entry.parameter for entry in self.all if entry.parameter.requires_grad]
-        return all(parameter.numel() * parameter.element_size() % ALIGNMENT == 0 for parameter in trained)
+        return self.settings.world_size > 1 and all(
+            parameter.numel() * parameter.element_size() % ALIGNMENT == 0 for parameter in trained
+        )
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)

@@ -305,3 +305,18 @@ def job_addresses(even: bool) -> tuple[bool, bool]:
 def test_gradients_lie_in_buckets_where_they_are_aligned(ranks: Any) -> None:
     assert ranks.run(job_addresses, 2, True) == [(True, True)] * 2
     assert ranks.run(job_addresses, 2, False) == [(False, True)] * 2
+
+
+def job_kept_gradients() -> bool:
+    model: Any = fsshard.wrap(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16)), backend="ddp")
+    kept = []
+    for number in range(2):
+        model.zero_grad()
+        model(batch(number)).square().sum().backward()
+        kept += [(parameter.grad, parameter.grad.clone()) for parameter in model.module.parameters()]
+    return all(torch.equal(gradient, copy) for gradient, copy in kept)
+
+
+def test_one_rank_leaves_gradients_that_are_kept_as_they_are(ranks: Any) -> None:
+    """As torch without DDP does: g1 = [p.grad ...]; zero_grad(); loss2.backward()."""
+    assert ranks.run(job_kept_gradients, 1) == [True]
