@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_616,
+    "fsshard + compat": 51_626,
     "fsshard/backends": 4_165,
     "fsshard/checkpoint": 5_326,
     "fsshard/parity": 4_974,
     "fsshard/sharded": 4_031,
-    "fsshard/comm + fsshard/launching": 3_741,
+    "fsshard/comm + fsshard/launching": 3_744,
     "fsshard/simulation": 3_608,
     "fsshard/model": 2_330,
     "fsshard/oss": 2_160,

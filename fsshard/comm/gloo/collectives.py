@@ -23,7 +23,7 @@ from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.dispatch import disable_torch_dispatch
 from fsshard.torch_private.fsdp2 import has_all_reduce_hook
 from fsshard.torch_private.fsdp2_collectives import AllGather, ReduceScatter
-from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, local_tensor, storage_key
+from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, local_tensor, storage_key, version_of
 
 __all__ = ["Gather", "Pending", "Reduce"]
 
@@ -161,15 +161,17 @@ class _Shared:
         self._message.end()
 
 
-def _check_unread(output: Tensor, entries: Sequence[Any]) -> None:
-    """Raise if FSDP2 has put into a gradient something else than a view of the sum, which is made only now."""
+def _check_unread(output: Tensor, version: int, entries: Sequence[Any]) -> None:
+    """Raise if a gradient is something else than a view of the sum, which is made only now, or was written since."""
     memory = storage_key(output.untyped_storage())
     gradients = {entry.name: entry.parameter.grad for entry in entries if entry.parameter.grad is not None}
     copied = [n for n, grad in gradients.items() if storage_key(local_tensor(grad).untyped_storage()) != memory]
-    if copied:
+    # What is done to a DTensor counts in its own version, of a new one 0; to its local part, in the version of the sum.
+    written = any(map(version_of, gradients.values())) or version_of(output) != version
+    if copied or (gradients and written):
         raise GradientError(
-            f"the gradients of {', '.join(map(repr, copied))} were read before they were reduced, by a hook or by "
-            f"fully_shard of torch {torch.__version__}; wrap the model with fast_collectives=False"
+            f"the gradients of {', '.join(map(repr, copied or gradients))} were read before they were reduced, by a "
+            f"hook or by fully_shard of torch {torch.__version__}; wrap the model with fast_collectives=False"
         )
 
 
@@ -184,7 +186,7 @@ class Pending:
         self._task: int | None = None  # the graph task at whose end the last one is finished
         self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
         self._group: dist.ProcessGroup | None = None  # of that
-        self._unread: Sequence[Any] = ()  # entries, where the engine goes on before it is finished
+        self._unread: tuple[int, Sequence[Any]] | None = None  # version, entries, where the engine goes on before it
 
     def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
@@ -202,7 +204,7 @@ class Pending:
         if task == -1 or self._begun is None:  # no backward
             self.finish()
             return
-        self._unread = entries
+        self._unread = version_of(self._begun[1]), entries
         if task != self._task:
             self._task = task
             queue_callback(self._backward_ends)
@@ -218,11 +220,12 @@ class Pending:
             self._finish()
 
     def _finish(self) -> None:
-        unread, self._unread = self._unread, ()
+        unread, self._unread = self._unread, None
         if self._begun is None:
             return
         (arriving, output, size, mean), self._begun = self._begun, None
-        _check_unread(output, unread)
+        if unread is not None:
+            _check_unread(output, *unread)
         # Each gradient is divided by the number of ranks and then added in the order of ranks, as DDP divides before it
         # adds. For two ranks that is DDP's own sum, bit by bit; for more the terms are DDP's and the order is this one,
         # where gloo's depends on where a number lies in its bucket. DDP's reducer multiplies too.

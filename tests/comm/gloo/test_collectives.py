@@ -323,6 +323,28 @@ def test_a_torch_that_reads_gradients_early_is_told_on(ranks: Any) -> None:
         assert torch.__version__ in told and "fast_collectives=False" in told
 
 
+def job_written_early(locally: bool) -> str:
+    """A hook of one layer clips gradients of another, whose sum is still under way."""
+    model = chain()
+
+    def clip(*_: Any) -> None:
+        for grad in (parameter.grad for parameter in model.module.last.parameters()):
+            (grad.to_local() if locally else grad).clamp_(-1e-3, 1e-3)
+
+    model.module.middle.register_full_backward_hook(clip)
+    try:
+        model(batch(dist.get_rank())).square().mean().backward()
+    except GradientError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("locally", [False, True])
+def test_gradients_written_before_they_are_summed_are_told_of(ranks: Any, locally: bool) -> None:
+    for told in ranks.run(job_written_early, 2, locally):
+        assert "'last.weight', 'last.bias'" in told and "before they were reduced" in told
+
+
 def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Tensor] = []  # as a thread of gloo does that was not scheduled since
 
