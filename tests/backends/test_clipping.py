@@ -110,3 +110,25 @@ def job_nonfinite(backend: str) -> tuple[str, bool]:
 def test_what_is_not_finite_raises_on_every_rank(ranks: Any, backend: str) -> None:
     for message, same in ranks.run(job_nonfinite, 2, backend):
         assert "norm of order 2.0" in message and same
+
+
+def job_values(backend: str) -> list[str]:
+    bare = Waves().first
+    bare(batch(0)).square().mean().backward()
+    average(bare)
+    torch.nn.utils.clip_grad_value_(bare.parameters(), 0.02)
+    model: Any = fsshard.wrap(Waves().first, backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    backward(model)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    return list(differences({n: p.grad for n, p in bare.named_parameters()}, gradients(model)))
+
+
+@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+def test_values_are_clipped_one_by_one(ranks: Any, backend: str) -> None:
+    size = 1 if backend == "none" else 2
+    if backend == "fsdp":
+        errors = ranks.run_expecting_errors(job_values, size, backend)
+        assert all(isinstance(error, FsshardError) for error in errors)
+    else:
+        assert ranks.run(job_values, size, backend) == [[]] * size

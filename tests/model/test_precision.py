@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import fsshard
 from fsshard.errors import PrecisionError
 from fsshard.launching.pool import RankPool
+from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.precision import _cast, bf16_ready, check_buffers, check_precision
 from fsshard.planning.plan import plan
 from fsshard.planning.policies import Precision
@@ -76,6 +78,29 @@ def test_with_recomputed_blocks(ranks: RankPool, case: str, blocks: Any) -> None
     runs = [Run(case, "ddp", 2, settings=settings)]
     runs += [Run(case, b, 2, settings={**settings, "activation_checkpointing": blocks}) for b in DISTRIBUTED]
     assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def job_checkpointed_before(how: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
+    if how == "torch":
+        module = nn.Sequential(*map(checkpoint_wrapper, module))
+    elif how == "ours":
+        checkpoint_blocks(module, {nn.Sequential})
+    model = fsshard.wrap(module, backend="none", mixed_precision="bf16", auto_wrap_policy=None)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("how", ["torch", "ours"])
+def test_with_blocks_that_were_checkpointed_before(ranks: RankPool, how: str) -> None:
+    """Blocks that the user has wrapped before: by torch's wrapper module, or by a forward of ours."""
+    plain, wrapped = (ranks.run(job_checkpointed_before, 1, way)[0] for way in ("", how))
+    assert plain and all(torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +320,24 @@ def job_fp32_unit_under_autocast(backend: str) -> torch.dtype:
 @pytest.mark.parametrize("backend", ["none", "fsdp2"])
 def test_fp32_units_leave_autocast(ranks: RankPool, backend: str) -> None:
     assert set(ranks.run(job_fp32_unit_under_autocast, ranks_of(backend), backend)) == {FP32}
+
+
+def job_parameters_after(backend: str) -> set[torch.dtype]:
+    """Dtypes of parameters after a forward, and after one that raises."""
+    model = fsshard.wrap(net(), backend=backend, mixed_precision="bf16")
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0))
+    found = {parameter.dtype for parameter in model.module.parameters()}
+    model.module.last.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(0))
+    return found | {parameter.dtype for parameter in model.module.parameters()}
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
+def test_float32_outside_of_the_forward(ranks: RankPool, backend: str) -> None:
+    for found in ranks.run(job_parameters_after, ranks_of(backend), backend):
+        assert found <= {FP32, torch.complex64}
 
 
 # ------------------------------------------------------------------------------------------------ the plan
