@@ -78,7 +78,9 @@ class HandedOver:
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             shapes = ((names[id(p)], p.shape, p.is_complex()) for p in parameters)
             check_settings(type(optimizer), arguments, shapes, has_complex=has_complex)
-            probed = [ProbedGroup.of(g, (p.is_complex() for p in g["params"])) for g in optimizer.param_groups]
+            probed = [
+                ProbedGroup.of(g, ((p.dim(), p.is_complex()) for p in g["params"])) for g in optimizer.param_groups
+            ]
             self._given.append(_Given(optimizer, groups, arguments, probed))
 
     def asked(self) -> list[Any] | None:

@@ -502,7 +502,12 @@ def new_optimizer(
 def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_complex: bool = True) -> list[ProbedGroup]:
     """Return the groups as an optimizer's trial needs them."""
     by_id = _by_id(model)
-    return [ProbedGroup.of(g, (see_complex and by_id[id(p)].kind.is_complex for p in g["params"])) for g in groups]
+    entries = ([by_id[id(parameter)] for parameter in group["params"]] for group in groups)
+    kinds = (
+        [(len(e.shape), e.kind.is_complex) if see_complex else (len(e.stored_shape), False) for e in group]
+        for group in entries
+    )
+    return list(map(ProbedGroup.of, groups, kinds))
 
 
 def resolve_groups(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:

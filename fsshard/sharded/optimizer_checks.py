@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -51,21 +52,21 @@ vector, what works number by number differs by a few roundings of 2e-16; another
 SCALES = (1.0, 1e-3)
 """Of the gradients of the two steps: norms of hundreds, which what clips does clip, then of tenths."""
 SHAPE = (160, 144)
-"""Of the matrices: some algorithms factor from 128 rows and columns on. Fewer than 32768 numbers, which torch gives to
-one thread."""
+"""Of the matrices, and all others have as many numbers: some algorithms factor from 128 rows and columns on. Fewer than
+32768 numbers, which torch gives to one thread."""
 
 
 class ProbedGroup(NamedTuple):
-    """One group of an optimizer: its settings, and whether it has real parameters, and complex ones."""
+    """One group of an optimizer: its settings, and of what numbers of dims its parameters are, complex or not."""
 
     options: Mapping[str, Any]
-    is_complex: frozenset[bool]
+    kinds: frozenset[tuple[int, bool]]
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], is_complex: Iterable[bool]) -> ProbedGroup:
-        """Make it of a group, and of whether each of its parameters is complex."""
+    def of(cls, group: Mapping[str, Any], kinds: Iterable[tuple[int, bool]]) -> ProbedGroup:
+        """Make it of a group, and of the number of dims of each of its parameters and whether that is complex."""
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        return cls(options, frozenset(is_complex))
+        return cls(options, frozenset(kinds))
 
 
 def check_separable(
@@ -300,13 +301,16 @@ def _give_gradients(parameters: list[nn.Parameter], gradients: Sequence[Tensor])
 
 
 def _samples(groups: Sequence[ProbedGroup]) -> list[_Sample]:
-    """Return two real and two complex matrices for each group that has such parameters."""
+    """Return two tensors of each kind that a group has, since algorithms treat filters otherwise than matrices."""
     generator, samples = torch.Generator().manual_seed(1), []
     for number, group in enumerate(groups):
-        for is_complex in sorted(group.is_complex) * 2:
-            dtype = torch.complex128 if is_complex else torch.float64
+        for at_end, (dims, is_complex) in itertools.product((False, True), sorted(group.kinds)):
+            dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
+            # As a matrix whether the first dim stands against the others, or the last two are taken.
+            shape = (*ones, *SHAPE) if at_end else (SHAPE[0], *ones, SHAPE[1])
+            shape = shape if dims > 1 else (SHAPE[0] * SHAPE[1],)
             # The gradients have a direction in common: algorithms that look for one shall find it.
-            value, common, *own = (torch.randn(SHAPE, dtype=dtype, generator=generator) for _ in range(4))
+            value, common, *own = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(4))
             gradients = [scale * (common + 0.5 * noise) for scale, noise in zip(SCALES, own, strict=True)]
             samples.append(_Sample(number, value, gradients))
     return samples

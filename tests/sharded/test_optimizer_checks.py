@@ -78,7 +78,7 @@ def test_what_cannot_be_tried_warns(ranks: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------ the trial
 
-BOTH = frozenset({False, True})
+BOTH = frozenset({(2, False), (2, True)})
 
 
 def neuraloperators() -> Any:
@@ -100,6 +100,34 @@ def found(optimizer_class: Any, **settings: Any) -> str:
 )
 def test_what_an_algorithm_needs(optimizer_class: Any, needs: str) -> None:
     assert found(optimizer_class) == needs
+
+
+class OfFilters(written.Written):
+    """Takes the mean from the gradients of filters, as Ranger does."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Any:
+        over = tuple(range(1, parameter.dim()))
+        return parameter.grad - parameter.grad.mean(over, keepdim=True) if len(over) > 1 else parameter.grad
+
+
+def test_an_algorithm_is_tried_on_as_many_dims_as_the_group_has() -> None:
+    def tried(optimizer_class: Any, *dims: int) -> str:
+        return try_on_parts(optimizer_class, [ProbedGroup({}, frozenset((number, False) for number in dims))], {})
+
+    assert [tried(OfFilters, *dims) for dims in ((1, 2), (1, 3), (4,))] == ["numbers", "parameters", "parameters"]
+    assert [tried(written.MyMuon, *dims) for dims in ((0, 1), (1, 2))] == ["numbers", "parameters"]
+
+
+def job_filters(kernel: int) -> str:
+    model = fsshard.wrap(nn.Conv1d(2, 2, 3) if kernel else nn.Linear(2, 2), backend="fsdp2")
+    try:
+        return type(fsshard.build_optimizer(model, OfFilters)).__name__
+    except UnsupportedByBackend as error:
+        return str(error.alternative)
+
+
+def test_a_model_is_asked_for_its_dims(ranks: Any) -> None:
+    assert [ranks.run(job_filters, 2, kernel) for kernel in (0, 3)] == [["ShardedOptimizer"] * 2, [HERE] * 2]
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
