@@ -116,7 +116,8 @@ def profile_of(job: Job) -> ModelProfile:
 def plan_of(job: Job, settings: dict[str, Any]) -> Plan | str:
     """Return what would be simulated with these settings; where they have no meaning, what is wrong with them."""
     with errors_in_words(job):
-        precision, module = _planned_model(pickle.dumps(job))
+        made = _planned_model.__wrapped__ if job.real else _planned_model  # memory of a real one must not stay taken
+        precision, module = made(pickle.dumps(job))
         try:
             return plan(module, mixed_precision=precision, **settings)
         except FsshardError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,16 +10,20 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsshard
+from fsshard.planning.plan import Plan
+from fsshard.simulation.simulation import Job
 from fsshard.simulation.tuning.search_space import (
     DEFAULT,
     Candidate,
     Choice,
     ModelProfile,
     ModuleFacts,
+    plan_of,
     recomputations,
     units,
     written,
 )
+from tests.simulation.tuning.recipes import Tower
 
 
 def facts(name: str, kind: str, nbytes: int, saved: int, own: int = 0) -> ModuleFacts:
@@ -67,3 +72,11 @@ def test_a_candidate_is_a_call_of_wrap() -> None:
     one = Candidate(backend="fsdp2").changed(auto_wrap_policy=Choice({"Block"}, '{"Block"}'), mixed_precision=DEFAULT)
     assert one.arguments() == {"auto_wrap_policy": {"Block"}}
     assert one.code() == 'backend="fsdp2", auto_wrap_policy={"Block"}' and one.imports() == ["import fsshard"]
+
+
+def test_a_real_model_goes_when_its_plan_is_made() -> None:
+    job = Job(source="tests.simulation.tuning.recipes:tower", changes={}, backend="none", mesh=(1,), real=True)
+    before = [id(found) for found in gc.get_objects() if type(found) is Tower]
+    assert isinstance(plan_of(job, {"auto_wrap_policy": None}), Plan)
+    gc.collect()
+    assert [id(found) for found in gc.get_objects() if type(found) is Tower and id(found) not in before] == []
