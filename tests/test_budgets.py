@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_767,
     "fsshard/complex_params": 2_025,
     "compat": 8_614,
-    "tests": 53_266,
+    "tests": 53_308,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 131

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsshard
 from fsshard.comm import watchdog
 from fsshard.errors import LaunchError, RankFailed, RankHung, RankMismatch, UnsupportedByBackend
-from fsshard.launching import pool
+from fsshard.launching import pool, pool_worker
 from fsshard.launching.pool import RankPool
 from fsshard.launching.pool_worker import tell
 from tests.forked import ForkedPool
@@ -390,6 +390,20 @@ def test_ranks_tell_the_caller_while_they_work(ranks: RankPool) -> None:
     tell(threading.Lock())  # outside a job it does nothing
     with pytest.raises(RankFailed, match=r"(?s)rank 0 failed with \w+: .*pickle.*tells_a_lock"):
         ranks.run(tells_a_lock, 1)
+
+
+class Ending:
+    """Told by a thread when the job ends: its line is closed before this is sent."""
+
+    def __reduce__(self) -> Any:
+        pool_worker._line = None
+        return Ending, ()
+
+
+def test_what_a_thread_tells_as_the_job_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_worker, "_line", object())
+    monkeypatch.setattr(pool_worker, "_process", os.getpid())
+    tell(Ending())
 
 
 @pytest.mark.long

@@ -333,6 +333,10 @@ def test_who_recomputes_a_block_already_is_recognised() -> None:
     assert recomputed_by(layer) == ""
     layer.gradient_checkpointing = True
     assert recomputed_by(layer) == "the model's own gradient checkpointing"
+    found = plan(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 2)))
+    assert found.recomputed_before == {"0": "torch's checkpoint_wrapper, before wrap"} and not found.recomputed
+    said = "recomputed in backward: 1 block (by torch's checkpoint_wrapper, before wrap): 0"
+    assert said in found.explain().splitlines()
 
 
 class Explained(nn.Module):
