@@ -453,21 +453,28 @@ class ShardedModule(nn.Module):
 
     def find_entry(self, item: Any) -> Entry:
         """Return the entry for a name, a parameter or view of this model, or a (name, parameter) pair."""
-        entries = self.backend.entries
         if isinstance(item, tuple) and len(item) == 2:
             item = item[0]
         if isinstance(item, str):
-            for entry in entries.values():
-                if any(slot.name == item for slot in entry.slots):
-                    return entry
+            if item in self._entry_of:
+                return self._entry_of[item]
             raise OptimizerError(f"the model has no parameter {item!r}")
         stored = stored_of(item)
-        for entry in entries.values():
+        known = self._entry_of.get(id(stored))
+        if known is not None and known.parameter is stored:
+            return known
+        for entry in self.backend.all:  # the engine may have put another in its place since the table was made
             if entry.parameter is stored:
                 return entry
         stale = getattr(item, "_fsshard_stale", None)
         shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
         raise OptimizerError(str(stale) if stale else f"not a parameter of this model: {shape}; pass its name instead")
+
+    @functools.cached_property
+    def _entry_of(self) -> dict[str | int, Entry]:
+        """The entries by all names of theirs and by their parameters: a search for each took the square of the time."""
+        names: dict[str | int, Entry] = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
+        return {id(entry.parameter): entry for entry in self.backend.all} | names
 
     # ------------------------------------------------------------------------------------------ parameters
 

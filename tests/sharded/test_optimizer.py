@@ -210,6 +210,28 @@ def job_groups_given_as(form: str) -> list[str]:
     return [d for backend in DISTRIBUTED[1:] for d in differences(reference, build(backend).state_dict())]
 
 
+def job_many_names() -> int:
+    """How often the slots of an entry among 100 are looked at, or its parameter, while others are found."""
+    model: Any = fsshard.wrap(nn.ParameterList(torch.zeros(1) for _ in range(100)), backend="none")
+    names, parameters = list(model.backend.entries), [entry.parameter for entry in model.backend.all]
+
+    class Watched(type(model.backend.all[0])):  # type: ignore[misc]
+        looks = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            Watched.looks += name in ("slots", "parameter")
+            return super().__getattribute__(name)
+
+    model.backend.all[0].__class__ = Watched
+    assert [model.find_entry(name).name for name in names] == names
+    assert [model.find_entry(parameter).name for parameter in parameters] == names
+    return Watched.looks
+
+
+def test_names_are_found_without_a_search_for_each(ranks: Any) -> None:
+    assert ranks.run(job_many_names, 1)[0] < 10
+
+
 @pytest.mark.parametrize("form", ["pairs", "parameters", "groups"])
 def test_forms_of_param_groups(ranks: Any, form: str) -> None:
     """Parameters as ``named_parameters`` shows them have the original shapes, so grouping by ndim works everywhere."""
