@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_638,
+    "fsshard + compat": 51_645,
     "fsshard/backends": 4_165,
     "fsshard/checkpoint": 5_326,
     "fsshard/parity": 4_974,
-    "fsshard/sharded": 4_042,
+    "fsshard/sharded": 4_049,
     "fsshard/comm + fsshard/launching": 3_748,
     "fsshard/simulation": 3_608,
     "fsshard/model": 2_330,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_767,
     "fsshard/complex_params": 2_025,
     "compat": 8_614,
-    "tests": 53_308,
+    "tests": 53_353,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 131

@@ -289,6 +289,29 @@ def test_an_optimizer_that_keeps_views_from_its_constructor(ranks: Any) -> None:
         assert not any(wrong.values()), wrong
 
 
+def job_parameters_kept(backend: str) -> list[str]:
+    """Views of parameters alone, and the parameters themselves: right where they are cut, too."""
+
+    class Keeping(written.Blocked):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter, blocks in self.blocks.items():
+                if parameter.grad is not None:
+                    for (block, _), gradient in zip(blocks, parameter.grad.reshape(-1).split(8), strict=True):
+                        block.add_(gradient, alpha=-0.05)
+
+    bare = net()
+    blocked_steps(bare, Keeping(bare.parameters()), range(3), bare=True)
+    model = fsshard.wrap(net(), backend=backend)
+    blocked_steps(model, fsshard.build_optimizer(model, Keeping), range(3))
+    return list(differences(bare.state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_views_of_parameters_that_are_cut(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_parameters_kept, 2, backend) == [[], []]
+
+
 def job_moved(implementation: str) -> list[str]:
     bare = real_net()
     model = fsshard.wrap(real_net(), backend="fairscale", implementation=implementation)
