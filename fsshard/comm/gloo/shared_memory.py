@@ -38,7 +38,6 @@ SWITCHES = ("fast_collectives", "shared_memory")
 MOST_RANKS = 8  # each maps the memory of every other
 SMALLEST = 2**16  # bytes of a segment
 ALIGNMENT = 64  # of a part of a message
-MOST_HELD = 8  # messages that may stay open for good (gathered ahead for units that are skipped) and keep no others
 CPU = torch.device("cpu")
 PAUSE = 1e-3  # seconds, where a mailbox is full
 SLICE = timedelta(seconds=0.1)  # of waiting, until a rank looks into its own
@@ -137,9 +136,8 @@ class Exchange:
         for place, part in enumerate(parts):
             if part.nbytes:
                 ctypes.memmove(segment.view(part, place * _aligned(nbytes)).data_ptr(), part.data_ptr(), part.nbytes)
-        # The oldest that are open here; all others below the last of them are done.
-        held = [*sorted(self._open.keys()), *[number] * MOST_HELD][:MOST_HELD]
-        row = [int(to_all), nbytes, segment.number, *held, number]
+        done = min(self._open.keys(), default=number)
+        row = [int(to_all), nbytes, segment.number, done, number]
         mine = torch.tensor(row, device=CPU)
         table = torch.empty((group.size(), len(row)), dtype=torch.int64, device=CPU)
         # The small message also orders the memory, and fails as any collective of gloo's where a rank is gone or late.
@@ -222,10 +220,8 @@ class Exchange:
                     for to_all, nbytes, *_ in (row, own)
                 ]
                 raise RankMismatch(f"rank {rank} sends {kinds[0]} where this rank waits for {kinds[1]}: {APART}")
-        held = [row[3:-1] for row in rows]
-        for number in list(self._lent):
-            if all(number < open_there[-1] and number not in open_there for open_there in held):
-                self._free.append(self._lent.pop(number))
+        for number in [number for number in self._lent if number < min(row[3] for row in rows)]:
+            self._free.append(self._lent.pop(number))
         self.look()
         found = [self._theirs.get((rank, row[2])) for rank, row in enumerate(rows)]
         if any(segment is None for rank, segment in enumerate(found) if rank != self.rank):

@@ -99,20 +99,6 @@ def test_segments_are_used_again_once_all_have_read_them(ranks: RankPool) -> Non
         assert alike and used <= 2 and segments <= 20 + 31
 
 
-def job_never_read() -> tuple[bool, int]:
-    """Some messages stay open for good, as of units that are gathered ahead and skipped."""
-    talk = Talk()
-    skipped = [talk.gather(100, n) for n in range(3)]
-    alike = [talk.read(talk.gather(100, n), [n, n + 1], 100) for n in range(30)]
-    alike += [talk.read(message, [n, n + 1], 100) for n, message in enumerate(skipped)]
-    return all(alike), talk.segments()
-
-
-def test_a_message_that_is_not_read_keeps_no_other(ranks: RankPool) -> None:
-    for alike, segments in ranks.run(job_never_read, 2):
-        assert alike and segments <= 3 + 3
-
-
 def job_apart() -> str:
     talk = Talk()
     message = talk.deal(2) if talk.rank else talk.gather(4)
