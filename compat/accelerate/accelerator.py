@@ -230,7 +230,7 @@ class Accelerator(StateFiles):
 # ------------------------------------------------------------------------------------------------ clipping
 
 Chosen = list[tuple[ShardedModule, list[Entry]]]
-"""Of each model, what is clipped."""
+"""The parameters of each model that are clipped."""
 
 
 def _find_chosen(parameters: Sequence[Tensor], models: Iterable[Any]) -> Chosen:

@@ -59,7 +59,7 @@ ENVIRONMENT = {
     "ACCELERATE_USE_MEGATRON_LM": ENGINE,
     "ACCELERATE_USE_PARALLELISM_CONFIG": MESH,
 }
-"""What ``accelerate launch`` sets -> what to do."""
+"""Variables that ``accelerate launch`` sets -> what to do."""
 OURS = ("broadcast_buffers", "find_unused_parameters")
 """Arguments of torch's DDP that are arguments of ``fsshard.wrap``, too."""
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")

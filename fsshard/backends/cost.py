@@ -1,4 +1,4 @@
-"""What a unit costs under an engine: bytes held, gathered and sent, computed from where elements lie.
+"""The cost of a unit under an engine: bytes held, gathered and sent, computed from where elements lie.
 
 Nothing is run and nothing is sent. A step is one forward, one backward and the optimizer's step, in which every unit is
 called once.

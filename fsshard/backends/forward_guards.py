@@ -1,4 +1,4 @@
-"""What a forward must not do where parameters are sharded: read another unit's shard, or write what will be lost.
+"""Guards of forwards over sharded parameters: they may not read another unit's shard, or write what will be lost.
 
 FSDP shows a module its whole weights in the forward of their unit, and this rank's shard at all other times. A forward
 that reads the weights of another unit (a penalty over ``self.parameters()``, a projection with an embedding's weights)
@@ -35,7 +35,7 @@ _ANSWERED = frozenset((
     "get_device", "element_size", "itemsize", "requires_grad_", "register_hook", "retain_grad", "retains_grad",
     "register_post_accumulate_grad_hook", "untyped_storage", "data_ptr", "__hash__", "__repr__", "__format__",
 ))  # fmt: skip
-"""What may be asked of a shard: it is the same of the whole weight, or engines and printing need it."""
+"""Attributes that may be asked of a shard: it is the same of the whole weight, or engines and printing need it."""
 
 _VIEWS = frozenset(("data", "detach", "t", "transpose", "view_as_complex", "view_as_real"))
 """Views of a shard that may be taken, and are shards themselves: what computes with them is refused."""
@@ -73,7 +73,7 @@ _ADVICE = (
     "unit), or use backend='fairscale' or 'ddp'"
 )
 READS_SHARD = f"the forward computes with a weight of which this rank holds a part only, a DTensor: {_ADVICE}"
-"""What is said where FSDP2 has raised, or returns a sharded tensor."""
+"""The message where FSDP2 has raised, or returns a sharded tensor."""
 
 
 class LooksAtForwards:

@@ -354,7 +354,7 @@ def _reduce(
 
 
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
-"""What torch 2.13 says where one of FSDP1's views of a flat parameter is used after another was written."""
+"""The message of torch 2.13 where one of FSDP1's views of a flat parameter is used after another was written."""
 
 
 def _before_gather(flat: Any, names: list[str]) -> Any:

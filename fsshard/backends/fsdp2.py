@@ -58,7 +58,7 @@ MERGE_BELOW = 2**20
 MANY_RANKS = 16
 """More of them gather at once in a simulation."""
 MERGED_BYTES = 16 * 2**20
-"""What may be merged into one unit: it is gathered from the unit's forward to its backward."""
+"""Bytes that may be merged into one unit: it is gathered from the unit's forward to its backward."""
 
 
 def merge_below_default(on_gloo: bool) -> int:

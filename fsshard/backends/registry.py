@@ -35,7 +35,7 @@ GROUP = "fsshard.backends"
 """The entry-point group: ``name = module:Class``. It is read when a name is asked for that is not known otherwise."""
 
 REFERENCE = "ddp"
-"""What the others are compared with where nothing else is asked for."""
+"""The backend with which others are compared by default."""
 
 _OURS = {
     "none": "fsshard.backends.none:SingleBackend",

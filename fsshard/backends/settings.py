@@ -1,4 +1,4 @@
-"""What wrap() passes to a backend."""
+"""Settings that wrap() passes to a backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the FSDP1 and FSDP2 backends share: sharded parameters, and zero gradients for unused ones."""
+"""Base of the FSDP1 and FSDP2 backends: sharded parameters, and zero gradients for unused ones."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ PURPOSES = {
     "peers": "the benchmark beside Accelerate and Lightning Fabric",
     "dev": "tests, linters and type checks",
 }
-"""What each extra is for."""
+"""The purpose of each extra."""
 
 
 @dataclass(frozen=True)

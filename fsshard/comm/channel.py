@@ -176,7 +176,7 @@ class Channel:
 
     @property
     def lost(self) -> bool:
-        """Whether the connections are closed: a rank was lost."""
+        """Return whether the connections are closed: a rank was lost."""
         return self.size > 1 and self._gloo is None
 
     def drop(self) -> None:

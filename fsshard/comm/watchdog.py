@@ -79,7 +79,7 @@ LOST_NEIGHBOUR = (
     "Timed out waiting",
     "Application timeout caused pair closure",  # in the second operation that waits, when the first has timed out
 )
-"""What a rank reads when another one goes away in the middle of a collective."""
+"""Messages that a rank reads when another one goes away in the middle of a collective."""
 UNEQUAL_CALLS = (
     "Look for what ranks do not call equally often: under `if rank == 0`, or in a loop over unequal numbers of batches "
     "(drop_last=True, DistributedSampler)"

@@ -122,7 +122,7 @@ class Flattened(nn.Module):
     _fsshard_origin: type[nn.Module] = nn.Module
     _fsshard_mixin: type[Flattened]
     _fsshard_holds_reals: ClassVar[bool] = False
-    """Whether its class keeps complex numbers as real parameters by itself, so that none is to be stored otherwise."""
+    """True if the class keeps complex numbers as real parameters itself, so that none need be stored otherwise."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Swallow it: tltorch demands ``name=`` here, and neuralop and tltorch would register the subclass."""

@@ -15,7 +15,7 @@ from fsshard.complex_params.layouts import DTensorLayout
 __all__ = ["Form", "Kind", "complex_dtype", "is_odd", "kind_for", "order_in_memory", "real_dtype", "viewable"]
 
 SUFFIX = "__real"
-"""What the name of a stored parameter has after the user's."""
+"""Suffix of the stored parameter: ``w`` is kept as ``w__real``."""
 
 _REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 

@@ -28,7 +28,7 @@ __all__ = [
 
 
 MARKS = ("_fsshard", "_fsdp", "_is_fsdp", "__", "register_")
-"""What attributes begin with that are ours, or an engine's; ``register_hook`` where it is refused."""
+"""Prefixes of attributes that are ours, or an engine's; ``register_hook`` where it is refused."""
 
 
 class _Link(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a module under an engine shows its user in place of the real tensors that it stores.
+"""Parameters that a module under an engine shows its user in place of the real tensors that it stores.
 
 To the user it is the parameter: of his name, shape and dtype, an ``nn.Parameter``, with a gradient, differentiable. It
 is a view, so that a gradient which reaches it goes on to the stored parameter, where the engine waits for it.

@@ -1,4 +1,4 @@
-"""What the demo and the examples share: the cache's place, whole files, the bytes that a rank holds, means, gauges."""
+"""Helpers of the demo and the examples: the cache's place, whole files, the bytes that a rank holds, means, gauges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launchers say in the environment: torchrun and SLURM, read and, for libraries that ask it, written."""
+"""Variables that launchers set: torchrun and SLURM, read and, for libraries that ask it, written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does before it is gone: work is finished, others are told, and groups end without a deadlock."""
+"""The end of a rank: work is finished, others are told, and groups end without a deadlock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a job, of the pool or of launch(), rank by rank, and the error that tells most of it."""
+"""The outcome of a job, of the pool or of launch(), rank by rank, and the error that tells most of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold before any engine touches the model: checked on every rank, raised on every rank."""
+"""Checks of the model before any engine touches it: made on every rank, raised on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dimensions of a device mesh are for, told by their names.
+"""The roles of the dimensions of a device mesh, told by their names.
 
 The names are those of torch's tutorials, torchtitan, accelerate, PhysicsNeMo and NERSC's scripts. A name that is not
 known here says nothing.

@@ -177,7 +177,7 @@ def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGrou
 
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""Of each world, the groups that were made for models, by their ranks: a group is never freed before its world."""
+"""The groups that were made for models in each world, by their ranks: a group is never freed before its world."""
 
 
 class _Declared:

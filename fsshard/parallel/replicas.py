@@ -1,4 +1,4 @@
-"""Whether parameters that several ranks along a mesh dimension hold are the same there, in value and in gradient.
+"""Checks that parameters which several ranks along a mesh dimension hold are the same there, in value and in gradient.
 
 A parameter of which nobody has said anything is taken as held alike by all ranks along the other dimensions, with the
 same gradient: norms beside tensor-parallel layers are so. Where that is not true training goes wrong without a word,

@@ -53,7 +53,7 @@ from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text
 __all__ = ["BACKENDS", "compare", "record"]
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
-"""Those that are compared unless others are named."""
+"""The backends that are compared unless others are named."""
 PERTURBED_ENGINE = "ddp"
 """Trains the draws: whatever engine is compared, rounding errors of its kernels grow alike."""
 USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)

@@ -184,7 +184,7 @@ HOOKS = (
     "optimizer_zero_grad",
     "transfer_batch_to_device",
 )
-"""What Lightning's Trainer calls around a step, where a recipe calls nothing."""
+"""Hooks that Lightning's Trainer calls around a step, where a recipe calls nothing."""
 
 DERIVED = ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler")
 

@@ -121,7 +121,7 @@ SMALL: dict[str, Any] = {
     "projection_channel_ratio": 2,
     "use_channel_mlp": False,
 }
-"""What the operators on regular grids share."""
+"""Arguments that the operators on regular grids share."""
 
 
 def fno_model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""What the recipes that come with fsshard train on, and by which loss; nothing is downloaded."""
+"""Samples and losses of the recipes that come with fsshard; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from fsshard.model.unit_inputs import is_write_to_unit_input
 __all__ = ["ForwardMethod", "explain_forward_error", "explained"]
 
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
-"""What torch 2.13 says of operands in two dtypes: linear, convolution, RNN."""
+"""Messages of torch 2.13 about operands in two dtypes: linear, convolution, RNN."""
 SHARD = "got mixed torch.Tensor and DTensor"
-"""What torch 2.13 says where a forward computes with the weights of another unit under FSDP2."""
+"""Messages of torch 2.13 where a forward computes with the weights of another unit under FSDP2."""
 NO_HOOKS = "don't yet support saved tensor hooks"
-"""What torch.func's reverse transforms of torch 2.13 say of checkpoints."""
+"""The message of torch.func's reverse transforms (torch 2.13) about checkpoints."""
 NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jvp function")
-"""What torch 2.13 says where dual numbers come to a node of FSDP2's or DDP's."""
+"""The message of torch 2.13 where dual numbers come to a node of FSDP2's or DDP's."""
 
 
 def explain_forward_error(error: BaseException, backend: Backend) -> FsshardError | None:

@@ -1,4 +1,4 @@
-"""What is in the memory of each rank, by kind: :class:`MemoryReport`, and that of a model at the moment."""
+"""Reports of the memory of each rank, by kind: :class:`MemoryReport`, and that of a model at the moment."""
 
 from __future__ import annotations
 

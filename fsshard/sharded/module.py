@@ -653,7 +653,7 @@ def _refuse_on_parts(name: str, owner: str, *_: Any, **__: Any) -> None:
 
 
 CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
-"""What Python looks up on the type of an object, and not through ``__getattr__``."""
+"""Methods that Python looks up on the type of an object, and not through ``__getattr__``."""
 
 
 @functools.cache  # by names: the user's class is not kept alive

@@ -1,4 +1,4 @@
-"""What an optimizer sees inside ``step()``: this rank's shards, complex where the model is.
+"""The parameters that an optimizer sees inside ``step()``: this rank's shards, complex where the model is.
 
 Engines hold real storage: whole tensors, DTensors, or flat shards. During a step each parameter is swapped in its
 group for plain local tensors over the same memory, complex where the user's parameter is, and its state likewise. At

@@ -30,7 +30,7 @@ ASKS_FORM = frozenset((
     "share_memory_", "rename_", "retain_grad", "register_hook", "detach", "clone", "view", "reshape", "flatten", "t",
     "transpose", "permute", "squeeze", "unsqueeze", "__getitem__",
 ))  # fmt: skip
-"""What may be asked of a parameter without values: its shape, dtype and device, and views, which have none either."""
+"""Attributes of a parameter without values: its shape, dtype and device, and views, which have none either."""
 GIVES_NEW_VALUES = re.compile(r".*_like|new_.*|.*_as|_?is_.*")
 """Functions that ask a parameter for the same, and have values of their own."""
 NO_VALUES = (

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel keeps of its reducer."""
+"""The reducer of DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``FullyShardedDataParallel`` (FSDP1) keeps of a unit: its handle, and its flat parameter.
+"""The state of a unit of ``FullyShardedDataParallel`` (FSDP1): its handle, and its flat parameter.
 
 A unit is an FSDP1 module, its handle a ``FlatParamHandle``, which is None where other units have all of its parameters,
 and the flat parameter a ``FlatParameter``, one tensor of all. Nothing here imports torch.distributed.fsdp before it is

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` (FSDP2) keeps of a unit: its state, its groups of parameters, and its parameters.
+"""The state of a unit of ``fully_shard`` (FSDP2), its groups of parameters, and its parameters.
 
 A unit is a module that ``fully_shard`` has been given, its state an ``FSDPState``, a group an ``FSDPParamGroup``, and a
 part an ``FSDPParam``, torch's record of one parameter. Nothing here imports torch.distributed.fsdp before it is used.

@@ -1,4 +1,4 @@
-"""What users hold of a split field: how it is cut, put together and measured."""
+"""The user's handle of a split field: how it is cut, put together and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What enters the forward of a split operator: every rank's slab of the same samples, or an error on every rank."""
+"""Inputs of the forward of a split operator: every rank's slab of the same samples, or an error on every rank."""
 
 from __future__ import annotations
 

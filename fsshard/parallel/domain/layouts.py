@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 __all__ = ["Layout", "confusable", "even_parts", "layout_text", "whole_sizes"]
 
 Layout = tuple[tuple[int, ...], ...]
-"""Of each split dimension, how many points its ranks have, in rank order."""
+"""The number of points that each rank of a split dimension has, in rank order."""
 
 
 def even_parts(size: int, parts: int) -> tuple[int, ...]:

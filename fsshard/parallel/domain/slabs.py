@@ -21,7 +21,7 @@ CHUNK = 2**20
 """Elements that a checksum looks at together."""
 
 MULTIPLIER = 6364136223846793005
-"""Of Knuth's linear congruential generator, MMIX: spreads a place over all bits."""
+"""Factor of Knuth's linear congruential generator, MMIX: spreads a place over all bits."""
 
 FIRST = 2
 """The tensor dimension of the first spatial one in a layer: (batch, channels, d1, ..., dN)."""

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel is built on: torch's FSDP1, one per wrapper, adapted to FairScale's behaviour.
+"""The engine of FullyShardedDataParallel: torch's FSDP1, one per wrapper, adapted to FairScale's behaviour.
 
 Imported with the first wrapper only: torch.distributed.fsdp takes longer to import than all else of FairScale's names.
 """
