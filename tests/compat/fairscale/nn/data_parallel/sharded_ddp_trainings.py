@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from fsshard.compat.fairscale.nn import checkpoint_wrapper
 from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
 from fsshard.compat.fairscale.optim.oss import OSS
 
@@ -65,28 +67,22 @@ def build(
     Args:
         kind: ``"ddp"``, ``"hand"``, ``"ours"`` or ``"real"``.
         module: on every rank its own values; rank 0's count.
-        parameters: of the optimizer; None for all, a list of lists for several optimizers.
-        settings: of the optimizer, one or one each.
+        parameters: of the optimizer; None for all.
+        settings: of the optimizer.
         group: the ranks.
         **kw: for the ShardedDataParallel.
     """
-    several = isinstance(parameters, list) and bool(parameters) and isinstance(parameters[0], list)
-    lists = parameters if several else [list(module.parameters()) if parameters is None else parameters]
-    each = settings if isinstance(settings, list) else [settings or SGD] * len(lists)
+    parameters = list(module.parameters()) if parameters is None else parameters
+    settings = dict(settings or SGD)
     if kind in ("ddp", "hand"):
-        if kind == "ddp":
-            wrapped: Any = DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
-        else:
-            wrapped = ByHand(module, group)
-        made = [s["optim"](p, **{k: v for k, v in s.items() if k != "optim"}) for p, s in zip(lists, each, strict=True)]
-    else:
-        oss, sdp = {
-            "ours": (OSS, ShardedDataParallel),
-            "real": (real_oss.OSS, real_parallel.ShardedDataParallel),
-        }[kind]
-        made = [oss(p, group=group, **s) for p, s in zip(lists, each, strict=True)]
-        wrapped = sdp(module, made if several else made[0], process_group=group, **kw)
-    return wrapped, made if several else made[0]
+        optimizer = settings.pop("optim")(parameters, **settings)
+        if kind == "hand":
+            return ByHand(module, group), optimizer
+        return DistributedDataParallel(module, process_group=group, find_unused_parameters=True), optimizer
+    oss: Any = OSS if kind == "ours" else real_oss.OSS
+    wrap: Any = ShardedDataParallel if kind == "ours" else real_parallel.ShardedDataParallel
+    optimizer = oss(parameters, group=group, **settings)
+    return wrap(module, optimizer, process_group=group, **kw), optimizer
 
 
 def mlp(seed: int = 1) -> nn.Module:
@@ -129,22 +125,32 @@ def zero(wrapped: Any, optimizer: Any, how: str) -> None:
 # ------------------------------------------------------------------------------------------------ trainings
 
 
-def train_zeroing(kind: str, how: str, **kw: Any) -> list[Tensor]:
-    module = mlp(dist.get_rank())
+def train(
+    kind: str, module: nn.Module, steps: int = 4, micro: int = 1, how: str = "optimizer", **kw: Any
+) -> list[Tensor]:
+    """Train a module in the usual way: zero in one of the ways, some backwards, step."""
     wrapped, optimizer = build(kind, module, **kw)
-    for step in range(4):
+    for step in range(steps):
         zero(wrapped, optimizer, how)
-        loss_of(wrapped, step).backward()
+        for part in range(micro):
+            loss_of(wrapped, micro * step + part).backward()
+            after(wrapped)
         optimizer.step()
     return values(module)
 
 
-def train_accumulating(kind: str, pattern: str, how: str = "optimizer", **kw: Any) -> list[Tensor]:
+def train_zeroing(kind: str, how: str, **kw: Any) -> list[Tensor]:
+    return train(kind, mlp(dist.get_rank()), how=how, **kw)
+
+
+def train_accumulating(
+    kind: str, pattern: str, how: str = "optimizer", module: nn.Module | None = None, **kw: Any
+) -> list[Tensor]:
     """Train by a pattern, a letter a micro-batch: ``s`` reduces, ``n`` is under no_sync.
 
     ``z`` zeroes, ``!`` steps, ``m`` drops the module's gradients, ``h`` puts half of each in its place, ``c`` a copy.
     """
-    module = mlp()
+    module = module or mlp()
     wrapped, optimizer = build(kind, module, **kw)
     for step, letter in enumerate(pattern * 2):
         if letter == "z":
@@ -162,6 +168,14 @@ def train_accumulating(kind: str, pattern: str, how: str = "optimizer", **kw: An
                 loss_of(wrapped, step).backward()
                 after(wrapped)
     return values(module)
+
+
+def train_large(kind: str, pattern: str, elements: int) -> list[Tensor]:
+    """Many buckets, more than are in flight at once."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=i % 2 == 0) for i in range(24)))
+    kw = {"reduce_buffer_size": elements} if kind == "ours" else {}
+    return train_accumulating(kind, pattern, module=module, settings=ADAM, **kw)
 
 
 def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
@@ -183,8 +197,6 @@ def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
             loss = loss_of(wrapped, first)
             backward(loss, retain_graph=True)
             backward(loss)
-        elif mode == "not through the wrapper":
-            backward(loss_of(module, first))
         elif mode == "twice not through the wrapper":
             loss_of(module, first).backward()
             backward(loss_of(module, second))
@@ -227,13 +239,7 @@ class Branch(nn.Module):
 
 
 def train_branching(kind: str, when: str, how: str, **kw: Any) -> list[Tensor]:
-    module = Branch(when)
-    wrapped, optimizer = build(kind, module, **kw)
-    for step in range(4):
-        zero(wrapped, optimizer, how)
-        loss_of(wrapped, step).backward()
-        optimizer.step()
-    return values(module)
+    return train(kind, Branch(when), how=how, **kw)
 
 
 def train_after_leftovers(kind: str, mode: str, **kw: Any) -> list[Tensor]:
@@ -262,12 +268,9 @@ def train_added_group(kind: str, mode: str, **kw: Any) -> list[Tensor]:
             optimizer.add_param_group({"params": head, "lr": 0.05})
             if mode == "wrapped again" and kind not in ("ddp", "hand"):
                 wrapped = type(wrapped)(module, optimizer)
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        if step < 2:
-            for parameter in head:
-                parameter.grad = None
+        zero(wrapped, optimizer, "by hand zeros")
+        for parameter in head if step < 2 else ():
+            parameter.grad = None
         loss_of(wrapped, step).backward()
         optimizer.step()
     return values(module)
@@ -275,15 +278,7 @@ def train_added_group(kind: str, mode: str, **kw: Any) -> list[Tensor]:
 
 def train_subgroup(kind: str, **kw: Any) -> list[Tensor]:
     group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return []
-    module = mlp(dist.get_rank())
-    wrapped, optimizer = build(kind, module, group=group, **kw)
-    for step in range(4):
-        wrapped.zero_grad(set_to_none=True)
-        loss_of(wrapped, step).backward()
-        optimizer.step()
-    return values(module)
+    return [] if dist.get_rank() == 0 else train(kind, mlp(dist.get_rank()), how="wrapper", group=group, **kw)
 
 
 class Mixed(nn.Module):
@@ -308,15 +303,7 @@ class Mixed(nn.Module):
 
 
 def train_mixed(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
-    module = Mixed()
-    wrapped, optimizer = build(kind, module, settings={"optim": torch.optim.AdamW, "lr": 1e-2}, **kw)
-    for step in range(3):
-        optimizer.zero_grad()
-        for micro in range(micro_batches):
-            loss_of(wrapped, 2 * step + micro).backward()
-            after(wrapped)
-        optimizer.step()
-    return values(module)
+    return train(kind, Mixed(), 3, micro_batches, settings={"optim": torch.optim.AdamW, "lr": 1e-2}, **kw)
 
 
 class Words(nn.Module):
@@ -327,20 +314,12 @@ class Words(nn.Module):
         torch.manual_seed(0)
         self.words, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20, bias=False)
 
-    def forward(self, indices: Tensor) -> Tensor:
-        return self.out(self.words(indices))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.words((x.flatten().abs() * 7).long() % 20))
 
 
 def train_sparse(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
-    module = Words()
-    wrapped, optimizer = build(kind, module, settings={"optim": torch.optim.SGD, "lr": 0.1}, **kw)
-    for step in range(3):
-        optimizer.zero_grad()
-        for micro in range(micro_batches):
-            seed = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
-            wrapped(torch.randint(0, 20, (6,), generator=seed)).logsumexp(-1).mean().backward()
-        optimizer.step()
-    return values(module)
+    return train(kind, Words(), 3, micro_batches, settings={"optim": torch.optim.SGD, "lr": 0.1}, **kw)
 
 
 def train_normalized(kind: str, eval_between: bool, **kw: Any) -> list[Tensor]:
@@ -366,15 +345,10 @@ def train_modules_apart(kind: str, accumulate: bool, added: bool) -> list[Tensor
     """One optimizer, two modules, a wrapper each; one of them gets a layer later."""
     first, second = mlp(1), mlp(2)
     whole = nn.ModuleList([first, second])
-    parameters = list(whole.parameters())
-    if kind == "ddp":
-        optimizer: Any = torch.optim.Adam(parameters, lr=0.01)
-        wrap: Any = DistributedDataParallel
-    else:
-        optimizer = OSS(parameters, **ADAM)
+    optimizer: Any = torch.optim.Adam(whole.parameters(), lr=0.01) if kind == "ddp" else OSS(whole.parameters(), **ADAM)
 
-        def wrap(module: nn.Module) -> nn.Module:
-            return ShardedDataParallel(module, optimizer)
+    def wrap(module: nn.Module) -> Any:
+        return DistributedDataParallel(module) if kind == "ddp" else ShardedDataParallel(module, optimizer)
 
     one, other = wrap(first), wrap(second)
     for step in range(4):
@@ -384,11 +358,10 @@ def train_modules_apart(kind: str, accumulate: bool, added: bool) -> list[Tensor
             optimizer.add_param_group({"params": list(second[-1].parameters())})
             if kind == "ddp":
                 other = wrap(second)
-        with one.no_sync() if accumulate else contextlib.nullcontext():
-            with other.no_sync() if accumulate else contextlib.nullcontext():
-                other(one(batch(2 * step))).square().mean().backward()
         if accumulate:
-            other(one(batch(2 * step + 1))).square().mean().backward()
+            with one.no_sync(), other.no_sync():
+                other(one(batch(2 * step))).square().mean().backward()
+        other(one(batch(2 * step + accumulate))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return values(whole)
@@ -425,79 +398,50 @@ def train_freezing(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     return values(module)
 
 
+class Reentrant(nn.Module):
+    """A block under a reentrant checkpoint."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
 class UsedAgain(nn.Module):
     """The last layer's weight, whose gradient comes first, is used once more below a reentrant checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
         h = checkpoint(lambda y: torch.tanh(y @ self.last.weight), x, use_reentrant=True)
         return self.last(self.first(h))
 
 
 def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
-    from torch.utils.checkpoint import checkpoint
-
-    from fsshard.compat.fairscale.nn import checkpoint_wrapper
-
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
     if mode == "blocks":
         module: nn.Module = nn.Sequential(*(checkpoint_wrapper(block) for block in blocks))
     elif mode == "reentrant, used again":
         module = UsedAgain()
-    elif mode in ("reentrant", "reentrant, tied"):
-        if mode == "reentrant, tied":
-            blocks[0][0].weight = blocks[2][2].weight
-
-        class Reentrant(nn.Module):
-            def __init__(self, block: nn.Module) -> None:
-                super().__init__()
-                self.block = block
-
-            def forward(self, x: Tensor) -> Tensor:
-                return checkpoint(self.block, x, use_reentrant=True)
-
-        last = blocks[2] if mode == "reentrant, tied" else Reentrant(blocks[2])
-        module = nn.Sequential(*map(Reentrant, blocks[:2]), last)
+    elif mode == "reentrant, tied":
+        blocks[0][0].weight = blocks[2][2].weight
+        module = nn.Sequential(*map(Reentrant, blocks[:2]), blocks[2])
     else:
-        module = nn.Sequential(*blocks)
+        module = nn.Sequential(*(map(Reentrant, blocks) if mode == "reentrant" else blocks))
     wrapped, optimizer = build(kind, module, **kw)
-    called: Callable[..., Any] = wrapped
-    if mode == "wrapper":
-        called = checkpoint_wrapper(wrapped) if kind == "ours" else wrapped
-    elif mode == "wrapper, reentrant" and kind == "ours":
-
-        def called(x: Tensor) -> Any:
-            return checkpoint(wrapped, x, use_reentrant=True)
-
+    called: Any = wrapped
+    if kind == "ours" and mode.startswith("wrapper"):
+        called = Reentrant(wrapped) if mode == "wrapper, reentrant" else checkpoint_wrapper(wrapped)
     for step in range(4):
-        loss = called(batch(step).requires_grad_()).square().mean()
-        loss.backward()
+        called(batch(step).requires_grad_()).square().mean().backward()
         after(wrapped)
         optimizer.step()
         optimizer.zero_grad()
-    return values(module)
-
-
-def train_large(kind: str, pattern: str, elements: int) -> list[Tensor]:
-    """Many buckets, more than are in flight at once."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(8, 8, bias=i % 2 == 0) for i in range(24)))
-    kw = {"reduce_buffer_size": elements} if kind == "ours" else {}
-    wrapped, optimizer = build(kind, module, settings=ADAM, **kw)
-    for step, letter in enumerate(pattern * 3):
-        with wrapped.no_sync() if letter == "n" else contextlib.nullcontext():
-            loss_of(wrapped, step).backward()
-            after(wrapped)
-        if letter == "s":
-            optimizer.step()
-            optimizer.zero_grad()
     return values(module)
 
 
