@@ -4,7 +4,7 @@
 
 Small steps are all overhead, and FSDP2's is in three places: its optimizer, which works on DTensors tensor by tensor
 unless ``foreach`` is on; gloo's reduce-scatter, which is an all-reduce inside; and one round of collectives per unit.
-``fsshard.wrap`` mends all three; ``merge_below=0`` leaves small units apart, ``shared_memory=False`` sends over TCP.
+``fsshard.wrap`` mends all three; ``merge_below=0`` leaves small units apart.
 ``reshard_after_forward=False`` saves one more round at the price of memory. Losses are compared at the end: only raw
 DDP's may differ, in the last bits, where a tensor enters several units (docs/how-it-works.md). A ratio is the median
 over rounds of this row's time by raw DDP's, with its 95% interval.
@@ -29,7 +29,6 @@ OURS: dict[str, dict[str, Any]] = {
     "fsshard ddp": {"backend": "ddp"},
     "fsshard fsdp2": {"backend": "fsdp2"},
     "the same, merge_below=0": {"backend": "fsdp2", "merge_below": 0},
-    "the same, shared_memory=False": {"backend": "fsdp2", "shared_memory": False},
     "the same, reshard_after_forward=False": {"backend": "fsdp2", "reshard_after_forward": False},
 }
 """Rows -> settings of ``fsshard.wrap``."""

@@ -2,10 +2,10 @@
 
     python benchmarks/wire_bytes.py [--nprocs 2] [--models gpt-short t5] [--steps 6]
 
-Once with gloo's own all-gather and reduce-scatter, once with fsshard's (``fast_collectives``), neither through shared
-memory. The bound: each unit is gathered for the forward and for the backward (the root once) and reduced once,
-(N - 1) / N of its bytes each time. The counter is that of the loopback device, so it sees the whole machine: the least
-of several steps is printed. Linux only.
+Once with gloo's own all-gather and reduce-scatter, once with fsshard's (``fast_collectives``). The bound: each
+unit is gathered for the forward and for the backward (the root once) and reduced once, (N - 1) / N of its bytes each
+time. The counter is that of the loopback device, so it sees the whole machine: the least of several steps is printed.
+Linux only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     """Every model, with and without; printed by rank 0."""
     for name in args.models:
         for fast in (False, True):
-            how = {"fast_collectives": fast, "shared_memory": False}  # else nothing goes over the wire on one host
-            model = fsshard.wrap(built(JOBS[name]), backend="fsdp2", merge_below=0, **how)
+            model = fsshard.wrap(built(JOBS[name]), backend="fsdp2", merge_below=0, fast_collectives=fast)
             step = step_of(JOBS[name], model, fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-3))
             root = next(unit.nbytes for unit in model.plan.units if not unit.name)
             bound = (3 * model.plan.nbytes - root) * (ctx.world_size - 1) / ctx.world_size

@@ -23,17 +23,17 @@ LINES = {
     "fsshard/checkpoint": 5_326,
     "fsshard/parity": 4_974,
     "fsshard/sharded": 4_049,
-    "fsshard/comm + fsshard/launching": 3_748,
+    "fsshard/comm + fsshard/launching": 3_410,
     "fsshard/simulation": 3_608,
     "fsshard/model": 2_330,
     "fsshard/oss": 2_160,
-    "fsshard/torch_private": 1_767,
+    "fsshard/torch_private": 1_753,
     "fsshard/complex_params": 2_025,
     "compat": 8_614,
     "tests": 53_353,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 131
+PRIVATE_NAMES = 129
 CONTRACT = 24
 FLOORS = 10
 """Of imports: lines of the layers in pyproject.toml."""

@@ -25,7 +25,6 @@ from fsshard.backends.part_guards import refuse_numbers_of_parts
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
-from fsshard.comm.gloo.shared_memory import check_switches, exchange_of
 from fsshard.complex_params.data_assignment import held_dtensor
 from fsshard.complex_params.flattened import class_in_front, has_own_layout, stored_in
 from fsshard.complex_params.pairs import Form, real_dtype
@@ -126,7 +125,6 @@ class FSDP2Backend(TorchShardedBackend):
         option_names=(
             "reshard_after_forward",
             "fast_collectives",
-            "shared_memory",
             "merge_below",
         ),
         marks_unit_inputs=True,
@@ -142,7 +140,9 @@ class FSDP2Backend(TorchShardedBackend):
     @classmethod
     def check(cls, settings: Settings) -> Settings:
         settings = super().check(settings)
-        check_switches(settings.options)
+        fast = settings.options.get("fast_collectives", True)
+        if not isinstance(fast, bool):
+            raise ConfigurationError(f"fast_collectives={fast!r}: expected a bool")
         merge = settings.options.get("merge_below", 0)
         if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
             raise ConfigurationError(f"merge_below={merge!r}: expected a number of bytes; 0 merges nothing")
@@ -230,8 +230,7 @@ class FSDP2Backend(TorchShardedBackend):
     def _use_fast_collectives(self, modules: dict[str, nn.Module]) -> None:
         from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
 
-        exchange = exchange_of(self.shard_group) if self.settings.options.get("shared_memory", True) else None
-        gather, pending = Gather(exchange), Pending(exchange)
+        gather, pending = Gather(), Pending()
         for unit, names in self.groups.items():
             entries = [self.entries[name] for name in names]
             module: Any = modules[unit]

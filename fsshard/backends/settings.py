@@ -22,7 +22,7 @@ HINTS = frozenset(
     {
         *("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
         *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"),
-        *("fast_collectives", "shared_memory"),
+        "fast_collectives",
     }
 )
 """Options about when gathers run, how buckets lie and how they travel. They change no number, and an engine that has no

@@ -29,7 +29,11 @@ FINISHED = ("return", "sys.exit(0)")
 HINTS = {
     "SIGKILL": "; out of memory, perhaps",
     # Gloo ends the process (torch 2.13): "gloo::EnforceNotMet ... Received data size doesn't match expected size".
-    "SIGABRT": f"; over gloo: perhaps ranks called different collectives. {UNEQUAL_CALLS}",
+    "SIGABRT": (
+        f"; over gloo: perhaps ranks called different collectives. {UNEQUAL_CALLS}. Or FSDP2 "
+        "has units that only some ranks run (experts): give wrap an auto_wrap_policy without them, and "
+        "find_unused_parameters=True"
+    ),
 }
 
 

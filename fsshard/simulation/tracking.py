@@ -276,12 +276,6 @@ class Tracker(TorchDispatchMode):
             self._follow_cast(args[0], result)
         return result
 
-    def sends(self, kind: str, payload: Tensor, ranks: int) -> None:
-        """Count a collective that no operator tells of, see :func:`fsshard.comm.gloo.shared_memory.announce`."""
-        self._operation = kind
-        self._enter_phase()
-        self._count(Collective(kind, payload.nbytes, ranks, [payload]))
-
     def _count(self, collective: Collective) -> None:
         """Count a collective, and mark what it sends."""
         self.collectives.append(collective)

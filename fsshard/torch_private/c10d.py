@@ -71,7 +71,7 @@ store_of: Callable[[dist.ProcessGroup], Any] = AREA.take(
 _GET_BACKEND = AREA.attribute(
     "torch.distributed:ProcessGroup._get_backend",
     use="what a group talks over on a device: its kind, and its options",
-    otherwise="no collectives through shared memory, and no time limits of groups",
+    otherwise="no time limits of groups",
 )
 
 

@@ -11,9 +11,7 @@ from fsshard.torch_private.registry import Area
 __all__ = [
     "LOCAL_SCALAR_DENSE",
     "TorchDispatchMode",
-    "current_modes",
     "disable_current_modes",
-    "disable_torch_dispatch",
     "schema_of",
 ]
 
@@ -27,22 +25,10 @@ else:
         use="sees every operator: trackers of memory, what a meta model's init writes, simulations",
         otherwise="estimates, memory trackers and initialisation of meta models",
     )
-current_modes: Callable[[], list[Any]] = AREA.take(
-    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
-    use="tells a memory tracker of collectives through shared memory, which no operator shows",
-    otherwise="traffic through shared memory is missing from memory reports",
-    fallback=list,
-)
 disable_current_modes: Callable[[], AbstractContextManager[Any]] = AREA.take(
     "torch.utils._python_dispatch:_disable_current_modes",
     use="computes with real numbers while a user's mode is active",
     otherwise="counts of steps cannot be compared between ranks",
-)
-disable_torch_dispatch: Callable[[], AbstractContextManager[Any]] = AREA.take(
-    "torch._C:_DisableTorchDispatch",
-    source="torch/csrc/autograd/init.cpp",
-    use="hides shared memory from memory trackers, which would take it for the step's",
-    otherwise="no collectives through shared memory",
 )
 schema_of: Callable[[Any], Any] = AREA.reader(
     "torch._ops:OpOverload._schema",

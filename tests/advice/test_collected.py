@@ -19,7 +19,6 @@ ADVICE = re.compile(rf"\b({VERBS})\b[^;]*?(\w=[\w'\[{{(]|\w\(|fsshard\.\w|torch\
 ELSEWHERE = {
     "pass cpu=True for ranks on the CPU": "advice/test_fronts.py",
     "for a model of fsshard.wrap fsshard.GradScaler": "advice/test_sharded.py",
-    "wrap the model with shared_memory=False": "comm/gloo/test_collectives.py",
     "or call fsshard.init() for one rank here": "advice/test_files.py",
     "call fit() again, which makes optimizers anew": "compat/lightning/test_strategy.py",
     ", the number of ranks on a node": "compat/lightning/test_strategy.py",

@@ -54,14 +54,12 @@ CASES = {
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard"),
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out"),
         (f"{FOLDER}/collectives.py", "wait"),
-        (f"{FOLDER}/shared_memory.py", "part"),
     ],
     "reduce_scatter (FSDP2, in backward)": [
         USER,
         BACKWARD,
         (f"{FOLDER}/collectives.py", "finish"),
-        (f"{FOLDER}/collectives.py", "parts"),
-        (f"{FOLDER}/shared_memory.py", "part"),
+        (f"{FOLDER}/collectives.py", "_finish"),
     ],
     "wait_tensor": [
         USER,

@@ -38,8 +38,7 @@ def forks() -> Any:
 
 
 def trained(backend: str) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
-    options = {"shared_memory": False} if backend == "fsdp2" else {}  # gloo's own words
-    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend, **options)
+    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     step(model, optimizer)
     return model, optimizer

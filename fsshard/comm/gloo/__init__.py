@@ -1,1 +1,1 @@
-"""How does gloo get faster? Collectives with fewer copies, and shared memory between the ranks of one host."""
+"""How does gloo get faster? FSDP2's collectives by other primitives."""

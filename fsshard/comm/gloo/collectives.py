@@ -2,13 +2,11 @@
 
 gloo's reduce-scatter is an all-reduce whose other parts are thrown away (torch 2.13), twice the bytes of what it is
 asked for, and both it and the all-gather take longer than the same work by other primitives. Here a unit is gathered by
-one broadcast per rank, and reduced by an all-to-all whose parts are summed where they arrive. Ranks of one host send
-both through shared memory (:mod:`fsshard.comm.gloo.shared_memory`) instead of gloo's sockets.
+one broadcast per rank, and reduced by an all-to-all whose parts are summed where they arrive.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.comm.gloo.shared_memory import Exchange, Message, announce
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import GradientError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
-from fsshard.torch_private.dispatch import disable_torch_dispatch
 from fsshard.torch_private.fsdp2 import has_all_reduce_hook
 from fsshard.torch_private.fsdp2_collectives import AllGather, ReduceScatter
 from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, local_tensor, storage_key, version_of
@@ -58,33 +54,8 @@ def _let_go(lent: list[Tensor]) -> None:
         tensor.data = tensor.new_empty(0)
 
 
-class _PendingCopies(dist.Work):
-    """The other ranks' parts of a unit, copied when they are needed."""
-
-    def __init__(self, message: Message, parts: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._message, self._parts = message, parts
-
-    def wait(self, timeout: Any = None) -> bool:
-        for rank in list(self._parts):
-            target = self._parts[rank]
-            if target.nbytes:  # by no operator: the buffer may be of inference mode
-                ctypes.memmove(target.data_ptr(), self._message.part(rank, target).data_ptr(), target.nbytes)
-            del self._parts[rank]  # not before, as above
-        self._message.end()
-        return True
-
-
-def _serves(exchange: Exchange | None, group: dist.ProcessGroup) -> bool:
-    """Tell whether it connects this very group: a model can gather over another one after its forward."""
-    return exchange is not None and exchange.group_name == group.group_name
-
-
 class Gather(AllGather):
     """An all-gather as broadcasts, every rank's part from its rank."""
-
-    def __init__(self, exchange: Exchange | None = None) -> None:
-        self._exchange = exchange  # over it where the group is its own; None: over gloo
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for the whole unit."""
@@ -100,65 +71,9 @@ class Gather(AllGather):
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        if self._exchange is not None and _serves(self._exchange, group):
-            announce("broadcast", parts, group)
-            message = self._exchange.send(group, [mine], to_all=True)
-            return _PendingCopies(message, {rank: part for rank, part in enumerate(parts) if rank != group.rank()})
         lent = _lend(*parts)  # as large all of them
         works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(lent)]
         return _Broadcasts(works, lent)
-
-
-class _Arriving:
-    """Every rank's part of a unit's gradients for this rank, over gloo."""
-
-    def __init__(self, given: Tensor, group: dist.ProcessGroup) -> None:
-        self._arrived = torch.empty_like(given)
-        into, out_of = self._lent = [self._arrived.detach(), given.detach()]
-        self._size = group.size()
-        self._work: Any = dist.all_to_all_single(into, out_of, group=group, async_op=True)
-
-    def parts(self, scale: float) -> list[Tensor]:
-        """Return them in the order of ranks, multiplied by ``scale``; good until :meth:`end`."""
-        self._work.wait()
-        _let_go(self._lent)
-        if scale != 1.0:
-            self._arrived.mul_(scale)
-        return list(self._arrived.view(self._size, -1))
-
-    def end(self) -> None:
-        """Let go of the parts: they have been read."""
-
-
-class _Shared:
-    """The same through shared memory: a part is read where its rank has written it."""
-
-    def __init__(self, given: Tensor, group: dist.ProcessGroup, exchange: Exchange) -> None:
-        announce("all_to_all", [given], group)
-        # Never written, so that it takes no memory: it stands for the segment, where an estimate has what arrives.
-        self._stands_for = torch.empty_like(given)
-        self._rank, self._size, self._mine = group.rank(), group.size(), given
-        parts = self._parts_of(given)
-        del parts[self._rank]
-        self._message = exchange.send(group, parts, to_all=False)
-
-    def _parts_of(self, given: Tensor) -> list[Tensor]:
-        with disable_torch_dispatch():
-            return list(given.detach().view(self._size, -1))
-
-    def parts(self, scale: float) -> list[Tensor]:
-        found = self._parts_of(self._mine)
-        for rank in range(self._size):
-            if rank != self._rank:
-                found[rank] = self._message.part(rank, found[rank])
-        if scale != 1.0:
-            with disable_torch_dispatch():  # a tracker would take the segments for memory of the step
-                for part in found:
-                    part.mul_(scale)
-        return found
-
-    def end(self) -> None:
-        self._message.end()
 
 
 def _check_unread(output: Tensor, version: int, entries: Sequence[Any]) -> None:
@@ -181,10 +96,10 @@ REDUCTION = "FSDP2's gradient reduction, in backward"
 class Pending:
     """The reduction under way, of all units at most one, so that no more than one unit's gradients wait for it."""
 
-    def __init__(self, exchange: Exchange | None = None) -> None:
-        self._exchange = exchange  # as of Gather
+    def __init__(self) -> None:
         self._task: int | None = None  # the graph task at whose end the last one is finished
-        self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
+        # gloo's work, the tensors that are lent to it, what arrives, where its sum goes, whether that is a mean
+        self._begun: tuple[Any, list[Tensor], Tensor, Tensor, bool] | None = None
         self._group: dist.ProcessGroup | None = None  # of that
         self._unread: tuple[int, Sequence[Any]] | None = None  # version, entries, where the engine goes on before it
 
@@ -192,11 +107,10 @@ class Pending:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
         self.finish()
         with taking_part(group, REDUCTION):
-            if self._exchange is not None and _serves(self._exchange, group):
-                arriving: _Arriving | _Shared = _Shared(given, group, self._exchange)
-            else:
-                arriving = _Arriving(given, group)
-        self._begun, self._group = (arriving, output, group.size(), mean), group
+            arrived = torch.empty_like(given)
+            lent = [arrived.detach(), given.detach()]
+            work: Any = dist.all_to_all_single(lent[0], lent[1], group=group, async_op=True)
+        self._begun, self._group = (work, lent, arrived, output, mean), group
 
     def finish_with_backward(self, entries: Sequence[Any]) -> None:
         """Let the next reduction, or the end of this backward, finish what is under way: gradients of ``entries``."""
@@ -204,7 +118,7 @@ class Pending:
         if task == -1 or self._begun is None:  # no backward
             self.finish()
             return
-        self._unread = version_of(self._begun[1]), entries
+        self._unread = version_of(self._begun[3]), entries
         if task != self._task:
             self._task = task
             queue_callback(self._backward_ends)
@@ -223,21 +137,23 @@ class Pending:
         unread, self._unread = self._unread, None
         if self._begun is None:
             return
-        (arriving, output, size, mean), self._begun = self._begun, None
+        (work, lent, arrived, output, mean), self._begun = self._begun, None
         if unread is not None:
             _check_unread(output, *unread)
         # Each gradient is divided by the number of ranks and then added in the order of ranks, as DDP divides before it
         # adds. For two ranks that is DDP's own sum, bit by bit; for more the terms are DDP's and the order is this one,
         # where gloo's depends on where a number lies in its bucket. DDP's reducer multiplies too.
+        work.wait()
+        _let_go(lent)
+        size = arrived.numel() // max(output.numel(), 1)
         scale = 1 / size if mean else 1.0
-        exact = size & (size - 1) == 0  # then a product is, and may be taken with the sum
-        first, *others = arriving.parts(1.0 if exact else scale)
-        scale = scale if exact else 1.0
-        total = torch.mul(first, scale, out=output.view(-1))
+        if size & (size - 1):  # by a power of two a product is exact, and may be taken with the sum
+            arrived.mul_(scale)
+            scale = 1.0
+        first, *others = arrived.view(size, -1)
+        torch.mul(first, scale, out=output.view(-1))
         for part in others:
-            total.add_(part, alpha=scale)
-        del first, others
-        arriving.end()
+            output.view(-1).add_(part, alpha=scale)
 
 
 class Reduce(ReduceScatter):
