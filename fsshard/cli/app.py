@@ -5,12 +5,11 @@
 Exit codes: 0, all is well; 1, something differs, was refused or failed; 2, the question itself is wrong (no such
 recipe, an unknown backend, a bad option, a missing package), told in one line; 130, interrupted; 143, terminated.
 
-typer and rich come with the extra ``cli``; without them ``--version`` and ``--help`` answer, and the commands say so.
+typer and rich come with the extra ``cli``; without them only ``--version`` answers.
 """
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import threading
@@ -22,26 +21,25 @@ from typing import TYPE_CHECKING
 import fsshard
 from fsshard.cli.output import AGREED, BAD_INPUT, DIFFERENT, INTERRUPTED, TERMINATED
 from fsshard.errors import CorruptCheckpoint, FsshardError, MissingExtra
-from fsshard.planning.text import aligned, printable
+from fsshard.planning.text import printable
 
 if TYPE_CHECKING:
     import typer
 
 __all__ = ["application", "main"]
 
-_LAYOUT = "\n\t"
+LAYOUT = "\n\t"  # control characters that errors may have
 ABOUT = "One interface over FairScale, FSDP, FSDP2 and DDP, and the proof that they train the same."
 
-# Command -> where its function is, and what it does, in a line.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "parity": ("parity:command", "Train RECIPE under several backends and compare them, to the last bit."),
-    "inspect": ("commands:inspect", "Print what CHECKPOINT holds, and whether it is complete."),
-    "export": ("commands:export", "Write the weights of CHECKPOINT to FILE for other programs."),
-    "import": ("commands:import_", "Convert another program's checkpoint for fsshard.load."),
-    "estimate": ("commands:estimate", "Memory and traffic of a training step of RECIPE, before it is launched."),
-    "tune": ("commands:tune", "Find the plan of RECIPE that sends the fewest bytes and fits."),
-    "doctor": ("doctor:command", "Try out what this machine can do."),
-    "demo": ("commands:demo", "Train a TFNO on Darcy flow under one engine or several."),
+COMMANDS = {
+    "parity": "parity:command",
+    "inspect": "commands:inspect",
+    "export": "commands:export",
+    "import": "commands:import_",
+    "estimate": "commands:estimate",
+    "tune": "commands:tune",
+    "doctor": "doctor:command",
+    "demo": "commands:demo",
 }
 
 
@@ -56,17 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fsshard {fsshard.__version__}")
         return AGREED
     try:
-        with _termination_raises(), _printable_log():
+        with _termination_raises():
             code = application()(args=given, prog_name="fsshard", standalone_mode=False)
         return code if isinstance(code, int) else AGREED
     except CorruptCheckpoint as error:
         _complain(error)
         return DIFFERENT
-    except MissingExtra as error:
-        if given and not {"-h", "--help"} & set(given):
-            return _complain(error)
-        _print_help(error)
-        return AGREED if given else BAD_INPUT
     except (FsshardError, OSError) as error:  # an OSError: a file that cannot be written
         return _complain(error)
     except Exception as error:
@@ -98,30 +91,8 @@ def _termination_raises() -> Iterator[None]:
 
 
 def _complain(error: object) -> int:
-    print(f"fsshard: {printable(str(error), keep=_LAYOUT)}", file=sys.stderr)
+    print(f"fsshard: {printable(str(error), keep=LAYOUT)}", file=sys.stderr)
     return BAD_INPUT
-
-
-def _print_help(missing: MissingExtra) -> None:
-    """Print the commands without typer."""
-    rows = [[f"  {name}", text] for name, (_, text) in COMMANDS.items()]
-    print("\n".join(["Usage: fsshard [--version] COMMAND ...", "", ABOUT, "", *aligned(rows), "", str(missing)]))
-
-
-@contextmanager
-def _printable_log() -> Iterator[None]:
-    """Escape what is logged: it can have names out of files, which a terminal must not obey."""
-
-    def spell(record: logging.LogRecord) -> bool:
-        record.msg, record.args = printable(record.getMessage(), keep=_LAYOUT), ()
-        return True
-
-    logger = logging.getLogger("fsshard")
-    logger.addFilter(spell)
-    try:
-        yield
-    finally:
-        logger.removeFilter(spell)
 
 
 def application() -> typer.Typer:
@@ -141,7 +112,7 @@ def application() -> typer.Typer:
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=settings, help=ABOUT)
     app.callback(invoke_without_command=True)(commands.top)
-    for name, (place, text) in COMMANDS.items():
+    for name, place in COMMANDS.items():
         module, _, function = place.partition(":")
-        app.command(name, short_help=text)(getattr(import_module(f"fsshard.cli.{module}"), function))
+        app.command(name)(getattr(import_module(f"fsshard.cli.{module}"), function))
     return app

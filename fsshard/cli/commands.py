@@ -13,18 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fsshard.cli.options import (
-    DEFAULT_BACKENDS,
-    Json,
-    Progress,
-    Quiet,
-    backend_names,
-    check_files,
-    check_recipe,
-    meshes,
-    world_sizes,
-)
-from fsshard.cli.output import AGREED, BAD_INPUT, DIFFERENT, progress_bar, write_json
+from fsshard.cli import options, output
+from fsshard.cli.options import DEFAULT_BACKENDS, Json, Progress, Quiet
 from fsshard.errors import ConfigurationError, MissingExtra
 
 __all__ = ["demo", "estimate", "export", "import_", "inspect", "top", "tune"]
@@ -44,7 +34,7 @@ def top(
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
-        raise typer.Exit(BAD_INPUT)
+        raise typer.Exit(output.BAD_INPUT)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -62,15 +52,15 @@ def inspect(
     """
     from fsshard.checkpoint.inspecting import inspect as inspected
 
-    check_files(json_file)
-    with progress_bar(progress if verify else False, sys.stderr) as bar:
+    options.check_files(json_file)
+    with output.progress_bar(progress if verify else False, sys.stderr) as bar:
         shown = bar("checksums")
         tell = None if shown is None else lambda done, of: shown(done, of, "")
         found = inspected(checkpoint, verify=verify, progress=tell)
     if json_file is not None:
-        write_json(json_file, found.to_json())
+        output.write_json(json_file, found.to_json())
     print("\n".join(found.render()), file=sys.stderr if json_file == "-" else sys.stdout)
-    raise typer.Exit(AGREED if found.ok else DIFFERENT)
+    raise typer.Exit(output.AGREED if found.ok else output.DIFFERENT)
 
 
 def export(
@@ -91,8 +81,8 @@ def export(
     """Write the weights of CHECKPOINT to FILE, whole and under their own names, for other programs to read."""
     from fsshard.checkpoint.interop.exporting import export as write
 
-    options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "config": config, "overwrite": overwrite}
-    for path in write(checkpoint, file, format, optimizer=optimizer, **options):
+    more: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "config": config, "overwrite": overwrite}
+    for path in write(checkpoint, file, format, optimizer=optimizer, **more):
         print(path)
 
 
@@ -149,25 +139,23 @@ def estimate(
 
     The exit code is 0; 2 for bad input, which includes a step that depends on the values of tensors.
     """
-    check_recipe(recipe)
+    options.check_recipe(recipe)
     arguments: dict[str, Any] = {"device": device, "real": real, "cpu_offload": cpu_offload}
-    arguments |= {"accumulation": accumulation, "backend": backend_names(backends)}
-    if mixed_precision is not None:
-        arguments["mixed_precision"] = mixed_precision
-    if activation_checkpointing:
-        arguments["activation_checkpointing"] = True
-    sizes = world_sizes(world_size or ["2"])
+    arguments |= {"accumulation": accumulation, "backend": options.backend_names(backends)}
+    arguments |= {"mixed_precision": mixed_precision or ...}
+    arguments |= {"activation_checkpointing": activation_checkpointing or ...}
+    sizes = options.world_sizes(world_size or ["2"])
     if mesh is not None:
         if picture is not None:
             raise ConfigurationError("--plot draws 1 to 4096 ranks of data; leave out --mesh, or --plot")
-        (arguments["mesh"],) = meshes([mesh])
+        (arguments["mesh"],) = options.meshes([mesh])
         sizes = sizes if world_size else [math.prod(arguments["mesh"].values())]
-    check_files(json_file, picture)
+    options.check_files(json_file, picture)
     from fsshard.simulation import estimating
     from fsshard.simulation.result import overview, plot
 
     every = list(dict.fromkeys([*sizes, *(SWEEP if picture is not None else ())]))
-    with progress_bar(False if quiet else progress, sys.stderr) as bar:
+    with output.progress_bar(False if quiet else progress, sys.stderr) as bar:
         shown = bar(recipe)
         tell = None if shown is None else lambda done, of: shown(done, of, "simulated")
         with redirect_stdout(sys.stderr):  # what the recipe prints
@@ -179,7 +167,7 @@ def estimate(
         print("\n\n".join(map(str, asked)), end="\n\n", file=out)
     print(overview(asked), file=out)
     if json_file is not None:
-        write_json(json_file, f"[{','.join(one.to_json() for one in asked)}]")
+        output.write_json(json_file, f"[{','.join(one.to_json() for one in asked)}]")
     if picture is not None:
         plot(estimates, picture, sizes[0])
 
@@ -209,22 +197,20 @@ def tune(
 
     The exit code is 0; 2 for bad input, which includes a bound that no plan fits.
     """
-    check_recipe(recipe)
+    options.check_recipe(recipe)
     arguments: dict[str, Any] = {"memory": memory, "device": device, "real": real, "limit": limit}
-    if mixed_precision is not None:
-        arguments["mixed_precision"] = mixed_precision
-    names = backend_names(backends)
-    check_files(json_file, picture)
+    arguments |= {"mixed_precision": mixed_precision or ..., "backend": options.backend_names(backends)}
+    options.check_files(json_file, picture)
     from fsshard.simulation.tuning import tuning
 
-    with progress_bar(progress, sys.stderr) as bar:
+    with output.progress_bar(progress, sys.stderr) as bar:
         shown = bar(recipe)
         tell = None if shown is None else lambda done, text: shown(done, limit or done + 1, text)
         with redirect_stdout(sys.stderr):  # what the recipe prints
-            found = tuning.tune(recipe, backend=names, world_size=world_size, progress=tell, **arguments)
+            found = tuning.tune(recipe, world_size=world_size, progress=tell, **arguments)
     print(found, file=sys.stderr if json_file == "-" else sys.stdout)
     if json_file is not None:
-        write_json(json_file, found.to_json())
+        output.write_json(json_file, found.to_json())
     if picture is not None:
         found.plot(picture)
 
@@ -232,21 +218,12 @@ def tune(
 # ------------------------------------------------------------------------------------------------ the demo
 
 
-class Trainer(str, Enum):
-    """Loops that the demo has."""
-
-    plain = "plain"
-    neuralop = "neuralop"
-
-
-class Data(str, Enum):
-    """Data that the demo trains on."""
-
-    solved = "solved"
-    official = "official"
+Trainer = Enum("Trainer", {"plain": "plain", "neuralop": "neuralop"})
+Data = Enum("Data", {"solved": "solved", "official": "official"})
 
 
 def demo(
+    context: typer.Context,
     more_backends: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     backends: Annotated[str, typer.Option("--backends", "--backend", help="Comma list of backends.")] = "fsdp2",
     world_size: Annotated[
@@ -277,30 +254,16 @@ def demo(
     losses. The data are solved on this machine once and cached.
     """
     # `--backend fairscale fsdp2` is what the option looked like before it took a comma list.
-    names = backend_names(",".join([backends, *(more_backends or ())]))
+    names = options.backend_names(",".join([backends, *(more_backends or ())]))
     for module, package in {"scipy": "scipy", "neuralop": "neuraloperator"}.items():
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(package, "examples", "the demo")
     world_size = int(os.environ.get("WORLD_SIZE", world_size))  # torchrun's
     if batch_size % world_size:
         raise ConfigurationError(f"--batch-size {batch_size} must be a multiple of --world-size {world_size}")
-    check_files(None, picture)
+    options.check_files(None, picture)
     from fsshard.demo.tfno_darcy import Demo, run
 
-    run(
-        Demo(
-            backends=names,
-            world_size=world_size,
-            trainer=trainer.value,
-            epochs=epochs,
-            batch_size=batch_size,
-            clip=clip,
-            n_train=n_train,
-            n_test=n_test,
-            official=data is Data.official,
-            data_dir=data_dir,
-            save_dir=save_dir,
-            picture=picture,
-            timeout=timeout,
-        )
-    )
+    settings = {**context.params, "backends": names, "world_size": world_size, "trainer": trainer.value}
+    settings["data"], _ = data.value, settings.pop("more_backends")
+    run(Demo(**settings))

@@ -1,20 +1,19 @@
 """Tries out what this machine can do: :func:`examine`, which ``fsshard doctor`` prints.
 
-Every collective and every engine is tried on its own, on ranks of a pool with a short timeout, so that one that fails
-or hangs says so and the next is tried all the same.
+Every engine is tried on its own, on ranks of a pool with a short timeout, so that one that fails or hangs says so and
+the next is tried all the same.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.distributed as dist
@@ -33,33 +32,11 @@ from fsshard.torch_private.registry import everything as private_torch
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["PURPOSES", "Diagnosis", "Finding", "command", "examine"]
+__all__ = ["Diagnosis", "Finding", "command", "examine"]
 
 WORKS, MISSING, FAILS, NOTE = "works", "missing", "fails", "note"
 STYLES = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
 RANKS = 2
-FRAMES = 3
-"""How many of a traceback's last lines of code are shown."""
-
-PURPOSES = {
-    "fairscale": "the real OSS and ShardedDDP for backend 'fairscale'",
-    "neuralop": "neural operators (FNO, TFNO) and neuraloperator's own trainer",
-    "sfno": "spherical neural operators",
-    "transformers": "Hugging Face's models and its Trainer",
-    "accelerate": "loops by Accelerate",
-    "lightning": "Lightning's Trainer",
-    "cli": "the command fsshard",
-    "plot": "pictures: --plot of the commands",
-    "tensorboard": "memory and losses written for TensorBoard",
-    "all": "everything that users of other libraries need",
-    "examples": "examples of Darcy flow",
-    "t5": "the example that trains a T5 to summarise",
-    "weather": "the example that forecasts fields on a mesh",
-    "docs": "the documentation's site",
-    "peers": "the benchmark beside Accelerate and Lightning Fabric",
-    "dev": "tests, linters and type checks",
-}
-"""The purpose of each extra."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +44,11 @@ class Finding:
     """One thing that was tried.
 
     Attributes:
-        area: ``"software"``, ``"devices"``, ``"collectives"``, ``"backends"`` or ``"extras"``.
+        area: ``"software"``, ``"devices"``, ``"backends"`` or ``"extras"``.
         name: what was looked at.
         status: ``"works"``, ``"fails"``, ``"missing"`` (an extra is not installed) or ``"note"``.
         text: in one line.
-        detail: the end of a traceback, where there is one.
+        detail: a rank's traceback, where there is one.
         needed: whether training on the CPU needs it.
     """
 
@@ -100,9 +77,6 @@ class Diagnosis:
     def to_json(self) -> str:
         """Return everything as JSON."""
         return json.dumps({"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}, indent=1)
-
-    def __str__(self) -> str:
-        return "\n".join([*map(str, self.findings), *self.conclusion()])
 
     def conclusion(self) -> list[str]:
         """Return the tracebacks, each under its finding's name, and whether training works."""
@@ -134,16 +108,14 @@ def command(
     raise typer.Exit(AGREED if found.ok else DIFFERENT)
 
 
-def examine(*, timeout: float = 20.0, devices: Iterable[str] | None = None) -> Diagnosis:
+def examine(*, timeout: float = 20.0) -> Diagnosis:
     """Find out what this machine can do. Starts two processes, and as many more as there are GPUs, at most two.
 
     Args:
         timeout: seconds for each thing that is tried on ranks, once these have started.
-        devices: device types to try ranks on; by default the CPU, and CUDA where torch sees it.
     """
-    tried = list(devices) if devices is not None else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     found = [*_software(), *_devices()]
-    for device in tried:
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         with RankPool(device=device) as pool:
             found += _on_ranks(pool, device, timeout)
     return Diagnosis((*found, *_extras()))
@@ -154,7 +126,8 @@ def examine(*, timeout: float = 20.0, devices: Iterable[str] | None = None) -> D
 
 def _software() -> Iterator[Finding]:
     yield Finding("software", "Python", NOTE, f"{platform.python_version()} on {sys.platform}")
-    version, wanted = _version("fsshard"), _requirement("torch")
+    version = _version("fsshard")
+    wanted = next((one for one in _requirements() if one.name == "torch"), None)
     yield Finding("software", "fsshard", NOTE, version or "not installed as a package")
     fits = wanted is None or wanted.specifier.contains(torch.__version__.partition("+")[0], prereleases=True)
     told = f"{torch.__version__}; supported: {wanted.specifier if wanted is not None else 'not known'}"
@@ -176,10 +149,9 @@ def _private_names() -> Iterator[Finding]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _requirements() -> list[Requirement]:
@@ -194,56 +166,33 @@ def _requirements() -> list[Requirement]:
         return []
 
 
-def _requirement(package: str) -> Requirement | None:
-    return next((wanted for wanted in _requirements() if wanted.name == package), None)
-
-
 def _devices() -> Iterator[Finding]:
     ready = bf16_ready("cpu")
-    cpu = f"{torch.get_num_threads()} threads, {platform.machine()}{_memory()}"
+    cpu = f"{torch.get_num_threads()} threads, {platform.machine()}"
     yield Finding("devices", "cpu", WORKS, cpu, needed=True)
     yield Finding("devices", "cpu, bf16", WORKS if ready else FAILS, ready.reason)
     if not torch.cuda.is_available():
-        built = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
-        yield Finding("devices", "cuda", NOTE, built)
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        yield Finding("devices", "cuda", NOTE, "torch sees no GPU")
+    for number in range(torch.cuda.device_count()):
         properties, ready = torch.cuda.get_device_properties(number), bf16_ready(f"cuda:{number}")
-        told = f"{properties.name}, {size(properties.total_memory)}"
-        yield Finding("devices", f"cuda:{number}", WORKS, told)
+        yield Finding("devices", f"cuda:{number}", WORKS, f"{properties.name}, {size(properties.total_memory)}")
         yield Finding("devices", f"cuda:{number}, bf16", WORKS if ready else FAILS, ready.reason)
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding("devices", "gloo", WORKS if gloo else FAILS, "collectives of the CPU", needed=True)
-    nccl = dist.is_available() and dist.is_nccl_available()
-    told = f"collectives of GPUs, version {_nccl_version()}" if nccl else "torch is built without it"
-    yield Finding("devices", "nccl", WORKS if nccl else NOTE, told)
-
-
-def _memory() -> str:
-    try:
-        return f", {size(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))}"
-    except (AttributeError, OSError, ValueError):  # a system that does not say
-        return ""
-
-
-def _nccl_version() -> str:
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception as error:  # a build with NCCL on a machine without a driver
-        return f"not known ({error})"
+    if dist.is_available() and dist.is_nccl_available():
+        yield Finding("devices", "nccl", WORKS, "collectives of GPUs")
 
 
 # ------------------------------------------------------------------------------------------------ collectives, engines
 
 
 def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
-    """Try each collective and each engine, every one in a job of its own."""
+    """Try a collective and each engine, every one in a job of its own."""
     ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
-    started = _tried(pool, "devices", f"{device}, ranks", device, ranks, timeout, _started)
+    started = _tried(pool, "devices", f"{device}, ranks", device, ranks, timeout, _add_up, device)
     yield started
     if started.status == FAILS:  # as all the others would, each after the same wait
         return
-    for name in COLLECTIVES:
-        yield _tried(pool, "collectives", name, device, ranks, timeout, _run_collective, name, device)
     for name in backend_names():
         try:
             count = 1 if backend_class(name).facts.one_process else ranks
@@ -253,8 +202,13 @@ def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
             yield _tried(pool, "backends", name, device, count, timeout, _run_backend, name, device)
 
 
-def _started() -> str:
-    return "processes start and meet"
+def _add_up(device: str) -> str:
+    ranks = dist.get_world_size()
+    value = torch.full((2,), dist.get_rank() + 1.0, device=device)
+    dist.all_reduce(value)
+    if value.tolist() != 2 * [ranks * (ranks + 1) / 2]:
+        raise FsshardError(f"all_reduce on {device} gave wrong numbers")
+    return "processes start, meet and add up"
 
 
 def _tried(
@@ -269,96 +223,9 @@ def _tried(
         if isinstance(cause, MissingExtra):
             return Finding(area, name, MISSING, str(cause))
         said = str(error).strip().partition("\n")[0]
-        detail = shortened(error.traceback) if isinstance(error, RankFailed) else ""
+        detail = error.traceback if isinstance(error, RankFailed) else ""
         return Finding(area, name, FAILS, f"{where}: {said}", detail=detail, needed=needed)
     return Finding(area, name, WORKS, f"{where}{': ' if told else ''}{told}", needed=needed)
-
-
-def shortened(trace: str) -> str:
-    """Return the last calls of a traceback, and the error's last line."""
-    lines = [line for line in trace.rstrip().splitlines() if line.strip() and not set(line.strip()) <= {"^", "~"}]
-    calls = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
-    if len(calls) <= FRAMES:
-        return "\n".join(lines)
-    return "\n".join([f"  ... {len(calls) - FRAMES} more ...", *lines[calls[-FRAMES] :]])
-
-
-def _numbers(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return two numbers, each this rank's plus one."""
-    return torch.full((2,), dist.get_rank() + 1, dtype=dtype, device=device)
-
-
-def _sum() -> int:
-    return sum(range(1, dist.get_world_size() + 1))
-
-
-def _all_reduce(device: str, dtype: torch.dtype = torch.float32) -> bool:
-    value = _numbers(device, dtype)
-    dist.all_reduce(value)
-    return bool((value == _sum()).all())
-
-
-def _all_gather(device: str) -> bool:
-    whole = torch.empty(2 * dist.get_world_size(), device=device)
-    dist.all_gather_single(whole, _numbers(device))
-    return whole.tolist() == [rank + 1.0 for rank in range(dist.get_world_size()) for _ in range(2)]
-
-
-def _reduce_scatter(device: str) -> bool:
-    part = torch.empty(2, device=device)
-    dist.reduce_scatter_single(part, _numbers(device).repeat(dist.get_world_size()))
-    return bool((part == _sum()).all())
-
-
-def _broadcast(device: str) -> bool:
-    value = _numbers(device)
-    dist.broadcast(value, 0)
-    return bool((value == 1).all())
-
-
-def _all_to_all(device: str) -> bool:
-    size = dist.get_world_size()
-    found = torch.empty(size, device=device)
-    dist.all_to_all_single(found, torch.full((size,), float(dist.get_rank()), device=device))
-    return found.tolist() == list(map(float, range(size)))
-
-
-def _send_and_receive(device: str) -> bool:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size == 1:
-        return True
-    value, found = _numbers(device), torch.empty(2, device=device)
-    sent = dist.P2POp(dist.isend, value, (rank + 1) % size)
-    received = dist.P2POp(dist.irecv, found, (rank - 1) % size)
-    for work in dist.batch_isend_irecv([sent, received]):
-        work.wait()
-    return bool((found == (rank - 1) % size + 1).all())
-
-
-def _gather_objects(device: str) -> bool:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, dist.get_rank())
-    return found == list(range(dist.get_world_size()))
-
-
-COLLECTIVES: dict[str, Callable[[str], bool]] = {
-    "all_reduce": _all_reduce,
-    "all_reduce of bfloat16": functools.partial(_all_reduce, dtype=torch.bfloat16),
-    "all_reduce of complex64": functools.partial(_all_reduce, dtype=torch.complex64),
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "all_to_all": _all_to_all,
-    "send and receive": _send_and_receive,
-    "all_gather_object": _gather_objects,
-}
-"""Collective -> function that tries it and returns whether the numbers are right."""
-
-
-def _run_collective(name: str, device: str) -> str:
-    if not COLLECTIVES[name](device):
-        raise FsshardError(f"{name} on {device} gave wrong numbers")
-    return ""
 
 
 class _Probe(nn.Module):
@@ -399,7 +266,7 @@ def _run_backend(name: str, device: str) -> str:
 
 
 def _extras() -> Iterator[Finding]:
-    """Tell per extra of the installed package whether its packages are there, and what it would bring."""
+    """Find out which packages of each extra are there."""
     requirements = _requirements()
     try:
         names = metadata.metadata("fsshard").get_all("Provides-Extra") or []
@@ -407,16 +274,14 @@ def _extras() -> Iterator[Finding]:
         names = []
         yield Finding("extras", "all", NOTE, "not known: fsshard is not installed as a package")
     for name in names:
-        wanted = list({one.name: one for one in _packages(requirements, name)}.values())
-        lacking = [one for one in wanted if not _installed(one)]
-        purpose = PURPOSES.get(name, "")
-        if lacking:
-            packages = ", ".join(f"{one.name}{one.specifier}" for one in lacking)
-            told = f"would add {purpose or packages} (pip install 'fsshard[{name}]': {packages})"
-            yield Finding("extras", name, MISSING, told)
+        wanted = {one.name: one for one in _packages(requirements, name)}.values()
+        there = {one.name: _version(one.name) for one in wanted}
+        fit = {one.name for one in wanted if (v := there[one.name]) and one.specifier.contains(v, prereleases=True)}
+        if len(fit) < len(there):
+            packages = ", ".join(f"{one.name}{one.specifier}" for one in wanted if one.name not in fit)
+            yield Finding("extras", name, MISSING, f"pip install 'fsshard[{name}]' would add {packages}")
         else:
-            versions = ", ".join(f"{one.name} {_version(one.name)}" for one in wanted)
-            yield Finding("extras", name, WORKS, f"{purpose}: {versions}" if purpose else versions)
+            yield Finding("extras", name, WORKS, ", ".join(f"{one} {version}" for one, version in there.items()))
 
 
 def _packages(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
@@ -430,8 +295,3 @@ def _packages(requirements: list[Requirement], extra: str) -> Iterator[Requireme
                 yield from _packages(requirements, other)
         else:
             yield wanted
-
-
-def _installed(wanted: Requirement) -> bool:
-    version = _version(wanted.name)
-    return version is not None and wanted.specifier.contains(version, prereleases=True)

@@ -13,41 +13,29 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from fsshard.cli.options import (
-    DEFAULT_BACKENDS,
-    Device,
-    Json,
-    Progress,
-    Quiet,
-    backend_names,
-    check_files,
-    check_recipe,
-    meshes,
-    naming_recipe,
-    world_sizes,
-)
-from fsshard.cli.output import (
-    AGREED,
-    BAD_INPUT,
-    DIFFERENT,
-    INTERRUPTED,
-    ProgressCallback,
-    held_output,
-    progress_bar,
-    write_json,
-)
+from fsshard.cli import options as cli
+from fsshard.cli import output
+from fsshard.cli.options import DEFAULT_BACKENDS, Device, Json, Progress, Quiet
+from fsshard.cli.output import AGREED, BAD_INPUT, DIFFERENT, INTERRUPTED
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra
 
 if TYPE_CHECKING:
-    from fsshard.parity import ParityReport, Trace
+    from fsshard.parity import ParityReport
 
-__all__ = ["command", "picture_files"]
+__all__ = ["command"]
 
 DEFAULT_WORLD_SIZES = ("1", "2")
-RECORDED_BACKEND, RECORDED_WORLD_SIZE = "ddp", 2
 GOLDEN_BACKENDS = ("ddp", "fsdp2")
-OF_RECIPES = ("--world-size", "--mesh", "--steps", "--reference", "--device", "--record", "--tensors", "--against")
-NAMES = {"world_size": "--world-size", "json_file": "--json", "picture": "--plot"}
+MEANINGLESS = {
+    "--golden": (
+        "RECIPE", "--world-size", "--mesh", "--steps", "--reference", "--device", "--record", "--tensors", "--against",
+        "--plot",
+    ),
+    "--record": ("--against", "--reference", "--mesh", "--json", "--plot"),
+    "--against": ("--reference", "--mesh"),
+}  # fmt: skip
+"""Options that mean nothing beside another one."""
+NAMES = {"recipes": "RECIPE", "json_file": "--json", "picture": "--plot"}
 """Options by the names of their parameters, where these are not the same."""
 
 
@@ -69,15 +57,28 @@ class Request:
     against: str | None
     meshes: list[dict[str, int]]
 
-    def refuse(self, option: str, why: str) -> None:
-        """Raise if an option is given that means nothing here."""
-        if option in self.given:
-            raise ConfigurationError(f"{option} {why}")
-
     @property
     def out(self) -> TextIO:
         """Return where the tables go: not to stdout if the JSON goes there."""
         return sys.stderr if self.json_file == "-" else sys.stdout
+
+    def check(self) -> None:
+        """Raise for options that contradict each other, before minutes are spent on the runs."""
+        one = next((option for option in MEANINGLESS if option in self.given), "")
+        for option in MEANINGLESS.get(one, ()):
+            if option in self.given:
+                raise ConfigurationError(f"{option} means nothing beside {one}; leave it out")
+        if self.tensors and self.record is None:
+            raise ConfigurationError("--tensors says what --record keeps; give --record too")
+        if one == "--golden":
+            return
+        if not self.recipes:
+            raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno (or --golden)")
+        if one and len(self.recipes) > 1:
+            raise ConfigurationError(f"{one} is about one training; give one RECIPE")
+        several = len(self.backends or ()) > 1 or ("--world-size" in self.given and len(self.world_sizes) > 1)
+        if one == "--record" and several:
+            raise ConfigurationError("--record keeps one training; give --backends and --world-size one value each")
 
 
 def command(
@@ -127,23 +128,24 @@ def command(
     """
     request = Request(
         recipes=list(dict.fromkeys(recipes or ())),
-        backends=None if backends is None else backend_names(backends),
-        world_sizes=world_sizes(world_size or DEFAULT_WORLD_SIZES),
+        backends=None if backends is None else cli.backend_names(backends),
+        world_sizes=cli.world_sizes(world_size or DEFAULT_WORLD_SIZES),
         options={"steps": steps, "reference": reference, "timeout": timeout, "device": device},
         json_file=json_file,
         picture=picture,
         progress=False if quiet else progress,
         quiet=quiet,
         given=frozenset(
-            NAMES.get(name, f"--{name}")
+            NAMES.get(name, f"--{name.replace('_', '-')}")
             for name in context.params
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
         ),
         record=record,
         tensors=tensors,
         against=against,
-        meshes=meshes(mesh or ()),
+        meshes=cli.meshes(mesh or ()),
     )
+    request.check()
     run = _golden if golden else _record if record is not None else _compare
     raise typer.Exit(run(request))
 
@@ -151,16 +153,16 @@ def command(
 def _each(
     request: Request,
     names: Iterable[str],
-    train: Callable[[str, ProgressCallback | None], Any],
+    train: Callable[[str, output.ProgressCallback | None], Any],
     title: str = "",
     pool: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Any]:
     """Map each name to what ``train`` returned, or what stopped it: one that fails does not lose the others."""
     results: dict[str, Any] = {}
-    with held_output(show=not request.quiet) as stderr:
+    with output.held_output(show=not request.quiet) as stderr:
         for recipe in request.recipes:
-            check_recipe(recipe)
-        with progress_bar(request.progress, stderr) as bar, pool or nullcontext():
+            cli.check_recipe(recipe)
+        with output.progress_bar(request.progress, stderr) as bar, pool or nullcontext():
             for name in names:
                 try:
                     results[name] = train(name, bar(f"{title}{name}"))
@@ -188,18 +190,13 @@ def _compare(request: Request) -> int:
     from fsshard.launching.pool import RankPool
     from fsshard.parity import compare
 
-    # What is wrong with the options is said before minutes are spent on the runs.
-    if not request.recipes:
-        raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno (or --golden)")
-    request.refuse("--tensors", "says what --record keeps; give --record too")
-    if request.against is not None:
-        request.refuse("--reference", "has no meaning beside --against, whose training is the reference")
-        if len(request.recipes) > 1:
-            raise ConfigurationError(f"--against {request.against} holds one training; give one RECIPE")
-        request.refuse("--mesh", "has no meaning beside --against: what was recorded has no mesh")
-    pictures = picture_files(request.picture, request.recipes)
+    pictures = {}
+    if request.picture is not None:
+        path, one = Path(request.picture), len(request.recipes) == 1
+        names = {recipe: f"{path.stem}-{recipe.replace(':', '.')}{path.suffix}" for recipe in request.recipes}
+        pictures = {recipe: path if one else path.with_name(name) for recipe, name in names.items()}
     for file in (None, *pictures.values()):
-        check_files(request.json_file, file)
+        cli.check_files(request.json_file, file)
     asked, pool = _asked(request), RankPool(device=request.options["device"])
     train: Any = lambda name, bar: compare(name, pool=pool, progress=bar, **asked)  # noqa: E731
     results = _each(request, request.recipes, train, pool=pool)
@@ -207,7 +204,7 @@ def _compare(request: Request) -> int:
         _show(request, name, result)
     if request.json_file is not None:
         texts = [_json(name, result) for name, result in results.items()]
-        write_json(request.json_file, texts[0] if len(request.recipes) == 1 else f"[{','.join(texts)}]")
+        output.write_json(request.json_file, texts[0] if len(request.recipes) == 1 else f"[{','.join(texts)}]")
     for name, result in results.items():
         if pictures and not isinstance(result, BaseException):
             result.plot(pictures[name])
@@ -240,7 +237,7 @@ def _json(name: str, result: ParityReport | BaseException) -> str:
 def _show(request: Request, name: str, result: ParityReport | BaseException) -> None:
     """Print a report as its stream deserves, and an error as one line."""
     if isinstance(result, BaseException):
-        print(f"fsshard: {naming_recipe(name, result)}", file=sys.stderr)
+        print(f"fsshard: {cli.naming_recipe(name, result)}", file=sys.stderr)
         return
     from rich.console import Console
 
@@ -260,20 +257,6 @@ def _show(request: Request, name: str, result: ParityReport | BaseException) -> 
         console.print(f"{summary(result)}\n", style="bold green" if result.ok else "bold red")
 
 
-def picture_files(file: str | None, recipes: list[str]) -> dict[str, Path]:
-    """Map recipes to files. With several recipes each has its name in it: ``parity-tfno.png``."""
-    if file is None:
-        return {}
-    path = Path(file)
-    if len(recipes) == 1:
-        return {recipes[0]: path}
-    short = [recipe.partition(":")[2] for recipe in recipes]
-    names = short if len(set(short)) == len(short) else [recipe.replace(":", ".") for recipe in recipes]
-    return {
-        recipe: path.with_name(f"{path.stem}-{name}{path.suffix}") for recipe, name in zip(recipes, names, strict=True)
-    }
-
-
 # ------------------------------------------------------------------------------------------------ record
 
 
@@ -281,57 +264,36 @@ def _record(request: Request) -> int:
     from fsshard.parity import record
     from fsshard.pictures import check_file
 
-    if len(request.recipes) != 1:
-        raise ConfigurationError("--record keeps one training: give one RECIPE, for example tfno")
-    for option, many in (("--backends", request.backends), ("--world-size", request.world_sizes)):
-        if option in request.given and many is not None and len(many) > 1:
-            raise ConfigurationError(f"--record keeps one training: give {option} one value, not {len(many)}")
-    for option in ("--against", "--reference", "--mesh", "--json", "--plot"):
-        request.refuse(option, "means nothing to --record, which compares nothing")
     file = str(request.record)
     check_file(file)
     options = {
-        "backend": (request.backends or [RECORDED_BACKEND])[0],
-        "world_size": request.world_sizes[0] if "--world-size" in request.given else RECORDED_WORLD_SIZE,
+        "backend": (request.backends or ["ddp"])[0],
+        "world_size": request.world_sizes[0] if "--world-size" in request.given else 2,
         "detail": "tensors" if request.tensors else "digests",
         **{name: value for name, value in request.options.items() if name != "reference"},
     }
     train: Any = lambda name, bar: record(name, progress=bar, **options)  # noqa: E731
     ((recipe, trace),) = _each(request, request.recipes, train).items()
     if isinstance(trace, BaseException):
-        print(f"fsshard: {naming_recipe(recipe, trace)}", file=sys.stderr)
+        print(f"fsshard: {cli.naming_recipe(recipe, trace)}", file=sys.stderr)
         return _exit_code(trace)
     trace.save(file)
-    print("\n".join(_recorded(request, trace)))
-    return AGREED
-
-
-def _recorded(request: Request, trace: Trace) -> list[str]:
-    """Return what was kept, and what to do with it."""
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size > 1)}"
-    kept = [f"{trace.steps} steps of {request.recipes[0]} under {trace.backend} on {ranks}: {trace.file}"]
+    print(f"{trace.steps} steps of {recipe} under {trace.backend} on {ranks}: {trace.file}")
     if trace.tensors is not None:
-        kept.append(f"tensors: {trace.tensors}")
-    if request.quiet:
-        return kept
-    environment = [f"  {name} {value}" for name, value in trace.environment.items()]
-    return [*kept, *environment, f"compare with it: fsshard parity {request.recipes[0]} --against {trace.file}"]
+        print(f"tensors: {trace.tensors}")
+    if not request.quiet:
+        for name, value in trace.environment.items():
+            print(f"  {name} {value}")
+        print(f"compare with it: fsshard parity {recipe} --against {trace.file}")
+    return AGREED
 
 
 # ------------------------------------------------------------------------------------------------ golden runs
 
 
 def _golden(request: Request) -> int:
-    if request.recipes:
-        raise ConfigurationError(f"--golden has recipes of its own; leave out {', '.join(request.recipes)}")
-    misplaced = [option for option in OF_RECIPES if option in request.given]
-    if misplaced:
-        raise ConfigurationError(
-            f"golden runs have steps, ranks and a device of their own; leave out {', '.join(misplaced)}"
-        )
-    if request.picture is not None:
-        raise ConfigurationError("--golden draws nothing; leave out --plot")
-    check_files(request.json_file)
+    cli.check_files(request.json_file)
     check = importlib.import_module("fsshard.parity.golden").check
     timeout = request.options["timeout"]
     train: Any = lambda name, bar: check(backend=name, timeout=timeout, progress=bar)  # noqa: E731
@@ -349,5 +311,5 @@ def _golden(request: Request) -> int:
                 print(f"{result.name} under {backend}: {result.verdict}{said}", file=request.out)
             entries.append({"backend": backend, **asdict(result), "ok": result.ok})
     if request.json_file is not None:
-        write_json(request.json_file, json.dumps(entries))
+        output.write_json(request.json_file, json.dumps(entries))
     return max(map(_exit_code, results.values()), default=DIFFERENT)

@@ -6,10 +6,10 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -54,27 +54,18 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def progress(ctx: fsshard.Context, title: str, total: int) -> Any:
-    """Return a context that gives ``advance(loss)``: a bar on rank 0, nothing elsewhere."""
+@contextmanager
+def progress(ctx: fsshard.Context, title: str, total: int) -> Iterator[Callable[[float], None]]:
+    """Yield ``advance(loss)``: a bar on rank 0, nothing elsewhere."""
     if ctx.rank:
-        return nullcontext(lambda loss: None)
-    return _Bar(title, total)
+        yield lambda loss: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-
-class _Bar:
-    def __init__(self, title: str, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        self.bar = Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"))
-        self.task = self.bar.add_task(title, total=total, loss=float("nan"))
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return lambda loss: self.bar.update(self.task, advance=1, loss=loss)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}")) as bar:
+        task = bar.add_task(title, total=total, loss=float("nan"))
+        yield lambda loss: bar.update(task, advance=1, loss=loss)
 
 
 class Stopwatch:

@@ -18,6 +18,7 @@ from torch import Tensor
 import fsshard
 from fsshard.demo import darcy
 from fsshard.demo.common import held_bytes, largest_difference, mean_over_ranks, progress
+from fsshard.pictures import save_picture
 
 __all__ = ["Demo", "build_model", "run"]
 
@@ -37,15 +38,15 @@ class Demo:
     clip: float
     n_train: int
     n_test: int
-    official: bool  # neuraloperator's own files
+    data: str  # "solved" here, or neuraloperator's "official" files
     data_dir: Path | None
     save_dir: Path | None
     picture: str | None
     timeout: float
 
-    def data(self) -> darcy.DarcyData:
+    def load(self) -> darcy.DarcyData:
         """Return the data: solved here and cached, or neuraloperator's own files."""
-        folder = darcy.official_files() if self.official and self.data_dir is None else self.data_dir
+        folder = darcy.official_files() if self.data == "official" and self.data_dir is None else self.data_dir
         return darcy.load(folder, n_train=self.n_train, n_test=self.n_test)
 
 
@@ -84,20 +85,14 @@ def losses(reduction: str = "mean") -> tuple[Any, Any]:
     return h1, LpLoss(d=2, p=2, reduction=reduction)
 
 
-class Normaliser:
-    """y in units of the training set's mean and standard deviation."""
-
-    def __init__(self, y: Tensor) -> None:
-        self.mean, self.std = y.mean(), y.std()
-
-    def decode(self, y: Tensor) -> Tensor:
-        """Back to physical units."""
-        return y * self.std.to(y.device) + self.mean.to(y.device)
+def decode(y: Tensor, data: darcy.DarcyData) -> Tensor:
+    """Return predictions in physical units: models give them in the training set's mean and standard deviation."""
+    return y * data.train_y.std().to(y.device) + data.train_y.mean().to(y.device)
 
 
 def train_plain(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.DarcyData) -> Outcome:
     """Train in a plain loop: the only line that knows the engine is the one with ``backend=backend``."""
-    outcome, normaliser, (h1, _) = Outcome(backend), Normaliser(data.train_y), losses()
+    outcome, (h1, _) = Outcome(backend), losses()
     model = fsshard.wrap(build_model().to(ctx.device), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=demo.epochs)
@@ -108,7 +103,7 @@ def train_plain(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.Darc
             for step in range(steps):
                 batch = order[step * demo.batch_size : (step + 1) * demo.batch_size][ctx.rank :: ctx.world_size]
                 x, y = data.train_x[batch].to(ctx.device), data.train_y[batch].to(ctx.device)
-                loss = h1(normaliser.decode(model(x)), y)
+                loss = h1(decode(model(x), data), y)
                 loss.backward()
                 model.clip_grad_norm_(demo.clip)
                 outcome.losses.append(mean_over_ranks(loss))
@@ -118,19 +113,17 @@ def train_plain(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.Darc
                 optimizer.zero_grad()
                 advance(outcome.losses[-1])
             scheduler.step()
-    evaluate(ctx, model, normaliser, data, outcome)
+    evaluate(ctx, model, data, outcome)
     return outcome
 
 
 @torch.no_grad()
-def evaluate(
-    ctx: fsshard.Context, model: torch.nn.Module, normaliser: Normaliser, data: darcy.DarcyData, outcome: Outcome
-) -> None:
-    """Relative L2 error on each test set, and predictions for the picture."""
+def evaluate(ctx: fsshard.Context, model: torch.nn.Module, data: darcy.DarcyData, outcome: Outcome) -> None:
+    """Keep the relative L2 error on each test set, and predictions for the picture."""
     model.eval()
     _, l2 = losses()
     for resolution, (x, y) in data.tests.items():
-        predicted = normaliser.decode(model(x.to(ctx.device))).cpu()
+        predicted = decode(model(x.to(ctx.device)), data).cpu()
         outcome.errors[resolution] = float(l2(predicted, y))
         outcome.predictions = predicted[:SHOWN]
     model.train()
@@ -138,11 +131,13 @@ def evaluate(
 
 def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.DarcyData) -> Outcome:
     """Train with neuraloperator's own Trainer, through the adapter."""
+    from neuralop.data.transforms.data_processors import DefaultDataProcessor
+    from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
     from torch.utils.data import DataLoader, DistributedSampler
 
     from fsshard.compat.neuralop import Trainer
 
-    outcome, normaliser, (h1, l2) = Outcome(backend), Normaliser(data.train_y), losses("sum")
+    outcome, (h1, l2) = Outcome(backend), losses("sum")
     model = fsshard.wrap(build_model().to(ctx.device), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=demo.epochs)
@@ -153,11 +148,13 @@ def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.D
         r: DataLoader([{"x": a, "y": b} for a, b in zip(x, y, strict=True)], 50)  # type: ignore[arg-type]
         for r, (x, y) in data.tests.items()
     }
+    normalizer = UnitGaussianNormalizer(dim=[0, 2, 3])
+    normalizer.fit(data.train_y)
     trainer = Trainer(
         model=model,
         n_epochs=demo.epochs,
         device=ctx.device,
-        data_processor=data_processor(data.train_y),
+        data_processor=DefaultDataProcessor(out_normalizer=normalizer),
         use_distributed=True,
         verbose=ctx.rank == 0,
     )
@@ -173,26 +170,16 @@ def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.D
     )
     outcome.losses.append(float(metrics["train_err"]))
     outcome.held = held_bytes(model)
-    evaluate(ctx, model, normaliser, data, outcome)
+    evaluate(ctx, model, data, outcome)
     return outcome
-
-
-def data_processor(y: Tensor) -> Any:
-    """neuraloperator's own: y normalised while training, predictions decoded while evaluating."""
-    from neuralop.data.transforms.data_processors import DefaultDataProcessor
-    from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
-
-    normaliser = UnitGaussianNormalizer(dim=[0, 2, 3])
-    normaliser.fit(y)
-    return DefaultDataProcessor(out_normalizer=normaliser)
 
 
 def job(ctx: fsshard.Context, demo: Demo) -> list[Outcome]:
     """Train under each backend; every rank runs it."""
     if ctx.rank == 0:
-        demo.data()  # so that one process solves and the others find the cache
+        demo.load()  # so that one process solves and the others find the cache
     dist.barrier()
-    data = demo.data()
+    data = demo.load()
     train = train_neuralop if demo.trainer == "neuralop" else train_plain
     outcomes = [train(ctx, demo, backend, data) for backend in demo.backends]
     if ctx.rank == 0:
@@ -226,14 +213,34 @@ def report(demo: Demo, world_size: int, data: darcy.DarcyData, outcomes: list[Ou
         console.print(f"largest difference in loss, {outcomes[0].backend} - {other.backend}: {gap}", highlight=False)
     if demo.picture:
         x, y = data.tests[32]
-        shown = {outcome.backend: outcome.predictions for outcome in outcomes if outcome.predictions is not None}
-        darcy.picture(demo.picture, x[:SHOWN], y[:SHOWN], shown)
+        shown = {outcome.backend: outcome.predictions[:, 0] for outcome in outcomes if outcome.predictions is not None}
+        picture(demo.picture, x[:SHOWN, 0], y[:SHOWN, 0], shown)
         console.print(f"wrote {demo.picture}", highlight=False)
+
+
+def picture(path: str, x: Tensor, y: Tensor, predictions: dict[str, Tensor]) -> None:
+    """Draw a row per sample: the input, the truth, each prediction with its relative error, and the largest error."""
+    from matplotlib.figure import Figure
+
+    gaps = torch.stack([(guess - y).abs() for guess in predictions.values()]).amax(0).nan_to_num()
+    columns = {"input $x$": x, "truth $y$": y, **predictions, "largest |error|": gaps}
+    figure = Figure(figsize=(1.75 * len(columns), 1.68 * len(y) + 0.75), layout="constrained")
+    axes = figure.subplots(len(y), len(columns), squeeze=False)
+    for column, (title, panels) in enumerate(columns.items()):
+        top = 1.0 if panels is x else float((gaps if panels is gaps else y).max())
+        for row, panel in enumerate(panels):
+            axes[row, column].imshow(panel, cmap="magma" if panels is gaps else "viridis", vmin=0.0, vmax=top)
+            axes[row, column].set(xticks=[], yticks=[])
+            if title in predictions:
+                axes[row, column].set_xlabel(f"error {float((panel - y[row]).norm() / y[row].norm()):.1%}", fontsize=8)
+        axes[0, column].set_title(title, fontsize=10)
+        figure.colorbar(axes[0, column].images[0], ax=axes[:, column], location="bottom", shrink=0.85)
+    save_picture(figure, Path(path))
 
 
 def run(demo: Demo) -> None:
     """Start the ranks here, or join those that torchrun or SLURM started."""
     launched = "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
     if not launched:
-        demo.data()
+        demo.load()
     fsshard.launch(job, None if launched else demo.world_size, (demo,), timeout=demo.timeout)

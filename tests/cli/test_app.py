@@ -45,9 +45,7 @@ def test_without_typer_or_rich(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> 
     assert fresh is not cli and fresh.main(["parity", "x:y"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "'rich'" in err and "pip install 'fsshard[cli]'" in err
-    assert [fresh.main(given) for given in (["--version"], ["--help"], ["demo", "-h"], [])] == [0, 0, 0, 2]
-    out, err = capsys.readouterr()
-    assert f"fsshard {fsshard.__version__}\n" in out and out.count("Train RECIPE under several") == 3 and err == ""
+    assert fresh.main(["--version"]) == 0 and capsys.readouterr().out == f"fsshard {fsshard.__version__}\n"
 
 
 def test_terminated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

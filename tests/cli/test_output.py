@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fsshard.cli.options import backend_names, meshes, naming_recipe, world_sizes
+from fsshard.cli.options import backend_names, meshes, world_sizes
 from fsshard.cli.output import held_output, progress_bar, write_json
 from fsshard.errors import ConfigurationError
 
@@ -81,10 +81,3 @@ def test_meshes() -> None:
             meshes([text])
     with pytest.raises(ConfigurationError, match="named twice"):
         meshes(["data=2,data=2"])
-
-
-def test_an_error_names_its_recipe_once() -> None:
-    assert naming_recipe("a:b", ValueError("too few")) == "a:b: too few"
-    assert naming_recipe("a:b", ValueError("a:b is no recipe")) == "a:b is no recipe"
-    assert naming_recipe("a:b", KeyboardInterrupt()) == "a:b: interrupted"
-    assert naming_recipe("a:b", ValueError()) == "a:b: ValueError"
