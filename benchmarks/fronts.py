@@ -38,7 +38,7 @@ import fsshard
 from benchmarks.pairs import WARM_UP, Ratio, Step, interval, measure
 from fsshard.compat.accelerate import Accelerator
 from fsshard.compat.lightning import FabricStrategy, Strategy
-from fsshard.compat.lightning.environment import Launched
+from fsshard.compat.lightning.plugins import Launched
 from fsshard.compat.transformers import Trainer
 
 ENGINES = ("ddp", "fsdp2", "fairscale")

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from . import redirect, report
-from .children import inherited
-from .front import FRONT
+from .children.sitecustomize import inherited
+from .not_served import FRONT
 
 USAGE = "usage: python -m fsshard.compat [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]"
 HELP = f"""{USAGE}

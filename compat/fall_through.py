@@ -18,31 +18,31 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from .front import falls_through
+__all__ = ["EXPORTS", "FALL_THROUGH", "HERE", "falls_through", "is_installed", "spec_with_real_imports"]
 
-__all__ = ["is_installed", "real_name", "spec_with_real_imports"]
+FALL_THROUGH = ("fairscale.nn.model_parallel", "fairscale.nn.moe", "fairscale.nn.pipe")
+# Where fairscale.nn has a name from a package that falls through.
+EXPORTS = {
+    "fairscale.nn.MOELayer": "fairscale.nn.moe",
+    "fairscale.nn.Pipe": "fairscale.nn.pipe",
+    "fairscale.nn.PipeRPCWrapper": "fairscale.nn.pipe",
+    "fairscale.nn.Top2Gate": "fairscale.nn.moe",
+}
 
 __path__: list[str] = []  # a package for the import system: its one submodule comes from the finder below
-_HERE = __name__ + "."
+HERE = __name__ + "."
+"""Before the name of a real module: where it lies beside the redirect."""
+
+
+def falls_through(name: str) -> bool:
+    """Return whether a module, or a name that FairScale exports from one, is left to the real FairScale."""
+    name = EXPORTS.get(name, name)
+    return any(name == each or name.startswith(each + ".") for each in FALL_THROUGH)
 
 
 def is_installed() -> bool:
     """Return whether the real FairScale could be imported."""
-    return _HERE + "fairscale" in sys.modules or _find_root() is not None
-
-
-def real_name(name: str) -> str:
-    """Return the name under which the real module ``name`` lies beside the redirect."""
-    return _HERE + name
-
-
-def spec_with_real_imports(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Return the spec of a module of ours, inside of which ``fairscale`` is the real library."""
-    return _with_real_imports(PathFinder.find_spec(name, path))
-
-
-def _is_fairscale(name: str) -> bool:
-    return name == "fairscale" or name.startswith("fairscale.")
+    return HERE + "fairscale" in sys.modules or _find_root() is not None
 
 
 def _find_root() -> ModuleSpec | None:
@@ -63,12 +63,12 @@ def _import(
     level: int = 0,
 ) -> ModuleType:
     """``__import__`` of the real library's modules."""
-    if level or not _is_fairscale(name):
+    if level or name.partition(".")[0] != "fairscale":
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     if fromlist:
-        return builtins.__import__(_HERE + name, globals, locals, fromlist, 0)
-    importlib.import_module(_HERE + name)
-    return sys.modules[_HERE + "fairscale"]
+        return builtins.__import__(HERE + name, globals, locals, fromlist, 0)
+    importlib.import_module(HERE + name)
+    return sys.modules[HERE + "fairscale"]
 
 
 _BUILTINS: dict[str, Any] = {**vars(builtins), "__import__": _import}
@@ -79,7 +79,7 @@ class _RealLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = _BUILTINS  # the interpreter takes __import__ from here
-        public = self.name.removeprefix(_HERE)
+        public = self.name.removeprefix(HERE)
         code = self.get_code(self.name)
         assert code is not None
         if public == self.name or not falls_through(public):
@@ -95,7 +95,8 @@ class _RealLoader(SourceFileLoader):
             raise
 
 
-def _with_real_imports(spec: ModuleSpec | None) -> ModuleSpec | None:
+def spec_with_real_imports(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """Let ``import fairscale`` mean the real library in the module that a spec is of."""
     if spec is not None and isinstance(spec.loader, SourceFileLoader):
         spec.loader = _RealLoader(spec.loader.name, str(spec.loader.path))
     return spec
@@ -105,19 +106,19 @@ class _RealFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _HERE + "fairscale":
-            return _with_real_imports(PathFinder.find_spec(name, path)) if name.startswith(_HERE) else None
+        if not name.startswith(HERE):
+            return None
+        if name != HERE + "fairscale":
+            return spec_with_real_imports(PathFinder.find_spec(name, path))
         root = _find_root()
-        if root is None or root.origin is None:
+        if root is None:
             raise ModuleNotFoundError(
                 "the real FairScale is needed here, and is not installed; run: pip install fairscale==0.4.13",
                 name="fairscale",  # fsshard.backends.fairscale looks at this
             )
         folders = root.submodule_search_locations
-        return _with_real_imports(
-            importlib.util.spec_from_file_location(
-                name, root.origin, submodule_search_locations=list(folders) if folders is not None else None
-            )
+        return spec_with_real_imports(
+            importlib.util.spec_from_file_location(name, root.origin, submodule_search_locations=folders)
         )
 
 

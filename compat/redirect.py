@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import children, fall_through, report
-from .children.sitecustomize import PATCHED, distributions
+from . import fall_through, report
+from .children.sitecustomize import MARK, PATCHED, distributions
 from .errors import NotServed, RedirectError
-from .front import FALL_THROUGH, FRONT, falls_through
-from .not_served import explain
+from .not_served import FRONT, explain
 
 __all__ = ["NotServed", "RedirectError", "active", "install", "uninstall"]
+
+CHILDREN = str(Path(__file__).parent.absolute() / "children")
 
 
 def install() -> None:
@@ -45,7 +48,8 @@ def install_serving(served: str) -> None:
     _check_that_it_is_early()
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "served", None) is None]
     sys.meta_path.insert(0, Redirect(served))
-    children.arm(served)
+    os.environ[MARK] = f"{served}@{sys.prefix}"
+    _set_python_path(CHILDREN, *_other_paths())
     report.watch_imports()
 
 
@@ -55,7 +59,8 @@ def uninstall() -> None:
     if redirect is None:
         return
     sys.meta_path.remove(redirect)
-    children.disarm()
+    os.environ.pop(MARK, None)  # a fork server that runs already keeps the redirect
+    _set_python_path(*_other_paths())
     report.stop_watching()
     for name in _fairscale_modules():
         del sys.modules[name]
@@ -86,10 +91,10 @@ class Redirect(MetaPathFinder):
         if name == PATCHED:
             import fsshard.backends
 
-            return fall_through.spec_with_real_imports(name, list(fsshard.backends.__path__))
+            return fall_through.spec_with_real_imports(PathFinder.find_spec(name, fsshard.backends.__path__))
         if name != "fairscale" and not name.startswith("fairscale."):
             return None
-        if falls_through(name):
+        if fall_through.falls_through(name):
             return self._real(name)
         ours = self.served + name.removeprefix("fairscale")
         spec = importlib.util.find_spec(ours)
@@ -103,12 +108,12 @@ class Redirect(MetaPathFinder):
     def _real(self, name: str) -> ModuleSpec | None:
         if not fall_through.is_installed():
             raise NotServed(explain(name), name)
-        if name in FALL_THROUGH:
+        if name in fall_through.FALL_THROUGH:
             report.imported(name, "the real FairScale")
         # Packages themselves are not looked for: that would import what lies above them.
-        elif importlib.util.find_spec(fall_through.real_name(name)) is None:
+        elif importlib.util.find_spec(fall_through.HERE + name) is None:
             return None
-        return ModuleSpec(name, _AliasLoader(self, fall_through.real_name(name)))
+        return ModuleSpec(name, _AliasLoader(self, fall_through.HERE + name))
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
         return distributions(context)
@@ -137,6 +142,17 @@ class _AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec  # importlib has put that of the second name there
         self.redirect.adopt()
+
+
+def _other_paths() -> list[str]:
+    text = os.environ.get("PYTHONPATH", "")  # an empty one is none: an empty entry would be the working directory
+    return [path for path in text.split(os.pathsep) if path != CHILDREN] if text else []
+
+
+def _set_python_path(*paths: str) -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    if not paths:
+        del os.environ["PYTHONPATH"]
 
 
 def _fairscale_modules() -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import functools
 import json
 import os
 import shutil
@@ -16,20 +17,18 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from .equivalents import steps
+from .not_served import steps
 
 __all__ = ["Note", "called", "notes", "text"]
 
 FOLDER = "FSSHARD_REPORT"  # in the environment of a reported run
 
 
-@dataclass(frozen=True, order=True)
-class Note:
+class Note(NamedTuple):
     """``kind`` is ``"import"`` (``detail``: by whom), ``"module"`` (from where) or ``"call"`` (by which engine)."""
 
     kind: str
@@ -73,7 +72,7 @@ def _note(note: Note) -> None:
     folder = os.environ.get(FOLDER)
     if folder is not None and os.path.isdir(folder):  # gone: the run that asked has ended, this child has not
         with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps(astuple(note)) + "\n")
+            file.write(json.dumps(note) + "\n")
 
 
 def begin() -> None:
@@ -97,61 +96,55 @@ def _end(folder: str, process: int) -> None:
 def text(found: Iterable[Note]) -> str:
     """Write the report."""
     found = sorted(found)
-    by: dict[str, dict[str, list[str]]] = {"import": {}, "module": {}, "call": {}}
-    for note in found:
-        by[note.kind].setdefault(note.name, []).append(note.detail)
     if not found:
         return "fsshard.compat: this run used nothing of FairScale"
     lines = ["fsshard.compat: what this run used of FairScale"]
-    lines += _section("imported", {name: f"by {', '.join(who)}" for name, who in by["import"].items()})
-    lines += _section("called", {name: f"served by {', '.join(engine)}" for name, engine in by["call"].items()})
-    lines += _section("modules", {name: f"from {', '.join(origin)}" for name, origin in by["module"].items()})
-    return "\n".join([*lines, *_way_out([*by["import"], *by["call"]])])
+    for kind, title, verb in (
+        ("import", "imported", "by"),
+        ("call", "called", "served by"),
+        ("module", "modules", "from"),
+    ):
+        rows: dict[str, list[str]] = {}
+        for note in found:
+            if note.kind == kind:
+                rows.setdefault(note.name, []).append(note.detail)
+        width = max(map(len, rows), default=0)
+        lines += [f"  {title}:"] * bool(rows)
+        lines += [f"    {name:<{width}}  {verb} {', '.join(details)}" for name, details in rows.items()]
+    ways_out = steps(note.name for note in found if note.kind != "module")
+    lines += ["  to leave FairScale, write:"] * bool(ways_out)
+    for names, instead in ways_out:
+        lines.append(f"    instead of {', '.join(names)}:")
+        advice = textwrap.wrap(instead.advice, 100, break_on_hyphens=False)  # it may say why losses differ
+        lines += [*(f"        # {part}" for part in advice), *(f"        {line}" for line in instead.lines.split("\n"))]
+    return "\n".join(lines)
 
 
-def _section(title: str, rows: Mapping[str, str]) -> list[str]:
-    width = max(map(len, rows), default=0)
-    return [f"  {title}:", *(f"    {name:<{width}}  {rest}" for name, rest in rows.items())] if rows else []
+def watch_imports() -> None:
+    """Note every ``import`` of FairScale from here on, and by whom, in a reported run."""
+    if FOLDER not in os.environ or hasattr(builtins.__import__, "fsshards_original"):
+        return
+    original: Any = builtins.__import__
 
-
-def _way_out(names: Iterable[str]) -> list[str]:
-    lines: list[str] = []
-    for instead_of, found in steps(names):
-        lines.append(f"    instead of {', '.join(instead_of)}:")
-        note = textwrap.wrap(found.note, 100, break_on_hyphens=False)  # what differs may be what makes losses differ
-        lines += [*(f"        # {part}" for part in note), *(f"        {line}" for line in found.lines)]
-    return ["  to leave FairScale, write:", *lines] if lines else []
-
-
-class _ImportWatch:
-    """``builtins.__import__`` that notes which names are imported from FairScale, and by whom."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def __call__(
-        self,
+    @functools.wraps(original)
+    def noted(
         name: str,
         globals: Mapping[str, object] | None = None,
         locals: Mapping[str, object] | None = None,
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        module: ModuleType = self.original(name, globals, locals, fromlist, level)
+        module: ModuleType = original(name, globals, locals, fromlist, level)
         if level == 0 and name.partition(".")[0] == "fairscale":
             who = str((globals or {}).get("__name__", "?"))
             for each in [f"{name}.{part}" for part in fromlist] if fromlist else [name]:
                 _note(Note("import", each, "__main__" if who == "__mp_main__" else who))
         return module
 
-
-def watch_imports() -> None:
-    """Note every ``import`` of FairScale from here on, in a reported run."""
-    if FOLDER in os.environ and not isinstance(builtins.__import__, _ImportWatch):
-        builtins.__import__ = _ImportWatch(builtins.__import__)
+    noted.fsshards_original = original  # type: ignore[attr-defined]
+    builtins.__import__ = noted
 
 
 def stop_watching() -> None:
     """Undo :func:`watch_imports`."""
-    if isinstance(builtins.__import__, _ImportWatch):
-        builtins.__import__ = builtins.__import__.original
+    builtins.__import__ = getattr(builtins.__import__, "fsshards_original", builtins.__import__)

@@ -31,6 +31,7 @@ __all__ = [
     "scaler_like",
     "split_over",
     "taken_of",
+    "whole_states",
 ]
 
 MARK = "_fsshard_taken"
@@ -196,11 +197,17 @@ def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, An
     """
     groups = groups_by_name(optimizer)
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    state: dict[int, dict[str, Any]] = {}
-    for name, whole in optimizer.iterate_state():
-        if keep and whole:
-            state[numbers[name]] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in whole.items()}
+    state = {numbers[name]: whole for name, whole in whole_states(optimizer, keep=keep).items()}
     if not keep:
         return {}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def whole_states(optimizer: ShardedOptimizer, *, keep: bool) -> dict[str, dict[str, Any]]:
+    """Return each parameter's whole state in host memory, where ``keep``. Collective."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, whole in optimizer.iterate_state():  # one at a time: they need not fit on a device together
+        if keep and whole:
+            found[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in whole.items()}
+    return found

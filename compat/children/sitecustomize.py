@@ -70,12 +70,6 @@ def distributions(context: Any = None) -> Iterator[Any]:
     yield Served()
 
 
-def wait(served: str) -> None:
-    """Serve FairScale's names from ``served`` as soon as somebody asks for them."""
-    if not any(getattr(finder, "served", None) == served for finder in sys.meta_path):
-        sys.meta_path.insert(0, Waiting(served))
-
-
 def _run_the_next_sitecustomize() -> None:
     """Python runs one; this file stands before the one that the environment may have."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -89,5 +83,5 @@ def _run_the_next_sitecustomize() -> None:
 
 if __name__ == "sitecustomize":
     if (_served := inherited()) is not None:
-        wait(_served)
+        sys.meta_path.insert(0, Waiting(_served))
     _run_the_next_sitecustomize()

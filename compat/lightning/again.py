@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,12 @@ from fsshard.sharded.handover import point_at
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
 from ..trainers import Taken as TakenModel
+from ..trainers import whole_states
 
-__all__ = ["Taken", "free_memory", "hand_back", "lacking", "named_after", "plain_scaler", "was_divided"]
+__all__ = ["Taken", "divided", "free_memory", "lacking", "named_after", "plain_scaler"]
 
-_divided: WeakSet[nn.Module] = WeakSet()
+divided: WeakSet[nn.Module] = WeakSet()
+"""Modules that an engine has had that keeps parts of weights: one device may have no room for them."""
 
 
 @dataclass
@@ -47,58 +50,39 @@ class Taken(TakenModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.wrapped.backend.facts.divides == "elements":
-            _divided.add(self.wrapped.module)
+            divided.add(self.wrapped.module)
 
-
-def was_divided(module: nn.Module) -> bool:
-    """Return whether an engine that keeps parts of weights has had it: one device may have no room for it."""
-    return module in _divided
-
-
-def hand_back(taken: Taken, *, with_states: bool) -> None:
-    """Make the module plain again, with whole weights in host memory. Collective.
-
-    Args:
-        taken: what has it.
-        with_states: in the optimizers' place comes what a checkpoint needs of them, their whole states, on rank 0.
-    """
-    states = [_saved(optimizer) for optimizer in taken.optimizers] if with_states else []
-    taken.come_back()
-    if not with_states:
-        return
-    parameters = {slot.name: slot.parameter for slot in parameter_slots(taken.wrapped.module)}
-    replaced = [
-        (old, EndedOptimizer(type(old).__name__, old.defaults, parameters, state))
-        for old, state in zip(taken.optimizers, states, strict=True)
-    ]
-    point_at(taken.schedulers, replaced)
-    taken.left = {id(old): new for old, new in replaced}
+    def come_back_with_states(self) -> None:
+        """Come back, with an :class:`EndedOptimizer` in the place of each optimizer. Collective."""
+        saved = [_saved(optimizer) for optimizer in self.optimizers]
+        self.come_back()
+        parameters = {slot.name: slot.parameter for slot in parameter_slots(self.wrapped.module)}
+        replaced = [
+            (old, EndedOptimizer(old, parameters, each)) for old, each in zip(self.optimizers, saved, strict=True)
+        ]
+        point_at(self.schedulers, replaced)
+        self.left = {id(old): new for old, new in replaced}
 
 
 def _saved(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """Return the whole state by name; empty but on rank 0, and ``{"refused": ...}`` where parts give none."""
-    found: dict[str, Any] = {"state": {}, "param_groups": groups_by_name(optimizer)}
+    found: dict[str, Any] = {
+        "param_groups": groups_by_name(optimizer),
+        "keeps": optimizer.model.backend.settings.is_first,
+    }
     try:
-        for name, state in optimizer.iterate_state():  # one at a time: they need not fit on a device together
-            if optimizer.model.backend.settings.is_first and state:
-                found["state"][name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+        return {**found, "state": whole_states(optimizer, keep=found["keeps"])}
     except OptimizerError as error:  # on every rank; who saves nothing need not know
-        found["refused"] = str(error)
-    found["keeps"] = optimizer.model.backend.settings.is_first
-    return found
+        return {**found, "state": {}, "refused": str(error)}
 
 
 class EndedOptimizer(Optimizer):
     """The remains of an optimizer after ``fit()``: its groups over the plain module, and on rank 0 its whole state."""
 
-    def __init__(
-        self, kind: str, defaults: dict[str, Any], parameters: dict[str, nn.Parameter], saved: dict[str, Any]
-    ) -> None:
-        groups = [
-            {**group, "params": [parameters[name] for name in group["params"]]} for group in saved["param_groups"]
-        ]
-        super().__init__(groups, dict(defaults))
-        self.kind, self.saved = kind, saved
+    def __init__(self, old: ShardedOptimizer, parameters: dict[str, nn.Parameter], saved: dict[str, Any]) -> None:
+        groups = [{**each, "params": [parameters[name] for name in each["params"]]} for each in saved["param_groups"]]
+        super().__init__(groups, dict(old.defaults))
+        self.kind, self.saved = type(old).__name__, saved
         self.state.update({parameters[name]: state for name, state in saved["state"].items()})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,35 +136,31 @@ def lacking(taken: Taken, *, with_states: bool) -> str:
         return ""
     weights = sum(e.stored_shape.numel() * e.parameter.element_size() for e in backend.all)
     tensors = [v for o in taken.optimizers for state in o.state.values() for v in state.values()] if with_states else []
-    states = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
-    mine = (socket.gethostname(), weights, states, free_memory())
+    mine = (socket.gethostname(), sum(v.nbytes for v in tensors if isinstance(v, Tensor)), free_memory())
     told = [mine] if backend.settings.group is None else per_rank(backend.settings.group, mine)
-    for host in dict.fromkeys(host for host, *_ in told):
-        here = [each for each in told if each[0] == host]
-        needed = sum(bytes_ for _, bytes_, _, _ in here)
-        needed += sum(bytes_ for _, _, bytes_, _ in told) if host == told[0][0] else 0
-        free = min((left for *_, left in here if left is not None), default=needed)
+    hosts = [host for host, *_ in told]
+    for host in dict.fromkeys(hosts):
+        needed = weights * hosts.count(host) + (sum(states for _, states, _ in told) if host == hosts[0] else 0)
+        free = min(free for where, _, free in told if where == host)
         if needed > free:
-            return (
-                f"whole weights for all ranks of host {host} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
-                "free"
-            )
+            gigabytes = f"{needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            return f"whole weights for all ranks of host {host} take {gigabytes}"
     return ""
 
 
-def free_memory() -> int | None:
-    """Bytes that this process may still take of its host, or its container (cgroup 2); None where nobody says."""
-    found = []
+def free_memory() -> float:
+    """Bytes that this process may still take of its host, or its container (cgroup 2); infinite where nobody says."""
+    found = math.inf
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found = int(line.split()[1]) * 1024
         below = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
         folder = Path("/sys/fs/cgroup", below)
         folder = folder if (folder / "memory.max").exists() else Path("/sys/fs/cgroup")
-        limit = (folder / "memory.max").read_text().strip()
+        limit = float((folder / "memory.max").read_text().strip().replace("max", "inf"))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        found += [] if limit == "max" else [int(limit) - used]
+        return min(found, limit - used)
     except (OSError, ValueError):
-        pass  # another system, or no container
-    return min(found, default=None)
+        return found  # another system, or no container

@@ -17,9 +17,7 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
 from ..trainers import by_name, check_scaler, clip_by_value, name_calls, sampler_arguments, scaler_like, split_over
-from .divided_files import check_place
-from .environment import check_devices, lightnings
-from .precision import refuse_precision
+from .plugins import check_place, lightnings, refuse_precision
 
 __all__ = ["FabricStrategy"]
 
@@ -38,8 +36,7 @@ class FabricStrategy(DDPStrategy):
             :class:`fsshard.compat.lightning.Strategy`.
 
     Raises:
-        ConfigurationError: a precision that is not served, an optimizer that is set up alone, or ``devices=`` that are
-            not the ranks that run already.
+        ConfigurationError: a precision that is not served, or an optimizer that is set up alone.
     """
 
     def __init__(self, backend: str = "fsdp2", *, start_method: Any = "popen", **settings: Any) -> None:
@@ -63,11 +60,6 @@ class FabricStrategy(DDPStrategy):
                 "fsshard.data_rank(mesh), and use_distributed_sampler=False"
             )
         self._model = self._model or model
-
-    def _set_world_ranks(self) -> None:
-        """Set them as Lightning does, once there is a device for every rank."""
-        check_devices(self)
-        super()._set_world_ranks()
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -157,14 +149,8 @@ class FabricStrategy(DDPStrategy):
         finally:
             state.update(kept)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: :func:`fsshard.compat.lightning.register` registers ours."""
-
 
 class _NoSync:
-    """Fabric's ``no_backward_sync``."""
-
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         """Accumulate without communication."""
         return _ours(module).no_sync() if enabled else contextlib.nullcontext()

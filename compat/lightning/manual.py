@@ -60,7 +60,7 @@ class ThroughEngine:
 
         def call(this: Any, *args: Any, **kwargs: Any) -> Any:
             own = functools.partial(base.__call__, this)
-            return (self._through if this is module else _plainly)(own, *args, **kwargs)
+            return self._through(own, *args, **kwargs) if this is module else own(*args, **kwargs)
 
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         return type(base)(base.__name__, (base,), {"__call__": call, **named})
@@ -125,10 +125,6 @@ class ThroughEngine:
                 )
 
         return check
-
-
-def _plainly(own: Any, *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **kwargs)
 
 
 def _bare(optimizer: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -23,13 +24,21 @@ from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
 from ..trainers import by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, taken_of
-from .again import Taken, hand_back, lacking, named_after, plain_scaler, was_divided
+from .again import Taken, divided, lacking, named_after, plain_scaler
 from .averaging import AVERAGING, average_whole
-from .divided_files import DividedState, check_place, is_divided, load_divided, read_others, save_divided
-from .environment import WholeLauncher, check_devices, lightnings
 from .fabric import FabricStrategy
 from .manual import ThroughEngine
-from .precision import Autocast, plugin_for
+from .plugins import (
+    Autocast,
+    DividedState,
+    WholeLauncher,
+    check_place,
+    lightnings,
+    load_divided,
+    plugin_for,
+    read_others,
+    save_divided,
+)
 
 __all__ = ["Strategy", "register"]
 
@@ -59,12 +68,10 @@ class Strategy(DDPStrategy):
             :func:`fsshard.wrap`.
 
     Raises:
-        ConfigurationError: a precision or a callback that is not served, or ``devices=`` that are not the ranks that
-            run already.
+        ConfigurationError: a precision or a callback that is not served.
     """
 
     strategy_name = "fsshard"
-    _layer_sync: Any
 
     def __init__(
         self,
@@ -104,11 +111,6 @@ class Strategy(DDPStrategy):
         """Return Lightning's, but give ranks that share samples, by ``device_mesh=`` or a domain, the same ones."""
         return sampler_arguments(self.settings, self._lightning_module, super().distributed_sampler_kwargs)
 
-    def set_world_ranks(self) -> None:
-        """Set them as Lightning does, once there is a device for every rank."""
-        check_devices(self)
-        super().set_world_ranks()
-
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self.starts_by != "popen":
@@ -129,24 +131,25 @@ class Strategy(DDPStrategy):
                     f"fit(): the module has been trained, and each rank has its part: {missing}; load a checkpoint "
                     "into a new module and fit that"
                 )
-            hand_back(taken, with_states=False)
+            taken.come_back()
         self._taken = None
 
     def setup(self, trainer: Any) -> None:
         """Let the optimizers be made on the bare module, as the user wrote it; then wrap both."""
         module: Any = self._lightning_module
-        taken = taken_of(module)
-        if trainer.state.fn == TrainerFn.FITTING:
+        taken, fits = taken_of(module), trainer.state.fn == TrainerFn.FITTING
+        if fits:
             self._check_fit(trainer)
-        elif taken is not None or (self._divides and was_divided(module)):
+        if not fits and (taken is not None or (self._divides and module in divided)):
             accelerator: Any = self.accelerator
             accelerator.setup(trainer)
             self._taken = taken or self._wrap_to_evaluate(module)
             self.model = self._sharded
-            self._load_waiting()
-            return
-        super().setup(trainer)
-        self._load_waiting()
+        else:
+            super().setup(trainer)
+        if self._waiting is not None:
+            self._load_weights(*self._waiting)
+        self._waiting = None
 
     @property
     def _divides(self) -> bool:
@@ -166,28 +169,20 @@ class Strategy(DDPStrategy):
                 "fit() of a module that fsshard.wrap, or Fabric, has put under an engine; pass the bare module, or "
                 "take a new one and its checkpoint, ckpt_path=..."
             )
-        if self._layer_sync is not None and self.root_device.type == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU, where "
-                "each rank's BatchNorm sees its own samples, or take GroupNorm"
-            )
         for callback in trainer.callbacks:
             name = type(callback).__name__
-            parts = self._divides
-            whole = not parts and not any(parameter.is_complex() for parameter in module.parameters())
+            whole = not self._divides and not any(parameter.is_complex() for parameter in module.parameters())
             if isinstance(callback, callbacks.StochasticWeightAveraging) and not whole:
                 raise ConfigurationError(
-                    f"callback {name}: it averages whole parameters, of which a rank under {self.backend!r} keeps "
-                    f"{'parts' if parts else 'complex ones as pairs of reals'}; use EMAWeightAveraging or "
-                    "WeightAveraging" + ", or backend='ddp' for a model without complex weights" * parts
+                    f"callback {name} averages whole real parameters, of which an engine keeps parts, or pairs of "
+                    "reals; use EMAWeightAveraging or WeightAveraging, or, without complex weights, backend='ddp'"
                 )
-            if isinstance(callback, AVERAGING) and self.divides_files:
-                raise ConfigurationError(
-                    f"callback {name} puts the average, which each rank has whole, in place of the weights of a "
-                    "checkpoint; leave out save_distributed_checkpoint=True"
-                )
-        for callback in trainer.callbacks:
             if isinstance(callback, AVERAGING):
+                if self.divides_files:
+                    raise ConfigurationError(
+                        f"callback {name} puts the average, which each rank has whole, in place of the weights of a "
+                        "checkpoint; leave out save_distributed_checkpoint=True"
+                    )
                 average_whole(callback, lambda: self._sharded)
 
     def model_to_device(self) -> None:
@@ -282,11 +277,6 @@ class Strategy(DDPStrategy):
         # So callbacks have their states in on_fit_start (2.6). Weights that only an engine can take wait for it.
         return False
 
-    def _load_waiting(self) -> None:
-        if self._waiting is not None:
-            self._load_weights(*self._waiting)
-        self._waiting = None
-
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         if isinstance(checkpoint, DividedState):
             load_divided(checkpoint.path, self._sharded, None)
@@ -358,7 +348,7 @@ class Strategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file as Lightning does, or of a directory what is neither weights nor optimizers."""
-        if is_divided(checkpoint_path):
+        if Path(checkpoint_path).is_dir():
             return read_others(checkpoint_path)
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return found
@@ -395,7 +385,7 @@ class Strategy(DDPStrategy):
         return not missing
 
     def _hand_back(self, taken: Taken) -> None:
-        hand_back(taken, with_states=True)
+        taken.come_back_with_states()
         self.model, self._manual = taken.wrapped.module, None
         self.optimizers = [taken.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
         self._taken = None
@@ -403,31 +393,16 @@ class Strategy(DDPStrategy):
         if isinstance(plugin, Autocast) and plugin.scaler is not None:
             plugin.scaler = plain_scaler(plugin.scaler, self.root_device)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: :func:`register` registers ours."""
-
-
-class _Former(Strategy):
-    """The strategy under a name that Lightning 1.x had."""
-
-    def __init__(self, **arguments: Any) -> None:
-        log.warning(
-            "strategy %r was FairScale's in Lightning 1.x; fsshard serves it, Strategy(backend='fairscale')",
-            arguments.pop("former"),
-        )
-        super().__init__("fairscale", **arguments)
-
 
 def register() -> None:
     """Put ``"fsshard_fsdp2"`` and the like into Lightning's and Fabric's registries, and the names of Lightning 1.x."""
     registries: list[tuple[Any, Any]] = [(StrategyRegistry, Strategy), (STRATEGY_REGISTRY, FabricStrategy)]
     for registry, kind in registries:
         for engine in ENGINES:
-            if f"fsshard_{engine}" not in registry:
-                told = f"fsshard.wrap(backend={engine!r})"
-                registry.register(f"fsshard_{engine}", kind, description=told, backend=engine)
+            registry.register(
+                f"fsshard_{engine}", kind, f"fsshard.wrap(backend={engine!r})", override=True, backend=engine
+            )
     for name, start in FORMER.items():
         if name not in StrategyRegistry:
             told = "FairScale's OSS and ShardedDDP, by fsshard"
-            StrategyRegistry.register(name, _Former, description=told, former=name, start_method=start)
+            StrategyRegistry.register(name, Strategy, told, backend="fairscale", start_method=start)

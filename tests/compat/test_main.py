@@ -153,7 +153,7 @@ def test_the_report_is_printed_once_and_has_what_children_did(world: World, tmp_
     assert sum(line == "    instead of auto_wrap, OSS:" for line in lines) == 1  # one call of wrap for both
     assert any("fsshard.wrap(model, optimizer" in line for line in lines)
     assert "checkpoint_blocks(model, lambda module: module is layer)" in done.stderr
-    assert "        # torch's, with use_reentrant=False, updates BatchNorm statistics twice" in done.stderr
+    assert "use_reentrant=False updates BatchNorm statistics" in done.stderr
     assert list(tmp_path.glob("fsshard-report-*")) == []
 
 
@@ -174,30 +174,24 @@ def test_the_report_as_text() -> None:
     assert report.text([]) == "fsshard.compat: this run used nothing of FairScale"
     found = [
         Note("call", "fairscale.optim.adascale.AdaScale", "an engine"),
-        Note("call", "fairscale.nn.Pipe", "the real FairScale"),
         Note("import", "fairscale.nn.Pipe", "__main__"),
         Note("import", "fairscale.nn.Pipe", "their.library"),
+        Note("import", "fairscale.nn.wrap.no_such", "__main__"),
     ]
     assert report.text(found).splitlines() == [
         "fsshard.compat: what this run used of FairScale",
         "  imported:",
-        "    fairscale.nn.Pipe  by __main__, their.library",
+        "    fairscale.nn.Pipe          by __main__, their.library",
+        "    fairscale.nn.wrap.no_such  by __main__",
         "  called:",
-        "    fairscale.nn.Pipe                  served by the real FairScale",
         "    fairscale.optim.adascale.AdaScale  served by an engine",
         "  to leave FairScale, write:",
         "    instead of AdaScale:",
         "        # torch has nothing like it; import it from fsshard.compat",
         "        from fsshard.compat.fairscale.optim import AdaScale",
         "    instead of Pipe:",
+        "        # torch.distributed.pipelining.pipeline, torch.distributed.pipelining.ScheduleGPipe",
         "        from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline",
         "        pipe = pipeline(model, mb_args=(micro_batch,), split_spec={'layers.4': SplitPoint.BEGINNING})",
         "        schedule = ScheduleGPipe(pipe.build_stage(rank, device), n_microbatches=8, loss_fn=loss_fn)",
-    ]
-    found[1:] = [Note("import", "fairscale.optim", "__main__"), Note("import", "fairscale.nn.wrap.no_such", "__main__")]
-    assert report.text(found).splitlines()[-4:] == [
-        "  to leave FairScale, write:",
-        "    instead of AdaScale:",  # of what is in the module, what was called
-        "        # torch has nothing like it; import it from fsshard.compat",
-        "        from fsshard.compat.fairscale.optim import AdaScale",
     ]

@@ -1,23 +1,30 @@
-"""Names of FairScale that are not served: one text for one name, with and without the redirect."""
+"""Names of FairScale that are not served: one text for one name, with and without the redirect; what to write instead.
+
+Tests compat/report.py, too.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
 import json
 import pickle
 import pkgutil
+import re
 import subprocess
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import fsshard
 import fsshard.compat.fairscale as mirror
-from fsshard.compat import front, not_served
+from fsshard.compat import not_served
 from fsshard.compat.errors import NotServed
-from fsshard.compat.not_served import explain
-from tests.compat.redirect_world import World, build, together
+from fsshard.compat.not_served import BY_NAME, FRONT, SERVED, explain, instead_of, steps
+from tests.compat.redirect_world import build, together
 
 REFUSALS = """
 import json, sys
@@ -29,40 +36,26 @@ def refusal(statement):
 print(json.dumps([refusal(each) for each in json.loads(sys.argv[1])]))
 """
 NAMES = {
-    "from fairscale.nn import SyncBatchNorm": "fairscale.nn.SyncBatchNorm",
-    "from fairscale.nn.misc import ParamBucket": "fairscale.nn.misc.ParamBucket",
     "from fairscale.nn.wrap.auto_wrap import no_such_name": "fairscale.nn.wrap.auto_wrap.no_such_name",
-    "from fairscale.nn.data_parallel import no_such_name": "fairscale.nn.data_parallel.no_such_name",
-    "from fairscale.optim.oss import no_such_name": "fairscale.optim.oss.no_such_name",
     "from fairscale.optim import Adam": "fairscale.optim.Adam",
     "from fairscale import experimental": "fairscale.experimental",
 }
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+@pytest.mark.long
+def test_the_redirect_and_the_package_say_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     world = build(tmp_path_factory.mktemp("not_served"))
     world.write("refusals.py", REFUSALS)
-    return world
-
-
-@pytest.mark.long
-def test_the_redirect_and_the_package_say_the_same(world: World) -> None:
 
     def refusals(before: tuple[str, ...], package: str) -> subprocess.CompletedProcess[str]:
         statements = [each.replace("fairscale", package, 1) for each in NAMES]
         return world.run(*before, "refusals.py", json.dumps(statements), light=False, FSSHARD_REDIRECT="")
 
     ways = (((), "fsshard.compat.fairscale"), (("-m", "fsshard.compat"), "fairscale"))
-    found = []
+    expected = [["fsshard.compat.errors", "NotServed", explain(name), name] for name in NAMES.values()]
     for done in together(*(functools.partial(refusals, *way) for way in ways)):
         assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
-    assert found[0] == found[1]
-    for (module, kind, text, name), statement in zip(found[0], NAMES, strict=True):
-        assert (module, kind) == ("fsshard.compat.errors", "NotServed"), statement
-        assert text == explain(name)
-    assert [name for *_, name in found[0]] == list(NAMES.values())
+        assert json.loads(done.stdout) == expected
 
 
 @pytest.mark.fairscale_row(29)
@@ -74,37 +67,25 @@ def test_flatten_params_wrapper_names_what_shards(name: str) -> None:
 
 
 def test_the_text() -> None:
-    lines = explain("fairscale.experimental.nn").splitlines()
+    first, *lines, last = explain("fairscale.experimental.nn").splitlines()
     assert (
-        lines[0]
-        == "fairscale.experimental.nn is not served: fairscale is fsshard.compat.fairscale here (fsshard.compat)"
+        first == "fairscale.experimental.nn is not served: fairscale is fsshard.compat.fairscale here (fsshard.compat)"
     )
-    assert lines[1].startswith("  instead of DistributedPipeline: torch.distributed.pipelining.pipeline")
-    assert "  instead of SyncBatchNorm: torch.nn.SyncBatchNorm" in lines and "    fairscale.optim.oss: OSS" in lines
-    assert (
-        "    fairscale.nn.wrap: auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap"
-        in lines
-    )
-    assert lines[-1] == "  to use the real FairScale: run the script without fsshard.compat"
-    assert explain("fairscale.nn.OSS").splitlines()[1].startswith("  instead: torch.distributed.fsdp.fully_shard (")
+    assert lines[0].startswith("  instead of DistributedPipeline: torch.distributed.pipelining.pipeline")
+    assert {"  instead of SyncBatchNorm: torch.nn.SyncBatchNorm", "    fairscale.optim.oss: OSS"} <= set(lines)
+    assert last == "  to use the real FairScale: run the script without fsshard.compat"
+    assert "\n  instead: torch.distributed.fsdp.fully_shard, or" in explain("fairscale.nn.OSS")
     assert "instead" not in explain("fairscale.nn.no_such_name")
 
 
-def test_the_table_is_what_can_be_imported() -> None:
-    """Of every module but those that only hold a place, and raise when they are imported."""
-    listed = {}
-    for each in pkgutil.walk_packages(mirror.__path__, front.FRONT + "."):
+def test_the_table_is_what_can_be_imported_and_every_module_refuses() -> None:
+    listed = {"fairscale": "nn, optim"}
+    for each in pkgutil.walk_packages(mirror.__path__, FRONT + "."):
         if not any(part.startswith("_") for part in each.name.split(".")):
-            listed["fairscale" + each.name.removeprefix(front.FRONT)] = importlib.import_module(each.name).__all__
-    assert {name: ", ".join(sorted(names)) for name, names in listed.items()} | {
-        "fairscale": "nn, optim"
-    } == front.SERVED
-
-
-def test_every_module_of_the_front_refuses() -> None:
-    for each in pkgutil.walk_packages(mirror.__path__, front.FRONT + "."):
-        if not each.name.rpartition(".")[2].startswith("_"):
-            assert inspect.getmodule(vars(importlib.import_module(each.name))["__getattr__"]) is not_served, each.name
+            module = importlib.import_module(each.name)
+            assert inspect.getmodule(vars(module)["__getattr__"]) is not_served, each.name
+            listed["fairscale" + each.name.removeprefix(FRONT)] = ", ".join(sorted(module.__all__))
+    assert listed == SERVED
 
 
 def test_one_class_that_is_caught_and_travels() -> None:
@@ -112,16 +93,6 @@ def test_one_class_that_is_caught_and_travels() -> None:
     assert isinstance(error, fsshard.FsshardError) and isinstance(error, ModuleNotFoundError)
     twin = pickle.loads(pickle.dumps(error))
     assert type(twin) is NotServed and str(twin) == str(error)
-    assert importlib.import_module("fsshard.compat.redirect").NotServed is NotServed
-
-
-def test_nothing_of_this_needs_torch(world: World) -> None:
-    code = (
-        "import sys; from fsshard.compat import errors, not_served, equivalents, report, redirect; "
-        "not_served.explain('fairscale.nn.x'); print('torch' in sys.modules)"
-    )
-    done = world.run("-c", code)
-    assert done.stdout == "False\n", done.stderr
 
 
 def test_a_look_is_no_import() -> None:
@@ -130,3 +101,72 @@ def test_a_look_is_no_import() -> None:
         _ = mirror.nn.SyncBatchNorm
     with pytest.raises(AttributeError, match=r"'fairscale\.nn' has no attribute '__wrapped__'"):
         _ = mirror.nn.__wrapped__
+
+
+# -- what to write instead: it exists, and takes the arguments that are written
+
+
+def look_up(name: str) -> Any:
+    """A dotted name, as deep a module of it as there is."""
+    module, _, rest = name.partition(".")
+    found = importlib.import_module(module)
+    for part in rest.split(".") if rest else []:
+        module = f"{module}.{part}"
+        if not hasattr(found, part):
+            importlib.import_module(module)
+        found = getattr(found, part)
+    return found
+
+
+def calls(tree: ast.AST, known: dict[str, Any]) -> Iterator[tuple[ast.Call, Any]]:
+    """Calls of what was imported; not those on a script's own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).partition(".")[0] in known:
+            yield node, eval(ast.unparse(node.func), known)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_names_in_the_advice_exist_and_the_lines_are_calls_that_fit(name: str) -> None:
+    advice, lines = BY_NAME[name]
+    assert all(look_up(each) is not None for each in re.findall(r"\b(?:torch|fsshard)(?:\.\w+)+", f"{advice}\n{lines}"))
+    tree = ast.parse(lines)
+    known: dict[str, Any] = {"torch": importlib.import_module("torch")}
+    imports: Any = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(ast.Module(imports, []), name, "exec"), known)
+    for call, function in calls(tree, known):
+        starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+        binds = inspect.signature(function).bind_partial if starred else inspect.signature(function).bind
+        given = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
+        binds(*[None for argument in call.args if not isinstance(argument, ast.Starred)], **given)
+
+
+def test_it_is_found_by_any_path() -> None:
+    for path in ("fairscale.optim.OSS", "fairscale.optim.oss.OSS"):
+        assert instead_of(path) == {"OSS": BY_NAME["OSS"]}
+    assert instead_of("fairscale.nn.pipe.balance") == {"Pipe": BY_NAME["Pipe"]}
+    assert instead_of("fairscale.nn.extra") == instead_of("fairscale") == {}
+
+
+def test_all_that_is_served_has_lines_to_write() -> None:
+    """Of torch, of fsshard, or the import from fsshard.compat; those lines too are run."""
+    for module, listed in SERVED.items():
+        for name in listed.split(", ") if module != "fairscale" else ():
+            ((names, instead),) = steps([f"{module}.{name}"])
+            assert names == [name]
+            if instead.lines.startswith("from fsshard.compat"):
+                known: dict[str, Any] = {}
+                exec(instead.lines, known)
+                assert known[name] is look_up(f"fsshard.compat.{module}.{name}")
+
+
+def test_steps_are_one_script() -> None:
+    """No line twice, no model wrapped twice, and what comes before the sharding stands before it."""
+    whole = ["fairscale.optim.OSS", "fairscale.optim.grad_scaler.GradScaler", "fairscale.nn.ShardedDataParallel"]
+    assert [names for names, _ in steps([*whole, "fairscale.nn.checkpoint.checkpoint_wrapper", "fairscale.nn"])] == [
+        ["checkpoint_wrapper"],
+        ["OSS", "ShardedDataParallel"],
+        ["GradScaler"],
+    ]
+    ((names, instead),) = steps([*whole[::2], "fairscale.nn.wrap.auto_wrap"])
+    assert names == ["auto_wrap", "OSS", "ShardedDataParallel"] and "auto_wrap_policy" in instead.lines
+    assert steps(["fairscale.nn.extra", "fairscale"]) == []

@@ -137,7 +137,7 @@ def test_a_name_that_is_not_served_says_what_is(world: World) -> None:
 
 FALLING = """
 import importlib, pickle
-from fsshard.compat import front
+from fsshard.compat import fall_through
 import fairscale.nn.model_parallel.layers as layers
 from fairscale.nn import Pipe, model_parallel
 from fairscale.nn.model_parallel import Column, late
@@ -151,7 +151,7 @@ print(json.dumps({
                  layers is sys.modules[Column.__module__]],
     "front": [fairscale.optim.oss.OSS.library, fairscale.__name__, outer is not fairscale.optim.oss],
     "others": [name for name, module in sys.modules.items() if name.startswith(("fairscale", "standin"))
-               and "/library/" in str(module.__file__) and not name.startswith(front.FALL_THROUGH)],
+               and "/library/" in str(module.__file__) and not name.startswith(fall_through.FALL_THROUGH)],
     "class": [Column.__module__, outer.OSS.__module__],
     "pickle": [pickle.loads(pickle.dumps(Column)) is Column, pickle.loads(pickle.dumps(outer.OSS)) is outer.OSS],
 }))

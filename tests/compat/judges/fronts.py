@@ -79,7 +79,7 @@ LIGHTNING = Front(
         ("a loss is computed with", "reads a weight outside of the forward, where a rank has a part"),
         ("this rank's part of the weights", "asks the module, not the Trainer, for a state dict"),
         ("configure_optimizers gave no optimizer", "trains without an optimizer"),
-        ("StochasticWeightAveraging:", "stochastic weight averaging of parts"),
+        ("StochasticWeightAveraging averages", "stochastic weight averaging of parts"),
         ("past the engine", "manual optimization that calls layers past forward"),
         ("toggle_optimizer", "toggle_optimizer"),
         ("object layout differs", "torch's fully_shard takes no subclass of typing.Generic"),

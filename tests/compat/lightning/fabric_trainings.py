@@ -13,7 +13,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from fsshard.compat.lightning import FabricStrategy
-from fsshard.compat.lightning.environment import Launched
+from fsshard.compat.lightning.plugins import Launched
 from tests.compat.common import refusals
 
 CASES: dict[str, dict[str, Any]] = {

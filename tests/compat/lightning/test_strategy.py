@@ -1,7 +1,7 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
-Tests compat/lightning/again.py, compat/lightning/averaging.py, compat/lightning/divided_files.py,
-compat/lightning/manual.py, compat/lightning/environment.py and compat/lightning/precision.py, too.
+Tests compat/lightning/again.py, compat/lightning/averaging.py, compat/lightning/manual.py and
+compat/lightning/plugins.py, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_refused_on_every_rank(ranks: Any) -> None:
     words = {
         "precision": "ConfigurationError: precision plugin HalfPrecision",
         "by value": "ConfigurationError: clipping by value: parameter 'weight' is complex",
-        "devices": "ConfigurationError: devices=1 with num_nodes=1: 2 ranks run already; pass devices=2",
+        "devices": "ValueError: You set `devices=1` and `num_nodes=1` in Lightning, but the product",
         "devices of all": "nothing",
         "validated without": "nothing",
         "averaged in parts": "ConfigurationError: callback EMAWeightAveraging puts the average, which each rank has",
@@ -72,8 +72,7 @@ def test_refused_on_every_rank(ranks: Any) -> None:
         "stepped": "OptimizerError: AdamW belonged to an engine that fit() has ended",
         "states": "StateDictError: the checkpoint has states of 0 optimizers, and configure_optimizers gave 1",
         "scaler": "ConfigurationError: scaler _OwnScaler(...)",
-        "synchronised": "ConfigurationError: sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only",
-        "averaged at the end": "ConfigurationError: callback StochasticWeightAveraging: it averages whole parameters",
+        "averaged at the end": "ConfigurationError: callback StochasticWeightAveraging averages whole real",
     }
     begin_with(ranks.run(trainings.refused, 2), words)
 

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import fsshard
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning import again as coming_back
-from fsshard.compat.lightning.environment import Launched, WholeLauncher
+from fsshard.compat.lightning.plugins import Launched, WholeLauncher
 from fsshard.errors import CheckpointError, ConfigurationError, ModelError
 from fsshard.model.checks import is_managed
 from fsshard.parallel import shard_domain
@@ -416,7 +416,7 @@ def refused() -> dict[str, str]:
     tried: dict[str, Any] = {
         "precision": lambda: trainer_of(strategy_of("fsdp2"), 1, precision="bf16-true"),
         "by value": lambda: fit("fsdp2", CASES["by value"]),
-        "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1),
+        "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1).fit(Module(), loader()),
         "devices of all": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=2).fit(Module(), loader()),
         "without": _fit_without,
         "validated without": _validate_without,
@@ -424,7 +424,6 @@ def refused() -> dict[str, str]:
         "stepped": _step_after_fit,
         "states": _load_no_states,
         "scaler": lambda: trainer_of(strategy_of("fsdp2"), 1, plugins=[scaled(_OwnScaler("cpu"))]),
-        "synchronised": lambda: trainer_of(strategy_of("ddp"), 1, sync_batchnorm=True).fit(Module(), loader()),
         "averaged in parts": lambda: fit_with("fsdp2", EMAWeightAveraging(), save_distributed_checkpoint=True),
         "averaged": lambda: fit_with("fsdp2", EMAWeightAveraging()),
         "averaged at the end": lambda: fit_with("fsdp2", StochasticWeightAveraging(swa_lrs=0.01)),
