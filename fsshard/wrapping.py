@@ -18,8 +18,7 @@ from fsshard.backends import backend_class
 from fsshard.backends.registry import check_known, wrapper_classes
 from fsshard.backends.settings import Settings
 from fsshard.comm import watchdog
-from fsshard.comm.agreement import per_rank
-from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.comm.agreement import broadcast_tensors, per_rank
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import showing_the_users
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots

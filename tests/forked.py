@@ -84,9 +84,9 @@ def forking(*, forks: bool = True) -> Iterator[None]:
 class ForkedPool(RankPool):
     """A pool whose ranks may be lost: others are there at once."""
 
-    def _spawn(self, rank: int) -> None:
+    def _start(self, count: int) -> None:
         with forking():
-            super()._spawn(rank)
+            super()._start(count)
 
 
 def run_script(

@@ -1,7 +1,4 @@
-"""wrap(): what it refuses, on every rank, before anything is changed; and the ways in.
-
-Tests fsshard/comm/broadcast.py too.
-"""
+"""wrap(): what it refuses, on every rank, before anything is changed; and the ways in."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 import fsshard
-from fsshard.comm.agreement import agree
-from fsshard.comm.channel import Channel
+from fsshard.comm.agreement import Channel, agree
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 

@@ -206,7 +206,11 @@ class FSDP2Backend(TorchShardedBackend):
         self._watch()
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
         if self._fast:
-            self._use_fast_collectives(modules)
+            from fsshard.comm.gloo.collectives import Gather, Reduce
+
+            for unit in self._units:
+                unit.set_custom_all_gather(Gather())
+                unit.set_custom_reduce_scatter(Reduce())
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
         elif self.shard_group.size() > 1:
@@ -226,16 +230,6 @@ class FSDP2Backend(TorchShardedBackend):
     def _on_gloo(self) -> bool:
         group = self.shard_group
         return self.settings.device.type == "cpu" and group.size() > 1 and dist.get_backend(group) == "gloo"
-
-    def _use_fast_collectives(self, modules: dict[str, nn.Module]) -> None:
-        from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
-
-        gather, pending = Gather(), Pending()
-        for unit, names in self.groups.items():
-            entries = [self.entries[name] for name in names]
-            module: Any = modules[unit]
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(Reduce(pending, entries, param_groups(module), last=self.mesh.ndim == 1))
 
     def _adopt(self, modules: dict[str, nn.Module]) -> None:
         """Learn the DTensor parameters that replaced the old ones, and mark the old ones as stale."""

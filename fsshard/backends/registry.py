@@ -16,7 +16,7 @@ from typing import TypeVar
 from fsshard.backends.base import Backend
 from fsshard.backends.settings import HINTS, Settings
 from fsshard.errors import ConfigurationError, UnknownBackend, UnsupportedByBackend
-from fsshard.launching.handing_on import hand_on
+from fsshard.launching.supervisor import handed
 
 __all__ = [
     "GROUP",
@@ -86,7 +86,7 @@ def _hand_on() -> None:
     by_themselves = ("__main__:", "__mp_main__:")
     others = {name: path for name, path in _paths.items() if name not in _OURS and "<" not in path}
     told = tuple((name, path) for name, path in others.items() if not path.startswith(by_themselves))
-    hand_on("backends", _are_at, told)
+    handed["backends"] = _are_at, told
 
 
 def _are_at(told: tuple[tuple[str, str], ...]) -> None:

@@ -24,8 +24,7 @@ from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, f
 from fsshard.checkpoint.parts import class_name, counters, pairs_shape, user_range
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
-from fsshard.comm.agreement import exchange
-from fsshard.comm.channel import Channel
+from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry

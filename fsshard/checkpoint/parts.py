@@ -33,8 +33,7 @@ from fsshard.checkpoint.format.index import (
 from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
-from fsshard.comm.agreement import exchange
-from fsshard.comm.channel import Channel
+from fsshard.comm.agreement import Channel, exchange
 from fsshard.complex_params.pairs import viewable
 from fsshard.errors import CheckpointError, OptimizerError
 from fsshard.planning.entries import Entry

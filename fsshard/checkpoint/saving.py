@@ -28,10 +28,9 @@ from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, new
 from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, piece_shape, rank_file, write_index
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
 from fsshard.checkpoint.staging import Staging
-from fsshard.comm.agreement import exchange
-from fsshard.comm.channel import Channel
+from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
-from fsshard.launching.leaving import before_leaving
+from fsshard.launching.leaving import unfinished
 from fsshard.parallel.replicas import check_same_buffers
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
@@ -407,4 +406,4 @@ def _leave_saves(lost: bool) -> None:
         raise errors[0]
 
 
-before_leaving(_leave_saves)
+unfinished.append(_leave_saves)

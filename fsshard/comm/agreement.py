@@ -1,22 +1,235 @@
-"""Runs a step that can fail on some ranks, and gives its results, or the failure, to all ranks."""
+"""What ranks tell each other: in the group that they train in, or over a channel of their own.
+
+A failure on one rank becomes one on all: start at :func:`agree` and :func:`exchange`. Ranks save and load over a
+:class:`Channel`: who does not come is named. A save must neither hang because one rank does not take part, nor mix its
+messages with those of training, which may go on meanwhile in another thread. So ranks first meet in the store
+(:meth:`Channel.arrive`), and then talk over a gloo group that is theirs alone, in JSON: nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore
 
 from fsshard import errors
-from fsshard.comm.channel import Channel
-from fsshard.comm.forks import check_not_inherited
+from fsshard.comm.stores import answer_within, check_not_inherited, timeout_of
+from fsshard.comm.watchdog import Watchdog, done_soon, hold_until_done
 from fsshard.errors import CheckpointError, FsshardError, RankMismatch
+from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base, broadcast_coalesced
 
-__all__ = ["agree", "exchange", "per_rank"]
+__all__ = ["Channel", "agree", "broadcast_tensors", "exchange", "per_rank"]
+
+LOOK_EVERY = 1.0  # seconds, while a rank waits for another, until it looks whether a third has lost one
+LAST_WORDS = 2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say so
+
+
+class Channel:
+    """The connections of the ranks of one group. The same calls in the same order on all, one thread at a time."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Use :meth:`of`, so that a group has one gloo group and no more; None is a process that is alone."""
+        self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
+        self.what, self.among = "the checkpoint", ""  # in messages: the call; which ranks these are, "" for all
+        self._gloo: ProcessGroupGloo | None = None
+        self._sent: Sequence[Tensor] = ()
+        self._hurries = False
+        if group is None or self.size == 1:
+            return
+        self._limit, self._group, self._place = timeout_of(group), weakref.ref(group), ""
+        members = dist.get_process_group_ranks(group)
+        if members != list(range(self.size)):
+            listed = ", ".join(map(str, members[:8])) + (", ..." if self.size > 8 else "")
+            self.among = f" (of the group of global ranks {listed})"
+        with self._store_errors():
+            self._watchdog = Watchdog.made()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Channel:
+        """Return that of a group, made when first asked for; it goes with the group."""
+        if group is None:
+            return cls(None)
+        check_not_inherited(group, "saving, loading or exporting a wrapped model")
+        channel = _channels.get(group)
+        if channel is None:
+            channel = _channels[group] = cls(group)
+        return channel
+
+    def hurry(self) -> None:
+        """Wait no longer than the group's own timeout from now on: this rank ends, since training has lost another."""
+        self._hurries = True
+
+    @property
+    def patience(self) -> float:
+        """Seconds that it takes at most, beyond the timeout of what ranks wait for, to say that one is lost."""
+        return 0.0 if self.size == 1 else LOOK_EVERY + 2 * self._watchdog.store.limit + LAST_WORDS
+
+    # ------------------------------------------------------------------------------------------------ arriving
+
+    def arrive(self, what: str, timeout: float, name: str = "") -> None:
+        """Return when all ranks have called this with the same ``what``; then they can talk to each other.
+
+        A rank that did not come within ``timeout`` seconds, or came for something else, is named by the ``failures`` of
+        a CheckpointError on every rank that came, and on one that comes later as soon as it does. All can arrive for
+        the next call. ``name``: the call in messages from here on; ``what`` itself if empty.
+        """
+        self.what = what
+        group = self._group() if self.size > 1 else None
+        if group is not None:
+            with self._store_errors():
+                meeting = self._watchdog.meet(group, what, json.dumps([what, self._gloo is not None]), timeout)
+            self._place = meeting.place
+            notes = {rank: json.loads(text) for rank, text in meeting.notes.items()}
+            failures, must = dict(meeting.missing), f"call {what}"
+            if len({called for called, _ in notes.values()}) > 1:
+                failures |= {rank: f"called {called}" for rank, (called, _) in notes.items()}
+                must = "make the same call"
+            if failures:
+                raise CheckpointError(f"all {self.size} ranks must {must}{self.among}; nothing was done", failures)
+            if not all(connected for _, connected in notes.values()):
+                self._connect(timeout)
+        self.what = name or what
+
+    def _connect(self, timeout: float) -> None:
+        self.drop()
+        limit, place, rank, size = max(timeout, 1.0), self._place, self.rank, self.size
+        store = self._watchdog.store
+
+        # Not dist.new_group: with use_local_synchronization torch (2.13) puts into the name of a group how many groups
+        # the process knows, which differs between ranks that are in different ones, and these wait for each other in
+        # vain; without it all ranks of the world must call. And such a group outlives the one that it serves.
+        def connected() -> ProcessGroupGloo:
+            return ProcessGroupGloo(PrefixStore(f"{place}/gloo", store.another()), rank, size, timedelta(seconds=limit))
+
+        try:
+            self._gloo = answer_within(limit + store.limit, connected)
+        except (RuntimeError, ValueError) as error:  # dist.DistError among them
+            self._lost(RuntimeError(f"cannot connect over gloo: {error}"))
+
+    # ------------------------------------------------------------------------------------------------ talking
+
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """Return ``value`` of every rank, by rank, as JSON gives it back: lists for tuples, strings for all keys.
+
+        It raises CheckpointError on every rank if one was lost, or has a value that JSON does not know. ``timeout``:
+        seconds; None for the process group's own. A rank that dies is noticed at once.
+        """
+        texts = [_encoded(value)]
+        if self.size > 1:
+            texts = self._exchange(texts[0], self._limit if timeout is None else timeout)
+        answers = [json.loads(text) for text in texts]
+        unsaid = {rank: answer["unsaid"] for rank, answer in enumerate(answers) if "unsaid" in answer}
+        if unsaid:
+            raise CheckpointError(f"{self.what}: values that cannot be told to the other ranks", unsaid)
+        return [answer["value"] for answer in answers]
+
+    def _exchange(self, text: bytes, limit: float) -> list[bytes]:
+        if self._gloo is None:
+            raise CheckpointError(f"{self.what}: the ranks have lost their connection, or have not met yet")
+        sent: list[Tensor] = []
+        try:
+            lengths = [int(row) for row in self._all_gather(f"{len(text):20}".encode(), limit, sent)]
+            rows = self._all_gather(text.ljust(max(lengths)), limit, sent)  # all as long as the longest
+        except RuntimeError as error:
+            # "Connection closed by peer", "Timed out waiting", "Broken pipe" and so on (gloo of torch 2.13). No frame
+            # may hold the group any longer: its connections close with it.
+            self._lost(error.with_traceback(None))
+        # Tensors that a thread of gloo were the last to let go of would make it wait for the interpreter's lock,
+        # which who frees the group may hold: a deadlock (pytorch issue #56297). So they live until the next exchange.
+        self._sent = sent
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _all_gather(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
+        """Run one operation of gloo; leave it if another rank has lost one: this rank may wait for a third."""
+        gloo: Any = self._gloo
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        whole = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
+        sent += [mine, whole]
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=limit)
+        work = allgather_base(gloo, whole, mine, options)
+        begun = looked = time.monotonic()
+        while not done_soon(work, 0.0, on_cpu=True):
+            if time.monotonic() - looked < LOOK_EVERY:
+                continue
+            looked = time.monotonic()
+            try:
+                if (why := self._watchdog.store.get(f"{self._place}/lost/first")) is not None:
+                    raise RuntimeError(why.decode())
+                if self._hurries and looked - begun > self._limit:
+                    raise RuntimeError(f"this rank is leaving the job after it waited {self._limit:g} s for the others")
+            except RuntimeError:  # or the store gives no answer
+                hold_until_done(work, gloo)
+                raise
+        return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
+
+    # ------------------------------------------------------------------------------------------------ losses
+
+    @property
+    def lost(self) -> bool:
+        """Return whether the connections are closed: a rank was lost."""
+        return self.size > 1 and self._gloo is None
+
+    def drop(self) -> None:
+        """Close the connections; ranks that wait for this one notice it."""
+        self._gloo = None
+
+    def _lost(self, error: RuntimeError) -> NoReturn:
+        """Let the others know, find out who is left, and raise."""
+        self.drop()
+        store, place = self._watchdog.store, f"{self._place}/lost"
+        missing: dict[int, str] = {}
+        why = str(error).partition(". This is")[0]  # gloo guesses at reasons at length
+        try:
+            store.set(f"{place}/first", why)
+            store.set(f"{place}/{self.rank}", "lost one")
+            if not store.awaited([f"{place}/{rank}" for rank in range(self.size)], LAST_WORDS):
+                silent = [rank for rank in range(self.size) if store.get(f"{place}/{rank}") is None]
+                missing = dict.fromkeys(silent, "no word from it: it has ended, hangs, or cannot be reached")
+            told = "lost a rank"
+        except RuntimeError:  # dist.DistError among them
+            told = "lost a rank, and the store of the process group with it (rank 0 or the launcher hosts it)"
+        raise CheckpointError(f"{self.what} {told}{self.among}: {why}", missing) from error
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RankMismatch as error:
+            raise CheckpointError(str(error)) from error
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, FsshardError):
+                raise
+            raise CheckpointError(
+                f"{self.what}: the store of the process group cannot be reached: {error}; rank 0 or the launcher "
+                "hosts it, and may have ended"
+            ) from error
+
+
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+
+
+def _encoded(value: Any) -> bytes:
+    """Return the value as JSON, or why it cannot be: a rank that raised here would leave the others waiting."""
+    try:
+        return json.dumps({"value": value}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"unsaid": f"{type(error).__name__}: {error}"}).encode()
+
 
 Over = dist.ProcessGroup | Channel | None
 """How ranks talk: in the group that they train in, or over a channel of their own; None is a rank alone."""
+BROADCAST_BYTES = 250 * 2**20
 
 
 def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
@@ -25,6 +238,14 @@ def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Send rank 0's values to every rank of the group, coalesced by dtype. Collective."""
+    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors if t.numel()]
+    if real:
+        broadcast_coalesced(group, real, BROADCAST_BYTES, 0)
 
 
 def agree(over: Over, work: Callable[[], Any]) -> Any:

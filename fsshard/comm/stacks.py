@@ -11,23 +11,15 @@ import re
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
-
-__all__ = [
-    "StackLocation",
-    "location_in_dump",
-    "location_in_traceback",
-    "location_of_this_rank",
-    "may_compute",
-    "timed_out",
-]
 
 LIBRARY = str(Path(__file__).parents[1]) + os.sep
 GLOO = str(Path(__file__).parent / "gloo") + os.sep
@@ -35,18 +27,7 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 DDP = "/torch/nn/parallel/distributed.py"
 BACKWARD = f"{TORCH}autograd{os.sep}graph.py"  # each backward goes through a function of this file into C++
 STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<"})
-FOREIGN = "/site-packages/_pytest/"
-ENGINES = {
-    "/torch/distributed/fsdp/_fully_shard/": "FSDP2",
-    f"{GLOO}collectives.py": "FSDP2",
-    "/torch/distributed/fsdp/": "FSDP",
-    DDP: "DDP",
-    "/fairscale/optim/": "FairScale OSS",
-    "/fairscale/": "FairScale",
-    f"{LIBRARY}oss{os.sep}": "OSS",
-}
-"""Part of a file's path -> the engine that lies there. The first that fits counts."""
-
+FOREIGN = ("/site-packages/_pytest/", "/fairscale/")
 LONGEST_SOURCE = 100
 TIMED_OUT = re.compile(r"timed out|wait timeout", re.IGNORECASE)
 FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)', re.MULTILINE)
@@ -56,8 +37,6 @@ TRACEBACK = "Traceback (most recent call last)"
 WRAPPERS = {"wrapper", "__call__", "_fn", "decorate_context", "__torch_dispatch__", "__torch_function__", "inner"}
 # torch 2.13 renamed them and kept the old names as aliases; everybody knows the old ones.
 STANDARD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
-OUR_NAMES = {"wait": "all_gather", "finish": "reduce_scatter"}
-"""Functions in ``comm/gloo`` that wait -> what for. Other frames of that folder are helpers of theirs."""
 IN_BACKWARD = "a collective in backward"
 
 
@@ -74,9 +53,14 @@ class _StackFrame(NamedTuple):
 class StackLocation:
     """The place in the code where a rank is."""
 
-    collective: str = ""  # that it waits in, with the engine's step that called it, or "" if it is elsewhere
+    collective: str = ""  # that it waits in, or "" if it is elsewhere
     line: str = ""  # the innermost line of the user's own code, as "file:number in function: source"
     inner: str = ""  # the innermost line at all, where it is in no collective and no line is the user's
+
+    @property
+    def may_compute(self) -> bool:
+        """Return whether a rank there may as well be computing, since a backward has no frames of its own."""
+        return self.collective == IN_BACKWARD
 
     def told(self, verb: str = "waits") -> str:
         """Say ``"waits in all_reduce, at train.py:7 in step: dist.all_reduce(x)"``, or where else it is."""
@@ -96,7 +80,9 @@ def location_in_traceback(text: str) -> StackLocation:
     parts = text.split(TRACEBACK)[1:]
     chosen = next((part for part in parts if timed_out(part)), parts[0] if parts else "")
     frames = _frames(chosen)[::-1]
-    return _place(_collective(frames) or _hidden_collective(frames), frames)
+    # One that was started before has no frame of its own.
+    hidden = IN_BACKWARD if frames and _in_backward(frames[0]) else "wait() of a collective started before"
+    return _place(_collective(frames) or (hidden if frames else ""), frames)
 
 
 def location_in_dump(text: str) -> StackLocation:
@@ -109,7 +95,10 @@ def location_in_dump(text: str) -> StackLocation:
 
 def location_of_this_rank() -> StackLocation:
     """Return where the main thread of this process is; asked by another thread."""
-    stacks = {ident: _live_frames(frame) for ident, frame in sys._current_frames().items()}
+    stacks = {
+        ident: [_StackFrame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
+        for ident, frame in sys._current_frames().items()
+    }
     main = stacks.pop(threading.main_thread().ident or 0, [])
     ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("fsshard-")}
     return _located(main, [frames for ident, frames in stacks.items() if ident not in ours])
@@ -132,71 +121,38 @@ def _frames(text: str) -> list[_StackFrame]:
     return [_StackFrame(found["file"], int(found["line"]), found["function"]) for found in FRAME.finditer(text)]
 
 
-def _live_frames(frame: FrameType | None) -> list[_StackFrame]:
-    found = []
-    while frame is not None:
-        found.append(_StackFrame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
-
-
 def _collective(frames: Sequence[_StackFrame]) -> str:
     """Return the collective that the innermost frames (first) are in, or ""."""
     # Beyond the first frame that is neither torch's nor of our own collectives other work is being done.
     inside = list(takewhile(lambda frame: frame.within(TORCH, GLOO) and not _in_backward(frame), frames))
     calls = [(depth, frame) for depth, frame in enumerate(inside) if frame.function not in WRAPPERS]
     in_c10d = [depth for depth, frame in calls if frame.file.endswith("/distributed_c10d.py")]
-    in_ours = [depth for depth, frame in calls if frame.within(GLOO) and frame.function in OUR_NAMES]
+    in_ours = [depth for depth, frame in calls if frame.within(GLOO) and frame.function == "wait"]
     in_torch = [depth for depth, frame in calls if frame.within(f"{TORCH}distributed{os.sep}")]
     in_cpp = [0] if inside and inside[0].file.endswith(DDP) else []  # its broadcast has no frame of its own
     depths = in_c10d or in_ours or in_torch or in_cpp
     if not depths:
         return ""
     function = frames[depths[0]].function
-    name = (OUR_NAMES if depths is in_ours else STANDARD_NAMES).get(function, function)
-    engines = filter(None, map(_engine_of, frames[depths[0] :]))
-    notes = [engine] if (engine := next(engines, "")) else []
-    if any(map(_in_backward, frames[depths[0] :])):
-        notes.append("in backward")
-    return f"{name} ({', '.join(notes)})" if notes else name
-
-
-def _hidden_collective(frames: Sequence[_StackFrame]) -> str:
-    """Name a collective that failed without a frame of its own."""
-    name = "wait() of a collective started before"
-    return "" if not frames else IN_BACKWARD if _in_backward(frames[0]) else name
-
-
-def may_compute(location: StackLocation) -> bool:
-    """Tell whether a rank there may as well be computing, since a backward has no frames of its own."""
-    return location.collective == IN_BACKWARD
+    name = "all_gather" if depths is in_ours else STANDARD_NAMES.get(function, function)
+    return f"{name} (in backward)" if any(map(_in_backward, frames[depths[0] :])) else name
 
 
 def _in_backward(frame: _StackFrame) -> bool:
     return frame.file == BACKWARD  # the innermost in Python while a backward runs in C++
 
 
-def _engine_of(frame: _StackFrame) -> str:
-    """Return the engine that a frame belongs to, or ""."""
-    return next((engine for part, engine in ENGINES.items() if part in frame.file), "")
-
-
 def _describe_frame(frame: _StackFrame) -> str:
     """Say ``"train.py:7 in step: dist.all_reduce(x)"``."""
     source = linecache.getline(frame.file, frame.line).strip()
     source = source if len(source) <= LONGEST_SOURCE else source[: LONGEST_SOURCE - 3] + "..."
-    name = os.path.relpath(frame.file) if frame.file.startswith(_here()) else frame.file
+    name = frame.file
+    with suppress(OSError):  # the folder is gone
+        name = name.removeprefix(os.getcwd() + os.sep)
     return f"{name}:{frame.line} in {frame.function}" + (f": {source}" if source else "")
 
 
 def _is_users(frame: _StackFrame) -> bool:
-    if frame.within(TORCH, LIBRARY) or FOREIGN in frame.file or _engine_of(frame):
+    if frame.within(TORCH, LIBRARY) or any(part in frame.file for part in FOREIGN):
         return False
     return "/site-packages/" in frame.file or not frame.within(*STANDARD)
-
-
-def _here() -> str:
-    try:
-        return os.getcwd() + os.sep
-    except OSError:
-        return "\0"  # the folder is gone; no path starts with this

@@ -1,4 +1,4 @@
-"""Requests to the store of a process group, with a deadline.
+"""Process groups: whether this process may use one, its time limit, and its store, which answers by a deadline.
 
 A TCPStore answers ``check``, ``add`` and the rest over a connection that has no limit of time (torch 2.13): where the
 network is cut, or the host of the store stands still, such a call comes back when TCP gives up, a quarter of an hour
@@ -7,6 +7,7 @@ later. So each question is asked in a thread that may be left behind.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -14,29 +15,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from fsshard.comm.forks import check_not_inherited
+from fsshard.errors import LaunchError
 from fsshard.torch_private.c10d import backend_of, device_types, store_of, timeout_of_options
-
-__all__ = [
-    "ANSWER_SECONDS",
-    "LOOPBACK",
-    "PatientStore",
-    "answer_within",
-    "loopback_store",
-    "own_store",
-    "timeout_of",
-]
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024  # connections that wait to be accepted: every rank opens several at once
 
+# For one answer; less where the process group's own timeout is shorter. On an idle network it takes microseconds.
 ANSWER_SECONDS = 30.0
-"""For one answer; less where the process group's own timeout is shorter. On an idle network it takes microseconds."""
-
 SLICES = 16  # in which an answer's time passes
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
 
@@ -70,7 +61,7 @@ class PatientStore:
         return self._ask(found) if keys else {}
 
     def awaited(self, keys: Sequence[str], seconds: float) -> bool:
-        """Wait until ranks have set all keys; False if they do not in time."""
+        """Wait until ranks have set all keys; return False if they do not in time."""
         # No wait of the store with a limit: torch 2.13 prints "waitForInput: socket ... timed out" and a C++ stack,
         # and holds the lock of the connection meanwhile.
         deadline, pause = time.monotonic() + seconds, SHORTEST_PAUSE
@@ -137,28 +128,26 @@ def _reconnected(store: Any) -> Store:
     return found
 
 
-def own_store(group: dist.ProcessGroup, name: str) -> PatientStore:
+def own_store(group: dist.ProcessGroup) -> PatientStore:
     """Return the group's store under a prefix of our own, over a connection of our own where it has connections.
 
-    ``name``: of what uses it. The same calls on all ranks, since each is given another prefix.
+    The same calls on all ranks, since each is given another prefix.
     """
-    check_not_inherited(group, f"the store of the process group ({name})")
+    check_not_inherited(group, "the store of the process group")
     store: Any = store_of(group)
-    place, limit = f"fsshard/{name}", min(ANSWER_SECONDS, timeout_of(group))
+    limit = min(ANSWER_SECONDS, timeout_of(group))
 
     def connected() -> Store:
         found = _reconnected(store)
         # A group that is made again may find the notes of the one before it: torch (2.13) numbers groups anew after
         # destroy_process_group, and a store can outlive them.
-        return PrefixStore(f"{place}/{found.add(f'{place}/turns/{group.rank()}', 1)}", found)
+        return PrefixStore(f"fsshard/{found.add(f'fsshard/turns/{group.rank()}', 1)}", found)
 
     return PatientStore(answer_within(limit, connected), limit)
 
 
 def loopback_store(address: str, port: int, world_size: int | None, *, serves: bool, timeout: timedelta) -> TCPStore:
-    """Return a TCPStore that only this host can reach.
-
-    Torch's own (2.13) listens on all interfaces, and anybody may write there what the ranks decide by.
+    """Return a TCPStore that only this host can reach: torch's own (2.13) listens on all interfaces.
 
     Args:
         address: one of the loopback interface.
@@ -168,13 +157,12 @@ def loopback_store(address: str, port: int, world_size: int | None, *, serves: b
         timeout: of connecting, and of waiting for keys.
     """
     listening = None
-    # It may be taken: by this process, perhaps, which has had a group before. Torch shares that store (multi_tenant),
-    # or says that the address is in use.
-    with suppress(OSError):
-        if serves:
-            with socket.create_server((address, port), backlog=BACKLOG) as server:
-                port = server.getsockname()[1]
-                listening = server.detach()
+    if serves:
+        # The port may be taken: by this process, perhaps, which has had a group before. Torch shares that store
+        # (multi_tenant), or says that the address is in use.
+        with suppress(OSError), socket.create_server((address, port), backlog=BACKLOG) as server:
+            port = server.getsockname()[1]
+            listening = server.detach()
     return TCPStore(
         address, port, world_size, serves, timeout,
         wait_for_workers=world_size is not None, multi_tenant=world_size is not None, master_listen_fd=listening,
@@ -188,3 +176,21 @@ def timeout_of(group: dist.ProcessGroup) -> float:
         if limit is not None:
             return limit.total_seconds()
     return dist.default_pg_timeout.total_seconds()
+
+
+_owners: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Group -> the process that has used it first; ``wrap`` and each meeting of ranks do."""
+
+
+def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise LaunchError in a forked process, where a collective waits forever; ``what`` was called, as users write it.
+
+    It has inherited the connections of the group, and none of its threads.
+    """
+    if group is not None and group.size() > 1 and _owners.setdefault(group, os.getpid()) != os.getpid():
+        raise LaunchError(
+            f"{what}: process {os.getpid()} was forked from rank {group.rank()}, whose process group it inherited but "
+            "cannot use: the connections belong to its parent. Call this on the rank itself; to train in other "
+            "processes start them with fsshard.launch, or spawn them and create a group there (evaluation under "
+            "torch.no_grad() is possible where every rank has whole parameters)"
+        )

@@ -32,27 +32,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsshard.comm.forks import check_not_inherited
-from fsshard.comm.stacks import location_of_this_rank, may_compute
-from fsshard.comm.stores import own_store, timeout_of
+from fsshard.comm.stacks import location_of_this_rank
+from fsshard.comm.stores import check_not_inherited, own_store, timeout_of
 from fsshard.errors import FsshardError, RankMismatch
-
-__all__ = [
-    "UNEQUAL_CALLS",
-    "Place",
-    "Watchdog",
-    "done_soon",
-    "hold_until_done",
-    "join",
-    "leave",
-    "lost_ranks",
-    "meet",
-    "seen_waiting",
-    "speaks_of_a_lost_rank",
-    "stuck",
-    "taking_part",
-    "wait",
-]
 
 log = logging.getLogger("fsshard")
 
@@ -345,7 +327,7 @@ class Watchdog:
         # The call in which this rank's main thread waits, in words, and with which global ranks.
         self.waits: tuple[str, tuple[int, ...]] | None = None
         self._lost_at: float | None = None  # when it said that it waits in vain
-        self.store = own_store(world, "watchdog")
+        self.store = own_store(world)
         self.store.set(f"process/{self.rank}", json.dumps(_process()))
         self._meetings: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Iterator[int]]] = WeakKeyDictionary()
         self._names: Counter[str] = Counter()
@@ -454,7 +436,7 @@ class Watchdog:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         location = location_of_this_rank()
         # On the CPU a main thread that computes in a backward does not stand still.
-        waits = location.collective and not (may_compute(location) and torch.cuda.is_initialized())
+        waits = location.collective and not (location.may_compute and torch.cuda.is_initialized())
         ranks = _group_of_call(frame) or tuple(range(self._size))  # an engine's wait for what it began names no group
         return Place(location.told(), ranks if waits else (), _computed(), time.monotonic())
 

@@ -20,23 +20,9 @@ import torch.distributed as dist
 from fsshard.comm import watchdog
 from fsshard.comm.stacks import location_in_traceback
 from fsshard.comm.watchdog import Watchdog, speaks_of_a_lost_rank
-from fsshard.launching.outcome import is_consequence
+from fsshard.launching.supervisor import is_consequence
 from fsshard.patches import END_OF_PROCESS
 from fsshard.torch_private.c10d import all_groups
-
-__all__ = [
-    "before_leaving",
-    "die_with_parent",
-    "end_process",
-    "finish_before_leaving",
-    "groups",
-    "keep_all_groups",
-    "keep_group",
-    "naming_lost_rank",
-    "say_leaving",
-    "tear_down",
-    "watch_end",
-]
 
 YIELD_SECONDS = 0.05  # for a group's worker threads to let go of their last work, microseconds as a rule
 # A Python reference to each process group. Without one, a DDP model that outlives destroy_process_group() frees the
@@ -47,18 +33,13 @@ groups: deque[dist.ProcessGroup] = deque(maxlen=64)
 
 
 def keep_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Hold a reference to a process group past its destruction, and return the group.
-
-    Call it on every group that a DDP model is given; see pytorch issue #56297.
-    """
+    """Hold a reference to a group that a DDP model is given past its destruction, and return the group."""
     groups.append(group)
     return group
 
 
 def keep_all_groups() -> None:
-    for group in all_groups():
-        if not any(group is kept for kept in groups):
-            keep_group(group)
+    groups.extend([group for group in all_groups() if not any(group is kept for kept in groups)])
 
 
 def tear_down() -> None:
@@ -73,20 +54,14 @@ def tear_down() -> None:
         dist.destroy_process_group()
 
 
-_unfinished: list[Callable[[bool], None]] = []
-
-
-def before_leaving(finish: Callable[[bool], None]) -> None:
-    """Register ``finish(lost)``, to be called on each rank before its process group is destroyed.
-
-    ``lost``: whether this rank ends because it has lost another one, so that there is little to wait for.
-    """
-    _unfinished.append(finish)
+unfinished: list[Callable[[bool], None]] = []
+"""Calls ``finish(lost)`` that each rank makes before its process group is destroyed. ``lost``: whether it ends because
+it has lost another rank, so that there is little to wait for."""
 
 
 def finish_before_leaving(lost: bool = False) -> None:
-    """Call what :func:`before_leaving` was given."""
-    for finish in _unfinished:
+    """Finish what is :data:`unfinished`, and answer other ranks no longer."""
+    for finish in unfinished:
         finish(lost)
     of_job = Watchdog.of_job()
     if of_job is not None:
@@ -122,7 +97,7 @@ def _ended(error: BaseException | None) -> None:
         return
     _failed = True
     with suppress(Exception):
-        for finish in _unfinished if is_consequence(error) else ():
+        for finish in unfinished if is_consequence(error) else ():
             finish(True)
     with suppress(Exception):
         named = naming_lost_rank(error)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -25,10 +26,9 @@ from torch.distributed import TCPStore
 
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed
-from fsshard.launching.environment import check_count, cuda_devices
-from fsshard.launching.outcome import Outcome
-from fsshard.launching.pool_worker import ENVIRONMENT, Job, Order, environment_of, worker_main
-from fsshard.launching.supervisor import Supervisor, check_importable, check_not_importing
+from fsshard.launching.context import check_count, cuda_devices
+from fsshard.launching.pool_worker import ENVIRONMENT, Job, Order, environment_of, folder, worker_main
+from fsshard.launching.supervisor import Outcome, Supervisor, check_importable, check_not_importing, handed
 
 __all__ = ["RankPool"]
 
@@ -131,7 +131,8 @@ class RankPool:
         call = _pickled_call(fn, args, kwargs)
         try:
             self._start(world_size)
-            order = Order.here(next(self._jobs), world_size, call, timeout)
+            found_here = tuple(sys.path), folder(), pickle.dumps(tuple(handed.values()))
+            order = Order(next(self._jobs), world_size, call, timeout, *found_here)
             for rank in range(world_size):
                 self._supervisor.send(rank, order)
             self._collect(outcome, on_message)
@@ -164,17 +165,13 @@ class RankPool:
             atexit.register(self.close)  # runs before multiprocessing joins its children, who would wait forever
         with environment_of(ENVIRONMENT[self.device]):
             for rank in missing:
-                self._spawn(rank)
+                self._supervisor.start(rank, worker_main, (rank, self.device, self._store.port))
         # No job's time passes while its ranks still import torch.
         outcome, deadline = Outcome(count), time.monotonic() + START_SECONDS
         if late := self._supervisor.watch(missing, outcome, ("ready",), deadline=deadline):
             raise LaunchError(f"rank {min(late)} did not start within {START_SECONDS:g} s; is the machine overloaded?")
         for rank, failure in outcome.failures.items():
             raise RankFailed(rank, failure.type_name, f"while it started: {failure.message}")
-
-    def _spawn(self, rank: int) -> None:
-        assert self._store is not None
-        self._supervisor.start(rank, worker_main, (rank, self.device, self._store.port))
 
     def _collect(self, outcome: Outcome, on_message: Callable[[int, Any], None] | None) -> None:
         """Wait for one outcome and one "ready" from each rank; end a rank that keeps us waiting."""

@@ -28,11 +28,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from fsshard.comm.stores import LOOPBACK
 from fsshard.errors import LaunchError
-from fsshard.launching.environment import RankInfo, exported, variables_of
-from fsshard.launching.handing_on import Handed, handed_on, take_over
+from fsshard.launching.context import RankInfo, exported, variables_of
 from fsshard.launching.leaving import die_with_parent, end_process, finish_before_leaving, groups, say_leaving
-from fsshard.launching.outcome import Failure, packed
-from fsshard.launching.supervisor import say
+from fsshard.launching.supervisor import Failure, packed, say, take_over
 from fsshard.torch_private.c10d import all_groups, forget_meshes, set_timeout
 from fsshard.torch_private.compiling import import_dynamo
 
@@ -59,11 +57,10 @@ def tell(value: Any) -> None:
 
     Outside a job of a :class:`RankPool` it does nothing, so that a function which tells its progress runs anywhere.
     """
-    if _line is not None and _process == os.getpid():  # not a DataLoader worker that a rank forked
-        data = pickle.dumps(value)
+    if _process == os.getpid():  # not a DataLoader worker that a rank forked
         with _lock:
-            if _line is not None:  # the job may have ended meanwhile
-                say(_line, "told", data)
+            if _line is not None:
+                say(_line, "told", pickle.dumps(value))
 
 
 class Order(NamedTuple):
@@ -77,13 +74,8 @@ class Order(NamedTuple):
     folder: str | None
     handed: bytes
 
-    @classmethod
-    def here(cls, number: int, world_size: int, call: bytes, timeout: float) -> Order:
-        """Order a job that finds what this process would find."""
-        return cls(number, world_size, call, timeout, tuple(sys.path), _folder(), pickle.dumps(handed_on()))
 
-
-def _folder() -> str | None:
+def folder() -> str | None:
     with suppress(OSError):  # the folder was deleted
         return os.getcwd()
     return None
@@ -160,10 +152,9 @@ def _move_to(order: Order) -> None:
     if sys.path != list(order.path):
         sys.path[:] = order.path
         importlib.invalidate_caches()
-    if order.folder is not None and _folder() != order.folder:
+    if order.folder is not None and folder() != order.folder:
         os.chdir(order.folder)
-    handed: Handed = pickle.loads(order.handed)  # only now: its functions are imported from that path
-    take_over(handed)
+    take_over(pickle.loads(order.handed))  # only now: its functions are imported from that path
 
 
 def _join(rank: int, device: str, store: Store, order: Order) -> None:

@@ -29,9 +29,18 @@ from torch.distributed import PrefixStore, TCPStore
 from fsshard.comm import watchdog
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError
-from fsshard.launching.context import Context, JoinSettings, init, join, running_sizes
-from fsshard.launching.environment import RankInfo, check_count, cores, cuda_devices, exported
-from fsshard.launching.handing_on import Handed, handed_on, take_over
+from fsshard.launching.context import (
+    Context,
+    JoinSettings,
+    RankInfo,
+    check_count,
+    cores,
+    cuda_devices,
+    exported,
+    init,
+    join,
+    running_sizes,
+)
 from fsshard.launching.leaving import (
     die_with_parent,
     end_process,
@@ -40,8 +49,19 @@ from fsshard.launching.leaving import (
     say_leaving,
     tear_down,
 )
-from fsshard.launching.outcome import Failure, Outcome, is_consequence, packed
-from fsshard.launching.supervisor import Supervisor, check_importable, check_not_importing, say
+from fsshard.launching.supervisor import (
+    Failure,
+    Handed,
+    Outcome,
+    Supervisor,
+    check_importable,
+    check_not_importing,
+    handed,
+    is_consequence,
+    packed,
+    say,
+    take_over,
+)
 
 __all__ = ["launch"]
 
@@ -170,7 +190,7 @@ def _rank_main(
     args: tuple[Any, ...],
     info: RankInfo,
     settings: JoinSettings,
-    handed: Handed,
+    handed_on: Handed,
     stack: Path,
     pipe: connection.Connection,
 ) -> None:
@@ -179,7 +199,7 @@ def _rank_main(
     faulthandler.enable(stack.open("w"))  # it stays open, for a fatal signal
     code = 0
     try:
-        take_over(handed)
+        take_over(handed_on)
         how, result = _run(lambda: _join_parent(info, settings), fn, args)
         message = how, packed(info.rank, result if info.rank == 0 else None)
     except BaseException as error:
@@ -191,9 +211,7 @@ def _rank_main(
 
 
 def _join_parent(info: RankInfo, settings: JoinSettings) -> Context:
-    assert info.address is not None
-    assert info.port is not None
-    store = TCPStore(info.address, info.port, is_master=False, timeout=settings.store_timeout)
+    store = TCPStore(LOOPBACK, info.port or 0, is_master=False, timeout=settings.store_timeout)
     context = join(info, settings, PrefixStore("fsshard", store))
     # From here on this process is a rank like any other: a nested launch() must see the job that it is in.
     exported.clear()
@@ -215,7 +233,7 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
                 if supervisor.until is not None:
                     break
                 info = RankInfo("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port)
-                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on()))
+                supervisor.start(rank, _rank_main, (fn, args, info, settings, tuple(handed.values())))
             supervisor.watch(supervisor.ranks, outcome, patience=GRACE_SECONDS)
         finally:
             unheard = set(supervisor.ranks) - set(outcome.finished) - set(outcome.failures)

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.comm.agreement import per_rank
-from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.comm.agreement import broadcast_tensors, per_rank
 from fsshard.complex_params.layouts import HandSplit, Layout
 from fsshard.complex_params.slots import ParameterSlot
 from fsshard.errors import GradientError, ModelError, UnsupportedByBackend

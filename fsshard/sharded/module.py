@@ -20,7 +20,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
 from fsshard.backends.step_counts import StepCounts
 from fsshard.backends.whole import counts_all_ranks, gather_all, owned
-from fsshard.comm.forks import check_not_inherited
+from fsshard.comm.stores import check_not_inherited
 from fsshard.comm.watchdog import lost_ranks, meet, speaks_of_a_lost_rank, taking_part
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import stored_of

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import raw_state_dict, stream
-from fsshard.comm.agreement import per_rank
-from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.comm.agreement import broadcast_tensors, per_rank
 from fsshard.comm.watchdog import meet
 from fsshard.complex_params.slots import public_name
 from fsshard.complex_params.views import is_dtensor

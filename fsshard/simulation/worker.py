@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, FsshardError, ModelError
-from fsshard.launching.handing_on import Handed, handed_on, take_over
+from fsshard.launching.supervisor import Handed, handed, take_over
 from fsshard.simulation.simulation import Job, Measured, simulate
 
 __all__ = ["Sent", "Simulator", "SimulatorDied", "errors_in_words", "packed", "run_job", "simulate_all"]
@@ -86,7 +86,7 @@ class Simulator:
 
     def __init__(self, function: str, *, quiet: bool = False) -> None:
         self._function = function
-        spawn, given = get_context("spawn"), (handed_on(), quiet)
+        spawn, given = get_context("spawn"), (tuple(handed.values()), quiet)
         self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_prepare_process, initargs=given)
 
     def __enter__(self) -> Simulator:
@@ -129,8 +129,8 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
     return measured
 
 
-def _prepare_process(handed: Handed, quiet: bool) -> None:
-    take_over(handed)
+def _prepare_process(handed_on: Handed, quiet: bool) -> None:
+    take_over(handed_on)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
     # FSDP1 checks by addresses whether somebody else has changed a unit's memory, and fake tensors have none: "the
     # unsharded flat parameter should be allocated", where units stay gathered after the forward (torch 2.13).

@@ -22,7 +22,6 @@ __all__ = [
     "forget_unit",
     "forward_root_of",
     "groups_of",
-    "has_all_reduce_hook",
     "hook_outputs_by",
     "param_groups",
     "place_of",
@@ -96,16 +95,7 @@ place_of: Callable[[Any], Any] = AREA.reader(
 
 # ------------------------------------------------------------------------------------------------ gathers
 
-_ALL_REDUCE_HOOK = AREA.attribute(
-    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_reduce_hook",
-    use="a user's set_all_reduce_hook, which reads a unit's gradients as soon as they are reduced",
-)
 _CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a parameter for all ranks")
-
-
-def has_all_reduce_hook(group: Any) -> bool:
-    """Return whether a user's hook is called with what a reduction gives."""
-    return getattr(group, _ALL_REDUCE_HOOK) is not None
 
 
 def cut_by(cut: Callable[[Tensor, int, int], list[Tensor]]) -> AbstractContextManager[None]:

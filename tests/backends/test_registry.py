@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fsshard import backends
 from fsshard.backends import Backend, backend_class, backend_names, register_backend, registry
 from fsshard.backends.none import SingleBackend
 from fsshard.errors import ConfigurationError, UnknownBackend
-from fsshard.launching import handing_on
+from fsshard.launching import supervisor
 
 OURS = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
 SIXTH = "tests.backends.a_sixth_backend"
@@ -30,10 +31,10 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is known to no other one."""
     monkeypatch.setattr(registry, "_paths", dict(registry._OURS))
     monkeypatch.setattr(registry, "_classes", {n: c for n, c in registry._classes.items() if n in registry._OURS})
-    monkeypatch.setattr(handing_on, "_handed", {})
     registry._entry_points.cache_clear()
     sys.modules.pop(SIXTH, None)
-    yield
+    with mock.patch.dict(supervisor.handed, clear=True):
+        yield
     registry._entry_points.cache_clear()
 
 
@@ -136,13 +137,13 @@ def test_an_installed_package_brings_one(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def test_other_processes_are_told_where_it_is(sixth: type[Backend]) -> None:
-    ((take, told),) = handing_on.handed_on()
+    ((take, told),) = supervisor.handed.values()
     assert told == (("by_hand", PATH),)
-    registry._paths.pop("by_hand"), registry._classes.pop("by_hand"), handing_on._handed.clear()
-    handing_on.take_over(((take, told),))
-    assert backend_class("by_hand").name == "by_hand" and handing_on.handed_on() == ((take, told),)
-    handing_on.take_over(((take, ()),))  # as a pool's ranks are told by the next job, when it is gone
-    assert "by_hand" not in backend_names() and handing_on.handed_on() == ((take, ()),)
+    registry._paths.pop("by_hand"), registry._classes.pop("by_hand"), supervisor.handed.clear()
+    supervisor.take_over(((take, told),))
+    assert backend_class("by_hand").name == "by_hand" and [*supervisor.handed.values()] == [(take, told)]
+    supervisor.take_over(((take, ()),))  # as a pool's ranks are told by the next job, when it is gone
+    assert "by_hand" not in backend_names() and [*supervisor.handed.values()] == [(take, ())]
 
 
 def test_the_readme_has_a_row_for_each() -> None:

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch
 import fsshard
 from fsshard.backends import registry
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
-from fsshard.launching import handing_on
+from fsshard.launching import supervisor
 from fsshard.parity import compare
 from tests.forked import forking
 from tests.parity import faults
@@ -28,12 +29,13 @@ SIXTH = "tests.backends.a_sixth_backend"
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """It is known here, as in a script that imports it, and no longer when the test is over."""
     monkeypatch.setattr(registry, "_paths", dict(registry._paths))
     monkeypatch.setattr(registry, "_classes", dict(registry._classes))
-    monkeypatch.setattr(handing_on, "_handed", dict(handing_on._handed))
-    registry.register_backend(importlib.import_module(SIXTH).HandAveraged)
+    with mock.patch.dict(supervisor.handed):
+        registry.register_backend(importlib.import_module(SIXTH).HandAveraged)
+        yield
 
 
 def test_it_trains_as_ddp_does(ranks: Any) -> None:

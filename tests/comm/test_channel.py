@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-from fsshard.comm import channel as module
+from fsshard.comm import agreement as module
 from fsshard.comm import stores
-from fsshard.comm.agreement import exchange
-from fsshard.comm.channel import Channel
+from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
 
 SAVE = "save('ckpt/last')"

@@ -21,14 +21,14 @@ GLOO = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 5000ms for recv o
 CASES = {
     "all_reduce": [USER, WRAPPER, (C10D, "all_reduce")],
     "all_gather_into_tensor": [USER, WRAPPER, (C10D, "all_gather_single")],
-    "broadcast (FairScale OSS)": [
+    "broadcast": [
         USER,
         (f"{TORCH}/optim/optimizer.py", "wrapper"),
         ("/lib/site-packages/fairscale/optim/oss.py", "_broadcast_params"),
         WRAPPER,
         (C10D, "broadcast"),
     ],
-    "reduce_scatter_tensor (FSDP2, in backward)": [
+    "reduce_scatter_tensor (in backward)": [
         USER,
         BACKWARD,
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "post_backward"),
@@ -37,29 +37,17 @@ CASES = {
         WRAPPER,
         (C10D, "reduce_scatter_single"),
     ],
-    "broadcast (DDP)": [
-        USER,
-        (f"{TORCH}/nn/parallel/distributed.py", "forward"),
-        (f"{TORCH}/nn/parallel/distributed.py", "_sync_buffers"),
-        (C10D, "broadcast"),
-    ],
-    "_distributed_broadcast_coalesced (DDP)": [
+    "_distributed_broadcast_coalesced": [
         USER,
         (f"{TORCH}/nn/parallel/distributed.py", "forward"),
         (f"{TORCH}/nn/parallel/distributed.py", "_distributed_broadcast_coalesced"),
     ],
     "a collective in backward": [USER, (f"{TORCH}/_tensor.py", "backward"), BACKWARD],
-    "all_gather (FSDP2)": [
+    "all_gather": [
         USER,
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard"),
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out"),
         (f"{FOLDER}/collectives.py", "wait"),
-    ],
-    "reduce_scatter (FSDP2, in backward)": [
-        USER,
-        BACKWARD,
-        (f"{FOLDER}/collectives.py", "finish"),
-        (f"{FOLDER}/collectives.py", "_finish"),
     ],
     "wait_tensor": [
         USER,
@@ -98,7 +86,7 @@ def test_work_that_a_collective_has_called_is_no_wait() -> None:
 def test_on_a_gpu_hooks_wait_in_a_thread_of_the_engine() -> None:
     hook = [(f"{TORCH}/distributed/fsdp/_runtime_utils.py", "_post_backward_hook"), (C10D, "reduce_scatter_single")]
     text = dumped(hook, "Thread 0x02") + "\n" + dumped([USER, BACKWARD])
-    assert location_in_dump(text).collective == "reduce_scatter_tensor (FSDP)"
+    assert location_in_dump(text).collective == "reduce_scatter_tensor"
 
 
 def test_a_collective_without_a_frame_of_its_own() -> None:
@@ -132,9 +120,3 @@ def test_nothing_is_made_of_nothing() -> None:
     assert location_in_dump("") == location_in_traceback("no traceback at all") == StackLocation()
     assert StackLocation().told() == "is at an unknown place"
     assert timed_out(GLOO) and timed_out("DistStoreError: wait timeout after 500ms") and not timed_out("reset by peer")
-
-
-def test_of_folders_in_each_other_the_inner_one_is_the_engine() -> None:
-    for folder, name in (("fsdp", "FSDP"), ("fsdp/_fully_shard", "FSDP2")):
-        frames = [USER, (f"{TORCH}/distributed/{folder}/some.py", "unshard"), (C10D, "all_gather_single")]
-        assert location_in_dump(dumped(frames)).collective == f"all_gather_into_tensor ({name})"

@@ -94,7 +94,7 @@ def test_an_error_of_the_store_is_the_askers() -> None:
 
 def job_own_store() -> Any:
     group: Any = dist.group.WORLD
-    first, second = own_store(group, "tests"), own_store(group, "tests")
+    first, second = own_store(group), own_store(group)
     rank = dist.get_rank()
     first.set(f"rank{rank}", "here")
     dist.barrier()

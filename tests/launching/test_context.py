@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.rendezvous import _create_c10d_store
 
-from fsshard.comm.stores import timeout_of
 from fsshard.errors import LaunchError
-from fsshard.launching.context import Context, JoinSettings, init, own_store_of
-from fsshard.launching.environment import RankInfo, torchrun_rank
+from fsshard.launching.context import Context, JoinSettings, RankInfo, init, own_store_of, torchrun_rank
 from fsshard.launching.pool import RankPool
 from fsshard.launching.processes import launch
 from tests.launching.launched import NAMES, ON_LOOPBACK, PATIENCE, listeners, nested
@@ -152,12 +150,3 @@ def test_a_port_that_accepts_and_says_nothing(bare: pytest.MonkeyPatch) -> None:
         bare.setenv(name, str(value))
     with pytest.raises(LaunchError, match=rf"^rank 1 cannot join the job at .*MASTER_PORT={port} within 0.1 s"):
         init(timeout=0.1)
-
-
-@pytest.mark.parametrize(("timeout", "limit"), [(None, 1800.0), (75, 75.0)])
-def test_the_time_limit_of_collectives_is_that_of_torch(
-    bare: pytest.MonkeyPatch, timeout: float | None, limit: float
-) -> None:
-    init(timeout=timeout)
-    assert dist.group.WORLD is not None
-    assert timeout_of(dist.group.WORLD) == limit

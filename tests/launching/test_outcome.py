@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsshard.errors import RankHung
-from fsshard.launching.outcome import Failure, Outcome, is_consequence
+from fsshard.launching.supervisor import Failure, Outcome, is_consequence
 
 
 def failure(rank: int, when: float, *, consequence: bool = False) -> Failure:
@@ -19,10 +19,6 @@ def outcome(*failures: Failure, finished: tuple[int, ...] = (), size: int = 2) -
     for each in failures:
         found.fail(each, Path("nowhere"))
     return found
-
-
-def test_no_failure_is_no_error() -> None:
-    assert outcome(finished=(0, 1)).error() is None
 
 
 def test_the_earliest_real_failure_is_told_with_what_became_of_the_others() -> None:
@@ -48,13 +44,6 @@ def test_one_that_does_not_answer_hangs_where_no_other_failed() -> None:
     assert error.rank == 1 and "no answer within 5 s" in str(error)
     hanging.fail(failure(0, 1.0), Path("nowhere"))
     assert not isinstance(hanging.error(), RankHung)
-
-
-def test_each_rank_has_its_own_error() -> None:
-    found = outcome(failure(1, 1.0), finished=(0,))
-    assert found.error_of(0) is None and found.cause(0) is None
-    error = found.error_of(1)
-    assert error is not None and error.rank == 1
 
 
 def test_what_counts_as_the_echo_of_another_failure() -> None:

@@ -6,7 +6,6 @@ Tests fsshard/launching/supervisor.py too.
 from __future__ import annotations
 
 import importlib
-import inspect
 import multiprocessing
 import os
 import random
@@ -16,9 +15,9 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -30,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fsshard
 from fsshard.comm import watchdog
 from fsshard.errors import LaunchError, RankFailed, RankHung, RankMismatch, UnsupportedByBackend
-from fsshard.launching import pool, pool_worker
+from fsshard.launching import pool, supervisor
 from fsshard.launching.pool import RankPool
 from fsshard.launching.pool_worker import tell
-from tests.forked import ForkedPool
+from tests.forked import ForkedPool, forking
 from tests.models import batch, net
 from tests.sets import often
 
@@ -130,12 +129,10 @@ def rank_one_ends(how: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def rank_one_hangs(collective: bool = False) -> int:
+def rank_one_hangs() -> None:
     if dist.get_rank() == 1:
         threading.Event().wait()
-    if collective:
-        dist.all_reduce(torch.ones(1))
-    return dist.get_rank()
+    dist.all_reduce(torch.ones(1))
 
 
 class Unloadable:
@@ -194,7 +191,7 @@ def two_layers(kind: str, group: Any) -> nn.Module:
 
 def rank_zero_waits(kind: str, group: Any = None) -> None:
     """Rank 1 skips what rank 0 does last."""
-    first, pair = dist.get_rank() == 0, [torch.ones(1), torch.ones(1)]
+    first, ones = dist.get_rank() == 0, torch.ones(1)
     if "dp" in kind:
         model = two_layers(kind, group)
         if first or "forward" not in kind:
@@ -204,16 +201,10 @@ def rank_zero_waits(kind: str, group: Any = None) -> None:
     elif not first:
         return
     elif kind == "asynchronous":
-        work = dist.all_reduce(pair[0], async_op=True)
+        work = dist.all_reduce(ones, async_op=True)
         work.wait()
-    elif kind == "all_gather_object":
-        dist.all_gather_object([None, None], 3)
-    elif kind == "barrier":
-        dist.barrier()
-    elif kind == "reduce_scatter_tensor":
-        dist.reduce_scatter_tensor(pair[0], torch.ones(2))
     else:
-        dist.all_reduce(pair[0], group=group)
+        dist.all_reduce(ones, group=group)
 
 
 def rank_zero_loses_the_other(kind: str) -> None:
@@ -224,22 +215,11 @@ def rank_zero_loses_the_other(kind: str) -> None:
     raise ValueError("gone")
 
 
-def rank_zero_waits_for_minutes(kind: str) -> None:
-    rank_zero_waits(kind, dist.new_group(timeout=timedelta(minutes=5)))
-
-
 def every_rank_waits_elsewhere() -> None:
     if dist.get_rank() == 0:
         dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
     else:
         dist.broadcast(torch.ones(1), src=0)
-
-
-def one_raises_one_hangs() -> None:
-    if dist.get_rank() == 2:
-        raise ValueError("mine")
-    if dist.get_rank() == 1:
-        threading.Event().wait()
 
 
 def trains_under_ddp() -> float:
@@ -259,7 +239,7 @@ def own_pool() -> Iterator[RankPool]:
 
 
 def pids(ranks: RankPool) -> list[int]:
-    return [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
+    return [each.process.pid for each in ranks._supervisor._ranks.values()]
 
 
 def test_each_job_gets_a_group_of_the_size_it_asked_for(ranks: RankPool) -> None:
@@ -354,13 +334,10 @@ def test_what_cannot_be_pickled_is_reported_as_text(ranks: RankPool) -> None:
 
 
 REFUSED: dict[str, Callable[[RankPool], Any]] = {
-    "cannot be pickled": lambda pool: pool.run(lambda: 0, 1),
-    "expected a module-level function, got 3": lambda pool: pool.run(3, 1),  # type: ignore[arg-type]
     "cannot be sent to the ranks": lambda pool: pool.run(summed, 1, threading.Lock()),
     r"world_size must lie in 1\.\.4 \(RankPool\(most_ranks=\.\.\.\)\), got 5": lambda _: RankPool(4).run(
         summed, 5, 0.0
     ),
-    r"1\.\.16 .*, got 17": lambda _: RankPool().run(summed, 17, 0.0),
     "most_ranks must be a positive integer or None, got 0": lambda _: RankPool(most_ranks=0),
     "device must be 'cpu' or 'cuda', got 'tpu'": lambda _: RankPool(device="tpu"),
     "world_size=2 with device='cuda' needs as many CUDA devices.* shows 1; ask": (
@@ -390,20 +367,6 @@ def test_ranks_tell_the_caller_while_they_work(ranks: RankPool) -> None:
     tell(threading.Lock())  # outside a job it does nothing
     with pytest.raises(RankFailed, match=r"(?s)rank 0 failed with \w+: .*pickle.*tells_a_lock"):
         ranks.run(tells_a_lock, 1)
-
-
-class Ending:
-    """Told by a thread when the job ends: its line is closed before this is sent."""
-
-    def __reduce__(self) -> Any:
-        pool_worker._line = None
-        return Ending, ()
-
-
-def test_what_a_thread_tells_as_the_job_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_worker, "_line", object())
-    monkeypatch.setattr(pool_worker, "_process", os.getpid())
-    tell(Ending())
 
 
 @pytest.mark.long
@@ -446,6 +409,27 @@ def test_a_jobs_module_is_imported_before_there_is_a_group(
     assert ranks.run(default, 2) == [True, True]
 
 
+_taken: list[object] = []
+
+
+def take(value: object) -> None:
+    _taken.append(value)
+
+
+def taken(*_: Any) -> list[object]:
+    return list(_taken)
+
+
+def test_what_a_process_hands_on_reaches_its_ranks(own_pool: RankPool) -> None:
+    with mock.patch.dict(supervisor.handed), forking():
+        for value in ("old", "news"):  # what is handed on last counts
+            supervisor.handed["a"] = take, value
+        assert own_pool.run(taken, 1) == [["news"]]
+        supervisor.handed["a"] = take, "more"  # to those that are there already
+        assert own_pool.run(taken, 1) == [["news", "more"]]
+        assert fsshard.launch(taken, nprocs=2) == ["more"]
+
+
 def test_a_job_that_the_ranks_cannot_import(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("module_without_a_file")
     exec("def answer(): return 42", vars(module))
@@ -480,7 +464,7 @@ def test_a_rank_without_time_of_the_machine_does_not_hang(own_pool: RankPool, mo
 
     def unheard(rank: int) -> str:
         asked.append(rank)
-        os.kill(own_pool._supervisor.pid(rank), signal.SIGCONT)  # from here on it runs again
+        os.kill(own_pool._supervisor._ranks[rank].process.pid, signal.SIGCONT)  # from here on it runs again
         return ""
 
     monkeypatch.setattr(own_pool._supervisor, "stack", unheard)
@@ -491,29 +475,14 @@ def test_a_rank_without_time_of_the_machine_does_not_hang(own_pool: RankPool, mo
     assert asked == [0] * len(asked) and asked
 
 
-@pytest.mark.long
-def test_a_rank_that_hangs_outside_any_collective(own_pool: RankPool) -> None:
-    with pytest.raises(RankHung, match=r"^rank 1 is at .* \(no answer within 3 s\)\n") as caught:
-        own_pool.run(rank_one_hangs, 2, timeout=3)
-    assert (caught.value.rank, caught.value.collective) == (1, "")
-    assert "in rank_one_hangs: threading.Event().wait()" in str(caught.value)
-    assert caught.value.others == {0: "had finished"}
-    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
-
-
-# torch 2.15 calls all_gather_single, which is all_gather_into_tensor
-CALLED_BY_ALL_GATHER_OBJECT = inspect.unwrap(dist.all_gather_object).__code__.co_names
 WAITS = {
     "all_reduce": "all_reduce",
-    "barrier": "barrier",
-    "reduce_scatter_tensor": "reduce_scatter_tensor",
-    "all_gather_object": "all_gather" if "all_gather" in CALLED_BY_ALL_GATHER_OBJECT else "all_gather_into_tensor",
     "asynchronous": "wait() of a collective started before",
     "ddp": "a collective in backward",
-    "fsdp forward": "all_gather (FSDP)",
-    "fsdp": "reduce_scatter_tensor (FSDP, in backward)",
-    "fsdp2 forward": "all_gather_into_tensor (FSDP2)",
-    "fsdp2": "all_gather_into_tensor (FSDP2, in backward)",
+    "fsdp forward": "all_gather",
+    "fsdp": "reduce_scatter_tensor (in backward)",
+    "fsdp2 forward": "all_gather_into_tensor",
+    "fsdp2": "all_gather_into_tensor (in backward)",
 }
 
 
@@ -540,19 +509,9 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool,
     assert error.others == {1: "had finished"} and isinstance(error.__cause__, RuntimeError)
 
 
-def test_a_rank_that_still_waits_when_the_time_is_over(own_pool: RankPool) -> None:
-    """Its group has a longer timeout of its own, so that only its stack can tell."""
-    told = r"^rank 1 never came to .*: it had finished; rank 0 waits in .*, at .* \(no answer within 4 s.*\)\. Look "
-    with pytest.raises(RankHung, match=told) as caught:
-        own_pool.run(rank_zero_waits_for_minutes, 2, "all_reduce", timeout=4)
-    assert (caught.value.rank, caught.value.collective) == (0, "all_reduce")
-    assert caught.value.others == {1: "had finished"}
-    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
-
-
 def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None:
     with pytest.raises(RankHung) as caught:
-        own_pool.run(rank_one_hangs, 2, True, timeout=4)
+        own_pool.run(rank_one_hangs, 2, timeout=4)
     assert (caught.value.rank, caught.value.collective) == (0, "all_reduce")
     assert caught.value.others[1].endswith("in rank_one_hangs: threading.Event().wait()")
     assert str(caught.value).startswith(f"rank 1 never came to all_reduce: it {caught.value.others[1]}; rank 0 wait")
@@ -589,14 +548,6 @@ def test_two_collectives_that_do_not_match(ranks: RankPool) -> None:
     assert caught.value.collective == names[caught.value.rank]
     assert str(caught.value).startswith(f"rank {other} never came to ")
     assert f"it waited in {names[other]}, at" in str(caught.value).partition("\n")[0]
-
-
-def test_a_real_failure_is_named_before_a_hang(own_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsshard.launching.pool.PATIENCE_SECONDS", 2.0)
-    with pytest.raises(RankFailed, match="rank 2 failed with ValueError: mine") as caught:
-        own_pool.run(one_raises_one_hangs, 3, timeout=6)
-    assert not isinstance(caught.value, RankHung)
-    assert "threading.Event().wait()" in caught.value.others[1]
 
 
 def job_train_once(backend: str) -> None:

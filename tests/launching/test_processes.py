@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsshard.errors import LaunchError, RankFailed, UnsupportedByBackend
 from fsshard.launching.context import Context, init
-from fsshard.launching.environment import cores
 from fsshard.launching.processes import launch
 from tests.forked import forking
 from tests.launching.launched import NAMES, ON_LOOPBACK, PATIENCE, environment, listeners, nested, script
@@ -59,8 +58,6 @@ def misbehave(ctx: Context, mode: str) -> Any:
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError:
-        if mode == "both raise":
-            raise KeyError("later, and about something else") from None
         if mode == "killed":
             raise ValueError("step failed") from sys.exc_info()[1]
         raise
@@ -76,17 +73,12 @@ def raise_own_error() -> None:
     raise UnsupportedByBackend("cpu_offload=True", "ddp", "use backend='fsdp'")
 
 
-def raise_value_error() -> None:
-    raise ValueError("boom")
-
-
 def abort_here() -> None:
     os.abort()  # as gloo does with a message of another collective
 
 
 MODES: dict[str, Callable[[], Any]] = {
     "raises": raise_own_error,
-    "both raise": raise_value_error,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "aborts": abort_here,
     "leaves with 3": lambda: sys.exit(3),
@@ -123,10 +115,6 @@ def leave_when_told(ctx: Context, parent: int, stays: bool) -> str:
     return "unreachable"
 
 
-def return_a_lambda(ctx: Context) -> Any:
-    return lambda: None
-
-
 # ------------------------------------------------------------------------------------------------------ spawned ranks
 
 
@@ -159,7 +147,6 @@ def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch, spawned
 
 FAILURES: dict[str, tuple[str, type]] = {
     "raises": ("UnsupportedByBackend: backend 'ddp' cannot.*in raise_own_error", UnsupportedByBackend),
-    "both raise": ("ValueError: boom", ValueError),  # the earlier one
     "killed": ("SIGKILL", type(None)),  # not what it did to the other
     "aborts": (
         r"SIGABRT: .*`if rank == 0`.*drop_last.*it was at .*in abort_here: os.abort\(\).*"
@@ -207,12 +194,6 @@ def test_a_rank_that_stays_beyond_the_grace_is_killed(bare: pytest.MonkeyPatch) 
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
-
-
-def test_a_result_that_cannot_be_pickled(bare: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RankFailed, match="returned a function that cannot be pickled") as caught:
-        launch(return_a_lambda)
-    assert isinstance(caught.value.__cause__, LaunchError)
 
 
 alive: list[nn.Module] = []
@@ -269,25 +250,6 @@ def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
     assert len(set(ranks)) == 2
 
 
-UNGUARDED_SCRIPT = """
-from fsshard.launching.processes import launch
-
-def work(ctx):
-    pass
-
-launch(work, 2)
-"""
-
-
-@pytest.mark.long
-def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
-    command: Any = [sys.executable, script(tmp_path, UNGUARDED_SCRIPT)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 1
-    assert 'put the call under: if __name__ == "__main__":' in done.stderr
-    assert "failed with exit code 1: the process exited without finishing" in done.stderr
-
-
 # ---------------------------------------------------------------------------------------- asked for what cannot be had
 
 
@@ -295,7 +257,6 @@ def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
     ("kwargs", "message"),
     [
         ({"nprocs": 0}, "nprocs must be a positive integer or None, got 0"),
-        ({"nprocs": True}, "nprocs must be a positive integer or None, got True"),
         ({"nprocs": 5000}, "nprocs=5000, but this machine has .* CPU cores .* pass nprocs="),
         ({"backend": "nccl"}, "backend='nccl' needs a CUDA device"),
         ({"backend": "mpi"}, "backend must be 'gloo', 'nccl' or None, got 'mpi'"),
@@ -336,8 +297,6 @@ def test_more_processes_than_cuda_devices(bare: pytest.MonkeyPatch) -> None:
     for backend in (None, "nccl"):
         with pytest.raises(LaunchError, match="nprocs=2, but this machine has 1 CUDA device; pass nprocs=1"):
             launch(nested, 2, backend=backend)
-    with pytest.raises(LaunchError, match=f"has {cores()} CPU cores"):
-        launch(nested, 5000, backend="gloo")
 
 
 # ----------------------------------------------------------------------------------------------------- under launchers

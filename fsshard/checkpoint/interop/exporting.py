@@ -23,8 +23,7 @@ from fsshard.checkpoint.format.index import Index, Range, cover, rank_of
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
 from fsshard.checkpoint.reader import Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
-from fsshard.comm.agreement import exchange
-from fsshard.comm.channel import Channel
+from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
