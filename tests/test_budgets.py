@@ -21,7 +21,7 @@ LINES = {
     "fsshard + compat": 51_645,
     "fsshard/backends": 4_165,
     "fsshard/checkpoint": 5_326,
-    "fsshard/parity": 4_974,
+    "fsshard/parity": 4_389,
     "fsshard/sharded": 4_049,
     "fsshard/comm + fsshard/launching": 3_410,
     "fsshard/simulation": 3_608,

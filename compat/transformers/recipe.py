@@ -21,7 +21,7 @@ from transformers.utils.generic import find_labels
 
 from fsshard.errors import RecipeError
 from fsshard.parity.one_process import kept_random_numbers
-from fsshard.parity.trainers import Configured, SampledBatches, optimizer_fields
+from fsshard.parity.recipe import Configured, SampledBatches, optimizer_fields
 from fsshard.recipes.recipe import Recipe, join_batches
 
 __all__ = ["from_transformers"]
@@ -77,7 +77,7 @@ def from_transformers(
         "name": facts.name,
     }
     if "optimizer" not in options:
-        found |= optimizer_fields(training.build, _Configure(args, batches), batches.steps)
+        found |= optimizer_fields(training.build, _Configure(args, batches))
     return Recipe(build=training.build, batches=batches, loss=_Loss(args, facts), **{**found, **options})
 
 
@@ -250,14 +250,7 @@ class _Batches:
 
     def steps(self, world_size: int) -> int:
         """Return the number of steps in an epoch."""
-        length, accumulate = len(self.sampled.indices(0, world_size, 0)), self.args.gradient_accumulation_steps
-        if length % accumulate:
-            raise RecipeError(
-                f"an epoch has {length} batches on each of {world_size} ranks, which "
-                f"gradient_accumulation_steps={accumulate} does not divide: the Trainer takes a shorter last step, and "
-                "a recipe none"
-            )
-        return length // accumulate
+        return self.sampled.steps(world_size, self.args.gradient_accumulation_steps, "gradient_accumulation_steps")
 
     def __call__(self, rank: int, world_size: int, number: int) -> tuple[Any, Tensor | None, int]:
         self.steps(world_size)

@@ -20,12 +20,20 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves, map_leaves
 from fsshard.parity.one_process import Draw, Shadow, perturbed
-from fsshard.parity.sketch import Sketch, digest, real_view, sketch
-from fsshard.parity.trace import Rounding
+from fsshard.parity.sketch import digest, real_view, sketch
+from fsshard.parity.trace import RankTrace, Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe, RecipeLike, resolve
 
-__all__ = ["NotComparable", "measure", "measured_bound", "recorded_batches", "reduction_bound", "spread_factor"]
+__all__ = [
+    "NotComparable",
+    "measure",
+    "measured_bound",
+    "note_batches",
+    "recorded_batches",
+    "reduction_bound",
+    "spread_factor",
+]
 
 ORDERS = 8
 """Draws of a whole training that runs freely."""
@@ -34,7 +42,6 @@ DRAWS = 32
 nearer to them: 9 times the largest of 32, of 8 it is 75 times (:func:`spread_factor`)."""
 FALSE_ALARM = 1e-9
 """Probability that a tensor which differs by rounding alone exceeds the measured bound."""
-BatchFacts = tuple[list[list[str]], dict[str, Sketch]]
 
 
 class NotComparable(ConfigurationError):
@@ -46,16 +53,13 @@ class NotComparable(ConfigurationError):
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return u: half the distance from 1 to the next number, of the real type behind a complex one."""
-    real = dtype.to_real() if dtype.is_complex else dtype
-    return torch.finfo(real).eps / 2
+    return torch.finfo(dtype).eps / 2
 
 
 def reduction_roundings(world_size: int, reductions: int = 1) -> int:
-    """Return how many roundings one order of the mean over ranks commits at most; 0 where all orders agree.
+    """Return how many roundings an order of the mean over ranks commits at most; 0 where all orders agree.
 
-    Args:
-        world_size: N, summands per reduction.
-        reductions: reductions whose results are added (accumulation without ``no_sync``).
+    ``reductions`` are those whose results are added (accumulation without ``no_sync``).
     """
     # One rank reduces nothing, and its sums run in the order of the batches; two summands have one order only.
     if world_size == 1 or (world_size == 2 and reductions == 1):
@@ -71,18 +75,12 @@ def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float
         return 0.0
     # Below the normal numbers halving rounds too, and engines halve at different places: half a unit for each summand
     # where they divide before the sum, or once after it.
-    real = dtype.to_real() if dtype.is_complex else dtype
-    smallest = torch.finfo(real).smallest_normal * torch.finfo(real).eps
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return 2 * (world_size + 1) * reductions * smallest
 
 
 def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
-    """Return ``2 gamma_k`` times the mean of moduli, element by element (real view), in float64.
-
-    Args:
-        magnitude: sum over ranks of |g_r| / N.
-        roundings: k.
-    """
+    """Return ``2 gamma_k`` times ``magnitude``, sum over ranks of |g_r| / N, by element (real view), in float64."""
     # An order of a sum with k roundings is within gamma_k = k u / (1 - k u) times the sum of moduli of the exact one
     # (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), two orders within twice that. One
     # rounding more is counted for those in ``magnitude`` itself.
@@ -100,11 +98,8 @@ def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -
 
     Args:
         elements: of the tensor (a complex number has two).
-        draws: observed evaluations.
+        draws: observed evaluations. 8 say little about the ninth: the factor is 70 to 90 then.
         false_alarm: probability that rounding alone exceeds the bound.
-
-    Returns:
-        About 70 to 90 for 8 draws, since 8 draws say little about the ninth.
     """
     # Model (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019: rounding errors as random variables of mean zero): the
     # error of an element is normal with one sigma in all evaluations, whose draws are independent; elements may depend
@@ -119,14 +114,9 @@ def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -
 
 
 def measured_bound(spread: float, largest: float, elements: int, draws: int, dtype: torch.dtype) -> float:
-    """Return the bound of one tensor between two orders of the same samples.
+    """Return the bound of a tensor between two orders of the same samples, by ``spread``, the largest difference seen.
 
-    Args:
-        spread: largest modulus of the observed differences.
-        largest: largest modulus in the tensor.
-        elements: of the tensor.
-        draws: observed orders.
-        dtype: of the tensor.
+    ``largest`` is the largest modulus of its ``elements``.
     """
     # The few draws of a small tensor may all be zero, so at least one rounding of its largest element is assumed.
     # Observed differences carry both sides' errors, as the difference that is to be judged does.
@@ -137,13 +127,9 @@ def measured_bound(spread: float, largest: float, elements: int, draws: int, dty
 
 
 def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]]], step: int) -> Rounding:
-    """Measure the bounds of one step on this process.
+    """Measure the bounds of one step on this process, by a model with its weights and buffers.
 
-    Args:
-        shadow: a copy of the model, with this step's weights and buffers.
-        recipe: what is trained.
-        batches: makes, per accumulated batch, the ranks' batches.
-        step: seeds the draws.
+    ``batches`` makes, per accumulated batch, the ranks' batches; ``step`` seeds the draws.
 
     Raises:
         NotComparable: low precision, or the model draws random numbers or mixes samples: then other ranks train
@@ -171,17 +157,14 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
         loss = max(loss, abs(draw.loss - base.loss))
         for name, gradient in base.gradients.items():
             spread[name] = max(spread[name], _apart(gradient, real_view(draw.gradients[name])))
-
-    def bound(name: str, gradient: Tensor) -> float:
+    bounds = Rounding(loss=measured_bound(loss, abs(base.loss), 1, DRAWS, torch.float32))
+    for name, gradient in base.gradients.items():
         real = real_view(gradient)
-        return measured_bound(spread[name], float(real.abs().max()), real.numel(), DRAWS, gradient.dtype)
-
-    bounds = Rounding(
-        loss=measured_bound(loss, abs(base.loss), 1, DRAWS, torch.float32),
-        gradients={name: bound(name, value) for name, value in base.gradients.items() if value.numel()},
-    )
+        if real.numel():
+            largest = float(real.abs().max())
+            bounds.gradients[name] = measured_bound(spread[name], largest, real.numel(), DRAWS, gradient.dtype)
     if len(batches()[0]) > 1:
-        _check_samples_stay_apart(base, _mean_of_parts(shadow, batches), bounds)
+        _check_samples_stay_apart(base, shadow, batches, bounds)
     return bounds
 
 
@@ -189,24 +172,21 @@ def _apart(gradient: Tensor, other: Tensor) -> float:
     return float((real_view(gradient).double() - other.double()).abs().max()) if gradient.numel() else 0.0
 
 
-def _mean_of_parts(shadow: Shadow, batches: Callable[[], list[list[Any]]]) -> Draw:
-    """Return loss and gradients (real views in float64) over the ranks' own batches, one after the other."""
-    world, mean = len(batches()[0]), Draw(0.0, {}, False)
+def _check_samples_stay_apart(
+    base: Draw, shadow: Shadow, batches: Callable[[], list[list[Any]]], bounds: Rounding
+) -> None:
+    """Raise unless the joined batch is the mean of the ranks' batches, within this process, with no engine in it."""
+    world, loss, mean = len(batches()[0]), 0.0, dict[str, Tensor]()
     for rank in range(world):
         draw = shadow.evaluate(lambda rank=rank: [parts[rank] for parts in batches()])  # type: ignore[misc]
-        mean.loss += draw.loss / world
+        loss += draw.loss / world
         for name, gradient in draw.gradients.items():
-            mean.gradients[name] = mean.gradients.get(name, 0) + real_view(gradient).double() / world
-    return mean
-
-
-def _check_samples_stay_apart(base: Draw, parts: Draw, bounds: Rounding) -> None:
-    """Raise unless the joined batch is the mean of the ranks' batches, within this process, with no engine in it."""
+            mean[name] = mean.get(name, 0) + real_view(gradient).double() / world
     what = ""
-    if abs(parts.loss - base.loss) > bounds.loss:
-        what = f"the loss is {base.loss:.9g} on the joined batch and {parts.loss:.9g} as the mean over its parts"
+    if abs(loss - base.loss) > bounds.loss:
+        what = f"the loss is {base.loss:.9g} on the joined batch and {loss:.9g} as the mean over its parts"
     for name, bound in bounds.gradients.items():
-        apart = _apart(base.gradients[name], parts.gradients[name])
+        apart = _apart(base.gradients[name], mean[name])
         if not what and apart > bound:
             what = f"the gradient of {name} on the joined batch differs by {apart:.3g} from the mean over its parts"
     if what:
@@ -221,11 +201,7 @@ def _check_samples_stay_apart(base: Draw, parts: Draw, bounds: Rounding) -> None
 
 
 def samples_of(batch: Any) -> int:
-    """Return how many samples a batch has, along dim 0 of every tensor and array.
-
-    Raises:
-        NotComparable: they do not agree.
-    """
+    """Return how many samples a batch has along dim 0 of every tensor and array, or raise NotComparable."""
     sizes = {leaf.shape[0] for leaf in leaves(batch) if is_array(leaf)}
     if len(sizes) != 1:
         raise NotComparable(
@@ -257,23 +233,24 @@ def _regrouped(source: RecipeLike, world_size: int) -> Recipe:
     return replace(recipe, batches=batches)
 
 
-def batch_facts(batches: list[list[Any]], *, sketched: bool = True) -> BatchFacts:
-    """Return digests per accumulated batch and rank, and sketches by "accumulated batch.rank.tensor"."""
-    found = {}
-    for micro, parts in enumerate(batches if sketched else []):
-        for rank, batch in enumerate(parts):
-            arrays = [leaf for leaf in leaves(batch) if is_array(leaf)]
-            found.update({f"{micro}.{rank}.{number}": sketch(torch.as_tensor(x)) for number, x in enumerate(arrays)})
-    return [[digest(batch) for batch in parts] for parts in batches], found
+def note_batches(step: Step, batches: list[list[Any]], *, sketched: bool = True) -> None:
+    """Note digests per accumulated batch and rank, and sketches by "accumulated batch.rank.tensor"."""
+    step.batches = [[digest(batch) for batch in parts] for parts in batches]
+    if sketched:
+        named = ((f"{m}.{r}", batch) for m, parts in enumerate(batches) for r, batch in enumerate(parts))
+        arrays = ((start, [leaf for leaf in leaves(batch) if is_array(leaf)]) for start, batch in named)
+        step.sketches["batch"] = {
+            f"{start}.{n}": sketch(torch.as_tensor(x)) for start, each in arrays for n, x in enumerate(each)
+        }
 
 
-def recorded_batches(source: RecipeLike, world_size: int, steps: int, device: str) -> list[BatchFacts]:
-    """Return for each step the facts of the batches of ``world_size`` ranks. On one rank.
+def recorded_batches(source: RecipeLike, world_size: int, steps: int, device: str) -> RankTrace:
+    """Return the batches of ``world_size`` ranks in each step. On one rank.
 
     Raises:
         NotComparable: other numbers of ranks train something else on the same samples.
     """
-    recipe = resolve(source)
+    recipe, trace = resolve(source), RankTrace()
 
     def batches(step: int) -> list[list[Any]]:
         numbers = range(step * recipe.accumulate, (step + 1) * recipe.accumulate)
@@ -282,4 +259,7 @@ def recorded_batches(source: RecipeLike, world_size: int, steps: int, device: st
     shadow = Shadow(recipe, device)
     shadow.load(dict(shadow.module.named_parameters()).items(), shadow.module.named_buffers())
     measure(shadow, recipe, lambda: batches(0), 0)
-    return [batch_facts(batches(step)) for step in range(steps)]
+    for number in range(steps):
+        trace.steps.append(Step(batches=[], loss=0.0, norm=0.0))
+        note_batches(trace.steps[-1], batches(number))
+    return trace

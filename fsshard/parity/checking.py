@@ -1,8 +1,8 @@
-"""Compares a run with the reference's, tensor by tensor and element by element, while it trains. Runs on the ranks."""
+"""Runs on the ranks: keeps what each step of a training gives, or compares it with the reference's while it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +16,81 @@ from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import NotComparable, measure, reduction_bound, reduction_roundings, underflow
 from fsshard.parity.comparing import Found, StepComparison, all_batches
-from fsshard.parity.difference import difference, number_difference
 from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
-from fsshard.parity.report import Difference, RankStep
-from fsshard.parity.sketch import digest, real_view
-from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Shelf
-from fsshard.parity.training import Job, SplitTraining, Training
+from fsshard.parity.one_process import perturbed
+from fsshard.parity.report import Difference, RankStep, difference, worst_of
+from fsshard.parity.sketch import Sketch, real_view, sketch
+from fsshard.parity.trace import INITIAL, RankTrace, Rounding, environment, read_tensors, write_tensors
+from fsshard.parity.training import Job, Training
 
-__all__ = ["rerun"]
+__all__ = ["REFERENCE", "observe", "observe_perturbed", "rerun"]
+
+REFERENCE = "reference"
+"""A detail beside :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
+
+
+def observe(job: Job, detail: str, draw: int = 0) -> tuple[RankTrace, list[str], dict[str, str]]:
+    """Train, and return what every step gives, the names of the parameters and where it ran. On every rank.
+
+    Args:
+        job: its ``folder`` is where tensors go.
+        detail: how much is kept: :data:`REFERENCE`, or one of :data:`~fsshard.parity.trace.DETAILS`.
+        draw: if not 0, every operation is rounded otherwise, by generators that this number seeds.
+    """
+    run, trace, sketched = Training(job), RankTrace(), detail in ("digests", "tensors")
+    generator = torch.Generator().manual_seed(1000 * draw + dist.get_rank())
+
+    def keep(step: int, quantity: str, tensors: Mapping[str, Tensor]) -> dict[str, Sketch]:
+        if detail in (REFERENCE, "tensors"):
+            write_tensors(job.folder, step, quantity, tensors.items())
+        return {name: sketch(value) for name, value in tensors.items()} if sketched else {}
+
+    initial = dict(run.engine.weights())
+    trace.initial = keep(INITIAL, "weight", initial)
+    for number in range(job.steps):
+        if detail == REFERENCE or (detail == "tensors" and not run.joins):
+            trace.rounding.append(_rounding(run, number))
+        rounding = perturbed(generator) if draw else None
+        step, tensors = run.step(number, rounding=rounding, sketched=sketched)
+        kept = {quantity: keep(number, quantity, named) for quantity, named in tensors.items()}
+        step.sketches |= kept if sketched else {}
+        step.outputs = [] if detail == "losses" else step.outputs
+        trace.steps.append(step)
+        if not draw:
+            tell((number + 1) / job.steps)
+    if detail == "tensors":
+        trace.owned = {name: run.engine.owned(name) for name in initial}
+    return trace, list(initial), environment(job.device)
+
+
+def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
+    """Train as it is, and ``draws`` times with every operation rounded otherwise. On every rank."""
+    traces = []
+    for number in range(draws + 1):
+        traces.append(observe(job, "digests", number)[0])
+        tell((number + 1) / (draws + 1))
+    return traces
+
+
+def _rounding(run: Training, step: int) -> Rounding:
+    """Return the bounds of this step as far as this run can give them. Collective."""
+    rounding, magnitudes, world_size = Rounding(), {}, run.job.world_size
+    if run.joins or run.job.reference_joined:
+        rounding = measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
+    elif reduction_roundings(world_size, run.recipe.accumulate):  # else no engine can add in another order
+        found, counts = run.magnitudes(step)
+        rounding = Rounding(reductions=counts)
+        magnitudes = {n: value for n, value in found.items() if reduction_roundings(world_size, counts[n])}
+    write_tensors(run.job.folder, step, "magnitude", magnitudes.items())
+    return rounding
+
+
+# ------------------------------------------------------------------------------------------ beside the reference
 
 
 def rerun(job: Job, reference: list[RankTrace]) -> list[RankStep]:
     """Train and compare with the reference, step by step. On every rank."""
-    comparison = _RunComparison(Training(job) if job.mesh is None else SplitTraining(job), reference)
+    comparison = _RunComparison(Training(job), reference)
     steps = []
     for number in range(job.steps):
         steps.append(comparison.step(number))
@@ -42,113 +104,107 @@ class _RunComparison(StepComparison):
     recorded_in = "the reference"
 
     def __init__(self, run: Training, reference: list[RankTrace]) -> None:
-        job = run.job
-        process, regrouped = (0 if job.reference_joined else run.rank), run.joins or job.reference_joined
-        own_engine = not isinstance(run.engine, WrappedEngine)
-        super().__init__(reference, process, rank=run.rank, regrouped=regrouped, own_engine=own_engine)
+        super().__init__(
+            reference,
+            0 if run.job.reference_joined else run.rank,
+            rank=run.rank,
+            regrouped=run.joins or run.job.reference_joined,
+            own_engine=not isinstance(run.engine, WrappedEngine),
+            owned=run.engine.owned,
+        )
         self.run = run
         # The reference's own process once more: nothing can add in another order.
-        self.again = job.reference_joined and job.mesh is None and dist.get_world_size() == 1
+        self.again = run.job.reference_joined and run.mesh is None and dist.get_world_size() == 1
         self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
-        self.gradients: dict[str, Tensor | None] = {}
-        self.clipped: float | None = None
+        self.gradients: Mapping[str, Tensor] = {}
         self.rounding = Rounding()
         self.magnitudes: Mapping[str, Tensor] = {}
-        self.near = False  # gradients or norm differ by rounding, and nothing by more
         self.replayed: dict[str, dict[str, Tensor]] | None = None
 
     def step(self, number: int) -> RankStep:
         """Train and compare one step. Collective."""
-        run = self.run
-        self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._shelf(number, "magnitude")
-        if run.joins and not run.job.reference_joined:
+        run, job = self.run, self.run.job
+        self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._read(number, "magnitude")
+        if run.joins and not job.reference_joined:
             self.rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
-        result = self.compare_step(number, run.stages(number))
-        self.lost |= any(self._verdict(quantity) == "different" for quantity in result.differences)
-        self._restore()
-        self.gradients, self.replayed, self.near = {}, None, False  # their memory is needed for the next step
-        return result
-
-    def _shelf(self, step: int, quantity: str) -> Shelf:
-        return Shelf(self.run.job.folder, step, quantity, self.process)
-
-    def recorded(self, quantity: str) -> Mapping[str, Tensor]:
-        return self._shelf(INITIAL, "weight") if quantity == "initial weight" else self._shelf(self.number, quantity)
-
-    def owned(self, name: str) -> tuple[int, int]:
-        return self.run.engine.owned(name)
-
-    def batch(self, batches: list[list[Any]]) -> Found:
-        """Raise if the samples are not the reference's."""
-        expected = all_batches(self.ranks, self.number)
-        for micro, parts in enumerate(batches):
-            for place, batch in enumerate(parts):
-                rank = place if self.run.joins else self.run.sample_rank
-                if digest(batch) != expected[micro, rank][0]:
-                    raise RecipeError(
-                        f"recipe.batches gave rank {rank} another batch (number {self.number * len(batches) + micro}) "
-                        "than in the reference's run: batches must depend on (rank, world_size, number) only, neither "
-                        "on the engine nor on random numbers that are not seeded from these three"
-                    )
-        yield from ()
-
-    def mean_loss(self, loss: float) -> float:
-        return loss if self.run.joins else self.run.loss_of_all(loss)
-
-    def number_difference(self, quantity: str, expected: float, got: float) -> Difference:
-        bound = self.rounding.loss if quantity == "loss" and self.regrouped else 0.0
-        return number_difference(expected, got, bound, rank=self.rank)
-
-    def gradient(self, gradients: Mapping[str, Tensor | None]) -> Found:
-        self.gradients = dict(gradients)
-        if gradients:
-            yield from super().gradient(gradients)
-            if isinstance(self.run, SplitTraining):
-                _note_causes(self.run.mesh, self.result, self.recorded("gradient"), gradients, self.rounding.gradients)
-
-    def norm(self, value: tuple[float, float | None]) -> Found:
-        """Compare the norm by which the engine clipped."""
-        # It is the reference's, or, where gradients differ by rounding, that of this run's own gradients.
-        self.result.norm, clipped = value
-        self.clipped = clipped
-        if clipped is None or self.before.clipped_norm is None:
-            return
-        found = self.number_difference("norm", self.before.clipped_norm, clipped)
-        wide = norm_dtype(self.gradients) is torch.float64
-        near = self._verdict("gradient") == "bound"
-        if found.verdict != "exact" and (near or wide) and self.run.recipe.clipping is not None:
-            own = total_norm(self.gradients, self.run.recipe.clipping[1])
-            # Summed in another order in float64, then rounded: the next float32 at most. A norm that stays float64
-            # shows the order of its sum: at most a rounding per summand.
-            summands = sum(g.numel() for g in self.gradients.values() if g is not None)
-            ulp = (2.0**-53 * summands if wide else 2.0**-23) * abs(own)
-            verdict = "bound" if abs(own - clipped) <= ulp else "different"
-            found = replace(found, verdict=verdict, bound=abs(own - self.before.clipped_norm) + ulp)
-        yield "", found
-
-    def groups(self, groups: Sequence[Mapping[str, Any]]) -> Found:
-        yield from super().groups(groups)
-        verdicts = [self._verdict(quantity) for quantity in self.result.differences]
-        # Weights and state are the reference's, or what the gradients of this run make of it.
-        near = "bound" in (self._verdict("gradient"), self._verdict("norm"))
-        self.near = near and "different" not in verdicts and not self.lost
-
-    def state(self, value: tuple[Iterable[tuple[str, Any]], Mapping[str, Any]]) -> Found:
-        yield from super().state(value)
-        world_size = self.run.job.world_size
-        if not self.gradients and world_size > 2 and self._verdict("weight") == "different":
+        # copies, since many engines show the very weights that they train
+        initial = {n: value.clone() for n, value in run.engine.weights()} if number == 0 else {}
+        step, tensors = run.step(number)
+        self.gradients = tensors["gradient"]
+        result = self.compare_step(number, step, tensors | ({"initial weight": initial} if number == 0 else {}))
+        if run.mesh is not None:
+            _note_causes(run.mesh, result, self.recorded("gradient"), self.gradients, self.rounding.gradients)
+        if self.own_engine and not self.gradients and job.world_size > 2 and self._verdict("weight") == "different":
             raise NotComparable(
-                f"engine {self.run.engine.name!r} shows no gradients, and on {world_size} ranks its "
+                f"engine {run.engine.name!r} shows no gradients, and on {job.world_size} ranks its "
                 "weights differ: without gradients it cannot be decided whether that is rounding. Let its gradients() "
                 "yield them, or compare on two ranks"
             )
+        self.lost |= self._verdict() == "different"
+        self._restore()
+        self.gradients, self.replayed = {}, None  # their memory is needed for the next step
+        return result
+
+    def _read(self, step: int, quantity: str) -> dict[str, Tensor]:
+        return read_tensors(self.run.job.folder, step, quantity, self.process)
+
+    def _verdict(self, *quantities: str) -> str:
+        """Return the worst verdict so far on some quantities, or on all."""
+        found = self.result.differences
+        return worst_of(d.verdict for quantity in quantities or found for d in found.get(quantity, {}).values())
+
+    def recorded(self, quantity: str) -> Mapping[str, Tensor]:
+        return self._read(INITIAL, "weight") if quantity == "initial weight" else self._read(self.number, quantity)
+
+    def batches(self) -> Found:
+        """Raise if the samples are not the reference's."""
+        expected = all_batches(self.ranks, self.number)
+        for micro, parts in enumerate(self.now.batches):
+            for place, text in enumerate(parts):
+                rank = place if self.run.joins else self.run.sample_rank
+                if text != expected[micro, rank][0]:
+                    raise RecipeError(
+                        f"recipe.batches gave rank {rank} another batch (number "
+                        f"{self.number * len(self.now.batches) + micro}) than in the reference's run: batches must "
+                        "depend on (rank, world_size, number) only, neither on the engine nor on random numbers that "
+                        "are not seeded from these three"
+                    )
+        yield from ()
+
+    def mean_loss(self) -> float:
+        return self.now.loss if self.run.joins else self.run.loss_of_all(self.now.loss)
+
+    def number_bound(self, quantity: str, got: float) -> float:
+        return self.rounding.loss if quantity == "loss" and self.regrouped else 0.0
+
+    def norms(self) -> Found:
+        """Compare the norm by which the engine clipped."""
+        # It is the reference's, or, where gradients differ by rounding, that of this run's own gradients.
+        expected, clipped, clipping = self.before.clipped_norm, self.now.clipped_norm, self.run.recipe.clipping
+        if clipped is None or expected is None or clipping is None:
+            return
+        found = self.number_difference("norm", expected, clipped)
+        wide = norm_dtype(self.gradients) is torch.float64
+        if found.verdict != "exact" and (wide or self._verdict("gradient") == "bound"):
+            own = total_norm(self.gradients, clipping[1])
+            # Summed in another order in float64, then rounded: the next float32 at most. A norm that stays float64
+            # shows the order of its sum: at most a rounding per summand.
+            summands = sum(gradient.numel() for gradient in self.gradients.values())
+            ulp = (2.0**-53 * summands if wide else 2.0**-23) * abs(own)
+            verdict = "bound" if abs(own - clipped) <= ulp else "different"
+            found = replace(found, verdict=verdict, bound=abs(own - expected) + ulp)
+        yield "", found
 
     def tensor(self, quantity: str, name: str, expected: Tensor, got: Tensor) -> Difference:
         found = difference(expected, got, self._bound(name, got) if quantity == "gradient" else 0.0, rank=self.rank)
-        if found.verdict == "exact" or not self.near or quantity not in ("weight", "state"):
+        if found.verdict == "exact" or quantity not in ("weight", "state"):
             return found
         if self.replayed is None:
-            self.replayed = self._replay()
+            # Weights and state are the reference's, or what the gradients of this run make of it: if these, or the
+            # norm, differ by rounding, and nothing by more.
+            before = [q for q in self.result.differences if q not in ("weight", "state")]
+            rounded = self._verdict("gradient", "norm") == "bound" and self._verdict(*before) == "bound"
+            self.replayed = self._replay() if rounded and not self.lost else {"weight": {}, "state": {}}
         replayed = self.replayed[quantity].get(name)
         if replayed is None:
             return found
@@ -170,17 +226,17 @@ class _RunComparison(StepComparison):
             return reduction_bound(self.magnitudes[name], roundings) + least
         return least
 
-    # -------------------------------------------------------------------------------------- the optimizer's step again
+    # ------------------------------------------------------------------- the optimizer's step again, a common start
 
     def _replay(self) -> dict[str, dict[str, Tensor]]:
         """Step the recipe's optimizer on one process, from the reference's state, with this run's gradients."""
         # An update may amplify a rounding error without limit (Adam divides by a square root that can be zero), so no
         # bound is derived for it: these must be this run's weights and state, to the last bit.
         recipe, device, clipping = self.run.recipe, self.run.job.device, self.run.recipe.clipping
-        weights, scale = self._shelf(self.number - 1, "weight"), None
-        if clipping is not None and self.clipped is not None:
+        weights, scale = self._read(self.number - 1, "weight"), None
+        if clipping is not None and self.now.clipped_norm is not None:
             # torch.nn.utils.clip_grad_norm_'s formula, from the norm that this run clipped with
-            norm = torch.tensor(self.clipped, dtype=norm_dtype(self.gradients))
+            norm = torch.tensor(self.now.clipped_norm, dtype=norm_dtype(self.gradients))
             scale = torch.clamp(clipping[0] / (norm + 1e-6), max=1.0)
         held: dict[str, torch.nn.Parameter] = {}
         for name in [name for group in self.before.groups for name in group["params"]]:
@@ -195,8 +251,7 @@ class _RunComparison(StepComparison):
         if self.number > 0:
             for name, state in self._states(self.number - 1).items():
                 for key, value in state.items():
-                    counter = isinstance(value, Tensor) and not value.dim()  # torch keeps these on the CPU
-                    kept = counter or not isinstance(value, Tensor)
+                    kept = not isinstance(value, Tensor) or not value.dim()  # torch keeps counters on the CPU
                     optimizer.state[held[name]][key] = value if kept else value.to(device)
         optimizer.step()
         states = ((name, optimizer.state.get(parameter, {})) for name, parameter in held.items())
@@ -209,22 +264,16 @@ class _RunComparison(StepComparison):
         """Return the reference's optimizer state after a step, by parameter."""
         states: dict[str, dict[str, Any]] = {}
         plain = self.ranks[self.process].steps[step].plain
-        for name, value in [*self._shelf(step, "state").items(), *plain.items()]:
+        for name, value in [*self._read(step, "state").items(), *plain.items()]:
             parameter, _, key = name.rpartition(": ")
             states.setdefault(parameter, {})[key] = value
         return states
-
-    # ------------------------------------------------------------------------------------------------- a common start
-
-    def _verdict(self, quantity: str) -> str:
-        verdicts = {found.verdict for found in self.result.differences.get(quantity, {}).values()}
-        return next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
 
     def _restore(self) -> None:
         """Go back onto the reference, if this step came apart within its bounds on any rank. Collective."""
         # Every step starts from the reference's weights and state, so that no bound has to follow errors from step to
         # step. After a real difference the run goes on freely, or its loss curve would snap back and hide the fault.
-        apart = any(self._verdict(quantity) != "exact" for quantity in ("weight", "state"))
+        apart = self._verdict("weight", "state") != "exact"
         flags = torch.tensor([float(apart), float(self.lost)], device=self.run.job.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if not flags[0] or flags[1]:
@@ -246,72 +295,65 @@ def _note_causes(
     mesh: DeviceMesh,
     step: RankStep,
     expected: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor | None],
+    gradients: Mapping[str, Tensor],
     bounds: Mapping[str, float],
 ) -> None:
-    """Note beside the loss and each gradient that differ which usual mistake explains it, if one does. Collective.
-
-    Args:
-        mesh: of all ranks.
-        step: whose differences get the notes.
-        expected: gradients of one process.
-        gradients: this rank's, whole.
-        bounds: by name, how far rounding may carry an element.
-    """
-    step.differences["loss"][""] = _loss_cause(mesh, step)
+    """Note beside the loss and each gradient that differ which usual mistake explains it, if one does. Collective."""
+    sizes = {dim: mesh[dim].size() for dim in mesh.mesh_dim_names or () if mesh[dim].size() > 1}
+    loss = step.differences["loss"][""]
+    for dim, ranks in sizes.items() if loss.verdict == "different" else ():
+        note = ""
+        if abs(step.loss * ranks - step.reference_loss) <= loss.bound * ranks:
+            note = f"it is {ranks} times too small: if the losses of {dim!r}'s ranks add up, Split(adds=({dim!r},))"
+        elif abs(step.loss / ranks - step.reference_loss) <= loss.bound:
+            note = f"it is {ranks} times too large: if each rank of {dim!r} has all of it, it is not for Split(adds=)"
+        if note:
+            step.differences["loss"][""] = replace(loss, note=note)
+            break
     found, everyone = step.differences.get("gradient", {}), dist.group.WORLD
     assert everyone is not None
-    mine = [name for name, difference in found.items() if difference.verdict == "different"]
-    asked: Iterable[list[str]] = per_rank(everyone, mine)
-    for name in dict.fromkeys(name for each in asked for name in each):
-        gradient = gradients.get(name)
-        right = name in expected and gradient is not None and gradient.shape == expected[name].shape
-        if not all(per_rank(everyone, right)) or gradient is None:
-            continue
-        note = _cause(mesh, real_view(expected[name]).double(), real_view(gradient).double(), bounds.get(name, 0.0))
-        if note and found[name].verdict == "different":
-            found[name] = replace(found[name], note=note)
+    # All ranks ask about the same gradients, in one order, since they add them up to find out.
+    whole = [n for n, gradient in gradients.items() if n in expected and gradient.shape == expected[n].shape]
+    told = per_rank(everyone, ([name for name, d in found.items() if d.verdict == "different"], whole))
+    for name in dict.fromkeys(name for different, _ in told for name in different):
+        if all(name in held for _, held in told):
+            one, other = (real_view(side[name]).double() for side in (expected, gradients))
+            note = _cause(mesh, sizes, one, other, bounds.get(name, 0.0))
+            if note and found[name].verdict == "different":
+                found[name] = replace(found[name], note=note)
 
 
-def _loss_cause(mesh: DeviceMesh, step: RankStep) -> Difference:
-    found = step.differences["loss"][""]
-    for dim in mesh.mesh_dim_names or ():
-        ranks = mesh[dim].size()
-        if found.verdict != "different" or ranks == 1:
-            continue
-        if abs(step.loss * ranks - step.reference_loss) <= found.bound * ranks:
-            note = f"it is {ranks} times too small: if the losses of {dim!r}'s ranks add up, Split(adds=({dim!r},))"
-            return replace(found, note=note)
-        if abs(step.loss / ranks - step.reference_loss) <= found.bound:
-            note = f"it is {ranks} times too large: if each rank of {dim!r} has all of it, it is not for Split(adds=)"
-            return replace(found, note=note)
-    return found
-
-
-def _cause(mesh: DeviceMesh, expected: Tensor, gradient: Tensor, bound: float) -> str:
+def _cause(mesh: DeviceMesh, sizes: Mapping[str, int], expected: Tensor, gradient: Tensor, bound: float) -> str:
     """Return the mistake in words, "" if it is none of them. Collective."""
 
     def near(value: Tensor, within: float) -> bool:
         return bool(((value - expected).abs() <= within).all())
 
-    said = ""
-    for dim in mesh.mesh_dim_names or ():
-        total = gradient.clone()
+    causes: list[tuple[bool, str]] = []
+    for dim, ranks in sizes.items():
+        total, where = gradient.clone(), f"mesh[{dim!r}]"
         dist.all_reduce(total, group=mesh[dim].get_group())
-        ranks = mesh[dim].size()
-        if ranks == 1 or said:
-            continue
-        apart = not torch.equal(total, gradient * ranks)
-        if apart and near(total, bound * ranks):
-            said = f"the parts that the {ranks} ranks of {dim!r} have add up to it: replicated={{...: mesh[{dim!r}]}}"
-        elif apart and near(total / ranks, bound):
-            said = f'the mean over {dim!r} is right: replicated={{...: (mesh[{dim!r}], "mean")}}'
-        elif near(gradient / ranks, bound):
-            said = f"it is {ranks} times too large, the number of ranks of {dim!r}: added up where all have the whole?"
-        elif near(gradient * ranks, bound * ranks):
-            said = f"it is {ranks} times too small, the number of ranks of {dim!r}: averaged where each has a part?"
+        apart, times = not torch.equal(total, gradient * ranks), f"the number of ranks of {dim!r}"
+        parts = f"the parts that the {ranks} ranks of {dim!r} have add up to it: replicated={{...: {where}}}"
+        causes += [
+            (apart and near(total, bound * ranks), parts),
+            (
+                apart and near(total / ranks, bound),
+                f'the mean over {dim!r} is right: replicated={{...: ({where}, "mean")}}',
+            ),
+            (
+                near(gradient / ranks, bound),
+                f"it is {ranks} times too large, {times}: added up where all have the whole?",
+            ),
+            (
+                near(gradient * ranks, bound * ranks),
+                f"it is {ranks} times too small, {times}: averaged where each has a part?",
+            ),
+        ]
     length = float(expected.square().sum())
     ratio = float((gradient * expected).sum()) / length if length else 0.0
-    if not said and ratio and near(gradient / ratio, bound / abs(ratio) + bound):
-        return f"it is {ratio:.6g} times what it should be"
-    return said
+    if ratio:
+        causes.append(
+            (near(gradient / ratio, bound / abs(ratio) + bound), f"it is {ratio:.6g} times what it should be")
+        )
+    return next((text for right, text in causes if right), "")

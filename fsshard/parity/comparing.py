@@ -8,7 +8,6 @@ else may differ (:func:`freedom`). Two kinds of step pass through it: one that i
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,8 +17,7 @@ import torch
 
 from fsshard.backends import backend_names
 from fsshard.errors import RecipeError
-from fsshard.parity.bounds import ORDERS, BatchFacts, measured_bound
-from fsshard.parity.difference import difference, number_difference, place_of, unequal, value_differences
+from fsshard.parity.bounds import ORDERS, measured_bound
 from fsshard.parity.one_process import first_difference
 from fsshard.parity.report import (
     QUANTITIES,
@@ -28,22 +26,31 @@ from fsshard.parity.report import (
     Difference,
     RankStep,
     StepReport,
+    difference,
     first_divergence,
-    worst_verdict,
+    number_difference,
+    place_of,
+    unequal,
+    value_differences,
+    worst_of,
 )
-from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance, least_distance
-from fsshard.parity.trace import INITIAL, RankTrace, Shelf, Step, Trace, mean_loss
-from fsshard.parity.training import Stage
+from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance
+from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, mean_loss, read_tensors
 
 __all__ = ["StepComparison", "cell_of", "check_deterministic", "compare_traces", "freedom", "merged", "needs_bounds"]
 
 ROUNDED = ("initial weight", "batch", "loss", "gradient", "norm", "weight", "state", "buffer")
 """Quantities that another kernel may give other last digits; of the rest nothing but equality is right."""
 Found = Iterator[tuple[str, Difference]]
+Tensors = Mapping[str, Mapping[str, Any]]
+"""Quantity -> name -> tensor, or its sketch."""
 
 
-class StepComparison(ABC):
-    """Holds one rank's steps against recorded ones.
+class StepComparison:
+    """Holds one rank's steps against those of a recorded process: ``self.now`` against ``self.before``.
+
+    A subclass says what is recorded (``recorded``), how tensors, samples and norms are compared (``tensor``,
+    ``batches``, ``norms``), how far a number may round (``number_bound``) and what the mean of all ranks' losses is.
 
     Args:
         ranks: the recorded training, rank by rank.
@@ -51,135 +58,97 @@ class StepComparison(ABC):
         rank: of whoever trained the steps.
         regrouped: it trained on other samples than the recorded process, so only what all ranks share is compared.
         own_engine: an engine of the user's own trained them, which may show no more than weights.
-
-    Attributes:
-        before: the recorded step.
-        number: of the step.
-        result: the findings so far.
+        owned: name -> [start, stop) of the real numbers of a parameter that this rank updates.
     """
 
     recorded_in: ClassVar[str]
+    recorded: Callable[[str], Mapping[str, Any] | None]
+    tensor: Callable[[str, str, Any, Any], Difference]
+    batches: Callable[[], Found]
+    norms: Callable[[], Found]
+    number_bound: Callable[[str, float], float]
+    mean_loss: Callable[[], float]
 
-    def __init__(self, ranks: list[RankTrace], process: int, *, rank: int, regrouped: bool, own_engine: bool) -> None:
+    def __init__(
+        self,
+        ranks: list[RankTrace],
+        process: int,
+        *,
+        rank: int,
+        regrouped: bool,
+        own_engine: bool,
+        owned: Callable[[str], tuple[int, int]],
+    ) -> None:
         self.ranks, self.process, self.rank = ranks, process, rank
-        self.regrouped, self.own_engine = regrouped, own_engine
+        self.regrouped, self.own_engine, self._owned = regrouped, own_engine, owned
 
-    def compare_step(self, number: int, stages: Iterable[Stage]) -> RankStep:
-        """Compare one step. Collective, if the stages are those of a training.
-
-        Args:
-            number: of the step.
-            stages: as :meth:`fsshard.parity.training.Training.stages` yields them.
-        """
-        self.number, self.before = number, self.ranks[self.process].steps[number]
+    def compare_step(self, number: int, step: Step, tensors: Tensors) -> RankStep:
+        """Compare one step, whose tensors are given as the record has them: by quantity and name."""
+        self.number, self.now, self.before = number, step, self.ranks[self.process].steps[number]
         self.result = RankStep(
-            loss=0.0, reference_loss=self.before.loss, norm=math.nan, reference_norm=self.before.norm
+            loss=step.loss, reference_loss=self.before.loss, norm=step.norm, reference_norm=self.before.norm
         )
-        compared: dict[str, Callable[[Any], Found]] = {
-            "batch": self.batch,
-            "loss": self.loss,
-            "gradient": self.gradient,
-            "norm": self.norm,
-            "param_groups": self.groups,
-            "state": self.state,
-            "random state": self.random,
-        }
-        for quantity, value in stages:
-            differences = compared[quantity](value) if quantity in compared else self.tensors(quantity, value)
+        for quantity, differences in self._stages(tensors):
             for name, found in differences:
                 known = self.result.differences.setdefault(quantity, {})
                 if name not in known or SEVERITY[found.verdict] > SEVERITY[known[name].verdict]:
                     known[name] = found
         return self.result
 
-    @abstractmethod
-    def recorded(self, quantity: str) -> Mapping[str, Any] | None:
-        """Return the recorded tensors of a quantity by name; None where they were not kept."""
+    def _stages(self, tensors: Tensors) -> Iterator[tuple[str, Iterable[tuple[str, Difference]]]]:
+        before, now = self.before, self.now
+        # An engine of one's own that shows nothing of its optimizer is not compared in that.
+        states = bool(tensors.get("state") or now.plain or not self.own_engine)
+        if "initial weight" in tensors:
+            yield "initial weight", self._tensors("initial weight", tensors)
+        yield "batch", self.batches()
+        yield "loss", self._loss()
+        yield "gradient", self._tensors("gradient", tensors)
+        yield "norm", self.norms()
+        # No engine computes learning rates and the like, so nothing but equality is right.
+        if now.groups or not self.own_engine:
+            yield "param_groups", value_differences(_flat(before.groups), _flat(now.groups), self.rank)
+        yield "weight", self._tensors("weight", tensors)
+        yield "state", self._tensors("state", tensors)
+        yield "state", value_differences(before.plain, now.plain, self.rank) if states else ()
+        yield "buffer", self._tensors("buffer", tensors)
+        if not self.regrouped:
+            note = f"this run has drawn other random numbers than {self.recorded_in}"
+            same = before.random == now.random
+            yield "random state", [("", Difference(rank=self.rank) if same else unequal(self.rank, note))]
 
-    @abstractmethod
-    def tensor(self, quantity: str, name: str, expected: Any, got: Any) -> Difference:
-        """Compare one tensor."""
-
-    @abstractmethod
-    def owned(self, name: str) -> tuple[int, int]:
-        """Return [start, stop) of the real numbers of a parameter that this rank updates."""
-
-    @abstractmethod
-    def batch(self, batches: Any) -> Found:
-        """Compare the samples."""
-
-    @abstractmethod
-    def norm(self, value: tuple[float, float | None]) -> Found:
-        """Compare the gradients' norm before clipping, and what the engine's clipping returned."""
-
-    @abstractmethod
-    def mean_loss(self, loss: float) -> float:
-        """Return the mean of all ranks' losses, of which this rank's is given. Collective."""
-
-    @abstractmethod
     def number_difference(self, quantity: str, expected: float, got: float) -> Difference:
-        """Compare a number, which may round as far as was measured for its quantity."""
+        """Compare a number, which may round as far as is known for its quantity."""
+        return number_difference(expected, got, self.number_bound(quantity, got), rank=self.rank)
 
-    def loss(self, value: tuple[float, Sequence[Sequence[str]]]) -> Found:
+    def _loss(self) -> Found:
         """Compare the loss; the first module that put out something else is named beside a difference."""
-        self.result.loss, outputs = value
         if self.regrouped:
-            self.result.loss = self.mean_loss(value[0])
-            self.result.reference_loss = mean_loss(self.ranks, self.number)
+            self.result.loss, self.result.reference_loss = self.mean_loss(), mean_loss(self.ranks, self.number)
         found = self.number_difference("loss", self.result.reference_loss, self.result.loss)
-        if found.verdict != "exact" and not self.regrouped and self.before.outputs and outputs:
-            found = replace(found, note=first_difference(self.before.outputs, outputs))
+        if found.verdict != "exact" and not self.regrouped and self.before.outputs and self.now.outputs:
+            found = replace(found, note=first_difference(self.before.outputs, self.now.outputs))
         yield "", found
 
-    def gradient(self, gradients: Mapping[str, Any]) -> Found:
-        """Compare gradients; those that are None are missing."""
-        yield from self.tensors("gradient", ((name, value) for name, value in gradients.items() if value is not None))
-
-    def groups(self, groups: Sequence[Mapping[str, Any]]) -> Found:
-        """Compare learning rates and the like."""
-        # No engine computes these numbers, so nothing but equality is right.
-        if groups or not self.own_engine:
-            yield from value_differences(_flat(self.before.groups), _flat(groups), self.rank)
-
-    def state(self, value: tuple[Iterable[tuple[str, Any]], Mapping[str, Any]]) -> Found:
-        """Compare the optimizer's tensors, and its state that is no tensor."""
-        tensors, plain = list(value[0]), value[1]
-        yield from self.tensors("state", tensors)
-        if tensors or plain or not self.own_engine:
-            yield from value_differences(self.before.plain, plain, self.rank)
-
-    def random(self, state: str) -> Found:
-        """Compare the random generators' state."""
-        if not self.regrouped:
-            same = self.before.random == state
-            note = f"this run has drawn other random numbers than {self.recorded_in}"
-            yield "", Difference(rank=self.rank) if same else unequal(self.rank, note)
-
-    def tensors(self, quantity: str, items: Iterable[tuple[str, Any]]) -> Found:
+    def _tensors(self, quantity: str, tensors: Tensors) -> Found:
         """Compare tensors by name."""
-        # Every item is taken, also where its name is unknown: taking them may be collective.
-        recorded = self.recorded(quantity)
+        recorded, given = self.recorded(quantity), tensors.get(quantity, {})
         if recorded is None:
             return
-        left, shown = dict.fromkeys(recorded), False
-        for name, value in items:
-            shown = True
-            if name not in left:
+        for name, value in given.items():
+            if name not in recorded:
                 yield name, unequal(self.rank, f"missing in {self.recorded_in}")
                 continue
-            del left[name]
             found = self.tensor(quantity, name, recorded[name], value)
-            start, stop = self.owned(name.partition(": ")[0])
-            if found.verdict != "exact" and start <= place_of(value.shape, _is_complex(value), found.index) < stop:
+            start, stop = self._owned(name.partition(": ")[0])
+            pairs = "complex" in str(value.dtype)
+            if found.verdict != "exact" and start <= place_of(value.shape, pairs, found.index) < stop:
                 self.result.owner.add((quantity, name))
             yield name, found
-        if shown or not self.own_engine or quantity in ("initial weight", "weight"):
-            for name in left:
-                yield name, unequal(self.rank, "missing here")
-
-
-def _is_complex(value: Any) -> bool:
-    return "complex" in str(value.dtype)
+        if given or not self.own_engine or quantity in ("initial weight", "weight"):
+            for name in recorded:
+                if name not in given:
+                    yield name, unequal(self.rank, "missing here")
 
 
 def _flat(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -207,25 +176,30 @@ def compare_traces(
     before: Trace,
     now: Trace,
     *,
-    batches: list[BatchFacts] | None = None,
+    batches: RankTrace | None = None,
     draws: Draws = (),
     exactly: bool = False,
 ) -> list[StepReport]:
-    """Return the differences in each step of ``now``, which may have fewer steps. Nothing is run.
+    """Return the differences in each step of ``now``, which may have fewer steps than the record. Nothing is run.
 
     Args:
         before: the recorded training.
         now: another.
-        batches: where ranks train on other batches than the recorded ones, what is known of those that these were made
-            of. Then only what all ranks share is compared.
+        batches: those that the ranks' batches were made of, where these are others than the recorded ones.
         draws: one training as it is, then some with other rounding, each as its ranks saw it. How far these are from
             the first one measures the bounds. (It need not be ``now``, whose engine may be wrong.)
         exactly: nothing may round: every bound is zero.
     """
     # Where the ranks' batches are others, only what all ranks share can be compared: rank 0 speaks for it.
-    ranks = range(len(now.ranks) if batches is None else 1)
-    comparisons = [_TraceComparison(before, now, rank, batches, draws, exactly) for rank in ranks]
-    return merged([[one.compare_step(n, one.stages(n)) for n in range(now.steps)] for one in comparisons])
+    found = []
+    for rank in range(len(now.ranks) if batches is None else 1):
+        comparison, steps = _TraceComparison(before, now, rank, batches, draws, exactly), []
+        for number, step in enumerate(now.ranks[rank].steps):
+            initial = {"initial weight": now.ranks[rank].initial} if number == 0 else {}
+            # without outputs: first_output() compares those of all steps
+            steps.append(comparison.compare_step(number, replace(step, outputs=[]), step.sketches | initial))
+        found.append(steps)
+    return merged(found)
 
 
 def needs_bounds(steps: Sequence[StepReport]) -> bool:
@@ -250,33 +224,21 @@ class _TraceComparison(StepComparison):
     recorded_in = "the record"
 
     def __init__(
-        self, before: Trace, now: Trace, rank: int, batches: list[BatchFacts] | None, draws: Draws, exactly: bool
+        self, before: Trace, now: Trace, rank: int, batches: RankTrace | None, draws: Draws, exactly: bool
     ) -> None:
-        own_engine = now.backend.partition("(")[0] not in backend_names()
-        super().__init__(before.ranks, rank, rank=rank, regrouped=batches is not None, own_engine=own_engine)
-        self._now, self._batches, self._draws, self._exactly = now, batches, draws, exactly
-        # Tensors are looked at where sketches differ; a shelf has all of one quantity and step.
-        self._shelf = lru_cache(maxsize=8)(lambda path, step, quantity: Shelf(path, step, quantity, rank))
+        super().__init__(
+            before.ranks,
+            rank,
+            rank=rank,
+            regrouped=batches is not None,
+            own_engine=now.backend.partition("(")[0] not in backend_names(),
+            owned=lambda name: now.ranks[rank].owned.get(name, (0, 0)),
+        )
+        self._now, self._draws, self._exactly = now, draws, exactly
+        self._sampled = now.ranks if batches is None else [batches]
+        # Tensors are looked at where sketches differ: all of one quantity and step are read at once.
+        self._read = lru_cache(maxsize=4)(lambda path, step, quantity: read_tensors(path, step, quantity, rank))
         self._files = [trace.tensors for trace in (before, now) if trace.tensors is not None]
-
-    def stages(self, number: int) -> Iterator[Stage]:
-        """Yield from the record of a step what a training of it yields."""
-        rank = self._now.ranks[self.rank]
-        step = rank.steps[number]
-        stages: dict[str, Any] = {
-            "batch": all_batches(self._now.ranks, number) if self.rank == 0 else None,
-            "loss": (step.loss, ()),  # the outputs of all steps are compared by first_output()
-            "gradient": step.sketches.get("gradient", {}),
-            "norm": (step.norm, step.clipped_norm),
-            "param_groups": step.groups,
-            "state": (step.sketches.get("state", {}).items(), step.plain),
-            "random state": step.random,
-        }
-        for quantity in QUANTITIES:  # those without a stage above are tensors by name
-            if quantity == "initial weight":
-                yield from [(quantity, rank.initial.items())] if number == 0 else []
-            elif quantity != "buffer" or not self.regrouped:
-                yield quantity, stages.get(quantity, step.sketches.get(quantity, {}).items())
 
     def _drawn(self) -> list[Step]:
         return [draw[self.rank].steps[self.number] for draw in self._draws]
@@ -284,50 +246,42 @@ class _TraceComparison(StepComparison):
     def recorded(self, quantity: str) -> Mapping[str, Sketch] | None:
         if quantity == "initial weight":
             return self.ranks[self.rank].initial
-        return self.before.sketches.get(quantity)
+        return None if quantity == "buffer" and self.regrouped else self.before.sketches.get(quantity)
 
-    def owned(self, name: str) -> tuple[int, int]:
-        return self._now.ranks[self.rank].owned.get(name, (0, 0))
-
-    def batch(self, batches: Any) -> Found:
-        """Compare what all ranks trained on; rank 0 does."""
-        if batches is None:
-            return
-        if self._batches is not None:
-            batches = _by_place(*self._batches[self.number])
-        for place, (expected, samples) in all_batches(self.ranks, self.number).items():
-            got, others = batches.get(place, ("", {}))
+    def batches(self) -> Found:
+        """Compare the samples of all ranks; rank 0 does."""
+        got = all_batches(self._sampled, self.number)
+        for place, (expected, samples) in all_batches(self.ranks, self.number).items() if self.rank == 0 else ():
+            digest, others = got.get(place, ("", {}))
             rank = place[1]
-            yield "", Difference(rank=rank) if expected == got else self._other_batch(rank, samples, others)
+            yield "", Difference(rank=rank) if expected == digest else self._other_batch(rank, samples, others)
 
     def _other_batch(self, rank: int, before: Mapping[str, Sketch], now: Mapping[str, Sketch]) -> Difference:
         """Compare two batches of other digests."""
         # Random numbers have other last digits under other kernels; anything more is another batch.
         found = [self._apart(one, now[name], [], rank) for name, one in before.items() if name in now]
-        alike = found and before.keys() == now.keys() and all(d.verdict != "different" for d in found)
         last_digits = [d for d in found if d.verdict == "bound"]
-        if alike and last_digits:
+        if last_digits and before.keys() == now.keys() and all(d.verdict != "different" for d in found):
             return replace(max(last_digits, key=lambda d: d.max_abs), note="the batch has other last digits")
         return unequal(rank, "the batch holds other samples")
 
-    def mean_loss(self, loss: float) -> float:
+    def norms(self) -> Found:
+        """Compare the gradients' norm before clipping, and what the engine's clipping returned."""
+        yield "", self.number_difference("norm", self.before.norm, self.now.norm)
+        if self.before.clipped_norm is not None and self.now.clipped_norm is not None:
+            yield "clipping", self.number_difference("clipped_norm", self.before.clipped_norm, self.now.clipped_norm)
+
+    def mean_loss(self) -> float:
         return mean_loss(self._now.ranks, self.number)
 
-    def norm(self, value: tuple[float, float | None]) -> Found:
-        self.result.norm, clipped = value
-        yield "", self.number_difference("norm", self.before.norm, value[0])
-        if self.before.clipped_norm is not None and clipped is not None:
-            yield "clipping", self.number_difference("clipped_norm", self.before.clipped_norm, clipped)
-
-    def number_difference(self, quantity: str, expected: float, got: float) -> Difference:
+    def number_bound(self, quantity: str, got: float) -> float:
         if quantity == "loss" and self.regrouped:
             drawn = [mean_loss(list(draw), self.number) for draw in self._draws]
         else:
             drawn = [number for step in self._drawn() if (number := getattr(step, quantity)) is not None]
         spread = max((abs(value - drawn[0]) for value in drawn[1:]), default=0.0)
         bound = measured_bound(spread, abs(got), 1, max(0, len(drawn) - 1), torch.float32)
-        possible = math.isfinite(bound) and not self._exactly
-        return number_difference(expected, got, bound if possible else 0.0, rank=self.rank)
+        return bound if math.isfinite(bound) and not self._exactly else 0.0
 
     def tensor(self, quantity: str, name: str, expected: Sketch, got: Sketch) -> Difference:
         drawn = [] if quantity == "initial weight" else [step.sketches[quantity] for step in self._drawn()]
@@ -336,7 +290,7 @@ class _TraceComparison(StepComparison):
             return found
         # With the element that differs most, where both sides' tensors are kept.
         step, kept = (INITIAL, "weight") if quantity == "initial weight" else (self.number, quantity)
-        held = [self._shelf(file, step, kept).get(name) for file in self._files]
+        held = [self._read(file, step, kept).get(name) for file in self._files]
         sides = [tensor for tensor in held if tensor is not None]
         if len(sides) < 2 or sides[0].shape != sides[1].shape or sides[0].dtype != sides[1].dtype:
             return found
@@ -354,9 +308,8 @@ class _TraceComparison(StepComparison):
             kinds = [f"{one.dtype}{list(one.shape)}" for one in (got, expected)]
             found = unequal(rank, f"{kinds[0]} where the record has {kinds[1]}")
             return replace(found, max_abs=math.inf, ulps=math.inf)
-        worst, root = max(apart(expected, got)), math.sqrt(max(1, got.elements))
+        worst, far, root = max(apart(expected, got)), distance(expected, got), math.sqrt(max(1, got.elements))
         allowed = 0.0 if self._exactly else _allowed(got, drawn)
-        far, least = distance(expected, got), least_distance(expected, got)
         return Difference(
             verdict="bound" if worst <= allowed and not self._exactly else "different",
             max_abs=far / root,
@@ -365,7 +318,7 @@ class _TraceComparison(StepComparison):
             bound=allowed / root,
             rank=rank,
             estimated=True,
-            note=f"the distance is about {far:.2g} (at least {least:.2g}) in a norm of {got.norm:.3g}",
+            note=f"the distance is about {far:.2g} in a norm of {got.norm:.3g}",
         )
 
 
@@ -379,27 +332,17 @@ def _allowed(got: Sketch, drawn: Sequence[Sketch]) -> float:
     return bound if math.isfinite(bound) else 0.0
 
 
-Batches = dict[tuple[int, int], tuple[str, dict[str, Sketch]]]
-
-
-def all_batches(ranks: Sequence[RankTrace], number: int) -> Batches:
+def all_batches(ranks: Sequence[RankTrace], number: int) -> dict[tuple[int, int], tuple[str, dict[str, Sketch]]]:
     """Return (accumulated batch, rank) -> digest, and sketches of its tensors; one process may have trained on all."""
-    found: Batches = {}
+    found = {}
     for process, rank in enumerate(ranks):
-        places = _by_place(rank.steps[number].batches, rank.steps[number].sketches.get("batch", {}))
-        found |= {(m, place if len(ranks) == 1 else process): one for (m, place), one in places.items()}
+        step = rank.steps[number]
+        samples = step.sketches.get("batch", {})
+        for micro, place in ((micro, place) for micro, row in enumerate(step.batches) for place in range(len(row))):
+            start = f"{micro}.{place}."
+            tensors = {name.removeprefix(start): one for name, one in samples.items() if name.startswith(start)}
+            found[micro, place if len(ranks) == 1 else process] = step.batches[micro][place], tensors
     return found
-
-
-def _by_place(digests: list[list[str]], samples: Mapping[str, Sketch]) -> Batches:
-    def below(start: str) -> dict[str, Sketch]:
-        return {name.removeprefix(start): one for name, one in samples.items() if name.startswith(start)}
-
-    return {
-        (micro, place): (text, below(f"{micro}.{place}."))
-        for micro, row in enumerate(digests)
-        for place, text in enumerate(row)
-    }
 
 
 # --------------------------------------------------------------------------------------------------------- all ranks
@@ -434,22 +377,15 @@ def _worst_rank(steps: Sequence[RankStep], quantity: str, name: str) -> Differen
     return max(found, key=lambda item: item[:3])[3]
 
 
-def cell_of(backend: str, world_size: int, steps: list[StepReport], parameters: list[str]) -> Cell:
-    """Return one run's cell."""
-    cell = Cell(backend=backend, world_size=world_size, steps=steps, verdict=worst_verdict(steps))
-    if cell.verdict != "exact":
-        cell.first_divergence = first_divergence(steps, parameters, cell.verdict)
-    return cell
+def cell_of(steps: list[StepReport], parameters: list[str]) -> Cell:
+    """Return the cell of a run, whose place in the report is still to be filled in."""
+    worst = worst_of(d.verdict for step in steps for named in step.differences.values() for d in named.values())
+    first = None if worst == "exact" else first_divergence(steps, parameters, worst)
+    return Cell(backend="", world_size=0, steps=steps, verdict=worst, first_divergence=first)
 
 
 def check_deterministic(again: Cell, parameters: list[str], undone: str) -> None:
-    """Raise RecipeError with the place where they part, unless a second run gave what the first one did.
-
-    Args:
-        again: the second run, held against the first.
-        parameters: their names, in the model's order.
-        undone: what was not done therefore, such as "compared".
-    """
+    """Raise RecipeError with the place where two runs part, unless the second, ``again``, gave what the first did."""
     if again.verdict == "exact":
         return
     first = first_divergence(again.steps, parameters)

@@ -25,18 +25,18 @@ __all__ = ["Engine", "WrappedEngine", "engine_name", "make_engine", "optimizer_o
 State = dict[str, Any]
 
 
-def total_norm(gradients: Mapping[str, Tensor | None], norm_type: float) -> float:
+def total_norm(gradients: Mapping[str, Tensor], norm_type: float) -> float:
     """Return the norm of whole gradients, in float64; a complex number counts by its modulus."""
-    held = [gradient for gradient in gradients.values() if gradient is not None and gradient.numel()]
-    moduli = [g.abs().double() if not g.is_complex() else g.to(torch.complex128).abs() for g in held]
+    wide = (g.to(torch.complex128 if g.is_complex() else torch.float64) for g in gradients.values() if g.numel())
+    moduli = [gradient.abs() for gradient in wide]
     if norm_type == math.inf:
         return max((float(m.max()) for m in moduli), default=0.0)
     return math.pow(sum(float(m.pow(norm_type).sum()) for m in moduli), 1.0 / norm_type)
 
 
-def norm_dtype(gradients: Mapping[str, Tensor | None]) -> torch.dtype:
+def norm_dtype(gradients: Mapping[str, Tensor]) -> torch.dtype:
     """Return the dtype of the norm that training clips by: float32, or float64 if a gradient has that precision."""
-    wide = any(g is not None and g.dtype in (torch.float64, torch.complex128) for g in gradients.values())
+    wide = any(g.dtype in (torch.float64, torch.complex128) for g in gradients.values())
     return torch.float64 if wide else torch.float32
 
 
@@ -234,11 +234,7 @@ EngineSpec = Any
 
 
 def engine_name(spec: EngineSpec) -> str:
-    """Return what reports call ``spec``.
-
-    Raises:
-        ConfigurationError: it names no engine.
-    """
+    """Return what reports call ``spec``, or raise ConfigurationError if it names no engine."""
     if isinstance(spec, str):
         return spec
     if isinstance(spec, Mapping) and "backend" in spec:
@@ -262,13 +258,9 @@ def backend_of(spec: EngineSpec) -> str:
 def make_engine(
     spec: EngineSpec, recipe: Recipe, module: nn.Module, settings: Mapping[str, Any] | None = None
 ) -> Engine:
-    """Return the engine that ``spec`` means, whose blocks are recomputed as the recipe says. Collective.
+    """Return the engine that ``spec`` means, over a fresh model; the recipe says what it recomputes. Collective.
 
-    Args:
-        spec: names the engine.
-        recipe: what is trained.
-        module: a fresh model.
-        settings: further arguments of :func:`fsshard.wrap`, of a divided model.
+    ``settings`` are further arguments of :func:`fsshard.wrap`, of a divided model.
     """
     if isinstance(spec, type):
         policy = recipe.settings.get("auto_wrap_policy", "auto")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +23,7 @@ from fsshard.planning.plan import plan
 from fsshard.recipes.recipe import Recipe, check_loss, seed_all
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 
-__all__ = [
-    "ForwardWatch",
-    "Shadow",
-    "built",
-    "first_difference",
-    "kept_random_numbers",
-    "perturbed",
-    "random_state",
-]
+__all__ = ["ForwardWatch", "Shadow", "built", "first_difference", "kept_random_numbers", "perturbed", "random_state"]
 
 
 def random_state() -> str:
@@ -62,34 +55,27 @@ def _cuda_states() -> list[Tensor]:
 class ForwardWatch:
     """Hooks that note each module's output; they stay with the modules when an engine takes them.
 
-    Args:
-        model: whose modules.
-        outputs: take digests of the outputs; else only which modules ran is recorded.
+    Without ``outputs`` only which modules ran is recorded.
     """
 
     def __init__(self, model: nn.Module, *, outputs: bool = True) -> None:
-        self._outputs = outputs
-        self._seen: list[tuple[str, str]] = []
-        self._forwards: list[int] = []  # how much had been seen when each forward began
-        self._on = False
+        self._outputs, self._on = outputs, False
+        self._forwards: list[list[tuple[str, str]]] = []
         for name, module in model.named_modules():
-            module.register_forward_hook(self._recorder(public_name(name)))
+            module.register_forward_hook(functools.partial(self._record, public_name(name)))
 
-    def _recorder(self, name: str) -> Any:
-        def record(module: nn.Module, arguments: Any, output: Any) -> None:
-            # A hook inside of a compiled unit becomes a part of its graph: the graph would break at each module, and
-            # dynamo cannot follow the bytes of a tensor ("setStorage ... out of bounds", torch 2.13). So a compiled
-            # unit is one module here. And no recomputation is recorded, which runs in the backward pass.
-            if not torch.compiler.is_compiling() and self._on:
-                self._seen.append((name, digest(output, strict=False) if self._outputs else ""))
-
-        return record
+    def _record(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        # A hook inside of a compiled unit becomes a part of its graph: the graph would break at each module, and
+        # dynamo cannot follow the bytes of a tensor ("setStorage ... out of bounds", torch 2.13). So a compiled
+        # unit is one module here. And no recomputation is recorded, which runs in the backward pass.
+        if not torch.compiler.is_compiling() and self._on:
+            self._forwards[-1].append((name, digest(output, strict=False) if self._outputs else ""))
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Record outputs, within."""
         self._on = True
-        self._forwards.append(len(self._seen))
+        self._forwards.append([])
         try:
             yield
         finally:
@@ -97,16 +83,13 @@ class ForwardWatch:
 
     def take(self) -> list[tuple[str, str]]:
         """Return ``(module, digest of its output)`` in order of execution, since the last call."""
-        seen, self._seen, self._forwards = self._seen, [], []
+        seen, self._forwards = [one for forward in self._forwards for one in forward], []
         return seen
 
     def repeated(self) -> set[str]:
         """Return the modules that ran more than once in one forward, since the last :meth:`take`."""
-        found: set[str] = set()
-        for start, stop in itertools.pairwise([*self._forwards, len(self._seen)]):
-            names = [name for name, _ in self._seen[start:stop]]
-            found |= {name for name in names if names.count(name) > 1}
-        return found
+        counts = (Counter(name for name, _ in forward) for forward in self._forwards)
+        return {name for found in counts for name, count in found.items() if count > 1}
 
 
 def first_difference(expected: Sequence[Sequence[str]], got: Sequence[Sequence[str]]) -> str:
@@ -168,9 +151,7 @@ class Shadow:
     def evaluate(self, batches: Callable[[], Sequence[Any]], after_each: Callable[[], None] | None = None) -> Draw:
         """Return loss and gradients of one step from the loaded weights and buffers; put random numbers back.
 
-        Args:
-            batches: makes them, anew for each evaluation, since a loss may change its batch in place.
-            after_each: called after each batch's backward.
+        ``batches`` makes them, anew for each evaluation, since a loss may change its batch in place.
         """
         owners = {public_name(name): module for name, module in self.module.named_modules()}
         for name, value in self._buffers:
@@ -213,44 +194,32 @@ class Shadow:
 # -------------------------------------------------------------------------------------------------- other rounding
 
 
-@contextlib.contextmanager
-def perturbed(generator: torch.Generator) -> Iterator[None]:
-    """Move results of differentiated operations, within, by one unit in the last place, up or down at random.
+class perturbed(TorchDispatchMode):
+    """Moves results of differentiated operations, within, by one unit in the last place, up or down at random."""
 
-    Args:
-        generator: draws the directions; the global generators are left alone.
-    """
     # Each run of this kind is one draw of the rounding errors that other kernels may make (Monte Carlo arithmetic:
     # Parker, UCLA report CSD-970002, 1997; Denis, de Oliveira Castro and Petit, Verificarlo, ARITH 2016). Inputs of
     # sums are moved one by one, so the errors of adding in other orders are drawn with them.
-    with _RoundedOtherwise(generator):
-        yield
 
-
-class _RoundedOtherwise(TorchDispatchMode):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and _makes_new(func) and _differentiated((args, kwargs)):
+        schema = schema_of(func)
+        new = not schema.is_mutable and all(value.alias_info is None for value in schema.returns)  # memory of its own
+        if func.namespace == "aten" and new and _differentiated((args, kwargs)):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                     self._move(leaf)
         return out
 
     def _move(self, value: Tensor) -> None:
-        real = torch.view_as_real(value) if value.is_complex() else value
+        real = real_view(value)
         step = torch.finfo(real.dtype).eps
         up = torch.empty(real.shape, dtype=real.dtype).bernoulli_(0.5, generator=self._generator).to(real.device)
         real.mul_(up.mul_(2 * step).add_(1 - step))
-
-
-def _makes_new(func: Any) -> bool:
-    """Return whether all that it returns lies in memory of its own."""
-    schema = schema_of(func)
-    return not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
 
 
 def _differentiated(arguments: Any) -> bool:

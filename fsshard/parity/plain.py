@@ -32,12 +32,9 @@ class WrongField(ConfigurationError):
 
 
 def plain(value: Any, special: Callable[[str], Any], other: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
-    """``value`` with objects for dataclasses, and lists for tuples.
+    """Return ``value`` with objects for dataclasses, and lists for tuples, as JSON has them.
 
-    Args:
-        value: dataclasses, containers, texts and numbers.
-        special: what stands for the numbers of :data:`SPECIAL`.
-        other: class -> how its instances are written.
+    ``special`` makes what stands for a number of :data:`SPECIAL`; ``other`` writes the instances of some classes.
     """
     if other and type(value) in other:
         value = other[type(value)](value)
@@ -51,57 +48,40 @@ def plain(value: Any, special: Callable[[str], Any], other: Mapping[type, Callab
 
 
 def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[[Any, str], Any]] | None = None) -> Any:
-    """Return what :func:`plain` made JSON of, as an instance of ``kind``.
+    """Return what :func:`plain` made JSON of, as an instance of ``kind``, or raise WrongField with the ``path`` to it.
 
-    Args:
-        kind: a dataclass, or what stands in a type hint of one. A field may be absent where its metadata says
-            ``optional``: files were written before there was one.
-        value: parsed JSON.
-        path: where it is.
-        other: class -> how its instances are read, from the value and its place.
-
-    Raises:
-        WrongField: something else is there.
+    ``kind`` is a dataclass, or what stands in a type hint of one; ``other`` reads instances of some classes. A field
+    may be absent where its metadata says ``optional``, as old files are; any other must not read as its default.
     """
+    origin, inner = get_origin(kind), get_args(kind)
     if other and kind in other:
         return other[kind](value, path)
     if isinstance(kind, UnionType):
-        return None if value is None else read_as(get_args(kind)[0], value, path, other)
+        return None if value is None else read_as(inner[0], value, path, other)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        given = _checked(dict, value, path, "an object")
-        found = {}
-        for name, (hint, required) in _hints(kind).items():
-            if name in given:
-                found[name] = read_as(hint, given[name], _at(path, name), other)
-            elif required:
-                raise WrongField(_at(path, name), "is missing")
+        given, hints, found = _checked(dict, value, path, "an object"), _hints(kind), {}
+        for field in dataclasses.fields(kind):
+            place = f"{path}.{field.name}" if path else field.name
+            if field.name in given:
+                found[field.name] = read_as(hints[field.name], given[field.name], place, other)
+            elif not field.metadata.get("optional"):
+                raise WrongField(place, "is missing")
         return kind(**found)
-    origin, inner = get_origin(kind), get_args(kind)
     if origin is dict:
         given = _checked(dict, value, path, "an object")
-        return {key: read_as(inner[1], item, _at(path, key), other) for key, item in given.items()}
+        return {key: read_as(inner[1], item, f"{path}.{key}", other) for key, item in given.items()}
     if origin in (list, tuple):
-        given = _checked(list, value, path, "a list")
+        items = _checked(list, value, path, "a list")
         fixed = origin is tuple and inner[-1] is not ...
-        if fixed and len(given) != len(inner):
-            raise WrongField(path, f"expected {len(inner)} elements, got {len(given)}")
-        kinds = inner if fixed else inner[:1] * len(given)
-        return origin(
-            read_as(one, item, f"{path}[{number}]", other)
-            for number, (one, item) in enumerate(zip(kinds, given, strict=True))
-        )
-    return _scalar(kind, value, path)
+        if fixed and len(items) != len(inner):
+            raise WrongField(path, f"expected {len(inner)} elements, got {len(items)}")
+        kinds = inner if fixed else inner[:1] * len(items)
+        pairs = enumerate(zip(kinds, items, strict=True))
+        return origin(read_as(one, item, f"{path}[{number}]", other) for number, (one, item) in pairs)
+    return _any(value) if kind is Any else _scalar(kind, value, path)
 
 
-@lru_cache(maxsize=64)
-def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Return each field's type hint, and whether it must be there: a lost one must not read as its default."""
-    hints = get_type_hints(kind)
-    return {f.name: (hints[f.name], not f.metadata.get("optional")) for f in dataclasses.fields(kind)}
-
-
-def _at(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+_hints = lru_cache(maxsize=64)(get_type_hints)
 
 
 def _checked(kind: Any, value: Any, path: str, expected: str) -> Any:
@@ -111,8 +91,6 @@ def _checked(kind: Any, value: Any, path: str, expected: str) -> Any:
 
 
 def _scalar(kind: Any, value: Any, path: str) -> Any:
-    if kind is Any:
-        return _any(value)
     special = value.get("number") if isinstance(value, dict) else value
     if kind is float and special in SPECIAL:
         return float(special)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from fsshard.errors import MissingExtra, ParityError
 from fsshard.parity.plain import plain, read_as
-from fsshard.parity.report import QUANTITIES, Cell, Difference, Findings, StepReport
+from fsshard.parity.report import QUANTITIES, Cell, Difference, StepReport
 from fsshard.pictures import check_picture, save_picture
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["ParityReport", "details", "figure", "plot", "summary", "table", "text"]
+__all__ = ["ParityReport", "details", "figure", "head", "summary"]
 
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
 """Columns of the table; the other quantities get one where something differs in them."""
@@ -32,11 +32,92 @@ WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refus
 """The table's words for verdicts."""
 STYLES = {"exact": "green", "bound": "cyan", "different": "bold red", "refused": "yellow", "failed": "bold magenta"}
 """rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
+MEANINGS = {
+    **{verdict: verdict for verdict in WORDS},
+    "exact": "equal to the last bit",
+    "bound": "not equal, but within what rounding alone can do",
+}
 MOST_NAMED = 4
 """Cells, or groups of cells that failed alike, that the last line names; it must stay one line."""
 
 
-# Words and numbers
+@dataclass(kw_only=True)
+class ParityReport:
+    """The result of :func:`fsshard.parity.compare`, and ways to show it.
+
+    Attributes:
+        recipe: its name.
+        reference: the backend that all were compared with.
+        steps: optimizer steps per run.
+        cells: one per world size and backend, in the order asked for.
+        warnings: why agreement proves little for this recipe: its loss is NaN or infinite, all ranks get the same
+            batches, or no weight changes.
+        changes: how the environment differs from that of the recorded training, where one is compared with.
+    """
+
+    recipe: str
+    reference: str
+    steps: int
+    cells: list[Cell] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Return whether every backend agrees with the reference at every world size."""
+        return bool(self.cells) and all(cell.ok for cell in self.cells)
+
+    def __getitem__(self, key: tuple[str, int | str]) -> Cell:
+        """Return ``report["fsdp2", 2]``, or ``report["fsdp2", "data=2,tp=2"]``: by backend and world size or mesh."""
+        for cell in self.cells:
+            if cell.backend == key[0] and key[1] in (cell.world_size, cell.mesh or None):
+                return cell
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Cell]:
+        return iter(self.cells)
+
+    def raise_if_different(self) -> None:
+        """Raise :class:`~fsshard.errors.ParityError`, with this report as its text, unless :attr:`ok`."""
+        if not self.ok:
+            raise ParityError(str(self))
+
+    def __str__(self) -> str:
+        aligned = [_aligned(self)] if self.cells else []
+        return "\n\n".join([head(self), *aligned, *details(self), summary(self)])
+
+    def table(self) -> Table:
+        """Return a rich table for the terminal, or raise MissingExtra if rich is not installed."""
+        return _table(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture: loss curves, and below how far loss and weights are from the reference's at each step.
+
+        Args:
+            path: its suffix tells the kind: ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            ConfigurationError: another suffix, or no such folder.
+            MissingExtra: matplotlib is not installed.
+        """
+        path = check_picture(path)
+        save_picture(figure(self), path)
+
+    def to_json(self) -> str:
+        """Write the whole report; :meth:`from_json` reads it back.
+
+        JSON has no infinity and no NaN; they are written as the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+        """
+        return json.dumps(plain(self, str), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> ParityReport:
+        """Read what :meth:`to_json` wrote, or raise ConfigurationError with the field that is something else."""
+        report: ParityReport = read_as(cls, json.loads(text))
+        return report
+
+
+# -------------------------------------------------------------------------------------------------------------- text
 
 
 def number(value: float) -> str:
@@ -62,90 +143,57 @@ def size(difference: Difference) -> str:
     return number(difference.max_abs) + (f" {units(difference.ulps)} ulp" if known else "")
 
 
-def _place(cell: Cell) -> str:
-    """Write ``fsdp2 at 2 ranks``, or ``fsdp2 on data=2,tp=2``."""
-    return f"{cell.backend} on {cell.mesh}" if cell.mesh else f"{cell.backend} at {_ranks(cell)}"
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _ranks(cell: Cell) -> str:
-    return cell.mesh or f"{cell.world_size} {_plural('rank', cell.world_size)}"
+    return cell.mesh or _count(cell.world_size, "rank")
 
 
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
-
-
-# Text
-
-
-def text(report: Findings) -> str:
-    """Write the report: head, one row per cell, a paragraph for what is not exact, warnings, the result."""
-    parts = [head(report), *(_aligned(report),) * bool(report.cells), *details(report), summary(report)]
-    return "\n\n".join(parts)
-
-
-def head(report: Findings) -> str:
+def head(report: ParityReport) -> str:
     """Return what was compared with what."""
-    return (
-        f"parity of {report.recipe or 'a recipe'}: {len(report.cells)} {_plural('run', len(report.cells))} of "
-        f"{report.steps} {_plural('step', report.steps)} against {report.reference}"
-    )
+    runs, steps = _count(len(report.cells), "run"), _count(report.steps, "step")
+    return f"parity of {report.recipe or 'a recipe'}: {runs} of {steps} against {report.reference}"
 
 
-def quantities(report: Findings) -> list[str]:
+def quantities(report: ParityReport) -> list[str]:
     """Return the columns: the usual quantities, and whichever else differs in some cell."""
     return [q for q in QUANTITIES if q in ALWAYS_SHOWN or any(c.worst(q).verdict != "exact" for c in report.cells)]
 
 
-def rows(report: Findings) -> list[list[str]]:
-    """Return the table without its head: backend, ranks, verdict, a size per quantity, seconds."""
-    shown = quantities(report)
-    return [
-        [
-            cell.backend,
-            cell.mesh or str(cell.world_size),
-            WORDS.get(cell.verdict, cell.verdict),
-            *(_entry(cell, quantity) for quantity in shown),
-            f"{cell.seconds:.1f}",
-        ]
-        for cell in report.cells
-    ]
+def rows(report: ParityReport) -> list[list[str]]:
+    """Return the table: its head, then backend, ranks, verdict, a size per quantity and seconds of each cell."""
+    shown, where = quantities(report), "mesh" if any(cell.mesh for cell in report.cells) else "ranks"
+    lines = [["backend", where, "verdict", *shown, "seconds"]]
+    for cell in report.cells:
+        # a run without steps has no differences, which is not the same as differences of zero
+        known = {quantity for step in cell.steps for quantity in step.differences}
+        sizes = [size(cell.worst(quantity)) if quantity in known else "-" for quantity in shown]
+        ranks, verdict = cell.mesh or str(cell.world_size), WORDS.get(cell.verdict, cell.verdict)
+        lines.append([cell.backend, ranks, verdict, *sizes, f"{cell.seconds:.1f}"])
+    return lines
 
 
-def _where(report: Findings) -> str:
-    """Return the head of the column that says on what a backend ran."""
-    return "mesh" if any(cell.mesh for cell in report.cells) else "ranks"
-
-
-def _entry(cell: Cell, quantity: str) -> str:
-    # a run without steps has no differences, which is not the same as differences of zero.
-    return size(cell.worst(quantity)) if any(quantity in step.differences for step in cell.steps) else "-"
-
-
-def _aligned(report: Findings) -> str:
-    body = rows(report)
-    lines = [["backend", _where(report), "verdict", *quantities(report), "seconds"], *body]
+def _aligned(report: ParityReport) -> str:
+    lines = rows(report)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
     right = {1, len(widths) - 1}
     padded = (
         "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in lines
     )
-    first, *rest = (line.rstrip() for line in padded)
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([caption(report), first, rule, *rest])
+    return "\n".join([_caption(report), *(line.rstrip() for line in padded)])
 
 
-def caption(report: Findings) -> str:
-    """Return what the numbers of the table are."""
-    found = (
-        d for cell in report.cells for step in cell.steps for named in step.differences.values() for d in named.values()
-    )
+def _caption(report: ParityReport) -> str:
+    found = (d for cell in report for step in cell.steps for named in step.differences.values() for d in named.values())
     estimated = "; ~ is a root mean square, estimated from digests" if any(d.estimated for d in found) else ""
     return f"largest |difference| per quantity, in units of the last place (ulp) too{estimated}"
 
 
-def details(report: Findings) -> list[str]:
+def details(report: ParityReport) -> list[str]:
     """Write a paragraph for what is not exact or reproducible, one for cells that failed alike; then the warnings."""
     told = [cell for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
     changes = [f"since it was recorded:\n{indent(chr(10).join(report.changes), '  ')}"] if report.changes else []
@@ -161,13 +209,18 @@ def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
     return list(found.values())
 
 
-def _places(cells: list[Cell]) -> str:
-    return ", ".join([*(cell.backend for cell in cells[:-1]), _place(cells[-1])])
+def _headline(cells: list[Cell]) -> str:
+    """Write ``fsdp, fsdp2 at 2 ranks: failed``."""
+    cell = cells[0]
+    meaning = MEANINGS.get(cell.verdict, cell.verdict)
+    if cell.verdict == "different" and cell.first_divergence is not None:
+        meaning = f"different from step {cell.first_divergence.step} on"
+    places = ", ".join(each.backend for each in cells)
+    return f"{places} {'on' if cell.mesh else 'at'} {_ranks(cell)}: {meaning}"
 
 
 def _paragraph(cells: list[Cell]) -> str:
-    cell = cells[0]
-    lines = [f"{_places(cells)}: {_meaning(cell)}"]
+    cell, lines = cells[0], [_headline(cells)]
     if cell.first_divergence is not None:
         lines.append(f"  first: {cell.first_divergence}")
     if cell.reproducible is False:
@@ -180,25 +233,16 @@ def _paragraph(cells: list[Cell]) -> str:
     return "\n".join(lines)
 
 
-def _meaning(cell: Cell) -> str:
-    if cell.verdict == "different" and cell.first_divergence is not None:
-        return f"different from step {cell.first_divergence.step} on"
-    return {
-        "exact": "equal to the last bit",
-        "bound": "not equal, but within what rounding alone can do",
-        "different": "different",
-        "refused": "refused",
-        "failed": "failed",
-    }.get(cell.verdict, cell.verdict)
-
-
-def summary(report: Findings) -> str:
+def summary(report: ParityReport) -> str:
     """Write the result in one line of words."""
     if not report.cells:
         return "nothing was compared"
     if report.ok:
-        warned = len(report.warnings)
-        return f"all agree: {counts(report.cells)}" + (f"; {warned} {_plural('warning', warned)}" if warned else "")
+        exact = [cell.verdict for cell in report.cells].count("exact")
+        bound = len(report.cells) - exact
+        said = [f"{exact} exact"] * (exact > 0) + [f"{bound} within the rounding bound"] * (bound > 0)
+        warned = f"; {_count(len(report.warnings), 'warning')}" if report.warnings else ""
+        return f"all agree: {', '.join(said)}{warned}"
     bad = _alike(cell for cell in report.cells if not cell.ok)
     # A fault first: that a backend was refused matters less.
     bad.sort(key=lambda cells: ("different", "failed", "refused").index(cells[0].verdict))
@@ -208,28 +252,16 @@ def summary(report: Findings) -> str:
     return f"{proven}: {named}{more}"
 
 
-def counts(cells: Iterable[Cell]) -> str:
-    """Write ``3 exact, 1 within the rounding bound``."""
-    words = {**{v: v for v in WORDS}, "bound": "within the rounding bound"}
-    found = [cell.verdict for cell in cells]
-    return ", ".join(f"{found.count(v)} {words[v]}" for v in words if v in found)
-
-
 def _brief(cells: list[Cell]) -> str:
-    cell = cells[0]
-    if cell.verdict == "different":
-        first = cell.first_divergence
-        what = f", {first.quantity}{f' of {first.name}' if first.name else ''}" if first is not None else ""
-        return f"{_place(cell)}: {_meaning(cell)}{what}"
-    reason = cell.reason.strip().partition("\n")[0]
-    return f"{_places(cells)}: {cell.verdict}" + (f" ({reason})" if reason else "")
+    cell, said = cells[0], ""
+    if cell.verdict != "different" and cell.reason:
+        said = f" ({cell.reason.strip().partition(chr(10))[0]})"
+    elif cell.verdict == "different" and (first := cell.first_divergence) is not None:
+        said = f", {first.quantity}{f' of {first.name}' if first.name else ''}"
+    return f"{_headline(cells)}{said}"
 
 
-# Terminal
-
-
-def table(report: Findings) -> Table:
-    """Return the rows as a table for a terminal, or raise MissingExtra if rich is not installed."""
+def _table(report: ParityReport) -> Table:
     try:
         from rich import box
         from rich.markup import escape
@@ -237,31 +269,27 @@ def table(report: Findings) -> Table:
         from rich.text import Text
     except ImportError as error:
         raise MissingExtra("rich", "cli", "a table in the terminal") from error
-    made = Table(
-        title=escape(head(report)),
-        caption=caption(report),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-        pad_edge=False,
-        padding=(0, 1, 0, 0),  # 80 columns hold it
-    )
-    made.add_column("backend", no_wrap=True)
-    made.add_column(_where(report), justify="right", no_wrap=True)
-    made.add_column("verdict", no_wrap=True)
-    for quantity in quantities(report):
+    made = Table(title=escape(head(report)), caption=_caption(report), box=box.SIMPLE_HEAD, pad_edge=False)
+    made.title_justify = made.caption_justify = "left"
+    made.padding = (0, 1, 0, 0)  # 80 columns hold it
+    names, *lines = rows(report)
+    for place, name in enumerate(names):
         # a number never breaks; its ulp may go to the next line
-        made.add_column(quantity, min_width=max(7, len(quantity)))
-    made.add_column("seconds", justify="right")
-    for cell, row in zip(report.cells, rows(report), strict=True):
-        entries = [Text(entry, style="dim" if entry in ("0", "-") else "") for entry in row]
-        entries[2] = Text(row[2], style=STYLES.get(cell.verdict, ""))
+        width = max(7, len(name)) if 2 < place < len(names) - 1 else None
+        made.add_column(
+            name,
+            justify="right" if name in ("ranks", "mesh", "seconds") else "left",
+            no_wrap=place < 3,
+            min_width=width,
+        )
+    for cell, line in zip(report.cells, lines, strict=True):
+        entries = [Text(entry, style="dim" if entry in ("0", "-") else "") for entry in line]
+        entries[2] = Text(line[2], style=STYLES.get(cell.verdict, ""))
         made.add_row(*entries)
     return made
 
 
-# Picture
-
+# ----------------------------------------------------------------------------------------------------------- picture
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette: told apart under the usual kinds of colour blindness."""
@@ -270,13 +298,7 @@ GREY, FAINT = "#4D4D4D", "#BFBFBF"
 Looks = dict[str, dict[str, Any]]
 
 
-def plot(report: Findings, path: str | Path) -> None:
-    """Write :func:`figure` to a file that :func:`check_picture` accepts."""
-    path = check_picture(path)
-    save_picture(figure(report), path)
-
-
-def figure(report: Findings) -> Figure:
+def figure(report: ParityReport) -> Figure:
     """Draw a column per world size or mesh: the losses on top of each other, below how far loss and weights are off.
 
     Axes carry the labels ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``, and
@@ -287,25 +309,37 @@ def figure(report: Findings) -> Figure:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
     sizes = list(dict.fromkeys(map(_ranks, report.cells))) or ["1 rank"]
-    looks = _looks(report)
+    looks: Looks = {}
+    names = list(dict.fromkeys(cell.backend for cell in report.cells))
+    for i, name in enumerate(names):  # wide and below first, narrow and on top last, so that equal curves all show
+        width = 6.5 - 5.3 / max(1, len(names) - 1) * i
+        looks[name] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": width}
+        looks[name] |= {"markersize": 4 + 1.2 * width, "markeredgewidth": 0, "solid_capstyle": "round"}
     made = Figure(figsize=(max(8.4, 1.4 + 5.2 * len(sizes)), 8.4), layout="constrained")
     ratios = {"height_ratios": [1.6, 1, 1]}
     grid = made.subplots(3, len(sizes), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios)
     for column, ranks in enumerate(sizes):
         cells = [cell for cell in report.cells if _ranks(cell) == ranks]
         _draw_losses(grid[0, column], cells, looks, report.reference)
+        for axes, gap in zip(grid[1:, column], GAPS.values(), strict=True):
+            _draw_gaps(axes, cells, looks, gap, [gap(step) for cell in report.cells for step in cell.steps])
+        for axes, panel in zip(
+            grid[:, column], ("loss", *(f"{quantity} difference" for quantity in GAPS)), strict=True
+        ):
+            axes.set_label(f"{panel}, {ranks.partition(' ')[0]}")
+            axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(color=GREY, labelsize=9)
+        grid[0, column].xaxis.set_major_locator(MaxNLocator(integer=True))
         grid[0, column].set_title(ranks, fontsize=11, color=GREY)
-        grid[0, column].set_label(f"loss, {ranks.partition(' ')[0]}")
-        for row, (quantity, gap) in enumerate(GAPS.items(), start=1):
-            found = [gap(step) for cell in report.cells for step in cell.steps]
-            _draw_gaps(grid[row, column], cells, looks, gap, found)
-            grid[row, column].set_label(f"{quantity} difference, {ranks.partition(' ')[0]}")
         grid[2, column].set_xlabel("step")
-    for row, label in enumerate(("loss", "|loss $-$ reference|", "largest |weight $-$ reference|")):
-        grid[row, 0].set_ylabel(label)
+    for axes, label in zip(grid[:, 0], ("loss", "|loss $-$ reference|", "largest |weight $-$ reference|"), strict=True):
+        axes.set_ylabel(label)
     result = fill(summary(report), width=max(90, 55 * len(sizes)))
     made.suptitle(f"{head(report)}\n{result}", fontsize=11, x=0.02, ha="left", parse_math=False)
     return made
@@ -326,126 +360,45 @@ def _weight_gap(step: StepReport) -> float:
 GAPS: dict[str, Callable[[StepReport], float]] = {"loss": _loss_gap, "weight": _weight_gap}
 
 
-def _looks(report: Findings) -> Looks:
-    """Return each backend's line style: wide and below first, narrow and on top last, so that equal curves all show."""
-    names = list(dict.fromkeys(cell.backend for cell in report.cells))
-    looks: Looks = {}
-    for i, name in enumerate(names):
-        width = 6.5 - 5.3 / max(1, len(names) - 1) * i
-        looks[name] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": width}
-        looks[name] |= {"markersize": 4 + 1.2 * width, "markeredgewidth": 0, "solid_capstyle": "round"}
-    return looks
-
-
 def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     longest = max((cell.steps for cell in cells), key=len, default=[])
-    below: dict[str, Any] = {
-        "color": FAINT,
-        "linewidth": 11,
-        "solid_capstyle": "round",
-        "label": f"{reference} (reference)",
-    }
-    axes.plot(range(len(longest)), [step.reference_loss for step in longest], **below)
+    below: dict[str, Any] = {"color": FAINT, "linewidth": 11, "solid_capstyle": "round"}
+    axes.plot([step.reference_loss for step in longest], **below, label=f"{reference} (reference)")
     for cell in cells:
         # Without steps there is a line in the legend and none in the picture; it must not look like a hidden one.
-        style = looks[cell.backend] if cell.steps else {"linestyle": "none"}
+        look = looks[cell.backend] if cell.steps else {"linestyle": "none"}
         label = f"{cell.backend}: {WORDS.get(cell.verdict, cell.verdict)}"
-        losses = [step.loss for step in cell.steps]
-        axes.plot(range(len(losses)), losses, **style, label=label, markevery=_every(cell))
+        axes.plot([step.loss for step in cell.steps], **look, label=label, markevery=_every(cell))
     axes.legend(frameon=False, fontsize=9, handletextpad=1.2)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _style_axes(axes)
 
 
 def _draw_gaps(
-    axes: Axes,
-    cells: list[Cell],
-    looks: Looks,
-    gap: Callable[[StepReport], float],
-    found: list[float],
+    axes: Axes, cells: list[Cell], looks: Looks, gap: Callable[[StepReport], float], everywhere: list[float]
 ) -> None:
     """Draw differences on a logarithmic axis that is linear near zero; NaN and infinity have a place above.
 
-    Equal curves lie on top of each other, as losses do.
+    Equal curves lie on top of each other, as losses do. ``everywhere`` has the differences of all columns.
     """
-    decades = [math.floor(math.log10(value)) for value in found if 0 < value < math.inf] or [-8]
+    decades = [math.floor(math.log10(value)) for value in everywhere if 0 < value < math.inf] or [-8]
     low, high = 10.0 ** min(decades), 10.0 ** (max(decades) + 1)
     axes.set_yscale("symlog", linthresh=low, linscale=0.5)
-    broken = not all(map(math.isfinite, found))
+    broken = not all(map(math.isfinite, everywhere))
     axes.set_ylim(-0.3 * low, 30 * high if broken else high)
     for cell in cells:
         look = looks[cell.backend]
         gaps = [value if math.isfinite(value) else 10 * high for value in map(gap, cell.steps)]
-        axes.plot(range(len(gaps)), gaps, **look, markevery=_every(cell))
+        axes.plot(gaps, **look, markevery=_every(cell))
         if cell.verdict == "different" and cell.first_divergence is not None:
             axes.axvline(cell.first_divergence.step, color=look["color"], linewidth=0.8, linestyle=":", zorder=0)
-    if not any(found) and any(cell.steps for cell in cells):
+    if not any(everywhere) and any(cell.steps for cell in cells):
         axes.text(0.5, 0.6, "every difference is exactly 0", transform=axes.transAxes, ha="center", color=GREY, size=9)
     every = max(1, math.ceil((max(decades) + 1 - min(decades)) / 5))
-    marks = {10.0**e: f"$10^{{{e}}}$" for e in range(min(decades), max(decades) + 1, every) if any(found)}
+    marks = {10.0**e: f"$10^{{{e}}}$" for e in range(min(decades), max(decades) + 1, every) if any(everywhere)}
     ticks = {0.0: "0", **marks, **({10 * high: "nan, inf"} if broken else {})}
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
-    _style_axes(axes)
 
 
 def _every(cell: Cell) -> int:
     """Return the steps from one marker to the next; markers of long runs would hide the line."""
     return max(1, len(cell.steps) // 12)
-
-
-def _style_axes(axes: Axes) -> None:
-    axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(color=GREY, labelsize=9)
-
-
-# Report
-
-
-@dataclass(kw_only=True)
-class ParityReport(Findings):
-    """The result of :func:`fsshard.parity.compare`, and ways to show it.
-
-    Its attributes are those of :class:`~fsshard.parity.report.Findings`.
-    """
-
-    def raise_if_different(self) -> None:
-        """Raise :class:`~fsshard.errors.ParityError`, with this report as its text, unless :attr:`ok`."""
-        if not self.ok:
-            raise ParityError(str(self))
-
-    def __str__(self) -> str:
-        return text(self)
-
-    def table(self) -> Table:
-        """Return a rich table for the terminal, or raise MissingExtra if rich is not installed."""
-        return table(self)
-
-    def plot(self, path: str | Path) -> None:
-        """Write a picture: loss curves, and below how far loss and weights are from the reference's at each step.
-
-        Args:
-            path: its suffix tells the kind: ``.png``, ``.svg`` or ``.pdf``.
-
-        Raises:
-            ConfigurationError: another suffix, or no such folder.
-            MissingExtra: matplotlib is not installed.
-        """
-        plot(self, path)
-
-    def to_json(self) -> str:
-        """Write the whole report; :meth:`from_json` reads it back.
-
-        JSON has no infinity and no NaN; they are written as the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
-        """
-        return json.dumps(plain(self, str), indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> ParityReport:
-        """Read what :meth:`to_json` wrote, or raise ConfigurationError with the field that is something else."""
-        report: ParityReport = read_as(cls, json.loads(text))
-        return report

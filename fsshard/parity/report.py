@@ -1,11 +1,32 @@
-"""The result of a comparison: numbers and verdicts, as plain data."""
+"""The result of a comparison, numbers and verdicts as plain data; and how far two tensors, or numbers, are apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-__all__ = ["QUANTITIES", "SEVERITY", "Cell", "Difference", "Divergence", "Findings", "RankStep", "StepReport"]
+import torch
+from torch import Tensor
+
+from fsshard.parity.sketch import real_view
+
+__all__ = [
+    "QUANTITIES",
+    "SEVERITY",
+    "Cell",
+    "Difference",
+    "Divergence",
+    "RankStep",
+    "StepReport",
+    "difference",
+    "number_difference",
+    "place_of",
+    "ulps_between",
+    "unequal",
+    "value_differences",
+]
 
 QUANTITIES = (
     "initial weight",
@@ -147,73 +168,137 @@ class Cell:
         return _most_telling(step.worst(quantity) for step in self.steps)
 
 
-@dataclass(kw_only=True)
-class Findings:
-    """The result of a comparison, without the ways to show it.
-
-    Attributes:
-        recipe: its name.
-        reference: the backend that all were compared with.
-        steps: optimizer steps per run.
-        cells: one per world size and backend, in the order asked for.
-        warnings: why agreement proves little for this recipe: its loss is NaN or infinite, all ranks get the same
-            batches, or no weight changes.
-        changes: how the environment differs from that of the recorded training, where one is compared with.
-    """
-
-    recipe: str
-    reference: str
-    steps: int
-    cells: list[Cell] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Return whether every backend agrees with the reference at every world size."""
-        return bool(self.cells) and all(cell.ok for cell in self.cells)
-
-    def __getitem__(self, key: tuple[str, int | str]) -> Cell:
-        """Return ``report["fsdp2", 2]``, or ``report["fsdp2", "data=2,tp=2"]``: by backend and world size or mesh."""
-        backend, where = key
-        for cell in self.cells:
-            if cell.backend == backend and where in (cell.world_size, cell.mesh or None):
-                return cell
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[Cell]:
-        return iter(self.cells)
-
-
 def _most_telling(differences: Iterable[Difference]) -> Difference:
     return max(differences, key=lambda d: (SEVERITY[d.verdict], d.ulps, d.max_abs), default=Difference())
 
 
-def worst_verdict(steps: Sequence[StepReport]) -> str:
+def worst_of(verdicts: Iterable[str]) -> str:
     """Return ``"different"``, ``"bound"`` or ``"exact"``."""
-    verdicts = {d.verdict for step in steps for named in step.differences.values() for d in named.values()}
-    return next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
+    return max(verdicts, key=SEVERITY.__getitem__, default="exact")
 
 
 def first_divergence(
     steps: Sequence[StepReport], parameters: list[str], verdict: str = "", quantities: Sequence[str] = QUANTITIES
 ) -> Divergence | None:
-    """Return the earliest difference: by step, by stage of the step, by order in the model.
+    """Return the earliest difference: by step, by stage of the step, by the order of ``parameters`` in the model.
 
-    Args:
-        steps: what each step gave.
-        parameters: their names, in the model's order.
-        verdict: of the difference; "" for any that is not exact.
-        quantities: those that are looked at.
+    ``verdict`` is that of the difference; "" for any that is not exact.
     """
-    order = {name: index for index, name in enumerate(parameters)}
     for number, step in enumerate(steps):
         for quantity in quantities:
             named = step.differences.get(quantity, {})
             hits = [name for name, d in named.items() if d.verdict != "exact" and verdict in ("", d.verdict)]
             if hits:
+                order = {name: index for index, name in enumerate(parameters)}
                 name = min(hits, key=lambda n: order.get(n.partition(": ")[0], len(order)))
-                return Divergence(
-                    step=number, quantity=quantity, name=name, rank=named[name].rank, difference=named[name]
-                )
+                found = named[name]
+                return Divergence(step=number, quantity=quantity, name=name, rank=found.rank, difference=found)
     return None
+
+
+# ------------------------------------------------------------------------------------------- tensors and numbers
+
+
+def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, rank: int = 0) -> Difference:
+    """Compare ``got`` with ``expected``.
+
+    ``bound`` is the largest difference that rounding explains, of a real number or element by element of the real view.
+    """
+    if expected.dtype != got.dtype or expected.shape != got.shape:
+        note = f"{got.dtype}{tuple(got.shape)} where the reference has {expected.dtype}{tuple(expected.shape)}"
+        return Difference(verdict="different", max_abs=math.inf, ulps=math.inf, rank=rank, note=note)
+    a, b = (real_view(tensor.detach().cpu()).reshape(-1) for tensor in (expected, got))
+    if torch.equal(a, b) or bool((same := (a == b) | (a.isnan() & b.isnan())).all()):
+        return Difference(rank=rank)
+    wide = torch.float64 if a.is_floating_point() else torch.int64
+    # infinite where one is NaN, or only one is infinite; nothing where both are the same infinity
+    apart = torch.nan_to_num((a.to(wide) - b.to(wide)).abs().double(), nan=math.inf, posinf=math.inf)
+    apart[same] = 0.0
+    allowed = bound.reshape(-1).double().cpu() if isinstance(bound, Tensor) else torch.tensor(float(bound)).double()
+    allowed = torch.nan_to_num(allowed, nan=0.0, posinf=0.0)  # an overflow allows nothing
+    # The worst element uses most of its bound; among those that have none, it differs most.
+    share = torch.where(same, 0.0, apart / allowed)
+    worst = int(torch.where(share == share.max(), apart, -1.0).argmax())
+    limit, place = float(allowed[worst] if allowed.dim() else allowed), worst // 2 if expected.is_complex() else worst
+    index = tuple(map(int, torch.unravel_index(torch.tensor(place), expected.shape))) if expected.dim() else ()
+    return Difference(
+        verdict="different" if float(apart[worst]) > limit else "bound",
+        max_abs=float(apart.max()),
+        apart=float(apart[worst]),
+        ulps=ulps_between(a, b),
+        bound=limit,
+        rank=rank,
+        index=index,
+        expected=_element_text(expected, index),
+        got=_element_text(got, index),
+    )
+
+
+def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: int = 0) -> Difference:
+    """Compare two numbers; units in the last place are counted in float32."""
+    a, b = torch.tensor(expected, dtype=torch.float64), torch.tensor(got, dtype=torch.float64)
+    found = difference(a, b, bound, rank=rank)
+    if found.verdict == "exact":
+        return found
+    return replace(found, ulps=ulps_between(a.float(), b.float()), expected=repr(expected), got=repr(got))
+
+
+def unequal(rank: int, note: str, expected: str = "", got: str = "") -> Difference:
+    """Return a difference for which there is no bound."""
+    return Difference(verdict="different", rank=rank, expected=expected, got=got, note=note)
+
+
+def value_differences(
+    expected: Mapping[str, Any], got: Mapping[str, Any], rank: int
+) -> Iterator[tuple[str, Difference]]:
+    """Compare values that are no tensors, key by key; a key that one side lacks is a difference too."""
+    for key in [*expected, *(key for key in got if key not in expected)]:
+        one, other = (repr(side[key]) if key in side else "missing" for side in (expected, got))
+        # as texts: equal for NaN, and exact for numbers
+        yield key, Difference(rank=rank) if one == other else unequal(rank, "not equal", one, other)
+
+
+def place_of(shape: Sequence[int], pairs: bool, index: tuple[int, ...]) -> int:
+    """Return where an element begins in the real view of a tensor, whose numbers are pairs if it is complex."""
+    flat = 0
+    for size, place in zip(shape, index, strict=False):
+        flat = flat * size + place
+    return flat * (2 if pairs else 1)
+
+
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+"""By the bytes of an element."""
+
+
+def ulps_between(a: Tensor, b: Tensor) -> float:
+    """Return the largest number of representable numbers between two real tensors' elements; inf if only one is NaN.
+
+    The bits of IEEE numbers, read as integers, count them in order on each side of zero (Bruce Dawson, Comparing
+    Floating Point Numbers, 2012).
+    """
+    if not a.is_floating_point():
+        return float((a.to(torch.int64) - b.to(torch.int64)).abs().max()) if a.numel() else 0.0
+    if bool((a.isnan() != b.isnan()).any()):
+        return math.inf
+    known = ~a.isnan()
+    if not bool(known.any()):
+        return 0.0
+    one, other = _ordered(a[known]), _ordered(b[known])
+    # A difference of int64 counts can overflow where signs differ; there the counts are so many that float64 will do.
+    apart = torch.where(
+        (one < 0) == (other < 0), (one - other).abs().double(), one.double().abs() + other.double().abs()
+    )
+    return float(apart.max())
+
+
+def _ordered(value: Tensor) -> Tensor:
+    kind = INTEGERS[value.element_size()]
+    bits = value.contiguous().view(kind).to(torch.int64)
+    return torch.where(bits < 0, torch.iinfo(kind).min - bits, bits)
+
+
+def _element_text(tensor: Tensor, index: tuple[int, ...]) -> str:
+    value = tensor.detach()[index].item() if index else tensor.detach().item()
+    if isinstance(value, complex):
+        return f"{value.real:.9g}{value.imag:+.9g}j"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsshard.errors import RecipeError
 
-__all__ = ["Sketch", "apart", "digest", "distance", "least_distance", "real_view", "sketch", "splitmix64"]
+__all__ = ["Sketch", "apart", "digest", "distance", "real_view", "sketch", "splitmix64"]
 
 PROJECTIONS = 12
 """Vectors of signs. Distances are estimated to about 20 percent (half of sqrt(2 / 12), by the root)."""
@@ -31,12 +31,7 @@ def real_view(tensor: Tensor) -> Tensor:
 def digest(value: Any, *, strict: bool = True) -> str:
     """Return a short digest of every tensor and number in a nested structure, bit for bit.
 
-    Args:
-        value: tensors, arrays, numbers and texts in containers of any kind, and objects that hold such.
-        strict: raise for what cannot be looked into; else its type alone counts.
-
-    Raises:
-        RecipeError: ``strict``, and there is such a thing.
+    Of what cannot be looked into the type alone counts; ``strict`` raises RecipeError for it.
     """
     found = hashlib.blake2b(digest_size=16)
     _feed(found, value, strict, [])
@@ -173,11 +168,3 @@ def distance(one: Sketch, other: Sketch) -> float:
     An unbiased estimate (Alon, Matias and Szegedy, J. Comput. Syst. Sci. 58, 1999).
     """
     return math.sqrt(sum(value * value for value in apart(one, other)) / PROJECTIONS)
-
-
-def least_distance(one: Sketch, other: Sketch) -> float:
-    """Return a lower bound of the L2 norm of the difference: by the triangle's and by Cauchy's inequality."""
-    root = math.sqrt(max(1, one.elements))
-    shares = [value / root for value in (*apart(one, other), abs(one.total - other.total))]
-    found = max([abs(one.norm - other.norm), abs(one.largest - other.largest), *shares])
-    return found if math.isfinite(found) else math.inf

@@ -6,10 +6,16 @@ beside the JSON file when it is saved. Nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
+import inspect
 import json
 import os
+import platform
+import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +32,9 @@ from fsshard.errors import TraceError
 from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.sketch import PROJECTIONS, Sketch, digest, real_view
 from fsshard.pictures import check_file
+from fsshard.recipes.recipe import Recipe
 
-__all__ = ["DETAILS", "INITIAL", "RankTrace", "Rounding", "Shelf", "Step", "Trace", "write_tensors"]
+__all__ = ["DETAILS", "INITIAL", "RankTrace", "Rounding", "Step", "Trace", "environment", "read_tensors"]
 
 FORMAT, VERSION = "fsshard parity trace", 1
 DETAILS = ("losses", "digests", "tensors")
@@ -148,11 +155,12 @@ class Trace:
             # a part of the digest is in the name, so that a trace and the tensors of another never meet
             beside = path.with_name(f"{path.stem}-{_file_digest(self.tensors)[:12]}.safetensors")
             if beside.resolve() != self.tensors.resolve():
-                partial = beside.with_name(f".{beside.name}.partial")
-                shutil.copyfile(self.tensors, partial)
-                os.replace(partial, beside)
+                with _replacing(beside) as partial:
+                    shutil.copyfile(self.tensors, partial)
             self.tensors = beside
-        _replace(path, json.dumps(_as_json(self), separators=(",", ":"), allow_nan=False) + "\n")
+        text = json.dumps(_as_json(self), separators=(",", ":"), allow_nan=False)
+        with _replacing(path) as partial:
+            partial.write_text(f"{text}\n", encoding="utf-8")
         self.file = path
 
     @classmethod
@@ -174,7 +182,15 @@ class Trace:
             raise TraceError(path, "format", f"this is not a recorded training (expected {FORMAT!r}); {_RECORD_AGAIN}")
         if data.get("version") != VERSION:
             raise TraceError(path, "version", f"expected {VERSION}, got {data.get('version')}; {_RECORD_AGAIN}")
-        readers = {Path: lambda value, place: _tensors_beside(path, value, place), Sketch: _read_sketch}
+        known: dict[str, Sketch] = {}
+
+        def read(value: Any, place: str) -> Sketch:
+            first = re.sub(r"^ranks\[\d+\]", "ranks[0]", place)  # null stands for a sketch that is rank 0's
+            if value is not None or first not in known:
+                known[place] = _read_sketch(value, place)
+            return known.get(place) or known[first]
+
+        readers = {Path: lambda value, place: _tensors_beside(path, value, place), Sketch: read}
         try:
             trace: Trace = read_as(cls, {**data, "file": None}, other=readers)
             _check(trace)
@@ -196,17 +212,17 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON")
 
 
-def _replace(path: Path, text: str) -> None:
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a file that takes the place of another once it is written, or goes."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield partial
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def _file_digest(path: Path) -> str:
@@ -219,26 +235,21 @@ def _file_digest(path: Path) -> str:
 
 def _as_json(trace: Trace) -> dict[str, Any]:
     """Return the file's content: numbers are the shortest texts that read back to the same bits."""
-    first, *others = trace.ranks
-    held = replace(trace, ranks=[first, *(_without_copies(rank, first) for rank in others)])
-    found = plain(held, lambda text: {"number": text}, {Sketch: _sketch_as_list})
+    found = plain(replace(trace, file=None), lambda text: {"number": text}, {Sketch: _sketch_as_list})
+    first, *others = found["ranks"]
+
+    def own(mine: Any, same: Any) -> Any:  # None stands for what is rank 0's: replicas are written once
+        if isinstance(mine, dict):
+            return {name: own(value, same.get(name, {})) for name, value in mine.items()}
+        return None if mine == same else mine
+
+    for rank in others:
+        rank["initial"] = own(rank["initial"], first["initial"])
+        for step, one in zip(rank["steps"], first["steps"], strict=True):
+            step["sketches"] = own(step["sketches"], one["sketches"])
     found["tensors"] = trace.tensors and {"file": trace.tensors.name, "sha256": _file_digest(trace.tensors)}
     del found["file"]
     return {"format": FORMAT, "version": VERSION, **found}
-
-
-def _without_copies(rank: RankTrace, first: RankTrace) -> RankTrace:
-    """Put None for sketches that are rank 0's."""
-    # replicas are written once
-
-    def own(named: Mapping[str, Sketch], same: Mapping[str, Sketch]) -> dict[str, Any]:
-        return {name: None if same.get(name) == one else one for name, one in named.items()}
-
-    steps = [
-        replace(step, sketches={q: own(named, one.sketches.get(q, {})) for q, named in step.sketches.items()})
-        for step, one in zip(rank.steps, first.steps, strict=True)
-    ]
-    return replace(rank, initial=own(rank.initial, first.initial), steps=steps)
 
 
 def _sketch_as_list(one: Sketch) -> list[Any]:
@@ -248,9 +259,7 @@ def _sketch_as_list(one: Sketch) -> list[Any]:
 _SKETCH = GenericAlias(tuple, (str, str, tuple[int, ...], *(float,) * (3 + PROJECTIONS)))
 
 
-def _read_sketch(value: Any, place: str) -> Sketch | None:
-    if value is None:
-        return None
+def _read_sketch(value: Any, place: str) -> Sketch:
     text, dtype, shape, largest, total, norm, *rest = read_as(_SKETCH, value, place)
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise WrongField(f"{place}[1]", f"expected a dtype of torch's, got {dtype!r}")
@@ -270,30 +279,16 @@ def _tensors_beside(path: Path, value: Any, place: str) -> Path:
 
 
 def _check(trace: Trace) -> None:
-    """Raise for what no field alone can tell, and fill in the sketches that are rank 0's."""
+    """Raise for what no field alone can tell."""
     if len(trace.ranks) not in (1, trace.world_size) or not trace.ranks:
         raise WrongField("ranks", f"expected {trace.world_size} ranks, or one for all, got {len(trace.ranks)}")
     if trace.detail not in DETAILS:
         raise WrongField("detail", f"expected {' or '.join(DETAILS)}, got {trace.detail!r}")
     if (trace.detail == "tensors") != (trace.tensors is not None):
         raise WrongField("tensors", f"expected what detail {trace.detail!r} says, got {trace.tensors}")
-    first = trace.ranks[0]
-    for number, rank in enumerate(trace.ranks):
-        place = f"ranks[{number}]"
-        if len(rank.steps) != len(first.steps) or not rank.steps:
-            raise WrongField(f"{place}.steps", f"expected {len(first.steps) or 'some'} steps, got {len(rank.steps)}")
-        _fill(rank.initial, first.initial, f"{place}.initial")
-        for n, (step, one) in enumerate(zip(rank.steps, first.steps, strict=True)):
-            for quantity, named in step.sketches.items():
-                _fill(named, one.sketches.get(quantity, {}), f"{place}.steps[{n}].sketches.{quantity}")
-
-
-def _fill(named: dict[str, Any], first: Mapping[str, Any], place: str) -> None:
-    for name, one in named.items():
-        if one is None:
-            if first.get(name) is None:
-                raise WrongField(f"{place}.{name}", "expected a list, got None")
-            named[name] = first[name]
+    for number, steps in enumerate(len(rank.steps) for rank in trace.ranks):
+        if steps != trace.steps or not steps:
+            raise WrongField(f"ranks[{number}].steps", f"expected {trace.steps or 'some'} steps, got {steps}")
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
@@ -320,51 +315,102 @@ def _part(step: int, quantity: str, rank: int) -> str:
     return f"step{step}-{quantity.replace(' ', '-')}-rank{rank}"
 
 
-class Shelf(Mapping[str, Tensor]):
-    """A rank's tensors of one quantity of one step, each read when asked for.
+def read_tensors(path: str | Path, step: int, quantity: str, rank: int) -> dict[str, Tensor]:
+    """Return a rank's tensors of one quantity of one step, mapped from the disk; rank 0's stand for equal ones.
 
-    Args:
-        path: a folder of what :func:`write_tensors` writes, or a file of :func:`merged_tensors`.
-        step: its number, or :data:`INITIAL`.
-        quantity: such as ``"gradient"``.
-        rank: whose; rank 0's tensors stand for those that are the same.
+    ``path`` is a folder of what :func:`write_tensors` writes, or a file of :func:`merged_tensors`.
     """
-
-    def __init__(self, path: str | Path, step: int, quantity: str, rank: int) -> None:
-        self._where: dict[str, tuple[Any, str]] = {}
-        names = "[]"
-        for holder in sorted({0, rank}):  # this rank's own part comes last, and wins
-            part, within = _part(step, quantity, holder), Path(path).is_file()
-            # Opening costs more than reading a small tensor; files stay open, mapped, as long as the shelf lives.
-            file: Any = safe_open(path if within else Path(path) / f"{part}.safetensors", framework="pt")
-            start = f"{part}/" if within else ""
-            keys = [key for key in file.keys() if key.startswith(start)]  # noqa: SIM118
-            self._where |= {key.removeprefix(start).removeprefix(_COMPLEX): (file, key) for key in keys}
-            names = json.dumps([*self._where]) if within else file.metadata()["names"]
-        self._names = dict.fromkeys(json.loads(names))
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        file, key = self._where[name]
-        value: Tensor = file.get_tensor(key)
-        return torch.view_as_complex(value) if key.removesuffix(name).endswith(_COMPLEX) else value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    held: dict[str, Tensor] = {}
+    names: list[str] = []
+    for holder in sorted({0, rank}):  # this rank's own part comes last, and wins
+        part, merged = _part(step, quantity, holder), Path(path).is_file()
+        start = f"{part}/" if merged else ""
+        with safe_open(path if merged else Path(path) / f"{part}.safetensors", framework="pt") as file:
+            for key in [key for key in file.keys() if key.startswith(start)]:  # noqa: SIM118
+                value, name = file.get_tensor(key), key.removeprefix(start)
+                real = not name.startswith(_COMPLEX)
+                held[name.removeprefix(_COMPLEX)] = value if real else torch.view_as_complex(value)
+            names = list(held) if merged else json.loads(file.metadata()["names"])
+    return {name: held[name] for name in names}
 
 
 def merged_tensors(folder: str) -> Path:
     """Make one file of all that the ranks have written into ``folder``; keys are ``"step0-gradient-rank0/<name>"``."""
-    parts = sorted(Path(folder).glob("step*.safetensors"))
-    held = {f"{part.stem}/{key}": value for part in parts for key, value in load_file(part).items()}
+    parts, file = sorted(Path(folder).glob("step*.safetensors")), Path(folder) / "tensors.safetensors"
+    save_file({f"{part.stem}/{key}": value for part in parts for key, value in load_file(part).items()}, file)
     for part in parts:
         part.unlink()
-    save_file(held, Path(folder) / "tensors.safetensors")
-    return Path(folder) / "tensors.safetensors"
+    return file
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+PACKAGES = ("fsshard", "fairscale", "numpy", "neuraloperator", "transformers")
+VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+TOLD = ("seed", "hyper", "precision", "activation_checkpointing", "accumulate", "no_sync", "clip", "settings")
+
+
+def environment(device: str = "cpu") -> dict[str, str]:
+    """Return the environment of this process, each fact as a text; to be asked on a rank, which has its own threads."""
+    built = [line.strip(" -") for line in torch.__config__.show().splitlines()]
+    libraries = "; ".join(line for line in built if "Math Kernel Library" in line or "MKL-DNN" in line)
+    found = {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "kernels": str(torch.backends.cpu.get_cpu_capability()),
+        "math libraries": libraries or "none",
+        "threads": str(torch.get_num_threads()),
+        "float32 matmul": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    if device != "cpu":
+        found["device"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _processor() -> str:
+    facts: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+    named = facts.get("model name", "") or platform.processor() or "unknown"
+    kind = [facts[key] for key in ("cpu family", "model") if key in facts]
+    return f"{named} (family {kind[0]}, model {kind[1]})" if len(kind) == 2 else named
+
+
+def told(recipe: Recipe) -> dict[str, str]:
+    """Return what a recipe says of itself, as texts."""
+    found = {name: repr(getattr(recipe, name)) for name in TOLD}
+    return {"name": recipe.name, "optimizer": recipe.optimizer.__qualname__, **found}
+
+
+def commit_of(recipe: Recipe) -> str:
+    """Return the commit of the recipe's code, with ``+`` where files are changed; "" if there is none, or no git."""
+    build: Any = getattr(recipe.build, "func", recipe.build)
+    try:
+        folder = Path(inspect.getfile(build)).resolve().parent
+    except (TypeError, OSError):  # a class of C, a function of an interactive session
+        return ""
+    head = _git(folder, "rev-parse", "HEAD")
+    return f"{head}+" if head and _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+
+
+def _git(folder: Path, *words: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return ``"torch 2.13.0 -> 2.15.0"`` for each fact that is another."""
+    names = [*before, *(name for name in now if name not in before)]
+    pairs = [(name, before.get(name, "none"), now.get(name, "none")) for name in names]
+    return [f"{name} {old or 'unknown'} -> {new or 'unknown'}" for name, old, new in pairs if old != new]

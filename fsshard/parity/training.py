@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,22 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsshard.errors import RecipeError
 from fsshard.nested import map_leaves
 from fsshard.parallel.data_rank import data_rank
+from fsshard.parity.bounds import note_batches
 from fsshard.parity.engine import Engine, make_engine, optimizer_of
-from fsshard.parity.one_process import ForwardWatch, Shadow, built, random_state
+from fsshard.parity.one_process import Shadow, built, random_state
+from fsshard.parity.recipe import FreshScheduler
 from fsshard.parity.sketch import digest, real_view
-from fsshard.parity.trainers import FreshScheduler
+from fsshard.parity.trace import Step
 from fsshard.recipes.recipe import Recipe, Split, check_loss, resolve, seed_all, split_by
 
-__all__ = [
-    "Bare",
-    "Job",
-    "SplitTraining",
-    "Stage",
-    "Training",
-]
-
-Stage = tuple[str, Any]
-"""A quantity, and what a step gave of it."""
+__all__ = ["Bare", "Job", "Training"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +35,11 @@ class Job:
         source: the recipe, or what :func:`~fsshard.recipes.recipe.resolve` makes one of.
         engine: what trains it.
         steps: optimizer steps.
-        world_size: ranks whose batches are trained on; a job on one rank joins them.
-        folder: of the reference's trace.
-        reference_joined: whether the trace is of one process on the joined batches.
+        world_size: ranks whose batches are trained on; one process may join them, and a mesh have more.
+        folder: of the reference's tensors, or the file of a recorded training's.
+        reference_joined: the reference is one process on the joined batch.
         device: ``"cpu"`` or ``"cuda"``.
-        mesh: sizes of the mesh by name, where the model is divided too; ``world_size`` is that of data then.
+        mesh: sizes of the mesh by name, where the model is divided too.
     """
 
     source: Any
@@ -60,12 +53,13 @@ class Job:
 
 
 class Training:
-    """The loop that every run goes through, one step's stages at a time.
+    """The loop that every run goes through, step by step.
 
     Attributes:
         rank: of this process.
         sample_rank: whose samples it trains on: ranks that share samples have the same number.
         joins: whether it trains on the samples of all ranks.
+        mesh: of all ranks, where the model is divided.
     """
 
     def __init__(self, job: Job) -> None:
@@ -73,25 +67,26 @@ class Training:
         self.recipe: Recipe = resolve(job.source)
         self.rank = self.sample_rank = dist.get_rank()
         self.joins = dist.get_world_size() == 1 and job.world_size > 1
-        self.engine, self.watch = self._made()
+        self.mesh = None
+        if job.mesh is not None:
+            self.mesh = init_device_mesh(job.device, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
+            self.sample_rank = data_rank(self.mesh).rank
+        module, self.watch = built(self.recipe, job.device, outputs=self.mesh is None)
+        self._split = Split() if self.mesh is None else split_by(self.recipe, module, self.mesh)
+        if self._split.model is not None:
+            module = self._split.model.to(job.device)
+        self.engine = make_engine(job.engine, self.recipe, module, self._split.settings)
         make = self.recipe.scheduler
-        given: list[Any] = [self.engine.optimizer]
-        if isinstance(make, FreshScheduler):  # an epoch's steps are fewer on more ranks
-            given.append(job.world_size)
-        self.scheduler = None if make is None else make(*given)
+        # An epoch has fewer steps on more ranks, of which a trainer's schedule is told.
+        more = [job.world_size] if isinstance(make, FreshScheduler) else []
+        self.scheduler: Any = None if make is None else make(self.engine.optimizer, *more)
         self._shadow: Shadow | None = None
         seed_all(self.recipe.seed + 1 + self.sample_rank)
-
-    def _made(self) -> tuple[Engine, ForwardWatch]:
-        """Return the engine, over a fresh model, and a watch on its modules. Collective."""
-        module, watch = built(self.recipe, self.job.device)
-        return make_engine(self.job.engine, self.recipe, module), watch
 
     def batches(self, step: int) -> list[list[Any]]:
         """Return per accumulated batch those of the ranks that this process trains on."""
         ranks = range(self.job.world_size) if self.joins else [self.sample_rank]
-        first = step * self.recipe.accumulate
-        numbers = range(first, first + self.recipe.accumulate)
+        numbers = range(step * self.recipe.accumulate, (step + 1) * self.recipe.accumulate)
         return [[_to(self.recipe.batches(r, self.job.world_size, n), self.job.device) for r in ranks] for n in numbers]
 
     def losses(self, batches: list[list[Any]]) -> float:
@@ -100,51 +95,49 @@ class Training:
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():
                 with self.watch.forward(), self.engine.forward():
-                    loss = check_loss(self.loss(self.engine.model, self.recipe.joined(parts))) / len(batches)
+                    loss = self._loss(self.recipe.joined(parts)) / len(batches)
                 self.engine.backward(loss)
             total += float(loss.detach())
         return total
 
-    def stages(self, step: int, rounding: contextlib.AbstractContextManager[Any] | None = None) -> Iterator[Stage]:
-        """Train one step, and yield what each of its stages gives, by the names of ``QUANTITIES``, as it comes.
+    def _loss(self, batch: Any) -> Tensor:
+        found = (self._split.loss or self.recipe.loss)(self.engine.model, batch)
+        if hasattr(found, "full_tensor"):
+            raise RecipeError(
+                "the loss is a DTensor, and whether ranks have parts of it or the same is for the recipe to say: "
+                "return loss.full_tensor()"
+            )
+        return check_loss(found)
 
-        Whoever reads takes every tensor of a stage before the next one, on all ranks alike: taking them is collective.
+    def step(
+        self,
+        number: int,
+        *,
+        rounding: contextlib.AbstractContextManager[Any] | None = None,
+        sketched: bool = False,
+    ) -> tuple[Step, dict[str, dict[str, Tensor]]]:
+        """Train one step; return what it gave, and its tensors by quantity and name. Collective.
 
-        Args:
-            step: its number; the first one begins with the initial weights.
-            rounding: entered around forward and backward.
+        ``rounding`` is entered around forward and backward; ``sketched`` asks for sketches of the batches.
         """
-        if step == 0:
-            yield "initial weight", self.engine.weights()
-        batches = self.batches(step)
-        yield "batch", batches
+        step, batches = Step(batches=[], loss=0.0, norm=0.0), self.batches(number)
+        note_batches(step, batches, sketched=sketched)  # now: a loss may change its batch in place
         self.watch.take()
         with contextlib.nullcontext() if rounding is None else rounding:
-            loss = self.losses(batches)
-        yield "loss", (loss, self.watch.take())
+            step.loss = self.losses(batches)
+        step.outputs = self.watch.take()
         # copies; an empty one, of a parameter without elements, is none
-        whole = self.engine.gradients()
-        gradients = {n: None if g is None or not g.numel() else g.detach().clone() for n, g in whole}
-        yield "gradient", gradients
-        squares = (float(real_view(g).double().square().sum()) for g in gradients.values() if g is not None)
-        clipping = self.recipe.clipping
-        yield "norm", (math.sqrt(sum(squares)), None if clipping is None else self.engine.clip(*clipping))
-        yield "param_groups", [{k: _as_json_value(v) for k, v in group.items()} for group in self.engine.groups()]
+        gradients = {n: g.detach().clone() for n, g in self.engine.gradients() if g is not None and g.numel()}
+        step.norm = math.sqrt(sum(float(real_view(g).double().square().sum()) for g in gradients.values()))
+        if self.recipe.clipping is not None:
+            step.clipped_norm = self.engine.clip(*self.recipe.clipping)
+        step.groups = [{k: _as_json_value(v) for k, v in group.items()} for group in self.engine.groups()]
         self.finish()
-        yield "weight", self.engine.weights()
-        yield "state", states_of(self.engine)
-        yield "buffer", self.engine.buffers()
-        yield "random state", random_state()
-
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        """Return the loss of one batch, on this process."""
-        return self.recipe.loss(model, batch)
-
-    def loss_of_all(self, value: float) -> float:
-        """Return the mean of the ranks' losses. Collective."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        weights = dict(self.engine.weights())
+        state, step.plain = states_of(self.engine)
+        buffers = dict(self.engine.buffers())
+        step.random = random_state()
+        return step, {"gradient": gradients, "weight": weights, "state": state, "buffer": buffers}
 
     def finish(self) -> None:
         """Step, and drop the gradients."""
@@ -152,6 +145,13 @@ class Training:
         if self.scheduler is not None:
             self.scheduler.step()
         self.engine.zero_grad()
+
+    def loss_of_all(self, value: float) -> float:
+        """Return the mean of the ranks' losses; along some dimensions of a mesh they add up. Collective."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
+        dist.all_reduce(total)
+        mean = float(total) / dist.get_world_size()
+        return mean if self.mesh is None else mean * math.prod(self.mesh[name].size() for name in self._split.adds)
 
     def shadow(self) -> Shadow:
         """Return a bare copy of the model with the engine's weights and buffers as they are now. Collective."""
@@ -161,8 +161,8 @@ class Training:
         return self._shadow
 
     def magnitudes(self, step: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient. Collective."""
-        shadow = self.shadow()
+        """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient at most. Collective."""
+        shadow, recipe = self.shadow(), self.recipe
         found = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
         for dtype in {value.dtype: None for value in found.values()}:  # in one reduction for many small tensors
             names = [name for name, value in found.items() if value.dtype == dtype]
@@ -171,19 +171,11 @@ class Training:
             flat /= self.job.world_size
             for name, value in zip(names, flat.split([found[name].numel() for name in names]), strict=True):
                 found[name] = value.view_as(found[name])
-        return found, self.reductions(found, shadow)
-
-    def reductions(self, names: Iterable[str], shadow: Shadow) -> dict[str, int]:
-        """Return how many reductions make up each parameter's gradient, at most, as the shadow's forwards ran."""
-        recipe = self.recipe
-        if recipe.accumulate == 1:
-            return dict.fromkeys(names, 1)
-        if not recipe.no_sync:
-            return dict.fromkeys(names, recipe.accumulate)
         # FSDP2 (torch 2.13) ends a unit's backward at each of its uses: for a unit that runs several times in a
         # forward, the first of them reduces what no_sync() had accumulated, and the last one what is new.
-        repeated = shadow.watch.repeated()
-        return {name: 2 if any(name.startswith(f"{m}.") or not m for m in repeated) else 1 for name in names}
+        twice = shadow.watch.repeated() if recipe.accumulate > 1 and recipe.no_sync else set()
+        once = 1 if recipe.no_sync else recipe.accumulate
+        return found, {n: 2 if any(n.startswith(f"{m}.") or not m for m in twice) else once for n in found}
 
 
 def _to(value: Any, device: str) -> Any:
@@ -192,14 +184,14 @@ def _to(value: Any, device: str) -> Any:
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def states_of(engine: Engine) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
+def states_of(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors of the optimizer's state by "parameter: key", and what is no tensor. Collective."""
-    tensors: list[tuple[str, Tensor]] = []
+    tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for name, state in engine.states():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors.append((f"{name}: {key}", value))
+                tensors[f"{name}: {key}"] = value
             elif isinstance(value, (bool, int, float, str, type(None))):
                 plain[f"{name}: {key}"] = value
             else:  # a list of tensors, say: compared as one, and not put back
@@ -215,9 +207,6 @@ def _as_json_value(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else {"digest": digest(value)}
 
 
-# -------------------------------------------------------------------------------------------------- other than data
-
-
 class Bare(Engine):
     """The recipe's own model and optimizer on one process."""
 
@@ -230,38 +219,3 @@ class Bare(Engine):
         groups = [{"params": list(named)}] if recipe.param_groups is None else recipe.param_groups(list(named))
         held = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
         self.optimizer = optimizer_of(recipe, lambda: recipe.optimizer(held, **recipe.hyper))
-
-
-class SplitTraining(Training):
-    """Over a mesh, whose ranks along other dimensions than data have the same samples.
-
-    Attributes:
-        mesh: all ranks.
-        split: what the recipe has made of the model.
-    """
-
-    def __init__(self, job: Job) -> None:
-        sizes = job.mesh
-        assert sizes is not None
-        self.mesh = init_device_mesh(job.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self.split = Split()
-        super().__init__(job)
-
-    def _made(self) -> tuple[Engine, ForwardWatch]:
-        self.sample_rank = data_rank(self.mesh).rank
-        module, watch = built(self.recipe, self.job.device, outputs=False)
-        self.split = split_by(self.recipe, module, self.mesh)
-        module = module if self.split.model is None else self.split.model.to(self.job.device)
-        return make_engine(self.job.engine, self.recipe, module, self.split.settings), watch
-
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        found = (self.split.loss or self.recipe.loss)(model, batch)
-        if hasattr(found, "full_tensor"):
-            raise RecipeError(
-                "the loss is a DTensor, and whether ranks have parts of it or the same is for the recipe to say: "
-                "return loss.full_tensor()"
-            )
-        return found
-
-    def loss_of_all(self, value: float) -> float:
-        return super().loss_of_all(value) * math.prod(self.mesh[name].size() for name in self.split.adds)

@@ -55,13 +55,13 @@ def convnet() -> Recipe:
 
 def vit() -> Recipe:
     """Hugging Face's vision transformer, one layer, on images of four kinds."""
-    _require("transformers", "transformers", "transformers", "the recipe vit")
+    _require("transformers", "the recipe vit")
     return Recipe(build=models.vit_model, batches=samples.images, loss=samples.image_error, hyper={"lr": 1e-2})
 
 
 def t5() -> Recipe:
     """Hugging Face's T5, an encoder and a decoder layer with tied embeddings, learns to reverse words."""
-    _require("transformers", "transformers", "transformers", "the recipe t5")
+    _require("transformers", "the recipe t5")
     return Recipe(build=models.t5_model, batches=samples.words, loss=samples.word_error, hyper={"lr": 3e-3})
 
 
@@ -96,8 +96,8 @@ def sfno() -> Recipe:
     neuraloperator 2.0 makes weights for ``n_modes[0]`` degrees and asks for ``n_modes[1] // 2`` orders. torch-harmonics
     0.9 cuts both to the smaller one, so the second number of modes is twice the first, which runs with 0.8 and 0.9.
     """
-    _require("neuralop", "neuraloperator", "sfno", "the recipe sfno")
-    _require("torch_harmonics", "torch-harmonics", "sfno", "the recipe sfno")
+    for module in ("neuralop", "torch_harmonics"):
+        _require(module, "the recipe sfno", extra="sfno")
     return _on_heat("sfno", models.sfno_model, width=16)
 
 
@@ -107,17 +107,18 @@ def gino() -> Recipe:
     The points are the same for all samples, which GINO demands, so they belong to the problem and not to a batch. It
     runs on neuraloperator's own neighbour search and sums; open3d and torch-scatter are not needed.
     """
-    _require("neuralop", "neuraloperator", "neuralop", "the recipe gino")
+    _require("neuralop", "the recipe gino")
     return Recipe(build=models.gino_model, batches=samples.waves, loss=samples.wave_error, hyper={"lr": 5e-3})
 
 
 def _on_heat(name: str, build: Callable[[], nn.Module], width: int = 8) -> Recipe:
-    _require("neuralop", "neuraloperator", "neuralop", f"the recipe {name}")
+    _require("neuralop", f"the recipe {name}")
     batches = functools.partial(samples.heat, 8, width)
     return Recipe(build=build, batches=batches, loss=samples.squared_error, hyper={"lr": 5e-3})
 
 
-def _require(module: str, package: str, extra: str, purpose: str) -> None:
-    """Say at once, before any rank has started, that a package is missing."""
+def _require(module: str, purpose: str, extra: str = "") -> None:
+    """Raise at once, before any rank has started, if a package is missing."""
     if importlib.util.find_spec(module) is None:
-        raise MissingExtra(package, extra, purpose)
+        package = {"neuralop": "neuraloperator", "torch_harmonics": "torch-harmonics"}.get(module, module)
+        raise MissingExtra(package, extra or module, purpose)

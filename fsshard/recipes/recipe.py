@@ -42,8 +42,6 @@ __all__ = [
 
 UNLIKE_ANY = ("join", "name", "seed", "split")
 """Attributes whose names occur in names of anything, so that no misspelling is looked for."""
-WITH_FSSHARD = "fsshard.recipes"
-"""The module of recipes that are known by their names alone."""
 RecipeLike = Any
 """A :class:`Recipe`, an object like one, a function that returns one, ``"module:attribute"`` naming either, or the name
 of one that comes with fsshard (:mod:`fsshard.recipes`), such as ``"tfno"``."""
@@ -122,9 +120,10 @@ class Recipe:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("build", "batches", "loss"):
-            if not callable(getattr(self, name)):
-                raise RecipeError(f"recipe.{name} must be a function, got {getattr(self, name)!r}")
+        for name in ("build", "batches", "loss", "param_groups", "scheduler", "join", "split"):
+            value, needed = getattr(self, name), name in ("build", "batches", "loss")
+            if not callable(value) and (needed or value is not None):
+                raise RecipeError(f"recipe.{name} must be a function{'' if needed else ' or None'}, got {value!r}")
         if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
             raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
@@ -132,21 +131,15 @@ class Recipe:
         for name in ("hyper", "settings"):
             if not isinstance(getattr(self, name), Mapping):
                 raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {getattr(self, name)!r}")
-        for name in ("param_groups", "scheduler", "join", "split"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise RecipeError(f"recipe.{name} must be a function or None, got {getattr(self, name)!r}")
-        self._check_clip()
+        pair = self.clip if isinstance(self.clip, tuple) else (1.0 if self.clip is None else self.clip, 2.0)
+        numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers):
+            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise RecipeError(
                 f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a step here has none"
             )
-
-    def _check_clip(self) -> None:
-        pair = self.clip if isinstance(self.clip, tuple) else (self.clip, 2.0)
-        numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
-        if self.clip is not None and (len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers)):
-            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
 
     @property
     def clipping(self) -> tuple[float, float] | None:
@@ -169,11 +162,7 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """Make one batch of several of the same structure, tensors and arrays concatenated along dim 0.
-
-    Raises:
-        RecipeError: something else differs between the batches.
-    """
+    """Make one batch of several, tensors and arrays concatenated along dim 0; RecipeError if anything else differs."""
     try:
         return map_leaves(_joined, *batches)
     except (TypeError, ValueError, KeyError, IndexError) as error:
@@ -187,24 +176,22 @@ def _joined(first: Any, *others: Any) -> Any:
     if is_array(first):
         return torch.cat([first, *others]) if isinstance(first, Tensor) else np.concatenate([first, *others])
     if any(bool(other != first) for other in others):
-        raise RecipeError(
-            f"batches of the ranks hold different {type(first).__name__} objects, which cannot be joined to one batch; "
-            "give the recipe a join function"
-        )
+        raise ValueError(f"they hold different {type(first).__name__} objects")
     return first
 
 
 def resolve(source: RecipeLike) -> Recipe:
-    """Return the recipe that ``source`` means.
-
-    Raises:
-        RecipeError: it means none.
-    """
-    name = source if isinstance(source, str) else type(source).__name__
+    """Return the recipe that ``source`` means, or raise RecipeError if it means none."""
     found = _imported(source) if isinstance(source, str) else source
+    name = source if isinstance(source, str) else type(source).__name__
     if not _like_recipe(found) and callable(found) and not isinstance(found, Recipe):
-        name = _title(found) if not isinstance(source, str) else name
-        found = _called(found)
+        function = found
+        while isinstance(function, functools.partial):
+            function = function.func
+        title = getattr(function, "__qualname__", "") or type(function).__name__
+        if needed := _needed(found):
+            raise RecipeError(f"{title}() needs {', '.join(needed)}; a recipe function takes no arguments")
+        name, found = source if isinstance(source, str) else title, found()
     if isinstance(found, Recipe):
         return found if found.name else replace(found, name=name)
     if not _like_recipe(found):
@@ -213,26 +200,28 @@ def resolve(source: RecipeLike) -> Recipe:
             f"or a function without arguments that returns an object with them; got {type(found).__name__}"
         )
     given = {f.name: getattr(found, f.name) for f in fields(Recipe) if hasattr(found, f.name)}
-    _check_spelling(found, [f.name for f in fields(Recipe) if f.name not in (*given, *UNLIKE_ANY)])
-    return Recipe(**{"name": name, **given})
-
-
-def _check_spelling(found: Any, defaults: Sequence[str]) -> None:
-    """Raise if a default would stand in for an attribute that is misspelt."""
-    for name in dir(found):
-        within = [default for default in defaults if default in name]
-        meant = within or difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
-        if meant and not name.startswith("_"):
+    defaults = [f.name for f in fields(Recipe) if f.name not in (*given, *UNLIKE_ANY)]
+    for attribute in dir(found):  # a default must not stand in for one that is misspelt
+        within = [default for default in defaults if default in attribute]
+        meant = within or difflib.get_close_matches(attribute, defaults, n=1, cutoff=0.75)
+        if meant and not attribute.startswith("_"):
             raise RecipeError(
-                f"{type(found).__name__}.{name} is not an attribute of a recipe; does it mean {meant[0]}? If so, "
+                f"{type(found).__name__}.{attribute} is not an attribute of a recipe; does it mean {meant[0]}? If so, "
                 f"rename it; if not, set {meant[0]} too"
             )
+    return Recipe(**{"name": name, **given})
 
 
 def _imported(spec: str) -> Any:
     module_name, colon, attribute = spec.partition(":")
     if not colon:
-        module_name, attribute = WITH_FSSHARD, _known_name(spec)
+        module_name, attribute = "fsshard.recipes", spec
+        names: list[str] = importlib.import_module("fsshard.recipes").__all__
+        if spec not in names:
+            raise RecipeError(
+                f"{spec!r}: expected 'module:attribute' of yours, for example train:recipe, or a recipe that comes "
+                f"with fsshard: {', '.join(names)}{_meant(spec, names)}"
+            )
     elif not module_name or not attribute:
         raise RecipeError(f"{spec!r}: expected 'module:attribute', for example train:recipe")
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -246,30 +235,17 @@ def _imported(spec: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; {_offered(module, part)}")
+            public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+            offered = [name for name, value in public if isinstance(value, Recipe) or _makes_one(value, module)]
+            has = f"it has {', '.join(offered)}{_meant(part, offered)}" if offered else "it has no recipe"
+            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; {has}")
         found = getattr(found, part)
     return found
 
 
-def _known_name(name: str) -> str:
-    names: list[str] = importlib.import_module(WITH_FSSHARD).__all__
-    if name in names:
-        return name
+def _meant(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
-    meant = f"; does it mean {near[0]}?" if near else ""
-    raise RecipeError(
-        f"{name!r}: expected 'module:attribute' of yours, for example train:recipe, or a recipe that comes with "
-        f"fsshard: {', '.join(names)}{meant}"
-    )
-
-
-def _offered(module: Any, wanted: str) -> str:
-    """Return what can be asked for in place of a name that is not there; nothing is called."""
-    public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-    names = [name for name, value in public if isinstance(value, Recipe) or _makes_one(value, module)]
-    near = difflib.get_close_matches(wanted, names, n=1)
-    meant = f"; does it mean {near[0]}?" if near else ""
-    return f"it has {', '.join(names)}{meant}" if names else "it has no recipe"
+    return f"; does it mean {near[0]}?" if near else ""
 
 
 def _makes_one(value: Any, module: Any) -> bool:
@@ -293,22 +269,6 @@ def _like_recipe(value: Any) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in ("build", "batches", "loss"))
 
 
-def _called(function: Callable[..., Any]) -> Any:
-    needed = _needed(function)
-    if needed:
-        raise RecipeError(f"{_title(function)}() needs {', '.join(needed)}; a recipe function takes no arguments")
-    return function()
-
-
-def _title(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__qualname__", "") or type(function).__name__
-
-
-# ----------------------------------------------------------------------------------------------------------- seeds
-
-
 def seed_all(number: int) -> None:
     """Seed every global generator that a training may draw from."""
     random.seed(number)
@@ -320,11 +280,7 @@ def seed_all(number: int) -> None:
 
 
 def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:
-    """Return what the recipe makes of a model on a mesh.
-
-    Raises:
-        RecipeError: it returns something else than a :class:`Split` or a dict, or names dimensions that are not there.
-    """
+    """Return what the recipe makes of a model on a mesh, or raise RecipeError if that is no split of it."""
     if recipe.split is None:
         names = data_dimensions(mesh)
         return Split(settings={"device_mesh": mesh[tuple(names)] if mesh.ndim > 1 else mesh})
@@ -343,11 +299,7 @@ def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:
 
 
 def check_mesh(mesh: object) -> dict[str, int]:
-    """Return a mesh's sizes by the names of its dimensions, if ranks can be arranged so.
-
-    Raises:
-        ConfigurationError: it is no such mapping, a name says nothing, or there is no dimension of data.
-    """
+    """Return a mesh's sizes by name, or raise ConfigurationError if data ranks cannot be arranged so."""
     if not isinstance(mesh, Mapping) or not mesh or not all(isinstance(name, str) for name in mesh):
         raise ConfigurationError(f'mesh={mesh!r}: expected sizes by name, for example {{"data": 2, "tp": 2}}')
     sizes = dict(mesh)

@@ -79,24 +79,16 @@ def waves(rank: int, world_size: int, number: int) -> Batch:
     amplitude = torch.randn(SAMPLES, 1, 3, generator=generator)
     phase = 2 * math.pi * torch.rand(SAMPLES, 1, 3, generator=generator)
     direction = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
-    known, asked = (
-        (amplitude * torch.sin(2 * points @ direction + phase)).sum(-1, keepdim=True) for points in scattered_points()
-    )
+    known, asked = ((amplitude * torch.sin(2 * x @ direction + phase)).sum(-1, keepdim=True) for x in points()[:2])
     return {"x": known, "y": asked}
 
 
 @functools.cache
-def scattered_points() -> tuple[Tensor, Tensor]:
-    """Points of the unit square: 20 at which a field is known, and 10 at which it is asked."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.rand(20, 2, generator=generator), torch.rand(10, 2, generator=generator)
-
-
-@functools.cache
-def grid_points() -> Tensor:
-    """A regular grid (4, 4, 2) over the unit square."""
-    line = torch.linspace(0, 1, 4)
-    return torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1)
+def points() -> tuple[Tensor, Tensor, Tensor]:
+    """Return points of the unit square: 20 where a field is known, 10 where it is asked, and a grid (4, 4, 2)."""
+    generator, line = torch.Generator().manual_seed(7), torch.linspace(0, 1, 4)
+    grid = torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1)
+    return torch.rand(20, 2, generator=generator), torch.rand(10, 2, generator=generator), grid
 
 
 def squared_error(model: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -118,6 +110,6 @@ def word_error(model: Callable[..., Any], batch: Batch) -> Tensor:
 
 def wave_error(model: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Mean squared error at the points where the field is asked."""
-    known, asked, grid = (p[None].to(batch["x"].device) for p in (*scattered_points(), grid_points()))
+    known, asked, grid = (p[None].to(batch["x"].device) for p in points())
     output = model(input_geom=known, latent_queries=grid, output_queries=asked, x=batch["x"])
     return nn.functional.mse_loss(output, batch["y"])

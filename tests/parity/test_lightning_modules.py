@@ -1,6 +1,6 @@
 """A LightningModule as a recipe: the training that Lightning's Trainer does.
 
-Tests fsshard/parity/trainers.py, too.
+Tests fsshard/parity/recipe.py, too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ def test_what_a_recipe_cannot_say_is_refused() -> None:
         with pytest.raises(RecipeError, match=words):
             from_lightning(kind, made.Data())
     assert from_lightning(made.Hooked(), made.Data(), without=("on_before_optimizer_step",)).name == "Hooked"
-    with pytest.raises(RecipeError, match="the LightningModule says it"):
-        from_lightning(made.Module, made.Data(), loss=None)
     for loader, words in (
         (DataLoader([1], sampler=WeightedRandomSampler([1.0], 1)), "WeightedRandomSampler cannot be divided"),
         (DataLoader(ChainDataset([])), "cannot be told by index"),

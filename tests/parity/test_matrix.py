@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pickle
 from dataclasses import replace
@@ -102,13 +101,9 @@ def test_clipping_bites(model: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_recipes_have_a_name_and_travel(variant: str, optimizer: str) -> None:
-    recipe = base("mlp", variant, optimizer)
-    assert recipe.name == f"mlp-{variant}-{optimizer}"
-    assert pickle.loads(pickle.dumps(recipe)).name == recipe.name
-    source = functools.partial(matrix.quiet_recipe_for, "mlp", variant, optimizer)
-    assert pickle.loads(pickle.dumps(source)).func is matrix.quiet_recipe_for
+def test_recipes_have_a_name_and_travel(variant: str) -> None:
+    recipe = base("mlp", variant)
+    assert recipe.name == f"mlp-{variant}-Adam" == pickle.loads(pickle.dumps(recipe)).name
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -161,12 +156,6 @@ def test_a_fault_is_named_and_fails(compare: Compare, verdict: str, capsys: pyte
     compare.verdicts["fsdp2"] = verdict
     assert matrix.main([]) == 1
     assert f"mlp-2-plain-SGD under fsdp2: {verdict}: step 1, gradient of w" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--stps", "2"]])
-def test_bad_arguments(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        matrix.main(wrong)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,6 @@ def test_mistakes_are_found_before_anything_runs(ranks: Any) -> None:
         ({"mesh": {"data": 2, "tp": 2}, "world_sizes": [2]}, "has 4 ranks; leave world_sizes out"),
         ({"mesh": []}, "expected one mesh or several"),
         ({"mesh": "data=2"}, "expected sizes by name"),
-        ({"mesh": {"data": 1000}}, "1000 ranks, and the pool at most"),
         ({"mesh": {"data": 0}}, "'data' has size 0"),
         ({"mesh": {"data": 2, "x": 2}}, "'x' does not say whether its ranks see the same samples"),
         ({"mesh": {"tp": 2}}, "there is no dimension of data; add data=1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,27 +154,22 @@ def test_loops(ranks: Any, backend: str, settings: dict[str, Any], name: str) ->
 
 
 def job_heads(backend: str, how: str) -> dict[str, Any]:
-    settings = {"backend": backend, "auto_wrap_policy": None, "find_unused_parameters": True}
-    if how == "two optimizers":
-        model = fsshard.wrap(net(), **settings)
+    several = how == "two optimizers"
+    model, optimizer = start(
+        backend, net() if several else two_heads(), auto_wrap_policy=None, find_unused_parameters=True
+    )
+    if several:
         names = [name for name, _ in model.named_parameters()]
-        optimizers = [
-            fsshard.build_optimizer(model, torch.optim.AdamW, part, lr=0.01) for part in (names[:3], names[3:])
-        ]
-        for number in range(3):
-            backward(model, number)
-            for optimizer in optimizers:
-                optimizer.step()
-            model.zero_grad()
-        return model.state_dict()
-    model = fsshard.wrap(two_heads(), **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+        parts = (names[:3], names[3:])
+        optimizers = [fsshard.build_optimizer(model, torch.optim.AdamW, part, lr=0.01) for part in parts]
     for number in range(3):
-        backward(model, number, "a")
-        optimizer.zero_grad()  # skipped
-        backward(model, number, "b")
-        optimizer.step()
-        optimizer.zero_grad()
+        backward(model, number, *([] if several else ["a"]))
+        if not several:
+            optimizer.zero_grad()  # skipped
+            backward(model, number, "b")
+        for each in optimizers if several else [optimizer]:
+            each.step()
+        model.zero_grad()
     return model.state_dict()
 
 
@@ -281,13 +277,9 @@ def test_gradients_that_were_not_dropped_stay(ranks: Any, backend: str, how: str
     assert max(float((reference[k] - mine[k]).abs().max()) for k in reference) <= bound
 
 
-class LocalError(Exception):
-    """Stands for an error of a class that other ranks may not know."""
-
-
 def job_foreign_error() -> None:
-    class Unknown(LocalError):
-        pass
+    class Unknown(Exception):
+        """Of a class that other ranks do not know."""
 
     def policy(module: nn.Module) -> bool:
         if dist.get_rank() == 0:
@@ -417,19 +409,19 @@ def test_broadcast_buffers_can_be_left_out(ranks: Any, backend: str) -> None:
     assert ranks.run(job_keep_buffers, 2, backend) == [2, 102]
 
 
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "backend": [{"backend": "fsdp2"}, {"backend": "ddp"}],
+    "policy": [{"backend": "fsdp2", "auto_wrap_policy": None}, {"backend": "fsdp2"}],
+    "flag": [{"backend": "ddp", "find_unused_parameters": True}, {"backend": "ddp"}],
+    "option": [{"backend": "fsdp2", "reshard_after_forward": True}, {"backend": "fsdp2"}],
+}
+
+
 def job_asked_for_different_things(what: str) -> None:
-    first = dist.get_rank() == 0
-    if what == "backend":
-        fsshard.wrap(net(), backend="fsdp2" if first else "ddp")
-    elif what == "policy":
-        fsshard.wrap(net(), backend="fsdp2", auto_wrap_policy=None if first else "auto")
-    elif what == "option":
-        fsshard.wrap(net(), backend="fsdp2", reshard_after_forward=first)
-    else:
-        fsshard.wrap(net(), backend="ddp", find_unused_parameters=first)
+    fsshard.wrap(net(), **ASKED[what][dist.get_rank()])
 
 
-@pytest.mark.parametrize("what", ["backend", "policy", "flag", "option"])
+@pytest.mark.parametrize("what", ASKED)
 def test_ranks_that_ask_for_different_things(ranks: Any, what: str) -> None:
     for error in ranks.run_expecting_errors(job_asked_for_different_things, 2, what):
         assert type(error) is RankMismatch and "were asked for different things" in str(error)
@@ -441,19 +433,9 @@ def job_frozen_backbone() -> int:
         layer.requires_grad_(False)
     model, optimizer = start("fairscale", nn.Sequential(*layers))
     train(model, optimizer, 0)
-    sent: list[int] = []
-    real = dist.broadcast
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
-
-    dist.broadcast = counting
-    try:
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as sent:
         train(model, optimizer, 1)
-    finally:
-        dist.broadcast = real
-    return sum(sent)
+    return sum((*call.args, *call.kwargs.values())[0].numel() for call in sent.call_args_list)
 
 
 def test_a_frozen_backbone_is_not_sent_at_each_step(ranks: Any) -> None:

@@ -1,6 +1,6 @@
 """compare(): verdicts, references, refusals and what it says of bad arguments. Faults are in test_planted_faults.py.
 
-Tests fsshard/parity/engine.py, fsshard/parity/recorder.py and fsshard/parity/training.py too.
+Tests fsshard/parity/engine.py and fsshard/parity/training.py too.
 """
 
 from __future__ import annotations
@@ -161,10 +161,8 @@ def test_progress_is_told(ranks: Any) -> None:
         ({"backends": []}, ConfigurationError, "expected a list"),
         ({"backends": ["fsdp3"]}, UnknownBackend, "fsdp3"),
         ({"backends": [3]}, ConfigurationError, "backends holds 3"),
-        ({"backends": ["ddp", "ddp"]}, ConfigurationError, "ddp twice"),
         ({"world_sizes": []}, ConfigurationError, "positive integers"),
         ({"world_sizes": [0]}, ConfigurationError, "positive integers"),
-        ({"world_sizes": [2, 1000]}, ConfigurationError, "the pool has at most"),
         ({"steps": 0}, ConfigurationError, "steps=0"),
         ({"reference": "fsdp2"}, ConfigurationError, "expected 'ddp' or 'none'"),
     ],

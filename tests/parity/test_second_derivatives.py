@@ -211,12 +211,7 @@ def by_hand(loss: Callable[[Any, int], None], numbers: str, steps: int) -> dict[
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(steps):
         loss(model, step)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad.detach().clone()
-                pairs = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-                dist.all_reduce(pairs)
-                parameter.grad = gradient / dist.get_world_size()
+        average(model)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsshard.parity.sketch import PROJECTIONS, apart, digest, distance, least_distance, sketch
+from fsshard.parity.sketch import PROJECTIONS, apart, digest, distance, sketch
 
 
 def test_digests_tell_bits_apart() -> None:
@@ -53,7 +53,7 @@ def test_numbers_are_those_of_the_tensor() -> None:
 
 @pytest.mark.parametrize("elements", [1, 10, 1000, 200_000])
 def test_the_distance_is_estimated(elements: int) -> None:
-    """Within what twelve projections can tell, also over more than one chunk; and never below what is certain."""
+    """Within what twelve projections can tell, also over more than one chunk."""
     generator = torch.Generator().manual_seed(elements)
     ratios = []
     for _ in range(8):
@@ -61,7 +61,6 @@ def test_the_distance_is_estimated(elements: int) -> None:
         other = one + 1e-4 * torch.randn(elements, generator=generator)
         true = float((one.double() - other.double()).norm())
         ratios.append(distance(sketch(one), sketch(other)) / true)
-        assert 0 < least_distance(sketch(one), sketch(other)) <= true * (1 + 1e-6)
     assert 0.8 < sum(ratios) / len(ratios) < 1.2, ratios
     assert all(0.3 < ratio < 2 for ratio in ratios)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from fsshard import recipes
 from fsshard.launching.pool import RankPool
 from fsshard.parity import Cell, ParityReport, Trace, compare, record
-from fsshard.parity.environment import environment
+from fsshard.parity.trace import environment
 from tests.parity import page
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
