@@ -20,7 +20,7 @@ HELP = f"""{USAGE}
 Run a script as python does, where every `import fairscale`, in the script, in the libraries that it imports and in the
 processes that it starts, gives fsshard's implementation of it.
 
-  SCRIPT     a Python file, or a folder or zip file with a __main__.py
+  SCRIPT     a Python file
   -m MODULE  a module or package, as of python -m
   --report   at exit, print what was used of FairScale, what served it, and what to write instead (to stderr)
   -h, --help print this"""
@@ -28,36 +28,26 @@ processes that it starts, gives fsshard's implementation of it.
 
 def main(arguments: list[str]) -> None:
     """Run what ``arguments`` say, in this process, as ``__main__``."""
-    options, is_module, target, rest = _parse(arguments)
-    if not is_module and not os.path.exists(target):
+    reports = False
+    left = list(arguments)
+    while left and left[0] == "--report":
+        reports = bool(left.pop(0))
+    if left and left[0] in ("-h", "--help"):
+        print(HELP)
+        return
+    # Options end at the script or module: what follows is the script's own.
+    is_module = left[:1] == ["-m"]
+    target, *rest = left[is_module:] or [""]
+    if not target:
+        _fail(f"{'-m needs the name of a module' if is_module else 'no script'}\n{USAGE}")
+    if not is_module and target.startswith("-"):
+        _fail(f"unknown option {target!r}\n{USAGE}")
+    if not is_module and not os.path.isfile(target):
         _fail(f"can't open file {os.path.abspath(target)!r}: no such file or directory")
-    if "--report" in options:
+    if reports:
         report.begin()
     redirect.install_serving(inherited() or FRONT)
-    run = _run_module if is_module else _run_script if os.path.isfile(target) and _is_python(target) else _run_folder
-    run(target, rest)
-
-
-def _parse(arguments: list[str]) -> tuple[set[str], bool, str, list[str]]:
-    """Options end at the script or module: what follows is the script's own."""
-    options: set[str] = set()
-    left = list(arguments)
-    while left and left[0].startswith("-"):
-        option = left.pop(0)
-        if option in ("-h", "--help"):
-            print(HELP)
-            sys.exit(0)
-        elif option == "--report":
-            options.add(option)
-        elif option == "-m":
-            if not left:
-                _fail(f"-m needs the name of a module\n{USAGE}")
-            return options, True, left[0], left[1:]
-        else:
-            _fail(f"unknown option {option!r}\n{USAGE}")
-    if not left:
-        _fail(f"no script\n{USAGE}")
-    return options, False, left[0], left[1:]
+    (_run_module if is_module else _run_script)(target, rest)
 
 
 def _fail(message: str) -> None:
@@ -74,14 +64,10 @@ def _fresh_main() -> ModuleType:
     return module
 
 
-def _is_python(path: str) -> bool:
-    with open(path, "rb") as file:
-        return not file.read(2).startswith(b"PK")  # a zip file, whatever its name
-
-
 def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv[:] = [path, *arguments]
-    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11: python -P, PYTHONSAFEPATH
+        sys.path[0] = os.path.dirname(os.path.realpath(path))  # where python -m has put the working directory
     where = os.path.abspath(path)
     loader: Any = SourceFileLoader("__main__", where)
     module = _fresh_main()
@@ -94,21 +80,6 @@ def _run_module(name: str, arguments: list[str]) -> None:
     sys.argv[:] = ["-m", *arguments]
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
-
-
-def _run_folder(path: str, arguments: list[str]) -> None:
-    sys.argv[:] = [path, *arguments]
-    _set_first_path(os.path.abspath(path), always=True)
-    _fresh_main()
-    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-
-
-def _set_first_path(folder: str, always: bool = False) -> None:
-    """Put the script's folder where ``python -m`` has put the working directory."""
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11: python -P, PYTHONSAFEPATH
-        sys.path[0] = folder
-    elif always:
-        sys.path.insert(0, folder)
 
 
 if __name__ == "__main__":

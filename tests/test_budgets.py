@@ -29,7 +29,7 @@ LINES = {
     "fsshard/oss": 2_160,
     "fsshard/torch_private": 1_753,
     "fsshard/complex_params": 2_025,
-    "compat": 8_325,
+    "compat": 7_985,
     "tests": 53_353,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 import fsshard as library
 from fsshard.comm.agreement import agree
@@ -18,15 +19,19 @@ from fsshard.errors import ConfigurationError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.handover import point_at
 from fsshard.sharded.module import ShardedModule
-from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.sharded.optimizer import ShardedOptimizer, constructor_arguments, retire
 from fsshard.torch_private.modules import compiled_within
+from fsshard.wrapping import check_wrap
 
-from ..trainers import check_scaler, clip_by_value, scaler_like
-from .arguments import check_arguments, check_batches, check_samples, check_state, on_cpu, wrap_settings
+from ..trainers import check_scaler, clip_by_value, name_calls, scaler_like
+from .arguments import check_arguments, check_batches, check_samples, check_state, wrap_settings
 from .files import StateFiles, world
-from .preparing import Names, PreparedOptimizer, Share, adopted, check_shares, late, shares_of, wrapped
+from .preparing import Former, PreparedOptimizer, late, shares_of
 
 __all__ = ["Accelerator"]
+
+SAVE = "on every rank call accelerator.get_state_dict(model), or accelerator.save_model(model, folder)"
+LOAD = "load it before prepare(), or on every rank call accelerator.load_state(folder)"
 
 
 class Accelerator(StateFiles):
@@ -49,10 +54,11 @@ class Accelerator(StateFiles):
 
     def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
         given = check_arguments(args, arguments, fsshard)
-        self._names = Names()
+        self._former: Former = WeakIdKeyDictionary()
         self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
         self._replaced: list[tuple[Optimizer, Optimizer]] = []  # (the user's, the engine's)
-        super().__init__(settings=dict(fsshard), **{**given, "cpu": on_cpu(given)})
+        given["cpu"] = bool(given.get("cpu")) or not torch.accelerator.is_available()
+        super().__init__(settings=dict(fsshard), **given)
         check_state(self)
 
     # ------------------------------------------------------------------------------------------ preparing
@@ -82,39 +88,50 @@ class Accelerator(StateFiles):
             check_samples(self._settings, self.num_processes)
             check_scaler(self.scaler)
             shares, others = shares_of(models, optimizers)
-            return shares, [late(each, self._models, self._names) for each in others]
+            return shares, [late(each, self._models, self._former) for each in others]
 
         shares, others = agree(world(), checked)
-        places = [placed.get(id(share.model)) for share in shares]
-        settings = [
-            wrap_settings(self, self._settings, placed=self.device_placement if place is None else place)
-            for place in places
-        ]
-        check_shares(shares, settings)
-        for share, given in zip(shares, settings, strict=True):
-            self._wrap(share, given)
-        for each in others:
-            self._replace(each.optimizer, adopted(each))
+        settings = []
+        for model, _ in shares:
+            place = placed.get(id(model))
+            settings.append(
+                wrap_settings(self, self._settings, placed=self.device_placement if place is None else place)
+            )
+        for (model, own), given in zip(shares, settings, strict=True):
+            if len(shares) > 1:  # so that none is changed where another is refused
+                check_wrap(model, own or None, **given)
+        for (model, own), given in zip(shares, settings, strict=True):
+            self._wrap(model, own, given)
+        for old, sharded, groups in others:
+            new = library.build_optimizer(sharded, type(old), groups, **constructor_arguments(old))
+            retire(old, new)
+            self._replace(old, new)
 
-    def _wrap(self, share: Share, settings: dict[str, Any]) -> None:
-        bare = share.model
+    def _wrap(self, model: nn.Module, optimizers: list[Optimizer], settings: dict[str, Any]) -> None:
+        bare = model
         while (inner := compiled_within(bare)) is not None:  # wrap takes it out, and compiles units instead
             bare = inner
         # Autocast goes around the model's forward, within the engine's wrappers, as under Accelerate's DDP.
         super().prepare_model(bare, device_placement=False, evaluation_mode=True)
         self._models.pop()
         del bare._is_accelerate_prepared
+        parameters = dict(model.named_parameters())
         try:
-            sharded, found = wrapped(share, settings, self._names)
+            wrapped: Any = (
+                library.wrap(model, optimizers, **settings) if optimizers else library.wrap(model, **settings)
+            )
         except BaseException:
             super().unwrap_model(bare, keep_fp32_wrapper=False)
             raise
+        sharded, found = wrapped if optimizers else (wrapped, [])
+        name_calls(sharded, SAVE, LOAD)
+        self._former.update({parameter: (weakref.ref(sharded), name) for name, parameter in parameters.items()})
         if isinstance(self.scaler, library.GradScaler):
             sharded.scaled = True
         elif self.scaler is not None:
             self.scaler = scaler_like(self.scaler, sharded)
-        self._ready[id(share.model)] = sharded
-        for old, new in zip(share.optimizers, found, strict=True):
+        self._ready[id(model)] = sharded
+        for old, new in zip(optimizers, found, strict=True):
             self._replace(old, new)
 
     def _replace(self, old: Optimizer, new: ShardedOptimizer) -> None:
@@ -174,7 +191,7 @@ class Accelerator(StateFiles):
 
     def free_memory(self, *objects: Any) -> Any:
         """Release references as the parent does."""
-        self._names = Names()
+        self._former = WeakIdKeyDictionary()
         self._replaced.clear()
         return super().free_memory(*objects)
 
@@ -197,99 +214,39 @@ class Accelerator(StateFiles):
             norm_type: p of the p-norm.
 
         Raises:
-            ConfigurationError: gradients are those of one rank yet, or a part belongs to no prepared model.
+            OptimizerError: gradients are those of one rank yet.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        chosen = self._chosen(given)
-        if not chosen:
-            found: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
-            return found
-        return _clip_norm(chosen, float(max_norm), float(norm_type))
+        given, _ = self._unscaled(parameters)
+        # Not by Accelerate's, which takes DTensors and other gradients apart: torch's own counts all ranks here. Of the
+        # stored parameters: those that a wrapped model shows refuse to show shards of gradients (FSDP1).
+        stored = [stored_of(parameter) for parameter in given]
+        norm: Any = nn.utils.clip_grad_norm_(stored, float(max_norm), float(norm_type))
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip the numbers of the gradients that this rank has. Collective.
 
         Raises:
-            ConfigurationError: as for :meth:`clip_grad_norm_`, or a parameter is complex.
+            ConfigurationError: a parameter is complex.
+            OptimizerError: gradients are those of one rank yet.
         """
+        given, owners = self._unscaled(parameters)
+        for model in self._models:
+            chosen = {each[1].name: each[1] for each in owners if each is not None and each[0] is model}
+            if chosen:
+                clip_by_value(model, float(clip_value), chosen.values())
+        others = [parameter for parameter, each in zip(given, owners, strict=True) if each is None]
+        if others:
+            nn.utils.clip_grad_value_(others, clip_value)
+
+    def _unscaled(
+        self, parameters: Tensor | Iterable[Tensor]
+    ) -> tuple[list[Tensor], list[tuple[ShardedModule, Entry] | None]]:
+        """Unscale the gradients of the models that have these parameters; return these, and whose they are."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        chosen = self._chosen(given)
-        for model, entries in chosen:
-            clip_by_value(model, float(clip_value), entries)
-        if not chosen:
-            super().clip_grad_value_(given, clip_value)
-
-    def _chosen(self, parameters: list[Tensor]) -> Any:
-        """Return what is clipped of each model, unscaled."""
-        chosen = _find_chosen(parameters, self._models)
-        models = [model for model, _ in chosen]
+        wrapped = [model for model in self._models if isinstance(model, ShardedModule)]
+        known = {id(entry.parameter): (model, entry) for model in wrapped for entry in model.backend.entries.values()}
+        owners = [known.get(id(stored_of(parameter))) for parameter in given]
+        models = [each[0] for each in owners if each is not None]
         self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])
-        return chosen
-
-
-# ------------------------------------------------------------------------------------------------ clipping
-
-Chosen = list[tuple[ShardedModule, list[Entry]]]
-"""The parameters of each model that are clipped."""
-
-
-def _find_chosen(parameters: Sequence[Tensor], models: Iterable[Any]) -> Chosen:
-    """Return whose parameters these are; nothing where they are no prepared model's.
-
-    Args:
-        parameters: as a prepared model, the user's own within it or a prepared optimizer shows them.
-        models: prepared.
-
-    Raises:
-        ConfigurationError: only some of them are, or a backward without synchronisation came last.
-    """
-    wrapped = [model for model in models if isinstance(model, ShardedModule)]
-    known: dict[int, tuple[int, Entry]] = {}
-    for number, model in enumerate(wrapped):
-        entries = list(model.backend.entries.values())
-        known |= {id(entry.parameter): (number, entry) for entry in entries}
-        known |= {id(shown): (number, e) for shown, e in zip(model.parameters(), entries, strict=True)}
-    found = [known.get(id(parameter)) or known.get(id(stored_of(parameter))) for parameter in parameters]
-    others = found.count(None)
-    if others == len(found):
-        return []
-    if others:
-        raise ConfigurationError(
-            f"{others} of {len(found)} parameters belong to no model that prepare() gave; clip them by another call"
-        )
-    members: dict[int, dict[str, Entry]] = {}
-    for each in found:
-        if each is not None:
-            members.setdefault(each[0], {})[each[1].name] = each[1]
-    chosen = [(wrapped[number], list(entries.values())) for number, entries in sorted(members.items())]
-    if any(model.has_local_gradients for model, _ in chosen):
-        raise ConfigurationError(
-            "gradients are clipped once they are those of all ranks: `if accelerator.sync_gradients:` belongs before "
-            "the call"
-        )
-    return chosen
-
-
-def _clip_norm(chosen: Chosen, max_norm: float, norm_type: float) -> Tensor:
-    """Scale the gradients so that their norm is at most ``max_norm``; the norm before: 0-dim. Collective."""
-    if len(chosen) == 1 and _covers(*chosen[0]):
-        return chosen[0][0].clip_grad_norm_(max_norm, norm_type)
-    for model, entries in chosen:
-        model.check_knows_all_ranks("clip_grad_norm_")
-        model.finish_gradients(entries)
-    norms = torch.stack([model.norm_of(entries, norm_type) for model, entries in chosen])
-    wide = norms.double()
-    norm = (wide.max() if math.isinf(norm_type) else wide.pow(norm_type).sum().pow(1 / norm_type)).to(norms.dtype)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for _, entries in chosen:
-        for entry in entries:
-            gradient = entry.grad()
-            if gradient is not None:
-                gradient.mul_(scale.to(gradient.device, gradient.dtype))
-    return norm
-
-
-def _covers(model: ShardedModule, entries: Sequence[Entry]) -> bool:
-    """Return whether nothing else can have a gradient."""
-    names = {entry.name for entry in entries}
-    return all(e.name in names for e in model.backend.entries.values() if e.parameter.requires_grad)
+        return given, owners

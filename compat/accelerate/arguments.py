@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,16 +19,8 @@ from fsshard.errors import ConfigurationError
 from ..trainers import data_rank_of
 
 __all__ = [
-    "check_arguments",
-    "check_batches",
-    "check_one_precision",
-    "check_samples",
-    "check_scaled",
-    "check_settings",
-    "check_state",
-    "on_cpu",
-    "warn_of_one_process",
-    "wrap_settings",
+    *("check_arguments", "check_batches", "check_one_precision", "check_samples", "check_scaled", "check_settings"),
+    *("check_state", "wrap_settings"),
 ]
 
 THEIRS = accelerate.Accelerator
@@ -85,19 +76,7 @@ def check_one_precision(autocast: str, settings: Mapping[str, Any]) -> None:
 
 
 def check_arguments(args: tuple[Any, ...], arguments: Mapping[str, Any], settings: Any) -> dict[str, Any]:
-    """Raise before anything is made.
-
-    Args:
-        args: positional ones of ``accelerate.Accelerator``.
-        arguments: those by name.
-        settings: what was passed as ``fsshard=``.
-
-    Returns:
-        All of Accelerate's arguments, by name.
-
-    Raises:
-        ConfigurationError: names the argument, or the variable of the environment.
-    """
+    """Return all of Accelerate's arguments by name, or raise ConfigurationError for one, before anything is made."""
     check_settings(settings)
     given = dict(inspect.signature(THEIRS).bind_partial(*args, **arguments).arguments)
     for name, advice in INSTEAD.items():
@@ -130,11 +109,6 @@ def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> Non
                 raise ConfigurationError(f"{key} is in {name} and in fsshard=; choose one")
 
 
-def on_cpu(given: Mapping[str, Any]) -> bool:
-    """Return whether to tell Accelerate ``cpu=True``, without which it sees no other ranks on a machine of CPUs."""
-    return bool(given.get("cpu")) or not torch.accelerator.is_available()
-
-
 def check_state(accelerator: Any) -> None:
     """Raise ConfigurationError if Accelerate sees another job than there is, or has promised what nobody does."""
     kind, ranks = accelerator.distributed_type.value, accelerator.num_processes
@@ -148,8 +122,6 @@ def check_state(accelerator: Any) -> None:
             f"accelerate sees {ranks} of {world} ranks, and would give every one the same samples; start them by "
             "torchrun, fsshard.launch or, on GPUs, accelerate launch, and pass cpu=True for ranks on the CPU"
         )
-    if ranks == 1:
-        warn_of_one_process()
     check_scaled(accelerator)
 
 
@@ -158,18 +130,6 @@ def check_scaled(accelerator: Any) -> None:
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ConfigurationError(
             f"fp16: Accelerate computes in float32 on {accelerator.device.type!r}, without a word; use bf16"
-        )
-
-
-def warn_of_one_process() -> None:
-    """Warn where ``accelerate launch`` was asked for several processes on the CPU, of which it starts one."""
-    # With --cpu it gives the script the address at which ranks would meet, and neither a rank nor a number of ranks,
-    # unless there is a host file of MPI's (accelerate 1.15, prepare_simple_launcher_cmd_env).
-    if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        warnings.warn(
-            "accelerate launch was asked for several processes and has started one, as it does on a CPU; start them by "
-            "torchrun --nproc-per-node 2 script.py, or by fsshard.launch",
-            stacklevel=2,
         )
 
 

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import torch
 from neuralop.losses.data_losses import MSELoss
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = [
-    "EvaluationLoader",
-    "Reduction",
-    "WithValue",
-    "distributed_sampler",
-    "loss_reduction",
-    "set_epoch",
-    "undivided",
-]
+__all__ = ["EvaluationLoader", "Reduction", "distributed_sampler", "loss_reduction", "set_epoch", "undivided"]
 
 Reduction = Literal["sum", "mean"]
 
@@ -40,20 +31,6 @@ def loss_reduction(loss: Any) -> Reduction | None:
     members = list(parts.values()) if isinstance(parts, Mapping) else list(parts)
     kinds = {loss_reduction(part[0] if isinstance(part, tuple) else part) for part in members}
     return kinds.pop() if len(kinds) == 1 else None
-
-
-class WithValue(torch.autograd.Function):
-    """``loss`` to whoever calls backward, ``value`` to whoever reads the number."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
-        """Return the value, in the dtype of the loss."""
-        return value.to(loss.dtype, copy=True).reshape(loss.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient of the loss, untouched."""
-        return gradients[0], None
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from fsshard.parallel.domain.sharding import domain_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from .batches import EvaluationLoader, Reduction, WithValue, loss_reduction, set_epoch, undivided
+from .batches import EvaluationLoader, Reduction, loss_reduction, set_epoch, undivided
 from .training_state import load_training_state, save_training_state
 
 __all__ = ["IncrementalFNOTrainer", "Trainer"]
@@ -205,8 +206,8 @@ class Trainer(neuralop.Trainer):
         local = torch.stack([loss.detach().double(), loss.new_tensor(self.n_samples, dtype=torch.float64)])
         total = self._sum(local)
         self.n_samples = counted + total[1]
-        weighed_loss: Tensor = WithValue.apply(loss, total[0] / self._world_size)
-        return weighed_loss
+        # Backward sees this rank's loss, and whoever reads the number that of the global batch.
+        return loss - loss.detach() + (total[0] / self._world_size).to(loss.dtype).reshape(loss.shape)
 
     def _weight(self, reduction: Reduction | None) -> Any:
         """Return this rank's weight, by which the average of the ranks' gradients is that of the global batch."""
@@ -338,11 +339,8 @@ class IncrementalFNOTrainer(Trainer):
         incremental_loss_gap: one mode more when the loss changes by less than ``incremental_loss_eps``.
         incremental_grad: one mode more when the modes explain too little, by neuralop's rule (2.0 sums weights, not
             gradients, and looks at them after ``incremental_grad_max_iter`` epochs).
-        incremental_grad_eps: as in neuralop, and so are the following.
-        incremental_buffer: see there.
-        incremental_grad_max_iter: see there.
-        incremental_loss_eps: see there.
-        **options: as for :class:`Trainer`.
+        **options: ``incremental_grad_eps``, ``incremental_buffer``, ``incremental_grad_max_iter`` and
+            ``incremental_loss_eps`` as in neuralop, all others as for :class:`Trainer`.
 
     Raises:
         ModelError: the wrapped model is no FNO.
@@ -351,17 +349,9 @@ class IncrementalFNOTrainer(Trainer):
 
     _loss_gap, _grad_explained = Parent.loss_gap, Parent.grad_explained
 
-    def __init__(
-        self,
-        *,
-        incremental_loss_gap: bool = False,
-        incremental_grad: bool = False,
-        incremental_grad_eps: float = 0.001,
-        incremental_buffer: int = 5,
-        incremental_grad_max_iter: int = 10,
-        incremental_loss_eps: float = 0.001,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, incremental_loss_gap: bool = False, incremental_grad: bool = False, **options: Any) -> None:
+        defaults = {name: each.default for name, each in inspect.signature(Parent).parameters.items()}
+        rules = {name: options.pop(name, value) for name, value in defaults.items() if name.startswith("incremental_")}
         super().__init__(**options)
         if not isinstance(self.model.module, FNO):
             raise ModelError(
@@ -371,9 +361,9 @@ class IncrementalFNOTrainer(Trainer):
             raise ConfigurationError(
                 f"incremental_loss_gap={incremental_loss_gap}, incremental_grad={incremental_grad}: choose one of them"
             )
-        self.incremental_loss_gap, self.incremental_grad = incremental_loss_gap, incremental_grad
-        self.incremental_grad_eps, self.incremental_buffer = incremental_grad_eps, incremental_buffer
-        self.incremental_grad_max_iter, self.incremental_loss_eps = incremental_grad_max_iter, incremental_loss_eps
+        self.__dict__.update(
+            rules | {"incremental_loss_gap": incremental_loss_gap, "incremental_grad": incremental_grad}
+        )
         self.loss_list: list[float] = []
 
     def train(self, *args: Any, resume_from_dir: Any = None, **options: Any) -> dict[str, Any]:

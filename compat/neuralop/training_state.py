@@ -68,41 +68,26 @@ def save_training_state(
             files[f"{save_name}_metadata.pkl"] = model.module._init_kwargs
         files |= {f"{name}.pt": state for name, state in states.items()}
         index = {"model": f"{save_name}_state_dict.pt", **{name: f"{name}.pt" for name in states}, **manifest}
-        _write_all(Path(save_dir), {**files, "manifest.pt": index}, plain={f"{name}.pt" for name in states})
+        _write_all(Path(save_dir), {**files, "manifest.pt": index})
 
     agree(settings.group, write)
 
 
-def _write_all(folder: Path, files: Mapping[str, Any], plain: set[str]) -> None:
+def _write_all(folder: Path, files: Mapping[str, Any]) -> None:
     """Write everything beside its place, then rename: no file is ever half written, and the manifest comes last."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: folder / f".{name}.{os.getpid()}.part" for name in files}
     try:
         for name, content in files.items():
-            _write(parts[name], content)
-            if name in plain:
-                _check_plain(parts[name], name)
+            with parts[name].open("wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
         for name, part in parts.items():
             os.replace(part, folder / name)
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)
-
-
-def _write(path: Path, content: Any) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _check_plain(path: Path, name: str) -> None:
-    strange = get_unsafe_globals_in_checkpoint(path)
-    if strange:
-        raise ConfigurationError(
-            f"{name} would hold objects that torch.load(weights_only=True) refuses ({', '.join(strange)}); nothing was "
-            "written. Leave them out of that state_dict, or allow them with torch.serialization.add_safe_globals"
-        )
 
 
 # ------------------------------------------------------------------------------------------------ reading

@@ -8,7 +8,7 @@ import transformers
 
 from fsshard.errors import ConfigurationError
 
-from ..accelerate.arguments import MESH, check_one_precision, check_scaled, check_settings, warn_of_one_process
+from ..accelerate.arguments import MESH, check_one_precision, check_scaled, check_settings
 from ..trainers import check_scaler
 
 __all__ = ["check_arguments", "check_launcher", "check_library"]
@@ -96,6 +96,5 @@ def check_launcher(trainer: Any) -> None:
     for name, chosen in (("use_fsdp", trainer.is_fsdp_enabled), ("use_deepspeed", trainer.is_deepspeed_enabled)):
         if chosen:
             raise ConfigurationError(f"accelerate's configuration has {name}: {ANOTHER_ENGINE}")
-    warn_of_one_process()
     check_scaler(trainer.accelerator.scaler)
     check_scaled(trainer.accelerator)

@@ -6,7 +6,6 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,20 +64,17 @@ def from_transformers(
     """
     args = transformers.TrainingArguments() if args is None else args
     _check(args, dataset)
-    training = _Training(model)
-    with kept_random_numbers():
-        facts = _Facts.of(training.build(), args)
-    batches = _Batches(_sampled(dataset, collator, args, facts), args, facts)
+    training = _Training(model, dataset, collator or transformers.default_data_collator, args)
     found: dict[str, Any] = {
         "accumulate": args.gradient_accumulation_steps,
         "clip": args.max_grad_norm or None,
         "seed": args.seed,
         "join": _joined,
-        "name": facts.name,
+        "name": training.name,
     }
     if "optimizer" not in options:
-        found |= optimizer_fields(training.build, _Configure(args, batches))
-    return Recipe(build=training.build, batches=batches, loss=_Loss(args, facts), **{**found, **options})
+        found |= optimizer_fields(training.build, training.configure)
+    return Recipe(build=training.build, batches=training.batches, loss=training.loss, **{**found, **options})
 
 
 def _check(args: transformers.TrainingArguments, dataset: Any) -> None:
@@ -97,67 +93,38 @@ def _check(args: transformers.TrainingArguments, dataset: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """Facts that Hugging Face's Trainer reads from a model's class.
-
-    Attributes:
-        name: of the class.
-        takes_count: its loss is divided by a number of labels that it is told.
-        shifted: labels count from the second one on.
-        shifts: label smoothing has to shift them.
-        columns: arguments of ``forward``, and labels.
-        smoothed: label smoothing applies.
-    """
-
-    name: str
-    takes_count: bool
-    shifted: bool
-    shifts: bool
-    columns: tuple[str, ...]
-    smoothed: bool
-
-    @classmethod
-    def of(cls, model: Any, args: transformers.TrainingArguments) -> _Facts:
-        parameters = inspect.signature(model.forward).parameters
-        named = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        config = getattr(model, "config", None)
-        causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss  # type: ignore[arg-type]
-        several = getattr(config, "problem_type", None) == "multi_label_classification"
-        find: Any = find_labels
-        labels = args.label_names or find(type(model))
-        return cls(
-            name=type(model).__name__,
-            takes_count=bool(getattr(model, "accepts_loss_kwargs", named)),
-            shifted=causal and not getattr(config, "is_encoder_decoder", False),
-            shifts=type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
-            columns=(*parameters, "label", "label_ids", *labels),
-            smoothed=bool(args.label_smoothing_factor) and not several,
-        )
-
-
-@dataclass(frozen=True)
 class _Training:
-    """Makes the model."""
+    """The functions of a recipe that do what Hugging Face's Trainer does."""
 
-    model: Any
+    def __init__(self, model: Any, dataset: Any, collator: Any, args: transformers.TrainingArguments) -> None:
+        self.model, self.dataset, self.collator, self.args = model, dataset, collator, args
+        self.sampled = SampledBatches(dataset, self._collate, self._order, args.seed)
+        with kept_random_numbers():
+            found: Any = self.build()
+        self.name = type(found).__name__
+        parameters = inspect.signature(found.forward).parameters
+        named = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        self.takes_count = bool(getattr(found, "accepts_loss_kwargs", named))  # the loss is divided by what it is told
+        config = getattr(found, "config", None)
+        causal = LOSS_MAPPING.get(getattr(found, "loss_type", None)) is ForCausalLMLoss  # type: ignore[arg-type]
+        self.counts_from = 1 if causal and not getattr(config, "is_encoder_decoder", False) else 0  # of the labels
+        several = getattr(config, "problem_type", None) == "multi_label_classification"
+        self.smoothed = bool(args.label_smoothing_factor) and not several
+        self.shifts = self.name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # smoothing has to shift labels
+        find: Any = find_labels
+        self.columns = (*parameters, "label", "label_ids", *(args.label_names or find(type(found))))
 
     def build(self) -> nn.Module:
-        """Make a fresh one."""
+        """Make a fresh model."""
         found = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
         if not isinstance(found, nn.Module):
             raise RecipeError(f"from_transformers: expected a model or a function that makes one, got {found!r}")
         return found.train()
 
+    # ---------------------------------------------------------------------------------------- optimizer
 
-@dataclass(frozen=True)
-class _Configure:
-    """Optimizer and schedule as ``Trainer.create_optimizer`` and ``create_scheduler`` make them."""
-
-    args: transformers.TrainingArguments
-    batches: _Batches
-
-    def __call__(self, model: nn.Module, world_size: int) -> Configured:
+    def configure(self, model: nn.Module, world_size: int) -> Configured:
+        """Make optimizer and schedule as ``Trainer.create_optimizer`` and ``create_scheduler`` do."""
         args: Any = self.args
         trainer: Any = transformers.Trainer
         decayed = set(trainer.get_decay_parameter_names(None, model))
@@ -172,13 +139,7 @@ class _Configure:
                 f"TrainingArguments(optim={args.optim!r}): pass optimizer= and hyper= to from_transformers"
             )
         optimizer = kind(groups, **hyper)
-        return Configured(optimizer, self._scheduler(optimizer, world_size))
-
-    def _scheduler(self, optimizer: torch.optim.Optimizer, world_size: int) -> Any:
-        args: Any = self.args
-        steps = (
-            args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.batches.steps(world_size))
-        )
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.steps(world_size))
         made = transformers.get_scheduler(
             args.lr_scheduler_type,
             optimizer=optimizer,
@@ -190,73 +151,44 @@ class _Configure:
             raise RecipeError(
                 f"TrainingArguments(lr_scheduler_type={args.lr_scheduler_type!r}) watches a metric; a recipe has none"
             )
-        return made
+        return Configured(optimizer, made)
 
+    # ---------------------------------------------------------------------------------------- samples
 
-# ------------------------------------------------------------------------------------------------ samples
-
-
-@dataclass(frozen=True)
-class _Order:
-    """The order in which accelerate divides the Trainer's loader: batches in turn, shuffled by the seed."""
-
-    dataset: Any
-    args: transformers.TrainingArguments
-
-    def __call__(self, rank: int, world_size: int, epoch: int) -> list[list[int]]:
+    def _order(self, rank: int, world_size: int, epoch: int) -> list[list[int]]:
+        """Return the batches that accelerate gives a rank of the Trainer's loader: in turn, shuffled by the seed."""
         args = self.args
         sampler: Any = SequentialSampler(self.dataset)
         if args.train_sampling_strategy == "random":
-            sampler = SeedableRandomSampler(
-                self.dataset, data_seed=args.seed if args.data_seed is None else args.data_seed
-            )
+            seed = args.seed if args.data_seed is None else args.data_seed
+            sampler = SeedableRandomSampler(self.dataset, data_seed=seed)
             sampler.set_epoch(epoch)
         batches: Any = BatchSampler(sampler, args.per_device_train_batch_size, args.dataloader_drop_last)
         if world_size > 1:
             batches = BatchSamplerShard(batches, num_processes=world_size, process_index=rank)
         return list(batches)
 
-
-@dataclass(frozen=True)
-class _Collate:
-    """The collator, without what the model's forward does not take."""
-
-    collator: Callable[[list[Any]], Any]
-    columns: tuple[str, ...] | None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if self.columns is not None:
-            known = self.columns
+    def _collate(self, samples: list[Any]) -> Any:
+        """Collate samples, without what the model's forward does not take."""
+        if self.args.remove_unused_columns:
             samples = [
-                {key: value for key, value in sample.items() if key in known} if isinstance(sample, Mapping) else sample
-                for sample in samples
+                {key: value for key, value in each.items() if key in self.columns}
+                if isinstance(each, Mapping)
+                else each
+                for each in samples
             ]
         return self.collator(samples)
-
-
-def _sampled(dataset: Any, collator: Any, args: transformers.TrainingArguments, facts: _Facts) -> SampledBatches:
-    columns = facts.columns if args.remove_unused_columns else None
-    collate = _Collate(collator or transformers.default_data_collator, columns)
-    return SampledBatches(dataset, collate, _Order(dataset, args), args.seed)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """``(arguments of the model, number of labels or None, ranks that it is counted over)``."""
-
-    sampled: SampledBatches
-    args: transformers.TrainingArguments
-    facts: _Facts
 
     def steps(self, world_size: int) -> int:
         """Return the number of steps in an epoch."""
         return self.sampled.steps(world_size, self.args.gradient_accumulation_steps, "gradient_accumulation_steps")
 
-    def __call__(self, rank: int, world_size: int, number: int) -> tuple[Any, Tensor | None, int]:
+    def batches(self, rank: int, world_size: int, number: int) -> tuple[Any, Tensor | None, int]:
+        """Return ``(arguments of the model, number of labels or None, ranks that it is counted over)``."""
         self.steps(world_size)
         inputs = self.sampled(rank, world_size, number)
         inputs = {**inputs} if isinstance(inputs, Mapping) else inputs
-        if not self.facts.takes_count or "labels" not in inputs:
+        if not self.takes_count or "labels" not in inputs:
             return inputs, None, 1
         everywhere = self.args.average_tokens_across_devices
         accumulate = self.args.gradient_accumulation_steps
@@ -270,10 +202,32 @@ class _Batches:
 
     def _labels(self, batch: Any) -> Tensor:
         """Count the labels of a batch."""
-        labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
-        if self.facts.shifted and "shift_labels" not in batch:
-            labels = labels[..., 1:]
+        labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., self.counts_from :]
         return labels.ne(-100).sum()
+
+    # ---------------------------------------------------------------------------------------- loss
+
+    def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        """Compute the loss as ``Trainer.compute_loss`` does."""
+        given, count, ranks = batch
+        inputs = dict(given)
+        smoothed = self.smoothed and "labels" in inputs
+        labels = inputs.pop("labels") if smoothed else None
+        if count is not None:
+            inputs["num_items_in_batch"] = count
+        outputs = model(**inputs)
+        if smoothed:
+            smoother: Any = LabelSmoother(epsilon=self.args.label_smoothing_factor)
+            loss = smoother(outputs, labels, shift_labels=self.shifts, num_items_in_batch=count)
+        elif isinstance(outputs, Mapping) and "loss" not in outputs:
+            raise RecipeError(
+                f"{self.name} returned no loss but {', '.join(outputs)}; batches need labels, or write a Recipe"
+            )
+        else:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        # A recipe divides by the number of accumulated batches, which the count is over already
+        found: Tensor = loss if count is None else loss * ranks * self.args.gradient_accumulation_steps
+        return found
 
 
 def _joined(batches: Sequence[Any]) -> tuple[Any, Tensor | None, int]:
@@ -286,38 +240,3 @@ def _joined(batches: Sequence[Any]) -> tuple[Any, Tensor | None, int]:
             "such loss on one process; compare with reference='ddp'"
         )
     return inputs, count, 1
-
-
-# ------------------------------------------------------------------------------------------------ loss
-
-
-@dataclass(frozen=True)
-class _Loss:
-    """``Trainer.compute_loss``."""
-
-    args: transformers.TrainingArguments
-    facts: _Facts
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        given, count, ranks = batch
-        inputs = dict(given)
-        smoothed = self.facts.smoothed and "labels" in inputs
-        labels = inputs.pop("labels") if smoothed else None
-        if count is not None:
-            inputs["num_items_in_batch"] = count
-        outputs = model(**inputs)
-        loss: Tensor
-        if smoothed:
-            smoother: Any = LabelSmoother(epsilon=self.args.label_smoothing_factor)
-            loss = smoother(outputs, labels, shift_labels=self.facts.shifts, num_items_in_batch=count)
-        else:
-            loss = self._models(outputs)
-        # A recipe divides by the number of accumulated batches, which the count is over already
-        return loss if count is None else loss * ranks * self.args.gradient_accumulation_steps
-
-    def _models(self, outputs: Any) -> Any:
-        if isinstance(outputs, Mapping) and "loss" not in outputs:
-            raise RecipeError(
-                f"{self.facts.name} returned no loss but {', '.join(outputs)}; batches need labels, or write a Recipe"
-            )
-        return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]

@@ -11,7 +11,6 @@ from typing import Any
 
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import fsshard as library
@@ -75,8 +74,11 @@ class Trainer(transformers.Trainer):
         self._gave_away: Any = None  # a model, to another Trainer
         self._runs = False
         super().__init__(model, args, *rest, **arguments)
-        if self.label_smoother is not None:
-            self.label_smoother = _Smoother.of(self.label_smoother, self.model)
+        # Hugging Face reads from the name of the model's class, which an engine may replace, that labels are shifted.
+        if self.label_smoother is not None and type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            this: Any = self
+            own = self.label_smoother
+            this.label_smoother = lambda output, labels, shift_labels=True, **more: own(output, labels, True, **more)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which may not clip one rank's gradients, and which unwraps the user's model.
@@ -325,23 +327,3 @@ class _TakenByTrainer(Taken):
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` under any engine; see :class:`Trainer`."""
-
-
-class _Smoother(LabelSmoother):
-    """Knows whether the model's labels are shifted: Hugging Face reads it from the name of the class, and an engine
-    may have put one of its own in the place of that."""
-
-    shifts: bool = False
-
-    @classmethod
-    def of(cls, given: LabelSmoother, model: Any) -> _Smoother:
-        """With the settings of ``given``, for the user's ``model``."""
-        found = cls(epsilon=given.epsilon, ignore_index=given.ignore_index)
-        found.shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return found
-
-    def __call__(
-        self, model_output: Any, labels: Any, shift_labels: Any = False, num_items_in_batch: Any = None
-    ) -> Any:
-        compute: Any = super().__call__
-        return compute(model_output, labels, shift_labels or self.shifts, num_items_in_batch)

@@ -95,29 +95,6 @@ def case_ranks_that_average() -> None:
     fsshard.wrap(model, backend="ddp", device_mesh=mesh["data"], replicated=domain.replicated)
 
 
-def case_accelerate() -> None:
-    from fsshard.compat.accelerate import Accelerator
-    from fsshard.compat.lightning import FabricStrategy
-    from tests.advice.test_fronts import fabric_over, forget_accelerates_state
-
-    bare, model = operator(TWO), operator(TWO)
-    model.load_state_dict(bare.state_dict())
-    x, y = field(8, 8), field(8, 8, seed=1)
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-    (bare(x) - y).square().mean().backward()
-    optimizer.step()
-    domain = shard_domain(model, mesh_of(1, 2)["domain"])
-    with refused("write the loop over fsshard.wrap, or use fsshard.compat.lightning.FabricStrategy"):
-        Accelerator(cpu=True, fsshard={"backend": "fsdp2"}).prepare(model)
-    forget_accelerates_state()
-    wrapped, optimizer = fabric_over(FabricStrategy("fsdp2")).setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    domain.mse_loss(wrapped(domain.scatter(x)), domain.scatter(y)).backward()
-    optimizer.step()
-    state = wrapped._forward_module.state_dict()
-    for name, value in bare.named_parameters():
-        torch.testing.assert_close(state[name], value.detach(), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)
 def test_advice_is_right(ranks: Any, case: Any) -> None:
     ranks.run(case, 2)

@@ -6,13 +6,11 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
-from tests.advice.following import DIVIDED, cases, is_trained, plain, refuse, refused, right, square, train
+from tests.advice.following import DIVIDED, cases, plain, refuse, refused, right
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
@@ -66,44 +64,6 @@ def case_names_of_dimensions() -> None:
         fsshard.data_rank(mesh_of(2, 1, names=("a", "tp")))
     assert fsshard.data_rank(mesh_of(2, 1, names=("a", "tp"))["a"]).size == 2
     assert fsshard.data_rank(mesh_of(2, 1, names=("data", "tp"))).size == 2
-
-
-def case_ranks_beside_those_of_data() -> None:
-    mesh = mesh_of(1, 2, names=("data", "cp"))
-    refuse(
-        "such as mesh['data'], and name the other dimensions in replicated= and sharded=",
-        backend="fsdp2",
-        replicated={".": mesh["cp"]},
-    )
-    summed(fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"], replicated={".": mesh["cp"]}))
-    model = fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"])
-    with refused("say which: fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither"):
-        model.check_knows_all_ranks("save")
-    fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"], replicated={}).check_knows_all_ranks("save")
-
-
-def summed(model: Any) -> None:
-    """The ranks' gradients are added up."""
-    is_trained(train(model, steps=1).state_dict(), loss=lambda bare, x: 2 * square(bare, x), steps=1)
-
-
-def split_by_columns(mesh: Any) -> Any:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    torch.manual_seed(0)
-    return parallelize_module(nn.Linear(4, 6), mesh, ColwiseParallel())
-
-
-def case_optimizers_of_parts() -> None:
-    from tests.optimizers import MyMuon
-
-    mesh = mesh_of(1, 2, names=("data", "tp"))
-    with refused("use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone"):
-        model = fsshard.wrap(split_by_columns(mesh["tp"]), backend="ddp", device_mesh=mesh["data"])
-        fsshard.build_optimizer(model, MyMuon)
-    model = fsshard.wrap(split_by_columns(mesh["tp"]), backend="ddp", device_mesh=mesh["data"])
-    fsshard.build_optimizer(model, torch.optim.AdamW)
-    fsshard.build_optimizer(fsshard.wrap(nn.Linear(4, 6), backend="ddp"), MyMuon)
 
 
 @pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)

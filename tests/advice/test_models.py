@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refuse, refused, right, square
+from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refuse, refused, right
 from tests.models import net
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)
@@ -176,23 +176,6 @@ def case_precisions() -> None:
             with refused("pass them in a dict, list, tuple or dataclass"):
                 model(Box(batch()))
             model({"value": batch()})
-
-
-def case_forwards() -> None:
-    model = fsshard.wrap(plain(), backend="fsdp")
-    with refused("Compute a penalty in the forward and return it, or use the optimizer's weight_decay, or"):
-        torch.autograd.grad(square(model, batch()), list(model.parameters()))
-    bare = plain()
-    expected = torch.autograd.grad(square(bare, batch()), list(bare.parameters()))
-    for backend in ("ddp", "fairscale"):
-        model = fsshard.wrap(plain(), backend=backend)
-        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        found = torch.autograd.grad(square(model, batch()), list(model.parameters()))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    model = fsshard.wrap(plain(), **FSDP2)
-    model.module[2] = nn.Linear(6, 2)
-    with refused("Change the model first and wrap it then; to change values, use model.load_state_dict, or write in"):
-        model(batch())
 
 
 def case_complex_parameters() -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import fsshard
 from tests.compat.accelerate import trainings as accelerated
-from tests.compat.common import ENGINES
-from tests.compat.lightning import trainings as lightened
 from tests.compat.transformers import trainings
 from tests.compat.transformers.trainings import BEST, gpt2, samples, t5
 
@@ -94,60 +89,3 @@ def by_accelerator(engine: str, folder: str) -> dict[str, Tensor]:
                 inner.save_pretrained(path, is_main_process=accelerator.is_main_process)
         found |= files(path)
     return found
-
-
-class Lightened(lightning.LightningModule):
-    """Adapters in Lightning's module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = adapted("gpt2")
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        loss: Tensor = self.net(**batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 1e-2)
-
-
-def by_lightning(engine: str, folder: str) -> dict[str, Tensor]:
-    """An epoch by Lightning; the adapters are saved from whole weights."""
-    torch.manual_seed(2)
-    module = Lightened()
-    trainer = lightened.trainer_of(lightened.strategy_of(engine), 1)
-    trainer.fit(module, _batches())
-    state = trainer.strategy.lightning_module_state_dict()
-    module.net.save_pretrained(folder, {name.removeprefix("net."): value for name, value in state.items()})
-    return files(folder)
-
-
-def by_hand(folder: str) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """A step of the bare model and of each engine, on the same samples on all ranks, and the ways to the adapters."""
-    found = {}
-    for engine in ("bare", *ENGINES):
-        model = adapted("t5")
-        made: Any = (model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
-        model, optimizer = made if engine == "bare" else fsshard.wrap(*made, backend=engine)
-        torch.manual_seed(2)
-        batch = next(iter(_batches()))
-        model(**batch).loss.backward()
-        optimizer.step()
-        state, path = model.state_dict(), f"{folder}/{engine}"
-        inner = model if engine == "bare" else model.module
-        inner.save_pretrained(path, state_dict=state, is_main_process=torch.distributed.get_rank() == 0)
-        found[engine] = {
-            "file": files(path),
-            "module": get_peft_model_state_dict(inner, state_dict=state),
-            "wrapped": get_peft_model_state_dict(model, state_dict=state),
-        }
-        with nullcontext() if engine == "bare" else model.full_parameters():
-            found[engine]["whole"] = _cloned(get_peft_model_state_dict(inner))
-            inner.merge_adapter()
-            found[engine]["merged"] = _cloned(dict(inner.named_parameters()))
-            inner.unmerge_adapter()
-    return found
-
-
-def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

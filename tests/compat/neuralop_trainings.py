@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import fsshard
 from fsshard.compat.neuralop import IncrementalFNOTrainer, Trainer
+from tests.compat.common import refusals
 
 BATCH = 8
 N_TRAIN, N_SINGLE, N_PAIRS, N_WHOLE = 20, 5, 7, 6
@@ -29,27 +30,16 @@ N_TRAIN, N_SINGLE, N_PAIRS, N_WHOLE = 20, 5, 7, 6
 
 @dataclass(frozen=True)
 class Fit:
-    """One training.
+    """One training."""
 
-    Attributes:
-        backend: a backend of fsshard, or ``"plain"``: neuralop's own Trainer on one process, without fsshard.
-        epochs: in all.
-        loss: ``"sum"``, ``"mean"``, ``"weighted"`` (a sum of neuralop's losses) or ``"silent"`` (does not say).
-        plateau: ``ReduceLROnPlateau`` in place of a cosine.
-        optimizer: its class.
-        trainer: arguments of the Trainer.
-        train: arguments of ``Trainer.train``.
-        uneven: the first rank gets 5 of the 8 samples of each global batch, the second 3.
-    """
-
-    backend: str
+    backend: str  # or "plain": neuralop's own Trainer on one process, without fsshard
     epochs: int = 2
-    loss: str = "sum"
-    plateau: bool = False
+    loss: str = "sum"  # or "mean", "weighted" (a sum of neuralop's losses), "silent" (does not say)
+    plateau: bool = False  # ReduceLROnPlateau in place of a cosine
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     trainer: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
-    uneven: bool = False
+    uneven: bool = False  # the first rank gets 5 of the 8 samples of each global batch, the second 3
 
 
 @dataclass
@@ -197,43 +187,39 @@ def fits(jobs: list[Fit]) -> list[Outcome]:
     return [fit(job) for job in jobs]
 
 
-def refused(what: str, folder: str = "") -> tuple[str, str]:
-    """Ask for something wrong; the type and the text of the error."""
+def refused(folder: str) -> dict[str, str]:
+    """What is refused -> the error's type and text."""
     network = fsshard.wrap(model(), backend="ddp")
-    optimizer: Any = fsshard.build_optimizer(network, torch.optim.AdamW, lr=1e-3)
-    other = torch.optim.AdamW(model().parameters())
-    scheduler = torch.optim.lr_scheduler.ConstantLR(other if what == "scheduler" else optimizer)
+    own: Any = fsshard.build_optimizer(network, torch.optim.AdamW, lr=1e-3)
+    other: Any = torch.optim.AdamW(model().parameters())
+    patched: Any = type("Processor", (), {"patcher": type("Patcher", (), {"use_distributed": True})()})()
+    growing: Any = IncrementalFNOTrainer
     rank, world = dist.get_rank(), dist.get_world_size()
-    count = N_TRAIN + BATCH * rank if what == "lengths" else N_TRAIN
-    options: dict[str, Any] = {"training_loss": losses("silent" if what == "loss" else "sum")}
-    if what == "folder":
-        options["resume_from_dir"] = folder
-    if what == "state":
-        scheduler.owner = torch.Generator()
-        options |= {"save_every": 1, "save_dir": folder}
-    try:
-        trainer = Trainer(
-            model=model() if what == "model" else network,
-            n_epochs=1,
-            global_loss_reduction="product" if what == "reduction" else None,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.train(
-                loader(count, 0, BATCH, rank, world, divided=what != "lengths"),
-                {},
-                other if what == "optimizer" else optimizer,
-                scheduler,
-                **options,
-            )
-    except fsshard.FsshardError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    alone = DataLoader(Pairs(N_TRAIN + BATCH * rank, 0), batch_size=BATCH)
+    divided = loader(N_TRAIN, 0, BATCH, rank, world, divided=True)
 
+    def train(optimizer: Any = own, driven: Any = own, loss: str = "sum", data: Any = divided, **options: Any) -> Any:
+        scheduler = torch.optim.lr_scheduler.ConstantLR(driven)
+        given = {"training_loss": losses(loss), **options}
+        return lambda: Trainer(model=network, n_epochs=1).train(data, {}, optimizer, scheduler, **given)
 
-def all_refused(cases: list[str], folder: str) -> list[tuple[str, str]]:
-    """One after another."""
-    return [refused(case, folder) for case in cases]
+    return refusals(
+        {
+            "model": lambda: Trainer(model=model(), n_epochs=1),  # type: ignore[arg-type]
+            "reduction": lambda: Trainer(model=network, n_epochs=1, global_loss_reduction="product"),  # type: ignore[arg-type]
+            "optimizer": train(optimizer=other),
+            "scheduler": train(driven=other),
+            "loss": train(loss="silent"),
+            "lengths": train(data=alone),
+            "folder": train(resume_from_dir=folder),
+            "patches": lambda: Trainer(model=network, n_epochs=1, data_processor=patched),
+            "rules": lambda: growing(model=network, n_epochs=1),
+            "kind": lambda: growing(
+                model=fsshard.wrap(torch.nn.Linear(2, 2), backend="ddp"), n_epochs=1, incremental_grad=True
+            ),
+            "resumed": lambda: growing(model=network, n_epochs=1, incremental_grad=True).train(resume_from_dir="here"),
+        }
+    )
 
 
 # ------------------------------------------------------------------------------------------ modes that grow, patches
@@ -279,23 +265,3 @@ def special(backend: str, what: str) -> tuple[list[tuple[float, float]], dict[st
 def specials(backends: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """What -> backend -> :func:`special`."""
     return {what: {backend: special(backend, what) for backend in backends} for what in (*RULES, "patches")}
-
-
-def refused_specials() -> list[str]:
-    """The errors."""
-    network = fsshard.wrap(model(), backend="ddp")
-    patched: Any = type("Processor", (), {"patcher": type("Patcher", (), {"use_distributed": True})()})()
-    growing: Any = IncrementalFNOTrainer
-    tried: list[Any] = [
-        lambda: Trainer(model=network, n_epochs=1, data_processor=patched),
-        lambda: growing(model=network, n_epochs=1),
-        lambda: growing(model=fsshard.wrap(torch.nn.Linear(2, 2), backend="ddp"), n_epochs=1, incremental_grad=True),
-        lambda: growing(model=network, n_epochs=1, incremental_grad=True).train(resume_from_dir="here"),
-    ]
-    found = []
-    for attempt in tried:
-        try:
-            attempt()
-        except fsshard.FsshardError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found

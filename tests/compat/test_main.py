@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     world.write("package/__init__.py", "")
     world.write("package/look.py", LOOK.replace("import beside", "beside = None"))
     world.write("package/__main__.py", LOOK.replace("import beside", "beside = None"))
-    world.write("folder/__main__.py", LOOK.replace("import beside", "beside = None"))
-    with zipfile.ZipFile(world.folder / "script.zip", "w") as archive:
-        archive.writestr("__main__.py", LOOK.replace("import beside", "beside = None"))
     return world
 
 
@@ -51,8 +47,6 @@ TARGETS = {
     "script": ("scripts/look.py",),
     "module": ("-m", "package.look"),
     "package": ("-m", "package"),
-    "folder": ("folder",),
-    "zip": ("script.zip",),
 }
 
 

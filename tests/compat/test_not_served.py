@@ -6,14 +6,11 @@ Tests compat/report.py, too.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
-import json
 import pickle
 import pkgutil
 import re
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,38 +21,6 @@ import fsshard.compat.fairscale as mirror
 from fsshard.compat import not_served
 from fsshard.compat.errors import NotServed
 from fsshard.compat.not_served import BY_NAME, FRONT, SERVED, explain, instead_of, steps
-from tests.compat.redirect_world import build, together
-
-REFUSALS = """
-import json, sys
-def refusal(statement):
-    try:
-        exec(statement, {})
-    except ImportError as error:
-        return [type(error).__module__, type(error).__name__, str(error), error.name]
-print(json.dumps([refusal(each) for each in json.loads(sys.argv[1])]))
-"""
-NAMES = {
-    "from fairscale.nn.wrap.auto_wrap import no_such_name": "fairscale.nn.wrap.auto_wrap.no_such_name",
-    "from fairscale.optim import Adam": "fairscale.optim.Adam",
-    "from fairscale import experimental": "fairscale.experimental",
-}
-
-
-@pytest.mark.long
-def test_the_redirect_and_the_package_say_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
-    world = build(tmp_path_factory.mktemp("not_served"))
-    world.write("refusals.py", REFUSALS)
-
-    def refusals(before: tuple[str, ...], package: str) -> subprocess.CompletedProcess[str]:
-        statements = [each.replace("fairscale", package, 1) for each in NAMES]
-        return world.run(*before, "refusals.py", json.dumps(statements), light=False, FSSHARD_REDIRECT="")
-
-    ways = (((), "fsshard.compat.fairscale"), (("-m", "fsshard.compat"), "fairscale"))
-    expected = [["fsshard.compat.errors", "NotServed", explain(name), name] for name in NAMES.values()]
-    for done in together(*(functools.partial(refusals, *way) for way in ways)):
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == expected
 
 
 @pytest.mark.fairscale_row(29)

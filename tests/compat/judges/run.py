@@ -1,6 +1,6 @@
 """Other libraries' own tests as judges of what stands in front of them: ``make judges``.
 
-An environment variable names a checkout of a library's repository (:mod:`.fronts`). Its tests run once with the
+An environment variable names a checkout of a library's repository (:data:`FRONTS`). Its tests run once with the
 library's own in the place that a plugin here gives it, and once per engine. A test judges us if it passes with the
 library's own, and with ours makes an engine, or fails: so tests that need a GPU, a network, a package that is not
 installed, or another version of the library drop out by themselves.
@@ -17,15 +17,92 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from .fronts import FRONTS, Front
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINES = ("fsdp2", "ddp")
 PYTEST = f"import sys; sys.path[0] = {str(ROOT)!r}; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 """In a checkout that has a package named ``tests``, too: the first one is ours."""
+
+
+ONE_RANK = {
+    "ACCELERATE_USE_CPU": "yes",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+}
+"""In which Accelerate, and Hugging Face's Trainer over it, put a model under DDP."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """Another library in front of which we stand.
+
+    Attributes:
+        library: its name.
+        variable: of the environment: where a checkout of its repository is.
+        plugin: the module here that puts ours into its tests.
+        runs: parts of the tests, each with what the environment of their process has.
+        folder: of the checkout, where pytest runs.
+        left_out: part of the tests -> why it is not run.
+    """
+
+    library: str
+    variable: str
+    plugin: str
+    runs: tuple[tuple[tuple[str, ...], Mapping[str, str]], ...]
+    folder: str = "."
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def files(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/test_{name}.py" for name in names.split())
+
+
+LIGHTNING = Front(
+    library="Lightning",
+    variable="FSSHARD_LIGHTNING_CHECKOUT",
+    plugin="tests.compat.judges.lightning",
+    runs=(
+        (
+            (
+                *("tests_fabric/strategies/test_ddp_integration.py", "tests_fabric/test_fabric.py"),
+                *("tests_pytorch/strategies/test_ddp_integration.py", "tests_pytorch/trainer/optimization"),
+                *("tests_pytorch/callbacks", "tests_pytorch/checkpointing"),
+                *files("tests_pytorch/models", "hooks restore"),
+            ),
+            {},
+        ),
+    ),
+    folder="tests",
+    left_out={
+        "tests_pytorch/callbacks/progress": "progress bars",
+        "tests_pytorch/callbacks/test_pruning.py": "torch's pruning puts parameters in the place of parameters",
+        "tests_pytorch/callbacks/test_spike.py": "its module assigns weight.data in training_step",
+    },
+)
+TRAINER = "trainer trainer_callback trainer_jit_checkpoint trainer_seq2seq trainer_utils"
+TRANSFORMERS = Front(
+    library="transformers",
+    variable="FSSHARD_TRANSFORMERS_CHECKOUT",
+    plugin="tests.compat.judges.hugging_face",
+    # A test that would download asks five times without the last of these.
+    runs=((files("tests/trainer", TRAINER), {**ONE_RANK, "HF_HUB_OFFLINE": "1"}),),
+)
+ACCELERATE = Front(
+    library="Accelerate",
+    variable="FSSHARD_ACCELERATE_CHECKOUT",
+    plugin="tests.compat.judges.hugging_face",
+    runs=(
+        (files("tests", "accelerator compile kwargs_handlers optimizer state_checkpointing"), ONE_RANK),
+        (files("tests", "cpu grad_sync metrics scheduler"), {}),  # two ranks, forked from a process without a group
+    ),
+)
+FRONTS = (LIGHTNING, TRANSFORMERS, ACCELERATE)
 
 
 def outcomes(front: Front, checkout: Path, engine: str, tests: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
@@ -65,6 +142,11 @@ def _outcomes(
         return {line["test"]: line for line in map(json.loads, record.read_text().splitlines())}
 
 
+def reason(failure: str) -> str:
+    """Return the first line of what a test failed with."""
+    return next((line for line in failure.splitlines() if line.strip()), "nothing told")[:150]
+
+
 def table(
     front: Front, theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]], engine: str
 ) -> list[str]:
@@ -75,7 +157,7 @@ def table(
         if line["outcome"] == "passed" and name in ours
         if ours[name]["used"] or ours[name]["outcome"] == "failed"
     ]
-    failed = Counter(front.reason(ours[name]["why"]) for name in judges if ours[name]["outcome"] != "passed")
+    failed = Counter(reason(ours[name]["why"]) for name in judges if ours[name]["outcome"] != "passed")
     lines = [
         f"{front.library}, `{engine}`: {len(judges) - failed.total()} of {len(judges)} pass",
         "",
@@ -96,7 +178,7 @@ def judge(front: Front, tests: Sequence[str] = ()) -> None:
         ours = outcomes(front, checkout, engine, tests)
         for name, line in ours.items():
             if line["outcome"] == "failed" and theirs.get(name, {}).get("outcome") == "passed":
-                print(f"{engine}: {name}: {front.reason(line['why'])}")
+                print(f"{engine}: {name}: {reason(line['why'])}")
         print("\n".join(["", *table(front, theirs, ours, engine), ""]))
 
 

@@ -34,7 +34,6 @@ import fsshard
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning import again as coming_back
 from fsshard.compat.lightning.plugins import Launched, WholeLauncher
-from fsshard.errors import CheckpointError, ConfigurationError, ModelError
 from fsshard.model.checks import is_managed
 from fsshard.parallel import shard_domain
 from tests.compat.common import refusals
@@ -83,6 +82,11 @@ class Adversaries(lightning.LightningModule):
         self.generator, self.discriminator = nn.Linear(6, 4), nn.Linear(4, 1)
         self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float32 if wrong == "scaled" else torch.complex64))
         self.losses: list[float] = []
+        self.calls = 0
+        self.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
 
     def forward(self, which: str, x: Tensor) -> Tensor:
         if which == "discriminator":
@@ -99,6 +103,8 @@ class Adversaries(lightning.LightningModule):
                 pass
         made = self.generator(batch[0]) if self.wrong == "past" else self("generator", batch[0])
         loss = nn.functional.softplus(-self("discriminator", made)).mean()
+        if self.wrong == "own":
+            loss = loss + self.generator.bias.square().sum()
         if not toggles:
             first.zero_grad()
         self.manual_backward(loss)
@@ -131,137 +137,96 @@ class Adversaries(lightning.LightningModule):
         return first, torch.optim.Adam(self.discriminator.parameters(), lr=1e-2)
 
 
-class ByHand(lightning.LightningModule):
-    """One optimizer; the loss may have a weight of the module's own in it, or a layer be called past the module."""
-
-    def __init__(self, case: str) -> None:
-        super().__init__()
-        self.automatic_optimization, self.case, self.calls = False, case, 0
-        self.first, self.last = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 1)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.register_forward_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x)).squeeze(1) * self.scale.sum()
-
-    def training_step(self, batch: Any, number: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        if self.case == "past":
-            self.first(batch[0])
-        loss = (self(batch[0]) - batch[1]).square().mean()
-        if self.case == "own":
-            loss = loss + (self.scale * batch[1].mean()).square().sum()
-        self.manual_backward(loss)
-        optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05)
-
-
-def by_hand(engine: str) -> dict[str, Any]:
-    """Case -> weights and how often the module's forward hook was called, or what is said."""
-    found: dict[str, Any] = {}
-    units = {"auto_wrap_policy": {nn.Sequential}} if engine in ("fsdp", "fsdp2") else {}
-    cases: dict[str, dict[str, Any]] = {"own": {}}
-    if engine == "lightning":
-        cases["plain"] = {}
-    if units:
-        cases["recomputed"] = {"activation_checkpointing": {nn.Sequential}}
-    if engine == "fsdp":
-        cases["past"] = {}
-    for case, more in cases.items():
-        torch.manual_seed(0)
-        module, weights = ByHand(case), Weights()
-        trainer = trainer_of(strategy_of(engine, **units, **more), 1, callbacks=[weights], limit_train_batches=3)
-        try:
-            trainer.fit(module, loader())
-            found[case] = (weights.state, module.calls)
-        except (ConfigurationError, ModelError) as error:
-            found[case] = str(error)
-    return found
-
-
 def adversaries(engine: str) -> dict[str, Any]:
-    """Case -> losses and weights, or what is said: of calls past the engine, and of all optimizers' parameters."""
+    """Case -> losses, weights and calls of the forward, or what is said: of calls past the engine, and the like."""
     found: dict[str, Any] = {}
-    unused = {"find_unused_parameters": True} if engine in ("ddp", "lightning") else {}
-    for case in (
-        "",
-        "toggle",
-        "scaled",
-        "clipped",
-        *(("past", "clip", "steps", "nosync") if engine != "lightning" else ()),
-    ):
+    cases: dict[str, dict[str, Any]] = {case: {} for case in ("", "toggle", "scaled", "clipped", "own")}
+    if engine != "lightning":
+        cases |= {case: {} for case in ("past", "clip", "steps", "nosync")}
+    if engine in ("fsdp", "fsdp2"):
+        cases["recomputed"] = {"auto_wrap_policy": {nn.Linear}, "activation_checkpointing": {nn.Linear}}
+    for case, settings in cases.items():
         torch.manual_seed(0)
         module, weights = Adversaries(case), Weights()
-        own = DDPStrategy(cluster_environment=Launched(), **unused)
+        unused = {"find_unused_parameters": True} if engine in ("ddp", "lightning") else settings
         plugins = [scaled(torch.amp.GradScaler("cpu", init_scale=1024.0))] if case == "scaled" else []
-        strategy = own if engine == "lightning" else Strategy(engine, **unused)
+        theirs = engine == "lightning"
+        strategy: Any = DDPStrategy(cluster_environment=Launched(), **unused) if theirs else Strategy(engine, **unused)
         trainer = trainer_of(strategy, 2, callbacks=[weights], plugins=plugins)
-        try:
-            trainer.fit(module, loader())
-        except ConfigurationError as error:
-            found[case] = str(error)
-            continue
-        found[case] = {"losses": module.losses, "state": weights.state, "validations": []}
+        said = told_by(functools.partial(trainer.fit, module, loader()))
+        trained = {"losses": module.losses, "state": weights.state, "calls": module.calls}
+        found[case] = trained if said == "nothing" else said
     return found
 
 
-def loader() -> DataLoader[Any]:
+def loader(batch: int = 4) -> DataLoader[Any]:
     numbers = torch.Generator().manual_seed(1)
     x, y = torch.randn(32, 6, generator=numbers), torch.randn(32, generator=numbers)
-    return DataLoader(TensorDataset(x, y), 4)
+    return DataLoader(TensorDataset(x, y), batch)
 
 
 def scaled(scaler: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
-def strategy_of(engine: str, **settings: Any) -> Any:
-    """Lightning's own, or ours over an engine."""
-    return DDPStrategy(cluster_environment=Launched()) if engine == "lightning" else Strategy(engine, **settings)
+def strategy_of(engine: Any, **settings: Any) -> Any:
+    """Lightning's own, or ours over an engine; a strategy as it is."""
+    if engine == "lightning":
+        return DDPStrategy(cluster_environment=Launched())
+    return Strategy(engine, **settings) if isinstance(engine, str) and engine != "auto" else engine
 
 
-def trainer_of(strategy: Any, epochs: int, **arguments: Any) -> lightning.Trainer:
+def trainer_of(engine: Any, epochs: int = 1, settings: dict[str, Any] | None = None, **arguments: Any) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     quiet: dict[str, Any] = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
     quiet["enable_checkpointing"] = any(isinstance(each, ModelCheckpoint) for each in arguments.get("callbacks", ()))
     arguments.setdefault("devices", torch.distributed.get_world_size())
+    strategy = strategy_of(engine, **(settings or {}))
     return lightning.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **quiet, **arguments)
 
 
+def every_epoch(folder: str) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+
+
 class Weights(Callback):
-    """Whole weights at the end of the training, and the class of the optimizer, which LearningRateMonitor writes."""
+    """Weights as the training begins and ends, whole ones behind it, and the class of the optimizer."""
 
     def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
-        self.kind = ""
+        self.kind = ""  # which LearningRateMonitor writes
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.first = cloned(trainer.strategy.model.state_dict())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.kind = type(trainer.optimizers[0]).__name__
+        self.kind, self.last = type(trainer.optimizers[0]).__name__, cloned(trainer.strategy.model.state_dict())
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        state = trainer.strategy.lightning_module_state_dict()
-        self.state = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+        self.state = cloned(trainer.strategy.lightning_module_state_dict())
 
 
-def fit(engine: str, arguments: dict[str, Any], epochs: int = 2, **more: Any) -> dict[str, Any]:
-    """Losses, validations and, on rank 0, weights."""
+def cloned(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): v.detach().clone() for name, v in state.items() if isinstance(v, Tensor)}
+
+
+def fit(engine: Any, arguments: dict[str, Any], epochs: int = 2, **more: Any) -> dict[str, Any]:
+    """Losses, validations and, on rank 0, weights; the scale of the loss and when it grows."""
     torch.manual_seed(0)
     module, weights = Module(more.pop("complex_weight", True)), Weights()
-    if scale := arguments.get("fp16"):
-        arguments = {"plugins": [scaled(torch.amp.GradScaler("cpu", init_scale=scale))]}
-    checkpoints = more.pop("callbacks", [])
-    strategy = strategy_of(engine, **more.pop("settings", {}))
-    trainer = trainer_of(strategy, epochs, callbacks=[weights, *checkpoints], **arguments)
+    if scaler := arguments.get("fp16"):
+        arguments = {"plugins": [scaled(torch.amp.GradScaler("cpu", **scaler))]}
+    callbacks = [weights, *more.pop("callbacks", [])]
+    trainer = trainer_of(engine, epochs, more.pop("settings", None), callbacks=callbacks, **arguments)
     with contextlib.redirect_stderr(io.StringIO()):
         trainer.fit(module, loader(), loader(), **more)
     found = {"losses": module.losses, "validations": module.validations, "state": weights.state}
+    if scaler:
+        now = trainer.precision_plugin.scaler
+        found["scale"] = (now.get_scale(), now.get_growth_interval())
     return {**found, "trainer": trainer, "module": module, "kind": weights.kind}
 
 
@@ -278,7 +243,8 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"gradient_clip_val": 0.5},
     "accumulated": {"accumulate_grad_batches": 2},
     "bf16": {"precision": "bf16-mixed"},
-    "fp16": {"fp16": 1024.0},  # precision="16-mixed" is bf16 to Lightning on a CPU
+    # precision="16-mixed" is bf16 to Lightning on a CPU
+    "fp16": {"fp16": {"init_scale": 256.0, "growth_factor": 4.0, "growth_interval": 3}},
     "by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
 }
 
@@ -289,40 +255,38 @@ def every_case(engine: str) -> dict[str, dict[str, Any]]:
     }
 
 
+class Remembers(Callback):
+    """Has a state of a class that nobody is told to trust, and needs it as the fit starts."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.at_start = kept, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["kept"]
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.at_start = self.kept
+
+
 def resumed(engine: str, folder: str, epochs: int, path: str | None) -> dict[str, Any]:
     """A training that writes Lightning's checkpoints, from one of them on, and a test of what came out."""
-    keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
-    found = fit(engine, {}, epochs, callbacks=[keep], ckpt_path=path)
+    remembers = Remembers(None if path else fractions.Fraction(1, 3))
+    found = fit(engine, {}, epochs, callbacks=[every_epoch(folder), remembers], ckpt_path=path, weights_only=False)
     trainer = found["trainer"]
     tested = trainer.validate(trainer.lightning_module, loader(), verbose=False)
-    return {**told(found), "tested": tested}
-
-
-class Kept(Callback):
-    """The weights as the training begins, and as it ends."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Tensor] = {}
-        self.last: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.state = self.now(trainer)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.last = self.now(trainer)
-
-    def now(self, trainer: Any) -> dict[str, Tensor]:
-        found = trainer.strategy.model.state_dict()
-        return {name.removeprefix("module."): value.detach().clone() for name, value in found.items()}
+    return {**told(found), "tested": tested, "at_start": remembers.at_start}
 
 
 def searched(engine: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Lightning looks for a rate, and puts weights and optimizer back in the midst of the fit; then a validation."""
     torch.manual_seed(0)
-    module, kept = Module(), Kept()
-    start = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    module, kept = Module(), Weights()
+    start = cloned(module.state_dict())
     search = LearningRateFinder(num_training_steps=4, update_attr=False)
-    trainer = trainer_of(strategy_of(engine, **settings), 1, callbacks=[search, kept])
+    trainer = trainer_of(engine, 1, settings, callbacks=[search, kept])
     with contextlib.redirect_stderr(io.StringIO()):
         trainer.fit(module, loader())
     before = trainer.strategy.model.state_dict()
@@ -330,7 +294,7 @@ def searched(engine: str, settings: dict[str, Any]) -> dict[str, Any]:
     after = trainer.strategy.model.state_dict()
     same = [name for name, value in start.items() if "norm.running" not in name and "num" not in name]
     return {
-        "start": all(torch.equal(kept.state[name], start[name]) for name in same),
+        "start": all(torch.equal(kept.first[name], start[name]) for name in same),
         "end": all(map(torch.equal, before.values(), after.values())),
         "trained": not torch.equal(before["weight"], start["weight"]),
     }
@@ -353,16 +317,15 @@ class Backboned(Module):
 
 def finetuned(engine: str, folder: str, **settings: Any) -> list[dict[str, Any]]:
     """A backbone that is frozen for one epoch of three, and the third one again from a checkpoint: this rank's weights
-    and the optimizer's groups. ``"alone"``: on one process, of both ranks' samples."""
+    and the optimizer's groups. ``"auto"``: on one process, of both ranks' samples."""
     found = []
     for path in (None, f"{folder}/epoch=1.ckpt"):
         torch.manual_seed(0)
         module, thaw = Backboned(), BackboneFinetuning(1, backbone_initial_ratio_lr=0.5, verbose=False)
-        keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
         size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        strategy = "auto" if engine == "alone" else strategy_of(engine, **settings)
-        kept = Kept()
-        trainer = trainer_of(strategy, 3, callbacks=[thaw, keep, kept], use_distributed_sampler=False)
+        kept = Weights()
+        callbacks = [thaw, every_epoch(folder), kept]
+        trainer = trainer_of(engine, 3, settings, callbacks=callbacks, use_distributed_sampler=False)
         mine = Subset(loader().dataset, range(rank, 32, size))
         with contextlib.redirect_stderr(io.StringIO()):
             trainer.fit(module, DataLoader(mine, 8 // size), ckpt_path=path)
@@ -371,62 +334,49 @@ def finetuned(engine: str, folder: str, **settings: Any) -> list[dict[str, Any]]
     return found
 
 
-class _OwnScaler(torch.amp.GradScaler):
-    pass
+def _without_optimizer() -> Module:
+    module: Any = Module()
+    module.configure_optimizers = lambda: None
+    return module  # type: ignore[no-any-return]
 
 
-def _fit_wrapped() -> None:
+def _wrapped() -> Module:
     module = Module()
     fsshard.wrap(module, backend="fsdp2")
-    trainer_of(strategy_of("fsdp2"), 1).fit(module, loader())
+    return module
 
 
 def _step_after_fit() -> None:
-    trainer = trainer_of(strategy_of("fsdp2"), 1)
+    trainer = trainer_of("fsdp2")
     trainer.fit(Module(), loader())
     trainer.optimizers[0].step()
 
 
-def _fit_without() -> None:
-    module: Any = Module()
-    module.configure_optimizers = lambda: None
-    trainer_of(strategy_of("fsdp2"), 1).fit(module, loader())
-
-
-def _validate_without() -> None:
-    module: Any = Module()
-    module.configure_optimizers = lambda: None
-    (tested,) = trainer_of(strategy_of("fsdp2"), 1).validate(module, loader(), verbose=False)
-    (alone,) = trainer_of("auto", 1, devices=1).validate(module, DataLoader(loader().dataset, 8), verbose=False)
-    torch.testing.assert_close(tested, alone)
-
-
 def _load_no_states() -> None:
-    strategy = strategy_of("fsdp2", save_distributed_checkpoint=True)  # so that it stays
-    trainer_of(strategy, 1).fit(Module(), loader())
-    strategy.load_optimizer_state_dict({"optimizer_states": []})
+    trainer = trainer_of("fsdp2", 1, {"save_distributed_checkpoint": True})  # so that it stays
+    trainer.fit(Module(), loader())
+    trainer.strategy.load_optimizer_state_dict({"optimizer_states": []})
 
 
 def refused() -> dict[str, str]:
     """What is refused -> the error's type and text."""
 
-    def fit_with(engine: str, callback: Callback, **settings: Any) -> None:
-        trainer_of(strategy_of(engine, **settings), 1, callbacks=[callback]).fit(Module(), loader())
+    def fit_with(module: Any = None, parts: bool = False, **arguments: Any) -> Any:
+        settings = {"save_distributed_checkpoint": parts}
+        return lambda: trainer_of("fsdp2", 1, settings, **arguments).fit((module or Module)(), loader())
 
+    own_scaler: Any = type("OwnScaler", (torch.amp.GradScaler,), {})
     tried: dict[str, Any] = {
-        "precision": lambda: trainer_of(strategy_of("fsdp2"), 1, precision="bf16-true"),
+        "precision": fit_with(precision="bf16-true"),
         "by value": lambda: fit("fsdp2", CASES["by value"]),
-        "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1).fit(Module(), loader()),
-        "devices of all": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=2).fit(Module(), loader()),
-        "without": _fit_without,
-        "validated without": _validate_without,
-        "wrapped": _fit_wrapped,
+        "devices": fit_with(devices=1),
+        "without": fit_with(_without_optimizer),
+        "wrapped": fit_with(_wrapped),
         "stepped": _step_after_fit,
         "states": _load_no_states,
-        "scaler": lambda: trainer_of(strategy_of("fsdp2"), 1, plugins=[scaled(_OwnScaler("cpu"))]),
-        "averaged in parts": lambda: fit_with("fsdp2", EMAWeightAveraging(), save_distributed_checkpoint=True),
-        "averaged": lambda: fit_with("fsdp2", EMAWeightAveraging()),
-        "averaged at the end": lambda: fit_with("fsdp2", StochasticWeightAveraging(swa_lrs=0.01)),
+        "scaler": lambda: fit_with(plugins=[scaled(own_scaler("cpu"))])(),
+        "averaged in parts": fit_with(parts=True, callbacks=[EMAWeightAveraging()]),
+        "averaged at the end": fit_with(callbacks=[StochasticWeightAveraging(swa_lrs=0.01)]),
     }
     return refusals(tried)
 
@@ -446,39 +396,8 @@ def after_fit(engine: str, path: str) -> dict[str, Any]:
     return {"losses": losses, "tested": tested, "own": own, "copied": told[0] == told[1]}
 
 
-class Remembers(Callback):
-    """Has a state of a class that nobody is told to trust, and needs it as the fit starts."""
-
-    def __init__(self, kept: Any) -> None:
-        self.kept, self.at_start = kept, None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": self.kept}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.kept = state_dict["kept"]
-
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.at_start = self.kept
-
-
-def callbacks_resumed(engine: str, folder: str) -> list[Any]:
-    """What a callback has in ``on_fit_start`` of a fit that goes on: from a file, and from a directory."""
-    found = []
-    for divided, value in ((False, fractions.Fraction(1, 3)), (True, 3)):
-        settings, path = {"save_distributed_checkpoint": divided}, f"{folder}/{divided}.ckpt"
-        first = trainer_of(strategy_of(engine, **settings), 1, callbacks=[Remembers(value)])
-        first.fit(Module(), loader())
-        first.save_checkpoint(path)
-        callback = Remembers(None)
-        second = trainer_of(strategy_of(engine, **settings), 2, callbacks=[callback])
-        second.fit(Module(), loader(), ckpt_path=path, **({} if divided else {"weights_only": False}))
-        found.append(callback.at_start)
-    return found
-
-
 class Later(Module):
-    """Made in ``configure_model``, on a device of choice."""
+    """Made in ``configure_model``, on a device of choice; what is not on the meta device gets its values there."""
 
     def __init__(self, device: str) -> None:
         lightning.LightningModule.__init__(self)
@@ -489,6 +408,8 @@ class Later(Module):
         with torch.device(self.on):
             self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
             self.weight = nn.Linear(8, 4, bias=False).weight
+        if self.on != "meta":
+            self.apply(values)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.norm(self.first(x)) @ self.weight.T).abs().sum(1)
@@ -498,26 +419,17 @@ class Later(Module):
         return super().configure_optimizers()
 
 
+def values(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        torch.nn.init.constant_(parameter, 0.1)
+    for name, buffer in module.named_buffers(recurse=False):
+        buffer.fill_(1 if name == "running_var" else 0)
+
+
 def started(engine: str, device: str) -> dict[str, Any]:
-    """A module that is made late; on the meta device its values are set by a function of theirs."""
-
-    def values(module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            torch.nn.init.constant_(parameter, 0.1)
-        for name, buffer in module.named_buffers(recurse=False):
-            buffer.fill_(1 if name == "running_var" else 0)
-
-    settings: dict[str, Any] = {"param_init_fn": values} if device == "meta" else {}
+    """A module that is made late; on the meta device its values are set by ``param_init_fn``."""
     module = Later(device)
-    if device != "meta":
-        plain = module.configure_model
-
-        def configure_model() -> None:
-            plain()
-            module.apply(values)
-
-        module.configure_model = configure_model  # type: ignore[method-assign]
-    trainer_of(strategy_of(engine, **settings), 1).fit(module, loader())
+    trainer_of(engine, 1, {"param_init_fn": values} if device == "meta" else {}).fit(module, loader())
     return {"losses": module.losses, "seen": module.seen}
 
 
@@ -532,9 +444,8 @@ def sampled(domain: int, data: int) -> dict[str, Any]:
     module.operator = model
     found: dict[str, Any] = {}
     for name, settings in (("mesh", {"device_mesh": whole["data"]}), ("domain", {}), ("plain", {})):
-        strategy = strategy_of("fsdp2", **settings)
-        trainer = trainer_of(strategy, 1)
-        strategy.connect(module if name == "domain" else Module())
+        trainer = trainer_of("fsdp2", 1, settings)
+        trainer.strategy.connect(module if name == "domain" else Module())
         found[name] = trainer.distributed_sampler_kwargs
     fabric = lightning.Fabric(accelerator="cpu", devices=domain * data, strategy=FabricStrategy("fsdp2"))
     fabric.launch()
@@ -543,24 +454,12 @@ def sampled(domain: int, data: int) -> dict[str, Any]:
     return found
 
 
-def scale_of(engine: str) -> tuple[float, int]:
-    """Of a user's scaler with a scale of 8, that grows after three steps, after four."""
-    strategy = strategy_of(engine)
-    plugin = scaled(torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=4.0, growth_interval=3))
-    trainer_of(strategy, 1, plugins=[plugin]).fit(Module(False), loader())
-    scaler = strategy.precision_plugin.scaler
-    return scaler.get_scale(), scaler.get_growth_interval()
-
-
 def by_former_name(name: str) -> dict[str, Any]:
     """Under a name of Lightning 1.x, and Lightning's registry; or over Lightning's own DDP."""
     from lightning.pytorch.strategies import StrategyRegistry
 
-    strategy = strategy_of(name) if name == "lightning" else StrategyRegistry.get(name)
-    torch.manual_seed(0)
-    module = Module()
-    trainer_of(strategy, 1).fit(module, loader())
-    return {"losses": module.losses, "backend": getattr(strategy, "backend", None)}
+    found = fit(name if name == "lightning" else StrategyRegistry.get(name), {}, 1)
+    return {"losses": found["losses"], "backend": getattr(found["trainer"].strategy, "backend", None)}
 
 
 def handed_back(engine: str) -> dict[str, Any]:
@@ -604,25 +503,22 @@ def averaged(engine: str, folder: str) -> dict[str, Any]:
 def divided(engine: str, folder: str, path: str | None, epochs: int, tested: bool = False) -> dict[str, Any]:
     """A training whose checkpoints are directories, from one of them on; a whole one; what a bare module says to it,
     and what a whole checkpoint in its place, and a directory of weights alone."""
-    keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
-    settings = {} if path else {"save_distributed_checkpoint": True}
-    found = fit(engine, {}, epochs, callbacks=[keep], ckpt_path=path, settings=settings)
-    refused = ""
-    if tested:
-        try:
-            trainer_of(strategy_of(engine), 1).validate(Module(), loader(), ckpt_path=path, verbose=False)
-        except ConfigurationError as error:
-            refused = str(error)
+    settings, remembers = {} if path else {"save_distributed_checkpoint": True}, Remembers(None if path else 3)
+    found = fit(engine, {}, epochs, callbacks=[every_epoch(folder), remembers], ckpt_path=path, settings=settings)
     trainer, weights = found["trainer"], f"{folder}/weights.ckpt"
-    try:
+
+    def validate() -> None:
+        trainer_of(engine).validate(Module(), loader(), ckpt_path=path, verbose=False)
+
+    def replace() -> None:
         if path is not None:
             trainer.save_checkpoint(path)
         else:
             trainer.save_checkpoint(weights, weights_only=True)
             fit(engine, {}, epochs, ckpt_path=weights)
-    except CheckpointError as error:
-        return {**told(found), "refused": refused, "replaced": str(error)}
-    return {**told(found), "refused": refused, "replaced": "nothing"}
+
+    refused = told_by(validate) if tested else ""
+    return {**told(found), "refused": refused, "replaced": told_by(replace), "at_start": remembers.at_start}
 
 
 class Listed(Module):
@@ -647,7 +543,7 @@ def again(engine: str) -> dict[str, Any]:
     found: dict[str, Any] = {"tested": [], "states": []}
 
     def trainer() -> lightning.Trainer:
-        return trainer_of(strategy_of(engine, **units), 1)
+        return trainer_of(engine, 1, units)
 
     def plain() -> tuple[bool, bool, list[str]]:
         same = all(value is parameters[name] for name, value in module.named_parameters())
@@ -665,8 +561,8 @@ def again(engine: str) -> dict[str, Any]:
     first.fit(module, loader())
     found["rates"].append(first.optimizers[0].param_groups[0]["lr"])
     found["tested"].append(first.test(module, loader(), verbose=False))
-    alone = trainer_of("auto", 1, devices=1)
-    alone.fit(module, DataLoader(loader().dataset, 8))
+    alone = trainer_of("auto", devices=1)
+    alone.fit(module, loader(8))
     found["plain"].append(plain())
     found["states"].append(module.state_dict())
     return {**found, "losses": module.losses, "modes": [each.training for each in module.modules()]}
@@ -679,8 +575,8 @@ def left_in_parts() -> dict[str, Any]:
     for case in ("no room", "own files"):
         torch.manual_seed(0)
         module = Module()
-        first = trainer_of(strategy_of("fsdp2", save_distributed_checkpoint=case == "own files"), 1)
-        other = trainer_of(strategy_of("fsdp"), 1)
+        first = trainer_of("fsdp2", 1, {"save_distributed_checkpoint": case == "own files"})
+        other = trainer_of("fsdp")
         with (
             patch.object(coming_back, "free_memory", return_value=0) if case == "no room" else contextlib.nullcontext()
         ):
@@ -690,7 +586,7 @@ def left_in_parts() -> dict[str, Any]:
                 found[case]["tested"] += one.validate(module, loader(), verbose=False)
             if case == "no room":
                 found[case]["refused"] = told_by(functools.partial(other.fit, module, loader()))
-        trainer_of(strategy_of("fsdp"), 1).fit(module, loader())
+        trainer_of("fsdp").fit(module, loader())
         found[case] |= {"still": is_managed(module), "losses": module.losses}
     return found
 
@@ -721,9 +617,9 @@ def changed(engine: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Changing(engine in ("fsdp", "fsdp2"))
     with contextlib.suppress(ZeroDivisionError):
-        trainer_of(strategy_of(engine), 1).fit(module, loader())
+        trainer_of(engine).fit(module, loader())
     module.fails = False
-    trainer_of(strategy_of(engine), 1, callbacks=[EMAWeightAveraging(decay=0.7)]).fit(module, loader())
+    trainer_of(engine, 1, callbacks=[EMAWeightAveraging(decay=0.7)]).fit(module, loader())
     found = {
         "children": [*map(str, module.children())],
         "losses": module.losses,
@@ -731,4 +627,4 @@ def changed(engine: str) -> dict[str, Any]:
     }
     with torch.no_grad():
         module.weight[0, 0] = float("nan")
-    return {**found, "tested": str(trainer_of(strategy_of(engine), 1).validate(module, loader(), verbose=False))}
+    return {**found, "tested": str(trainer_of(engine).validate(module, loader(), verbose=False))}

@@ -62,10 +62,6 @@ def compiled_recipe() -> Recipe:
     return _recipe("bert", settings={"compile": {"backend": "aot_eager"}})
 
 
-def inductor_recipe() -> Recipe:
-    return _recipe("bert", settings={"compile": True})
-
-
 def by_trainer(case: str, folder: str) -> list[tuple[float, float]]:
     """Mean loss over ranks and the learning rate, step by step, by Hugging Face's Trainer over its own DDP."""
     torch.manual_seed(0)

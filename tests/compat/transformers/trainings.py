@@ -97,8 +97,8 @@ def metrics(found: Any) -> dict[str, float]:
     return {"words": float((words * np.arange(1, 1 + words.size).reshape(words.shape)).sum())}
 
 
-def trainer_of(engine: str, folder: str, model: Any, **given: Any) -> Any:
-    """Hugging Face's own, or ours over an engine.
+def trainer_of(engine: Any, folder: str, model: Any, **given: Any) -> Any:
+    """Hugging Face's own, or ours over an engine, or with a dict of settings.
 
     Not with ``optim="adamw_torch_fused"``, its default: what torch's fused kernel makes of a number on the CPU depends
     in the last digit on where in the tensor it is, and so on the shard.
@@ -120,7 +120,7 @@ def trainer_of(engine: str, folder: str, model: Any, **given: Any) -> Any:
     args = (transformers.Seq2SeqTrainingArguments if generates else transformers.TrainingArguments)(**settings)
     own, ours = (transformers.Seq2SeqTrainer, Seq2SeqTrainer) if generates else (transformers.Trainer, Trainer)
     if engine != "hf":
-        own, arguments["fsshard"] = ours, {"backend": engine}
+        own, arguments["fsshard"] = ours, {"backend": engine} if isinstance(engine, str) else engine
         arguments["save_distributed_checkpoint"] = parts
     made = own(model, args, **arguments)
     made.remove_callback(transformers.PrinterCallback)
@@ -288,21 +288,6 @@ def evaluated_first(engine: str, folder: str) -> dict[str, Any]:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     return {"before": before, "norms": [each["grad_norm"] for each in history(trainer) if "grad_norm" in each]}
-
-
-def two_blocks(folder: str) -> dict[str, dict[str, Any]]:
-    """A T5 whose encoder's output enters two units, or one: the whole model."""
-    policies = {"hf": {}, "units": {"backend": "ddp"}, "one unit": {"backend": "ddp", "auto_wrap_policy": None}}
-    found = {}
-    for name, settings in policies.items():
-        torch.manual_seed(0)
-        model = small_t5(words=WORDS, width=8, heads=2, layers=2, dropout_rate=0.1, pad_token_id=0)
-        trainer = trainer_of("ddp" if settings else "hf", f"{folder}/{name}", model, max_grad_norm=0.0, max_steps=3)
-        if settings:
-            trainer._settings = settings
-        trainer.train()
-        found[name] = {key: value.clone() for key, value in model.state_dict().items()}
-    return found
 
 
 def in_parts(folder: str) -> dict[str, dict[str, Any]]:
