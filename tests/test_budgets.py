@@ -24,7 +24,7 @@ LINES = {
     "fsshard/parity": 4_389,
     "fsshard/sharded": 4_049,
     "fsshard/comm + fsshard/launching": 3_410,
-    "fsshard/simulation": 3_608,
+    "fsshard/simulation": 3_100,
     "fsshard/model": 2_330,
     "fsshard/oss": 2_160,
     "fsshard/torch_private": 1_753,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["aligned", "printable", "ratio", "size", "wrapped"]
-
-WIDTH = 120
+__all__ = ["aligned", "printable", "ratio", "size", "unit_of", "wrapped"]
 
 
 def printable(text: str, keep: str = "") -> str:
     """Spell what a terminal must not obey in somebody else's text: control characters, changes of direction.
 
-    Args:
-        text: a name out of a file, say.
-        keep: control characters that are wanted, such as ``"\\n"``; the others are spelled as Python does (``\\x1b``).
+    They are spelled as Python does (``\\x1b``), but for those in ``keep``.
     """
     if text.isprintable():
         return text
@@ -24,12 +21,18 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
+SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """Return the unit in which a size is shown, and its bytes."""
+    return next((pair for pair in SCALES if nbytes >= pair[1]), ("B", 1))
+
+
 def size(nbytes: float) -> str:
     """Return a size as text, such as ``1.50 MiB``."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes:.0f} B"
+    unit, scale = unit_of(nbytes)
+    return f"{nbytes:.0f} B" if scale == 1 else f"{nbytes / scale:.2f} {unit}"
 
 
 def ratio(value: float, bound: float) -> str:
@@ -38,11 +41,9 @@ def ratio(value: float, bound: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], columns: str = "") -> list[str]:
-    """Return the rows with their columns below each other.
+    """Return the rows, equally long ones, with their columns below each other.
 
-    Args:
-        rows: equally long ones.
-        columns: ``<`` or ``>`` for each column, left or right; ``<`` for those that it does not reach.
+    ``columns`` has ``<`` or ``>`` for each, left or right; ``<`` is meant for those that it does not reach.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = columns.ljust(len(widths), "<")
@@ -51,8 +52,6 @@ def aligned(rows: Sequence[Sequence[str]], columns: str = "") -> list[str]:
 
 
 def wrapped(lines: Iterable[str]) -> list[str]:
-    """Break the lines at :data:`WIDTH` columns, names left whole."""
-    found: list[str] = []
-    for line in lines:
-        found += textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return found
+    """Break the lines at 120 columns, names left whole."""
+    options: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return [part for line in lines for part in textwrap.wrap(line, 120, **options)]

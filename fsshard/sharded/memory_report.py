@@ -19,6 +19,7 @@ from fsshard.planning.text import aligned, size
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 __all__ = [
+    "HELD",
     "MemoryReport",
     "RankMemory",
     "check_writer",

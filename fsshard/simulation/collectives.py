@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,39 +22,23 @@ __all__ = ["Collective", "Traffic", "collective_of", "traffic_of"]
 
 @dataclass
 class Collective:
-    """One call.
+    """One call."""
 
-    Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"broadcast"``, ``"reduce"`` and so on.
-        nbytes: the payload: of the whole tensor, once; of an all_gather what comes out, of a reduce_scatter what goes
-            in.
-        ranks: how many take part.
-        tensors: what is sent; cleared once it has been looked at.
-        calls: how many calls it stands for, see :data:`fsshard.backends.cost.CALLS`.
-    """
-
-    kind: str
-    nbytes: int
-    ranks: int
-    tensors: list[Tensor] = field(default_factory=list, repr=False)
-    calls: int = 1
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce" and so on
+    nbytes: int  # of the whole tensor, once: of an all_gather what comes out, of a reduce_scatter what goes in
+    ranks: int  # how many take part
+    tensors: list[Tensor]  # what is sent; cleared once it has been looked at
+    calls: int = 1  # how many calls it stands for, see fsshard.backends.cost.CALLS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All collectives of one kind in a step, of one rank.
+    """All collectives of one kind in a step, of one rank."""
 
-    Attributes:
-        kind: as of :class:`Collective`.
-        count: how many.
-        nbytes: their payloads.
-        sent: bytes that a rank has to send for them at least, on average over the ranks.
-    """
-
-    kind: str
+    kind: str  # "all_gather", ...
     count: int
-    nbytes: int
-    sent: int
+    nbytes: int  # their payloads
+    sent: int  # bytes that a rank has to send for them at least, on average over the ranks
 
 
 # Beginning of an operator's name, without underscores: its kind, and which argument of c10d's operator is the payload.

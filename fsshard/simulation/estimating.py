@@ -6,43 +6,49 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.backends import backend_class
 from fsshard.backends.base import no_offload
+from fsshard.backends.registry import wrapper_classes
 from fsshard.complex_params.tensorfy import dtensor_parameters
 from fsshard.errors import ConfigurationError, RecipeError
+from fsshard.model.checks import check_not_wrapped
+from fsshard.model.outputs import grad_tensors
+from fsshard.nested import map_leaves
+from fsshard.parallel.meshes import role_of
+from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
 from fsshard.planning.plan import Plan
+from fsshard.planning.torch_settings import KEEP_GATHERED
+from fsshard.recipes.recipe import Recipe, check_mesh, resolve, splits
+from fsshard.sharded.optimizer import constructor_arguments
+from fsshard.simulation.collectives import Traffic
+from fsshard.simulation.result import Estimate
+from fsshard.simulation.simulation import Job, Measured
+from fsshard.simulation.worker import packed, simulate_all
 from fsshard.torch_private.modules import is_compiled
-
-if TYPE_CHECKING:
-    from fsshard.planning.bounds import Bounds
-    from fsshard.simulation.collectives import Traffic
-    from fsshard.simulation.result import Estimate
-    from fsshard.simulation.simulation import Job, Measured
 
 __all__ = ["estimate", "estimate_of", "job_of", "mesh_shape", "optimizer_settings", "recipe_source"]
 
-Subject = Any
-"""A module, a :class:`~fsshard.Plan`, or a recipe as for ``fsshard.parity.compare``, by name too."""
 Several = list[Any] | tuple[Any, ...]
 
 
 @overload
-def estimate(subject: Subject, *, backend: str = ..., world_size: int = ..., **arguments: Any) -> Estimate: ...
+def estimate(subject: Any, *, backend: str = ..., world_size: int = ..., **arguments: Any) -> Estimate: ...
 @overload
 def estimate(
-    subject: Subject, *, backend: Several, world_size: int | Several = ..., **arguments: Any
+    subject: Any, *, backend: Several, world_size: int | Several = ..., **arguments: Any
 ) -> list[Estimate]: ...
 @overload
 def estimate(
-    subject: Subject, *, backend: str | Several = ..., world_size: Several, **arguments: Any
+    subject: Any, *, backend: str | Several = ..., world_size: Several, **arguments: Any
 ) -> list[Estimate]: ...
 def estimate(
-    subject: Subject,
+    subject: Any,
     *,
     backend: str | Several = "auto",
     world_size: int | Several = 1,
@@ -68,15 +74,15 @@ def estimate(
 
     Args:
         subject: a bare module (give ``batch`` too); a recipe as for ``fsshard.parity.compare``, or its name
-            ``"module:attribute"``; or a :class:`fsshard.Plan`, which has no forward, so activations are not included.
+            ``"module:attribute"``; or a :class:`fsshard.Plan`, which has no forward, so activations are left out.
         backend: a backend's name; several, or several world sizes, give a list.
         world_size: ranks of the job.
         batch: of a module: one rank's arguments of its forward, as a tensor, a tuple, or a dict of keywords.
         loss: ``(model, batch) -> scalar``; by default the output's ``loss``, or the mean square of what it holds.
         optimizer: a class, a ``functools.partial`` of one, or an optimizer, whose class and settings are taken.
-        auto_wrap_policy: as for :func:`fsshard.wrap`; so are ``mixed_precision`` and ``activation_checkpointing``.
-        mixed_precision: see there.
-        activation_checkpointing: see there.
+        auto_wrap_policy: as for :func:`fsshard.wrap`.
+        mixed_precision: as for :func:`fsshard.wrap`.
+        activation_checkpointing: as for :func:`fsshard.wrap`.
         accumulation: backward passes per step.
         cpu_offload: count what stays on the device while shards are in host memory (``fsdp``, ``fsdp2``).
         device_mesh: its shape, (ranks,) or (replicas, shards), or a ``DeviceMesh`` whose shape is taken. A job may have
@@ -94,13 +100,9 @@ def estimate(
 
     Raises:
         ConfigurationError: an argument has no meaning.
-        UnknownBackend: ``backend`` names none.
-        UnsupportedByBackend: the backend cannot honour a setting.
         ModelError: the step depends on the values of tensors, or fails.
         RecipeError: ``subject`` is no recipe.
     """
-    from fsshard.simulation.worker import simulate_all
-
     source = recipe_source(subject, batch, loss, real)
     given = {"precision": mixed_precision, "activation_checkpointing": activation_checkpointing}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not ...}
@@ -109,47 +111,30 @@ def estimate(
         changes["accumulate"] = accumulation
     if auto_wrap_policy is not ...:
         settings["auto_wrap_policy"] = auto_wrap_policy
+    more: dict[str, Any] = {"device": device, "cpu_offload": cpu_offload, "real": real, "settings": settings}
     if mesh is not None:
-        sizes = whole_mesh(mesh, source, world_size, device_mesh)
+        more["whole_mesh"] = sizes = whole_mesh(mesh, source, world_size, device_mesh)
         world_size, device_mesh = math.prod(sizes.values()), data_shape(sizes)
     names = list(backend) if isinstance(backend, (list, tuple)) else [backend]
     ranks = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
     if not names or not ranks:
         raise ConfigurationError(f"backend={backend!r}, world_size={world_size!r}: expected one of each, or several")
-    jobs = [
-        (size, job_of(source, changes, name, size, device_mesh, device, cpu_offload, real, settings))
-        for name in names
-        for size in ranks
-    ]
-    if mesh is not None:
-        jobs = [(size, replace(job, whole_mesh=dict(mesh))) for size, job in jobs]
-    measured = simulate_all([job for _, job in jobs], progress)
-    estimates = [estimate_of(size, job, one) for (size, job), one in zip(jobs, measured, strict=True)]
+    sizes_of_jobs = ranks * len(names)
+    jobs = [job_of(name, size, device_mesh, source=source, changes=changes, **more) for name in names for size in ranks]
+    measured = simulate_all(jobs, progress)
+    estimates = [estimate_of(*each) for each in zip(sizes_of_jobs, jobs, measured, strict=True)]
     several = isinstance(backend, (list, tuple)) or isinstance(world_size, (list, tuple))
     return estimates if several else estimates[0]
 
 
-# ------------------------------------------------------------------------------------------------ what is trained
-
-
-def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
+def recipe_source(subject: Any, batch: Any, loss: Any, real: bool) -> Any:
     """Return what the simulating process makes a recipe of."""
-    from fsshard.nested import map_leaves
-    from fsshard.recipes.recipe import Recipe, resolve
-    from fsshard.simulation.worker import packed
-
-    alone = batch is None and loss is None
-    if isinstance(subject, Plan):
-        if not alone:
-            raise ConfigurationError("a plan has no forward; leave out batch= and loss=, or pass the model")
-        return _planned_recipe(subject)
-    if isinstance(subject, type) and issubclass(subject, nn.Module):
-        raise ConfigurationError(f"{subject.__name__} is a class of models; pass a model, {subject.__name__}(...)")
     if not isinstance(subject, nn.Module):
-        resolve(subject)
-        if not alone:
-            raise ConfigurationError("a recipe has its own batches and loss; leave out batch= and loss=")
-        return subject
+        source = _planned_recipe(subject) if isinstance(subject, Plan) else subject
+        resolve(source)
+        if batch is not None or loss is not None:
+            raise ConfigurationError("batch=, loss=: a plan has no forward, and a recipe has its own; leave them out")
+        return source
     _check_module(subject)
     if batch is None:
         raise ConfigurationError(
@@ -165,23 +150,14 @@ def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
 
 def _check_module(model: nn.Module) -> None:
     """Raise for a module that is wrapped or compiled, or that a mesh of this job divides."""
-    from fsshard.backends.registry import wrapper_classes
-    from fsshard.model.checks import check_not_wrapped
-
     check_not_wrapped(model, wrapper_classes())
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            where = f"module {name!r}" if name else "the model"
-            raise ConfigurationError(
-                f"{where} is compiled, and what compiled code allocates cannot be estimated; pass it as it was before "
-                "torch.compile"
-            )
+    if any(map(is_compiled, model.modules())):
+        raise ConfigurationError("what compiled code allocates is not known; pass the model as before torch.compile")
     names = [name for name, *_ in dtensor_parameters(model)]
     if names:
         raise ConfigurationError(
-            f"{names[0]!r} and {len(names) - 1} other parameters are DTensors, and their mesh is this job's; pass a "
-            'recipe whose split(model, mesh) makes them, and mesh={"data": ..., "tp": ...}; or '
-            "estimate(fsshard.plan(model), ...), which counts this rank's parts of them, and no activations"
+            f"{names[0]!r} and {len(names) - 1} other parameters are DTensors; pass a recipe whose split(model, mesh) "
+            'makes them, and mesh={"data": ..., "tp": ...}; or estimate(fsshard.plan(model), ...), without activations'
         )
 
 
@@ -198,8 +174,6 @@ def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:
 
 def default_loss(model: Any, batch: Any) -> Tensor:
     """Return the output's own loss, as transformers' models give it with labels, or the mean square of it."""
-    from fsshard.model.outputs import grad_tensors
-
     output = model(**batch) if isinstance(batch, Mapping) else model(*(batch if isinstance(batch, tuple) else [batch]))
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
@@ -207,13 +181,11 @@ def default_loss(model: Any, batch: Any) -> Tensor:
     parts = [tensor.abs().square().mean() for tensor in grad_tensors(output)]
     if not parts:
         raise ConfigurationError("the model's output takes no gradient; pass loss=, (model, batch) -> scalar")
-    return functools.reduce(lambda one, other: one + other, parts)
+    return functools.reduce(torch.add, parts)
 
 
 def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     """Return what ``optimizer=`` changes in a recipe."""
-    from fsshard.sharded.optimizer import constructor_arguments
-
     if optimizer is None:
         return {}
     if isinstance(optimizer, Optimizer):
@@ -222,33 +194,23 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
         return {"optimizer": optimizer.func, "hyper": dict(optimizer.keywords)}
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return {"optimizer": optimizer, "hyper": {}}
-    raise ConfigurationError(
-        f"optimizer={optimizer!r}: expected a torch.optim.Optimizer class, a functools.partial of one with "
-        "keywords, or an optimizer"
-    )
-
-
-# ------------------------------------------------------------------------------------------------ a plan as a model
+    raise ConfigurationError(f"optimizer={optimizer!r}: expected an optimizer, a class, or a functools.partial of one")
 
 
 def _planned_recipe(plan: Plan) -> Any:
     """Return a training that uses each of the plan's parameters once, in the plan's units, without activations."""
-    from fsshard.recipes.recipe import Recipe
-
     return Recipe(
         build=functools.partial(_built, plan),
-        batches=_one_number,
+        batches=functools.partial(_same_batch, torch.ones(1)),
         loss=_sum,
         precision=plan.precision,
-        settings={"auto_wrap_policy": _is_unit if len(plan.units) > 1 else None},
+        settings={"auto_wrap_policy": {PlannedUnit} if len(plan.units) > 1 else None},
         name=f"plan of {len(plan.parameters)} parameters",
     )
 
 
-class PlannedUnit(nn.Module):
+class PlannedModule(nn.Module):
     """Stands for any module of the plan."""
-
-    is_unit = False
 
     def forward(self, x: Tensor) -> Tensor:
         for name, parameter in list(self.named_parameters(recurse=False)):
@@ -258,6 +220,10 @@ class PlannedUnit(nn.Module):
         for child in self.children():
             x = child(x)
         return x
+
+
+class PlannedUnit(PlannedModule):
+    """Stands for a unit below the root."""
 
 
 class _Use(torch.autograd.Function):
@@ -278,31 +244,21 @@ _use: Any = _Use.apply
 
 
 def _built(plan: Plan) -> nn.Module:
-    root = PlannedUnit()
+    root, units = PlannedModule(), set(plan.unit_names)
+
+    def module_at(name: str) -> PlannedModule:
+        above, _, own = name.rpartition(".")
+        parent = module_at(above) if name else root
+        if name and own not in parent._modules:
+            parent.add_module(own, PlannedUnit() if name in units else PlannedModule())
+        return parent._modules[own] if name else root  # type: ignore[return-value]
+
     for unit in plan.units:
-        _descend(root, unit.name).is_unit = bool(unit.name)
+        module_at(unit.name)
     for name, info in plan.parameters.items():
-        owner, _, own = name.rpartition(".")
         value = nn.Parameter(torch.empty(info.shape, dtype=info.dtype), info.requires_grad)
-        _descend(root, owner).register_parameter(own, value)
+        module_at(name.rpartition(".")[0]).register_parameter(name.rpartition(".")[2], value)
     return root
-
-
-def _descend(root: PlannedUnit, name: str) -> PlannedUnit:
-    module = root
-    for part in name.split(".") if name else ():
-        if part not in module._modules:
-            module.add_module(part, PlannedUnit())
-        module = module._modules[part]  # type: ignore[assignment]
-    return module
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, PlannedUnit) and module.is_unit
-
-
-def _one_number(rank: int, world_size: int, number: int) -> Tensor:
-    return torch.ones(1)
 
 
 def _sum(model: Any, batch: Tensor) -> Tensor:
@@ -310,44 +266,19 @@ def _sum(model: Any, batch: Tensor) -> Tensor:
     return loss
 
 
-# ------------------------------------------------------------------------------------------------ the jobs
-
-
-def job_of(
-    source: Any,
-    changes: Mapping[str, Any],
-    backend: Any,
-    world_size: Any,
-    device_mesh: Any,
-    device: str,
-    cpu_offload: bool,
-    real: bool,
-    settings: Mapping[str, Any],
-) -> Job:
-    """Return one simulation: a recipe with these changes, under a backend, on a mesh."""
-    from fsshard.backends import backend_class
-    from fsshard.simulation.simulation import Job
-
+def job_of(backend: Any, world_size: Any, device_mesh: Any, **more: Any) -> Job:
+    """Return one simulation, checked, under a backend and on a mesh; ``more`` are the other fields of a job."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigurationError(f"world_size={world_size!r}: expected a positive whole number of ranks, or several")
-    if device not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device={device!r}: expected 'cpu' or 'cuda'")
-    if not isinstance(cpu_offload, bool):
-        raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected True or False")
+    if more["device"] not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device={more['device']!r}: expected 'cpu' or 'cuda'")
+    if not isinstance(more["cpu_offload"], bool):
+        raise ConfigurationError(f"cpu_offload={more['cpu_offload']!r}: expected True or False")
     mesh = mesh_shape(device_mesh, world_size)
     chosen = backend_class(backend, math.prod(mesh))
-    if cpu_offload and chosen.facts.divides != "elements":
+    if more["cpu_offload"] and chosen.facts.divides != "elements":
         raise no_offload(chosen.name)
-    return Job(
-        source=source,
-        changes=changes,
-        backend=chosen.name,
-        mesh=mesh,
-        settings=settings,
-        device=device,
-        cpu_offload=cpu_offload,
-        real=real,
-    )
+    return Job(backend=chosen.name, mesh=mesh, **more)
 
 
 def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
@@ -358,8 +289,8 @@ def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if not 1 <= len(shape) <= 2 or not all(isinstance(n, int) and n > 0 for n in shape):
         raise ConfigurationError(
-            f"device_mesh={device_mesh!r}: expected the shape of a mesh of data-parallel ranks, (ranks,) or "
-            "(replicas, shards), or a DeviceMesh of one or two dimensions"
+            f"device_mesh={device_mesh!r}: expected a mesh of data-parallel ranks, or its shape, (ranks,) or "
+            "(replicas, shards)"
         )
     size = math.prod(shape)
     if world_size % size:
@@ -371,8 +302,6 @@ def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
 
 def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dict[str, int]:
     """Return a mesh's sizes by name; raise if the recipe cannot be divided over it, or other arguments contradict."""
-    from fsshard.recipes.recipe import check_mesh, resolve, splits
-
     sizes = check_mesh(mesh)
     ranks = math.prod(sizes.values())
     if device_mesh is not None:
@@ -389,22 +318,12 @@ def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dic
 
 def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of the ranks of data in a mesh: (ranks,), or (replicas, shards)."""
-    from fsshard.parallel.meshes import role_of
-
     data = {role_of(name): size for name, size in sizes.items() if role_of(name) != "model"}
     return (data["replicas"], data["shards"]) if list(data) == ["replicas", "shards"] else (math.prod(data.values()),)
 
 
-# ------------------------------------------------------------------------------------------------ the answers
-
-
 def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
     """Return what was measured in a simulation, beside its bounds."""
-    from fsshard.backends import backend_class
-    from fsshard.planning.bounds import Circumstances, bounds_of
-    from fsshard.planning.torch_settings import KEEP_GATHERED
-    from fsshard.simulation.result import Estimate
-
     backend, recipe, usage = backend_class(job.backend, job.world_size), job.recipe(), measured.usage
     kept = recipe.settings.get("reshard_after_forward") is False
     strategy = recipe.settings.get("sharding_strategy")
@@ -465,15 +384,12 @@ largest buffers can live longer than the simulation knows."""
 
 
 def _notes(job: Job, recipe: Any, late: int) -> list[str]:
-    from fsshard.backends import backend_class
-
     notes = ["tensors only: workspaces of kernels, fragments of the allocator and buffers of gloo or NCCL come on top"]
     if late:
         notes.append("the upper end is when the last two reductions let go of their buffers late")
     if recipe.settings.get("find_unused_parameters"):
         notes.append("bounds leave out all that a parameter without a gradient would not need")
-        chosen = backend_class(job.backend, job.world_size)
-        if chosen.facts.divides == "owners" and job.world_size > 1:
+        if backend_class(job.backend, job.world_size).facts.divides == "owners" and job.world_size > 1:
             notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
     if job.whole_mesh is not None:
         named = ", ".join(f"{name} {size}" for name, size in job.whole_mesh.items())

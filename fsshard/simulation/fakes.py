@@ -1,7 +1,6 @@
-"""A rank of a job of any size in one process, on tensors without memory.
+"""A rank of a job of any size in one process, on tensors without memory: what torch 2.13's fakes cannot do alone.
 
 :func:`fake_ranks` makes collectives return at once and send nothing; :class:`Fakes` is the fake mode of a simulation.
-What torch 2.13's own cannot do by itself is filled in here, for as long as the contexts are open.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fsshard.torch_private.fake_tensors import (
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import storage_key
 
-__all__ = ["Fakes", "GlooBuffers", "UsedParameters", "fake_ranks"]
+__all__ = ["Fakes", "GlooBuffers", "UsedParameters", "fake_ranks", "storage_of"]
 
 
 FILL, RNN_LAYER = torch.ops.aten.fill_.Scalar, torch.ops.aten.mkldnn_rnn_layer.default
@@ -42,9 +41,7 @@ KNOWN_NUMBERS = 2**16
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, world_size: int, backend: str = "fake") -> Iterator[None]:
-    """Be rank ``rank`` of ``world_size`` ranks, of which the others do exactly what this one does.
-
-    Engines that ask are told that the group's backend is ``backend``: over gloo FSDP2 has collectives of our own.
+    """Be rank ``rank`` of ``world_size`` ranks, of which the others do exactly what this one does, over ``backend``.
 
     The process must have no process group yet; it has none afterwards.
     """
@@ -97,22 +94,18 @@ class UsedParameters(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Done:
-    """A collective that is over. The fake group's own has a future that is None (torch 2.13)."""
+class _Done(torch.futures.Future[Any]):
+    """A collective that is over, and its own future. The fake group's own has a future that is None (torch 2.13)."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self, *args: Any) -> bool:
-        return True
+        super().__init__()
+        self.set_result([tensor])
 
     def is_completed(self) -> bool:
         return True
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([self._tensor])
-        return future
+    def get_future(self) -> _Done:
+        return self
 
 
 def _finished(all_reduce: Any) -> Any:
@@ -126,9 +119,6 @@ def _finished(all_reduce: Any) -> Any:
         return _Done(tensor) if kwargs.get("async_op") else None
 
     return all_reduce_at_once
-
-
-# ------------------------------------------------------------------------------------------------ tensors
 
 
 class Fakes(FakeTensorMode):
@@ -160,12 +150,13 @@ class Fakes(FakeTensorMode):
         return usual or (type(t) is Tensor and t.numel() <= KNOWN_NUMBERS and not t.is_meta and not t.is_sparse)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        freed = _freed_storage(args[0]) if func.is_view and args else None
+        viewed = storage_of(args[0]) if func.is_view and args and isinstance(args[0], FakeTensor) else None
+        is_freed = viewed is not None and not viewed.nbytes() and args[0].numel()
         found: Any = super().dispatch(func, types, args, kwargs or {})
-        if freed is not None and freed.nbytes():
+        if is_freed and viewed is not None and viewed.nbytes():
             # torch 2.13 gives a view that it remembers its memory by set_(), which grows what FSDP2 has let go of; to
             # ask for the autograd node of a parameter (get_gradient_edge) is to make a view.
-            freed.resize_(0)
+            viewed.resize_(0)
         if func is RNN_LAYER:  # what it keeps for its backward has no size in torch's fake operator (2.13)
             *outputs, workspace = found
             return (*outputs, self._rnn_workspace(args, workspace))
@@ -216,15 +207,12 @@ class Fakes(FakeTensorMode):
             yield
 
 
-def _freed_storage(tensor: Any) -> torch.UntypedStorage | None:
-    """Return the tensor's storage, if its memory has been given back."""
-    if not isinstance(tensor, FakeTensor):
-        return None
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the tensor's storage; None if it has none of its own: a sparse tensor, a functional wrapper."""
     try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
         return None
-    return storage if not storage.nbytes() and tensor.numel() else None
 
 
 def _deepcopy_fake(tensor: Any, memo: dict[int, Any]) -> Any:

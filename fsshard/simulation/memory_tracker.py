@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
+from fsshard.nested import leaves
 from fsshard.sharded.memory_report import (
     MemoryReport,
     RankMemory,
@@ -23,10 +24,8 @@ from fsshard.sharded.memory_report import (
     summary_writer,
 )
 from fsshard.sharded.module import ShardedModule, live_optimizers
+from fsshard.simulation.tracking import GRANULARITY, Tracker
 from fsshard.torch_private.modules import is_compiled
-
-if TYPE_CHECKING:
-    from fsshard.simulation.tracking import Tracker
 
 __all__ = ["MemoryTracker"]
 
@@ -47,20 +46,17 @@ class MemoryTracker:
         print(memory.report(all_ranks=True))
 
     Without :meth:`step`, everything within the context is one step. It runs Python code at every operator, so a tracked
-    step is slower: in a long training, track a step now and then. It does not see memory that no operator returns:
-    workspaces of kernels, fragments of the allocator, buffers of gloo and NCCL. On CUDA reports therefore also have
-    torch's own figures; torch has one peak per device, so ``torch.cuda.max_memory_allocated`` is reset at every step.
-    Bytes count on the model's device only.
+    step is slower. It does not see memory that no operator returns: workspaces of kernels, fragments of the allocator,
+    buffers of gloo and NCCL. On CUDA reports therefore also have torch's own figures; torch has one peak per device, so
+    ``torch.cuda.max_memory_allocated`` is reset at every step. Bytes count on the models' device only.
 
-    Trackers may be nested, and several models may be tracked together. After an exception (out of memory, for example)
-    ``unfinished`` has the peak until then, by kind.
+    Trackers may be nested. After an exception (out of memory, say) ``unfinished`` has the peak until then, by kind.
 
     Args:
         *models: each a :class:`~fsshard.ShardedModule`, or any module; all on one kind of device. Parameters of others
             that run within it count as parameters too, once they have run.
         writer: a TensorBoard ``SummaryWriter``, or a folder: every step is written to ``rank0`` and so on in it. None
             writes nothing.
-        tag: what TensorBoard's tags begin with.
         first_step: number of the first step.
 
     Attributes:
@@ -73,10 +69,9 @@ class MemoryTracker:
         MissingExtra: a folder was given, and tensorboard is not installed.
     """
 
-    def __init__(self, *models: nn.Module, writer: Any = None, tag: str = "memory", first_step: int = 0) -> None:
+    def __init__(self, *models: nn.Module, writer: Any = None, first_step: int = 0) -> None:
         if not models or not all(isinstance(model, nn.Module) for model in models):
-            given = ", ".join(type(model).__name__ for model in models) or "nothing"
-            raise ConfigurationError(f"MemoryTracker got {given}; hand over one model, or several")
+            raise ConfigurationError(f"MemoryTracker got {models!r}; hand over one model, or several")
         self._folder: Path | None = None
         if isinstance(writer, (str, os.PathLike)):
             self._folder, writer = Path(writer), None
@@ -84,13 +79,19 @@ class MemoryTracker:
         elif writer is not None:
             check_writer(writer)
         for model in models:
-            _check_not_compiled(model)
+            # Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing under a tracker.
+            ours = isinstance(model, ShardedModule) and model.backend.settings.compilation is not None
+            if ours or any(map(is_compiled, model.modules())):
+                raise ConfigurationError(
+                    "MemoryTracker cannot see what a compiled model allocates; track it without compile=, or on CUDA "
+                    "use torch.cuda.max_memory_allocated"
+                )
         devices = {_device_of(model).type: _device_of(model) for model in models}
         if len(devices) > 1:
             raise ConfigurationError(
                 f"MemoryTracker got models on {' and '.join(devices)}; track those of one kind of device together"
             )
-        self.models, self.writer, self.tag = models, writer, tag
+        self.models, self.writer = models, writer
         (self.device,) = devices.values()
         self.highest: MemoryReport | None = None
         self.unfinished: MemoryReport | None = None
@@ -101,13 +102,10 @@ class MemoryTracker:
     def __enter__(self) -> MemoryTracker:
         if self._tracker is not None:
             raise ConfigurationError("this MemoryTracker is entered already; make another one, or leave it first")
-        # Here, since it costs a tenth of torch's own import.
-        from fsshard.simulation.tracking import GRANULARITY, Tracker
-
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
         for model in self.models:
-            prefix = f"{_module_of(model).__class__.__name__}." if len(self.models) > 1 else ""
-            tracker.watch(_module_of(model), prefix)
+            module = model.module if isinstance(model, ShardedModule) else model
+            tracker.watch(module, f"{type(module).__name__}." if len(self.models) > 1 else "")
         for kind, tensor in self._held():
             tracker.mark(tensor, kind)
         self._entered_at, self.unfinished = self.next_step, None
@@ -135,8 +133,6 @@ class MemoryTracker:
 
     def inputs(self, batch: T) -> T:
         """Return the batch itself; its tensors, however nested, count as inputs from now on."""
-        from fsshard.nested import leaves
-
         self._entered().mark(list(leaves(batch)), "inputs")
         return batch
 
@@ -151,7 +147,7 @@ class MemoryTracker:
         """
         report = self._seen(f"peak of step {self.next_step}")
         if self.writer is not None:
-            report.write(self.writer, self.next_step, self.tag)
+            report.write(self.writer, self.next_step)
         if self.highest is None or report.ranks[0].total > self.highest.ranks[0].total:
             self.highest = report
         self.next_step += 1
@@ -173,11 +169,7 @@ class MemoryTracker:
     def report(self, *, all_ranks: bool = False) -> MemoryReport:
         """Return the step with the highest peak so far; every rank has its own.
 
-        Args:
-            all_ranks: report every rank's; collective then, else local.
-
-        Raises:
-            ConfigurationError: no step has ended yet.
+        With ``all_ranks`` every rank's is reported, and the call is collective.
         """
         if self.highest is None:
             raise ConfigurationError("no step has ended yet; call step() after the optimizer's, or leave the context")
@@ -188,8 +180,6 @@ class MemoryTracker:
 
     def __str__(self) -> str:
         return str(self.highest) if self.highest is not None else "MemoryTracker: no step has ended yet"
-
-    # ------------------------------------------------------------------------------------------ inside
 
     def _entered(self) -> Tracker:
         if self._tracker is None:
@@ -229,22 +219,8 @@ class MemoryTracker:
         )
 
 
-def _module_of(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, ShardedModule) else model
-
-
 def _device_of(model: nn.Module) -> torch.device:
     if isinstance(model, ShardedModule):
         return model.backend.settings.device
     tensors = (tensor for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    # Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing new under a tracker.
-    ours = isinstance(model, ShardedModule) and model.backend.settings.compilation is not None
-    if ours or any(map(is_compiled, model.modules())):
-        raise ConfigurationError(
-            "MemoryTracker cannot see what a compiled model allocates; track it without compile=, or on CUDA use "
-            "torch.cuda.max_memory_allocated"
-        )

@@ -8,6 +8,7 @@ import gc
 import inspect
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -40,37 +41,23 @@ from fsshard.wrapping import wrap
 
 __all__ = ["Job", "Measured", "batches_of", "measure", "shared_fakes", "simulate", "under_backend"]
 
-STEPS = 2
-"""The optimizer makes its state in the first step, so the second one is as all that follow; one step is enough after
-:func:`_make_state`."""
+STEPS = 2  # the optimizer makes its state in the first one; one step is enough after _make_state()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One simulation, as it is sent to the process that runs it.
+    """One simulation, as it is sent to the process that runs it."""
 
-    Attributes:
-        source: what :func:`~fsshard.recipes.recipe.resolve` makes a recipe of.
-        changes: fields of the recipe to replace.
-        backend: a backend's name.
-        mesh: shape of the device mesh: (ranks,), or (replicas, shards).
-        whole_mesh: sizes by name of the mesh that ``recipe.split`` divides the model over; None: it is not divided.
-            ``mesh`` are its ranks of data then.
-        settings: further keyword arguments of :func:`fsshard.wrap`.
-        device: the device type that it is for: what the optimizer and the allocator would do there.
-        cpu_offload: count what is left on the device under ``cpu_offload=True``.
-        real: with real tensors.
-    """
-
-    source: Any
-    changes: Mapping[str, Any]
+    source: Any  # what fsshard.recipes.recipe.resolve() makes a recipe of
+    changes: Mapping[str, Any]  # fields of the recipe to replace
     backend: str
-    mesh: tuple[int, ...]
+    mesh: tuple[int, ...]  # shape of the ranks of data: (ranks,), or (replicas, shards)
+    # Sizes by name of the mesh that recipe.split divides the model over; None: it is not divided.
     whole_mesh: Mapping[str, int] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
-    cpu_offload: bool = False
-    real: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of wrap()
+    device: str = "cpu"  # the device type that it is for: what the optimizer and the allocator would do there
+    cpu_offload: bool = False  # count what is left on the device under cpu_offload=True
+    real: bool = False  # with real tensors
 
     @property
     def world_size(self) -> int:
@@ -124,15 +111,15 @@ class Trained(NamedTuple):
 def simulate(job: Job) -> Measured:
     """Simulate the training step of the rank that needs the most memory."""
     recipe = job.recipe()
-    heaviest, measured = _simulate_rank(job, recipe, 0)
-    if heaviest:
-        _, measured = _simulate_rank(job, recipe, heaviest)
-    assert measured is not None
-    return measured
+    found = _simulate_rank(job, recipe, 0)
+    if not isinstance(found, Measured):
+        found = _simulate_rank(job, recipe, found)
+    assert isinstance(found, Measured)
+    return found
 
 
-def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured | None]:
-    """Return which rank owns the most, and rank ``rank``'s step if it is that one."""
+def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> int | Measured:
+    """Return rank ``rank``'s step if no other one trains more, else which rank does."""
     gc.collect()
     with fake_ranks(rank, job.ranks, "fake" if job.device == "cuda" else "gloo"):
         mesh = _mesh(job)
@@ -155,7 +142,7 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                     # The first of the ranks that see the samples of this number.
                     sizes = job.whole_mesh or {"data": job.world_size}
                     places = tuple(0 if role_of(name) == "model" else slice(None) for name in sizes)
-                    return int(np.arange(job.ranks).reshape(tuple(sizes.values()))[places].flat[heaviest]), None
+                    return int(np.arange(job.ranks).reshape(tuple(sizes.values()))[places].flat[heaviest])
                 batch = batches_of(job, recipe, place, fakes)
                 partly = bool(recipe.settings.get("find_unused_parameters"))
                 with contextlib.ExitStack() as stack:
@@ -167,13 +154,7 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                     ahead = fakes is not None and not partly and not first
                     if ahead:
                         _make_state(trained, tracker)
-                    steps = 1 if ahead else STEPS
-                    return rank, _run_steps(trained, tracker, batch, rank, steps=steps, offloaded=job.cpu_offload)
-
-
-def _flatten(mesh: Any) -> None:
-    if getattr(mesh, "ndim", 1) == 2:
-        flattened(mesh)  # wrap() asks for it, and would find it made
+                    return _run_steps(trained, tracker, batch, rank, 1 if ahead else STEPS, job.cpu_offload)
 
 
 def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, Any, dict[str, Any]]:
@@ -182,7 +163,8 @@ def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, 
         return recipe, module, {"device_mesh": mesh}
     split = split_by(recipe, module, mesh)
     divided = module if split.model is None else split.model
-    _flatten(split.settings.get("device_mesh"))
+    if getattr(data := split.settings.get("device_mesh"), "ndim", 1) == 2:
+        flattened(data)  # wrap() asks for it, and would find it made
     return replace(recipe, loss=split.loss or recipe.loss), divided, dict(split.settings)
 
 
@@ -224,41 +206,31 @@ def _mesh(job: Job) -> Any:
         return init_device_mesh("cpu", tuple(job.whole_mesh.values()), mesh_dim_names=tuple(job.whole_mesh))
     names = ("replicate", "shard")[-len(job.mesh) :]
     mesh: Any = init_device_mesh("cpu", job.mesh, mesh_dim_names=names)
-    _flatten(mesh)
+    if len(names) == 2:
+        flattened(mesh)  # see above
     return mesh
 
 
 def _heaviest_rank(trained: Trained, rank: int) -> int:
     """Return the rank that trains most; where nothing is frozen, engines that cut parameters give rank 0 most."""
-    nbytes: dict[int, int] = {}
-    optimizer = trained.optimizer.inner
+    nbytes: Counter[int] = Counter()
+    backend, optimizer = trained.model.backend, trained.optimizer.inner
+    trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad]
     if isinstance(optimizer, PartitionedOptimizer):  # whole parameters
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             owner = optimizer.owner_of(parameter)
             if owner is not None:
-                nbytes[owner] = nbytes.get(owner, 0) + parameter.numel() * parameter.element_size()
-    elif any(not entry.parameter.requires_grad for entry in trained.model.backend.entries.values()):
-        nbytes = _trained_by_rank(trained.model.backend)
-    return max(sorted(nbytes), key=lambda owner: nbytes[owner]) if nbytes else rank
-
-
-def _trained_by_rank(backend: Any) -> dict[int, int]:
-    """Map ranks to the bytes that their optimizers keep states of."""
-    # A frozen layer can fill the whole shard of a rank of FSDP1.
-    found: dict[int, int] = {}
-    if backend.facts.divides != "elements":
-        return found
-    ranks = range(divided_among(backend))
-    for entry in backend.entries.values():
-        if not entry.parameter.requires_grad:
-            continue
-        first = bisect_left(ranks, True, key=lambda rank: entry.part(rank)[1] > 0)
-        for rank in ranks[first:]:
-            start, stop = entry.part(rank)
-            if start == stop:
-                break
-            found[rank] = found.get(rank, 0) + (stop - start) * entry.parameter.dtype.itemsize
-    return found
+                nbytes[owner] += parameter.numel() * parameter.element_size()
+    elif backend.facts.divides == "elements" and len(trainable) < len(backend.entries):
+        ranks = range(divided_among(backend))  # a frozen layer can fill the whole shard of a rank of FSDP1
+        for entry in trainable:
+            first = bisect_left(ranks, True, key=lambda rank: entry.part(rank)[1] > 0)
+            for owner in ranks[first:]:
+                start, stop = entry.part(owner)
+                if start == stop:
+                    break
+                nbytes[owner] += (stop - start) * entry.parameter.dtype.itemsize
+    return min(nbytes, key=lambda owner: (-nbytes[owner], owner), default=rank)
 
 
 def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any], *, fake: bool) -> Trained:
@@ -292,7 +264,6 @@ def _run_steps(
     tracker: Tracker,
     batch: Callable[[int], Any],
     rank: int,
-    *,
     steps: int = STEPS,
     offloaded: bool = False,
 ) -> Measured:
@@ -368,4 +339,4 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
         if mesh is not None:
             recipe, module, settings = _divided(job, recipe, module, mesh)
         trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=False)
-        return _run_steps(trained, tracker, batch, rank, steps=steps)
+        return _run_steps(trained, tracker, batch, rank, steps)

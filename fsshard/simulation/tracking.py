@@ -1,19 +1,17 @@
 """Live bytes by kind, the moment of their peak, and the collectives, on real or on fake tensors.
 
-A :class:`Tracker` sees every operator below autograd and notes when each storage is made, resized and freed. What a
-storage *was* is often known later than when it was made: a gradient is one from the moment that it reaches its
-parameter, an activation is what a forward leaves for the backward. So kinds are decided when a report is asked for,
-over the log of all storages, and the bytes at the peak are told apart afterwards.
-
-What no operator hands out is not seen: workspaces inside of kernels, an allocator's fragments, buffers of gloo and
-NCCL.
+A :class:`Tracker` sees every operator below autograd and notes when each storage is made, resized and freed. Kinds are
+decided over the log of all storages when a report is asked for, since what a storage was is often known later than when
+it was made: a gradient is one from the moment that it reaches its parameter. Not seen is what no operator hands out:
+workspaces inside of kernels, an allocator's fragments, buffers of gloo and NCCL.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,7 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.complex_params.flattened import stored_in
 from fsshard.nested import leaves as tree_leaves
+from fsshard.sharded.memory_report import HELD
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
+from fsshard.simulation.fakes import storage_of
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 from fsshard.torch_private.fsdp1 import WRAPPED
@@ -36,16 +36,7 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 __all__ = ["GRANULARITY", "KINDS", "PHASES", "Moment", "Tracker", "Usage"]
 
-KINDS = (
-    "parameters",
-    "buffers",
-    "optimizer state",
-    "gradients",
-    "gathered units",
-    "inputs",
-    "activations",
-    "temporaries",
-)
+KINDS = (*HELD, "inputs", "activations", "temporaries")
 """A storage is of the first kind that fits.
 
 Parameters: as they lie between steps. Gradients: in buckets and in what collectives reduce too. Gathered units: whole
@@ -53,26 +44,18 @@ parameters of an engine that keeps shards, and what they are gathered with. Acti
 when the backward needs them, or made again for it. Temporaries: all else.
 """
 
-GRANULARITY = {"cuda": 512}
-"""CUDA's caching allocator hands out multiples of so many bytes; on other devices sizes are what they are."""
-
+GRANULARITY = {"cuda": 512}  # CUDA's caching allocator hands out multiples of so many bytes
 DEVICE = torch.ops.prim.device.default
 PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When something happened.
+    """When something happened."""
 
-    Attributes:
-        phase: ``"forward"``, ``"backward"`` or ``"step"`` (of the optimizer).
-        module: name of the innermost module at work, ``""`` for the root or none.
-        operation: the operator, such as ``"aten::mm"``.
-    """
-
-    phase: str
-    module: str
-    operation: str
+    phase: str  # "forward", "backward" or "step" (of the optimizer)
+    module: str  # name of the innermost module at work, "" for the root or none
+    operation: str  # the operator, such as "aten::mm"
 
     def __str__(self) -> str:
         where = f" of {self.module}" if self.module else ""
@@ -99,28 +82,13 @@ class _Life:
     nbytes: int
     born: int  # number of the event at which they were taken
     moment: Moment
-    frame: _ForwardSpan | None  # the forward that took them
+    forward: int | None  # the stretch of forward that took them, see Tracker._ends
     kind: str = ""  # as it was marked
     died: int | None = None  # number of the event at which they were given back
+    cast_of: _Life | None = None
 
     def alive_after(self, event: int) -> bool:
         return self.born <= event and (self.died is None or self.died > event)
-
-
-@dataclass(eq=False)
-class _ForwardSpan:
-    """A stretch of forward: what it made and did not free by its end is an activation."""
-
-    end: int | None = None
-
-
-@dataclass(eq=False)
-class _Held:
-    """A storage that is alive."""
-
-    life: _Life
-    reference: Any
-    cast_of: _Held | None = None
 
 
 class Tracker(TorchDispatchMode):
@@ -137,21 +105,22 @@ class Tracker(TorchDispatchMode):
     def __init__(self, *, granularity: int = 1, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.granularity, self.device = granularity, device
-        self._held: dict[int, _Held] = {}
+        self._alive: dict[int, _Life] = {}  # by the storage's key
+        self._storages: dict[int, weakref.ref[Any]] = {}
         self._log: list[_Life] = []
         self._event = self._start = self.now = self.peak = 0
         self._phase = "forward"
         self._stepping = 0
         self._operation = ""
         self.collectives: list[Collective] = []  # since the last reset, in order
-        self._frame: _ForwardSpan | None = None
+        # What a stretch of forward made and did not free by its end is an activation. Their ends; None: at work still.
+        self._ends: list[int | None] = []
+        self._forward: int | None = None  # the one at work
         self._backwards: list[int] = []  # events at which one began
         self._steps: list[int] = []
         self._modules = _ModuleNames()
         self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> the hook through which its gradient is seen
         self._around = ExitStack()
-
-    # ------------------------------------------------------------------------------------------ what is what
 
     def watch(self, model: nn.Module, prefix: str = "") -> None:
         """Learn the names of the modules of ``model``, after ``prefix``, and which are its parameters and buffers."""
@@ -162,17 +131,15 @@ class Tracker(TorchDispatchMode):
     def mark(self, value: object, kind: str) -> None:
         """Let the storages of all tensors in ``value``, however nested, be of ``kind`` from now on."""
         for tensor in _tensors(value):
-            held = self._take(tensor)
-            if held is not None and (not held.life.kind or KINDS.index(kind) < KINDS.index(held.life.kind)):
-                held.life.kind = kind
-                if kind == "gradients" and held.cast_of is not None and not held.cast_of.life.kind:
-                    held.cast_of.life.kind = kind
-
-    # ------------------------------------------------------------------------------------------ results
+            life = self._take(tensor)
+            if life is not None and (not life.kind or KINDS.index(kind) < KINDS.index(life.kind)):
+                life.kind = kind
+                if kind == "gradients" and life.cast_of is not None and not life.cast_of.kind:
+                    life.cast_of.kind = kind
 
     def reset(self) -> None:
         """Start anew: the peak is what is alive now, and no collective has been seen."""
-        self._log = [held.life for held in self._held.values()]
+        self._log = list(self._alive.values())
         self.collectives.clear()
         self._backwards.clear()
         self._steps.clear()
@@ -183,9 +150,8 @@ class Tracker(TorchDispatchMode):
     def live(self) -> dict[str, int]:
         """Bytes alive now by kind; what a forward has made counts as activations as long as it lives."""
         found = dict.fromkeys(KINDS, 0)
-        for held in self._held.values():
-            kind = held.life.kind or ("activations" if held.life.frame is not None else "temporaries")
-            found[kind] += held.life.nbytes
+        for life in self._alive.values():
+            found[life.kind or ("activations" if life.forward is not None else "temporaries")] += life.nbytes
         return found
 
     def usage(self, *, offloaded: bool = False) -> Usage:
@@ -197,7 +163,17 @@ class Tracker(TorchDispatchMode):
         lives = [(life, self._kind(life)) for life in self._log]
         if offloaded:
             lives = [(life, kind) for life, kind in lives if not self._in_host_memory(life, kind)]
-        at, phases, highest = _replayed(lives, self._start)
+        changes: list[Any] = [(life.born, life.nbytes, kind, life) for life, kind in lives]
+        changes += [(life.died, -life.nbytes, kind, None) for life, kind in lives if life.died is not None]
+        phases, alive, highest = dict.fromkeys(PHASES, 0), dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        at: dict[str, _Life] = {}  # per phase the birth at which most bytes were alive
+        total = 0
+        for _, change, kind, born in sorted(changes, key=lambda change: change[0]):
+            total += change
+            alive[kind] += change
+            highest[kind] = max(highest[kind], alive[kind])
+            if born is not None and born.born > self._start and total > phases[born.moment.phase]:
+                phases[born.moment.phase], at[born.moment.phase] = total, born
         # What is alive at the start is the forward's, and what is when an optimizer begins is the step's.
         for phase, event in [("forward", self._start), *(("step", event) for event in self._steps)]:
             phases[phase] = max(phases[phase], sum(_alive_at(lives, event).values()))
@@ -220,23 +196,18 @@ class Tracker(TorchDispatchMode):
         return kind in ("parameters", "optimizer state") or in_step
 
     def _kind(self, life: _Life) -> str:
-        if life.kind:
-            return life.kind
-        if life.frame is None:
-            return "temporaries"
-        end = life.frame.end  # None: at work still, or an exception has ended it; as in live()
+        if life.kind or life.forward is None:
+            return life.kind or "temporaries"
+        end = self._ends[life.forward]  # None: at work still, or an exception has ended it; as in live()
         kept = life.died is None if end is None else life.alive_after(end)
         return "activations" if kept else "temporaries"
 
-    # ------------------------------------------------------------------------------------------ the context
-
     def __enter__(self) -> Tracker:
         resize = torch.UntypedStorage.resize_
-        tracker = self
 
         def resized(storage: Any, size: int) -> Any:
             result = resize(storage, size)
-            tracker._resized(storage)
+            self._resized(storage)
             return result
 
         # FSDP1 and FSDP2 free a gathered unit by shrinking its storage, which no operator tells of (torch 2.13).
@@ -288,58 +259,53 @@ class Tracker(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------ storages
 
-    def _take(self, tensor: Tensor) -> _Held | None:
+    def _take(self, tensor: Tensor) -> _Life | None:
         """Return what is known of the storage of ``tensor``; made known if it is new."""
         fake = getattr(tensor, "fake_device", None)  # what .device is, without a dispatch
         kind = (tensor.device if fake is None else fake).type
         if kind == "meta" or self.device not in (None, kind):
             return None
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a sparse tensor, a functional wrapper: no storage of its own
+        if (storage := storage_of(tensor)) is None:
             return None
         key = storage_key(storage)
-        held = self._held.get(key)
-        if held is None:
-            life = self._begin(storage.nbytes())
-            held = self._held[key] = _Held(life, weakref.ref(storage, lambda _: self._freed(key)))
-        elif held.life.nbytes != self._rounded(storage.nbytes()):
-            self._change(held, storage.nbytes())
-        return held
+        if key not in self._alive:
+            self._storages[key] = weakref.ref(storage, lambda _: self._freed(key))
+            self._begin(key, storage.nbytes())
+        elif self._alive[key].nbytes != self._rounded(storage.nbytes()):
+            self._change(key, storage.nbytes())
+        return self._alive[key]
 
-    def _begin(self, nbytes: int, kind: str = "") -> _Life:
+    def _begin(self, key: int, nbytes: int, kind: str = "", cast_of: _Life | None = None) -> None:
         self._event += 1
-        nbytes = self._rounded(nbytes)
         module = "" if self._phase == "step" else self._modules.current()
-        life = _Life(nbytes, self._event, Moment(self._phase, module, self._operation), self._frame, kind)
+        moment = Moment(self._phase, module, self._operation)
+        life = _Life(self._rounded(nbytes), self._event, moment, self._forward, kind, cast_of=cast_of)
         self._log.append(life)
-        self.now += nbytes
+        self._alive[key] = life
+        self.now += life.nbytes
         self.peak = max(self.peak, self.now)
-        return life
-
-    def _end(self, life: _Life) -> None:
-        self._event += 1
-        life.died = self._event
-        self.now -= life.nbytes
 
     def _freed(self, key: int) -> None:
-        if (held := self._held.pop(key, None)) is not None:
-            self._end(held.life)
+        if (life := self._alive.pop(key, None)) is not None:
+            self._event += 1
+            life.died = self._event
+            self.now -= life.nbytes
+            del self._storages[key]
 
-    def _change(self, held: _Held, nbytes: int) -> None:
-        self._end(held.life)
-        held.life = self._begin(nbytes, held.life.kind)
+    def _change(self, key: int, nbytes: int) -> None:
+        life, storage = self._alive[key], self._storages[key]
+        self._freed(key)
+        self._storages[key] = storage
+        self._begin(key, nbytes, life.kind, life.cast_of)
 
     def _resized(self, storage: Any) -> None:
-        if (held := self._held.get(storage_key(storage))) is not None:
-            held.life.kind = held.life.kind or "gathered units"  # nothing else is shrunk and grown
+        if (life := self._alive.get(key := storage_key(storage))) is not None:
+            life.kind = life.kind or "gathered units"  # nothing else is shrunk and grown
             self._operation = "resize"
-            self._change(held, storage.nbytes())
+            self._change(key, storage.nbytes())
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
-
-    # ------------------------------------------------------------------------------------------ phases
 
     def _enter_phase(self) -> None:
         if self._stepping:
@@ -348,17 +314,22 @@ class Tracker(TorchDispatchMode):
             if self._phase != "backward":
                 self._phase = "backward"
                 self._backwards.append(self._event)
-                self._close_frame()
+                self._end_forward()
         elif self._modules.stack and self._phase != "forward":
-            self._phase, self._frame = "forward", _ForwardSpan()
+            self._begin_forward()
+            self._phase = "forward"
 
-    def _close_frame(self) -> None:
-        if self._frame is not None:
-            self._frame.end, self._frame = self._event, None
+    def _begin_forward(self) -> None:
+        self._forward = len(self._ends)
+        self._ends.append(None)
+
+    def _end_forward(self) -> None:
+        if self._forward is not None:
+            self._ends[self._forward], self._forward = self._event, None
 
     def _step_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping:
-            self._close_frame()
+            self._end_forward()
             self._steps.append(self._event)
             for group in optimizer.param_groups:
                 self.mark([parameter.grad for parameter in group["params"]], "gradients")
@@ -374,17 +345,16 @@ class Tracker(TorchDispatchMode):
         outermost = not self._modules.stack
         self._modules.push(module)
         if self._phase == "backward" and outermost and current_graph_task_id() != -1:  # recomputing
-            self._frame = _ForwardSpan()
-        elif self._frame is None and current_graph_task_id() == -1:
-            self._phase, self._frame = "forward", _ForwardSpan()
+            self._begin_forward()
+        elif self._forward is None and current_graph_task_id() == -1:
+            self._begin_forward()
+            self._phase = "forward"
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._watch_parameters(module)
         self._modules.pop(module)
         if self._phase == "backward" and not self._modules.stack:
-            self._close_frame()
-
-    # ------------------------------------------------------------------------------------------ gathered, gradients
+            self._end_forward()
 
     def _watch_parameters(self, module: nn.Module) -> None:
         """Mark what the module has computed with: whole parameters that are none at rest are gathered ones.
@@ -396,30 +366,25 @@ class Tracker(TorchDispatchMode):
             shown = module.__dict__.get(stored, parameter)  # FSDP1 shows views of its flat parameter there
             if not isinstance(shown, Tensor) or hasattr(shown, LOCAL_TENSOR):
                 continue
-            held = self._take(shown)
-            if held is not None and not held.life.kind:
-                held.life.kind = unknown
+            life = self._take(shown)
+            if life is not None and not life.kind:
+                life.kind = unknown
             if shown.requires_grad and torch.is_grad_enabled() and shown not in self._hooks:
-                hook = _marking(weakref.ref(self))
+                hook = functools.partial(_arrived, weakref.ref(self))
                 self._hooks[shown] = cast(Any, Tensor).register_hook(shown, hook)  # FSDP1's shards refuse it
 
     def _follow_cast(self, given: Tensor, result: Tensor) -> None:
         """Mark a gradient that is cast, either way: engines add them up in a wider dtype, or send a narrower one."""
-        held, cast = self._held.get(storage_key(given.untyped_storage())), self._take(result)
-        if held is not None and held.life.kind == "gradients":
+        life, cast = self._alive.get(storage_key(given.untyped_storage())), self._take(result)
+        if life is not None and life.kind == "gradients":
             self.mark(result, "gradients")
         elif cast is not None:
-            cast.cast_of = held
+            cast.cast_of = life
 
 
-def _marking(tracker: Any) -> Callable[[Tensor], None]:
-    """Return a hook that does not keep the tracker: what a parameter's hook holds could live forever (torch 2.13)."""
-
-    def arrived(gradient: Tensor) -> None:
-        if (living := tracker()) is not None:
-            living.mark(gradient, "gradients")
-
-    return arrived
+def _arrived(tracker: weakref.ref[Tracker], gradient: Tensor) -> None:
+    if (living := tracker()) is not None:  # what a parameter's hook holds could live forever (torch 2.13)
+        living.mark(gradient, "gradients")
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -491,22 +456,6 @@ def _tree(module: nn.Module, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})
-
-
-def _replayed(lives: list[tuple[_Life, str]], start: int) -> tuple[dict[str, _Life], dict[str, int], dict[str, int]]:
-    """Return per phase the birth after ``start`` at which most bytes were alive and their number; per kind the most."""
-    changes: list[tuple[int, int, str, _Life | None]] = [(life.born, life.nbytes, kind, life) for life, kind in lives]
-    changes += [(life.died, -life.nbytes, kind, None) for life, kind in lives if life.died is not None]
-    at: dict[str, _Life] = {}
-    phases, alive, highest = dict.fromkeys(PHASES, 0), dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-    total = 0
-    for _, change, kind, born in sorted(changes, key=lambda change: change[0]):
-        total += change
-        alive[kind] += change
-        highest[kind] = max(highest[kind], alive[kind])
-        if born is not None and born.born > start and total > phases[born.moment.phase]:
-            phases[born.moment.phase], at[born.moment.phase] = total, born
-    return at, phases, highest
 
 
 def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:

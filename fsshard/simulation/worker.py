@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -15,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +25,19 @@ from fsshard.errors import ConfigurationError, FsshardError, ModelError
 from fsshard.launching.supervisor import Handed, handed, take_over
 from fsshard.simulation.simulation import Job, Measured, simulate
 
-__all__ = ["Sent", "Simulator", "SimulatorDied", "errors_in_words", "packed", "run_job", "simulate_all"]
-
-T = TypeVar("T")
+__all__ = ["Simulator", "SimulatorDied", "errors_in_words", "packed", "rebuilt", "run_job", "simulate_all"]
 
 
-class Sent:
-    """A model on its way to another process: a call rebuilds it, of fake tensors within a fake mode."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def __call__(self) -> nn.Module:
-        try:
-            model: nn.Module = pickle.loads(self._data)
-            return model
-        except (AttributeError, ImportError) as error:  # such as "Can't get attribute 'Net' on <module '__main__'"
-            raise ConfigurationError(
-                f"the process that estimates cannot build the model: {error}; it cannot see what is defined in a "
-                "notebook or at a prompt, so put the model into a module of its own and import it"
-            ) from None
+def rebuilt(data: bytes) -> nn.Module:
+    """Rebuild a model that was sent from another process, of fake tensors within a fake mode."""
+    try:
+        model: nn.Module = pickle.loads(data)
+        return model
+    except (AttributeError, ImportError) as error:  # such as "Can't get attribute 'Net' on <module '__main__'"
+        raise ConfigurationError(
+            f"the process that estimates cannot build the model: {error}; it cannot see what is defined in a "
+            "notebook or at a prompt, so put the model into a module of its own and import it"
+        ) from None
 
 
 class _Packer(pickle.Pickler):
@@ -67,42 +61,36 @@ def _tensor_of(value: Any, requires_grad: bool, is_parameter: bool) -> Tensor:
     return nn.Parameter(value, requires_grad) if is_parameter else value
 
 
-def packed(model: nn.Module, *, real: bool) -> Sent:
-    """Return ``model`` ready to be sent, without its values unless ``real``; raise if it cannot be pickled."""
+def packed(model: nn.Module, *, real: bool) -> Callable[[], nn.Module]:
+    """Return what rebuilds ``model`` in another process, without its values unless ``real``."""
     buffer = io.BytesIO()
     try:
         _Packer(buffer, real).dump(model)
     except Exception as error:
         raise ConfigurationError(_unsendable(type(model).__name__, error)) from error
-    return Sent(buffer.getvalue())
+    return functools.partial(rebuilt, buffer.getvalue())
 
 
 class SimulatorDied(FsshardError):
     """The process is gone: nothing more can be asked."""
 
 
-class Simulator:
+class Simulator(ProcessPoolExecutor):
     """Context with a process of its own, for the user's call of ``function``; ``quiet``: without what ``wrap`` logs."""
 
     def __init__(self, function: str, *, quiet: bool = False) -> None:
         self._function = function
-        spawn, given = get_context("spawn"), (tuple(handed.values()), quiet)
-        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_prepare_process, initargs=given)
+        given = (tuple(handed.values()), quiet)
+        super().__init__(1, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=given)
 
-    def __enter__(self) -> Simulator:
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``function`` there; raise ConfigurationError if an argument cannot be sent, SimulatorDied if it dies."""
         try:
             pickle.dumps(arguments)
         except Exception as error:
             raise ConfigurationError(_unsendable("the recipe, or an argument,", error)) from error
         try:
-            return self._pool.submit(function, *arguments).result()
+            return self.submit(function, *arguments).result()
         except BrokenProcessPool as error:
             raise SimulatorDied(
                 "the process that simulates has died. It imports the script again, so put what calls "

@@ -1,20 +1,36 @@
-"""tune(): finds the plan that fits, by simulation, before the launch."""
+"""tune(): finds the plan that fits, by simulation, before the launch.
+
+The search goes from a fixed set of usual plans to finer ones, each judged by a simulation.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
+from fsshard.backends import backend_class
+from fsshard.backends.facts import Tunable
 from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError
+from fsshard.planning.plan import Plan
+from fsshard.planning.text import size
+from fsshard.recipes.recipe import resolve
+from fsshard.simulation.estimating import estimate_of, job_of, mesh_shape, optimizer_settings, recipe_source
+from fsshard.simulation.result import Estimate
+from fsshard.simulation.simulation import Job
+from fsshard.simulation.tuning.result import Tried, TuneResult, best
+from fsshard.simulation.tuning.search_space import PLAIN, Candidate, code_of, plan_of, profile_of, recomputations, units
+from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
-if TYPE_CHECKING:
-    from fsshard.simulation.tuning.result import TuneResult
-    from fsshard.simulation.tuning.search import Judge, Search
+__all__ = ["Search", "tune"]
 
-__all__ = ["tune"]
+WORLDS_AHEAD = 3  # how often the ranks are doubled to find out how many would do
+PATIENCE, LESS = 2, 0.99  # finer units are tried until so many have not brought the peak down to this share of it
+WORK, FEWEST, MOST = 24_000, 12, 40
+"""How many plans are simulated if nobody says: so many operators' worth of forwards, within limits. Not so many
+seconds' worth: the same search finds the same everywhere."""
 
 
 def tune(
@@ -40,10 +56,9 @@ def tune(
 ) -> TuneResult:
     """Search for the plan that sends least among those that fit into ``memory``, or for the one that needs least.
 
-    Every plan that is considered is simulated as :func:`fsshard.estimate` does it, in a process of its own. Units,
-    whether they stay gathered after the forward, recomputed blocks and the merging of small units are searched, unless
-    they are given here. Always among the plans: ``"auto"``, one unit, and what torch's size-based policy and its policy
-    for transformers give. The search uses no random numbers: the same question has the same answer.
+    Every plan that is considered is simulated as :func:`fsshard.estimate` does it, in a process of its own. What is
+    searched, and which plan wins, is in docs/tuning.md; what is given here is not searched. The search uses no random
+    numbers: the same question has the same answer.
 
     Args:
         subject: a bare module (give ``batch`` too), or a recipe as for ``fsshard.parity.compare``, or its name. The
@@ -55,18 +70,18 @@ def tune(
         optimizer: a class, a ``functools.partial`` of one, or an optimizer.
         memory: bytes that a rank may need, such as ``40 * 2**30`` or ``"40GiB"``: the least traffic is looked for, then
             the fewest collectives, then no recomputation, then the least peak. None: the least peak is looked for.
-        auto_wrap_policy: as for :func:`fsshard.wrap`, then units are not searched.
-        mixed_precision: see :func:`fsshard.wrap`; not searched.
-        activation_checkpointing: as for :func:`fsshard.wrap`, then it is not searched; False: recompute nothing.
+        auto_wrap_policy: as for :func:`fsshard.wrap`.
+        mixed_precision: as for :func:`fsshard.wrap`; never searched.
+        activation_checkpointing: as for :func:`fsshard.wrap`; False: recompute nothing.
         accumulation: backward passes per step.
-        cpu_offload: see :func:`fsshard.estimate`.
-        device_mesh: see there.
+        cpu_offload: as for :func:`fsshard.estimate`.
+        device_mesh: as for :func:`fsshard.estimate`.
         device: ``"cpu"`` or ``"cuda"``: which device it is for.
-        real: see :func:`fsshard.estimate`.
-        limit: the number of simulations after which no further plan is tried; the plans named above come first. None:
-            between 12 and 40, by the number of operators in a forward.
+        real: as for :func:`fsshard.estimate`.
+        limit: the number of simulations after which only plans are tried that always are. None: between 12 and 40, by
+            the number of operators in a forward.
         progress: called with how many plans have been simulated and what the next one is.
-        **settings: of :func:`fsshard.wrap`: a backend's options. What is given is not searched.
+        **settings: of :func:`fsshard.wrap`: a backend's options.
 
     Returns:
         A :class:`~fsshard.simulation.tuning.result.TuneResult`: ``fsshard.wrap(model, **result.settings)`` uses the
@@ -75,18 +90,9 @@ def tune(
     Raises:
         ConfigurationError: an argument has no meaning.
         DoesNotFit: no plan that was found fits ``memory``.
-        UnknownBackend: ``backend`` names none.
         ModelError: the step depends on the values of tensors, or fails.
         RecipeError: ``subject`` is no recipe.
     """
-    from fsshard.planning.plan import Plan
-    from fsshard.recipes.recipe import resolve
-    from fsshard.simulation.estimating import optimizer_settings, recipe_source
-    from fsshard.simulation.tuning.result import TuneResult, best
-    from fsshard.simulation.tuning.search import Judge, Search
-    from fsshard.simulation.tuning.search_space import DEFAULT, SEARCHED, written
-    from fsshard.simulation.worker import Simulator
-
     if isinstance(subject, Plan):
         raise ConfigurationError("a plan is what tune() looks for; pass the model, or a recipe")
     backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
@@ -96,37 +102,27 @@ def tune(
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigurationError(f"limit={limit!r}: expected a positive number of simulations")
     given = {"auto_wrap_policy": auto_wrap_policy, "mixed_precision": mixed_precision, **settings}
-    fixed = {name: written(name, value) for name, value in given.items() if value is not ...}
+    fixed = {name: value for name, value in given.items() if value is not ...}
     if activation_checkpointing is not ...:
-        choice = written("activation_checkpointing", activation_checkpointing)
-        fixed["activation_checkpointing"] = DEFAULT if choice.value in (None, False) else choice
+        fixed["activation_checkpointing"] = activation_checkpointing or None
     source = recipe_source(subject, batch, loss, real)
     recipe = resolve(source)
     changes: dict[str, Any] = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
     if accumulation is not None:
         changes["accumulate"] = accumulation
-    own = {name: value for name, value in recipe.settings.items() if name not in SEARCHED}
+    own = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
     if recipe.precision is not None:
         own["mixed_precision"] = recipe.precision
     if cpu_offload:
         own["cpu_offload"] = True
-    asked = {
-        "source": source,
-        "changes": changes,
-        "world_size": world_size,
-        "device_mesh": device_mesh,
-        "device": device,
-        "cpu_offload": cpu_offload,
-        "real": real,
-    }
+    asked = {"source": source, "changes": changes, "world_size": world_size, "device_mesh": device_mesh}
+    asked |= {"device": device, "cpu_offload": cpu_offload, "real": real}
     with Simulator("fsshard.tune", quiet=True) as simulator:
-        judge = Judge(asked, simulator, progress)
-        names = [judge.job(name, {}).backend for name in backends]
-        search = Search(judge, {**{n: written(n, v) for n, v in own.items()}, **fixed}, limit)
-        search.run(list(dict.fromkeys(names)))
+        search = Search(asked, simulator, {**own, **fixed}, limit, progress)
+        search.run(list(dict.fromkeys(search.job(name, {}).backend for name in backends)))
         winner = best(search.tried, bound)
         if winner is None:
-            raise _nothing(search, bound, judge)
+            raise _nothing(search, bound)
     return TuneResult(
         name=recipe.name,
         world_size=world_size,
@@ -138,15 +134,12 @@ def tune(
     )
 
 
-def _nothing(search: Search, bound: int | None, judge: Judge) -> FsshardError:
+def _nothing(search: Search, bound: int | None) -> FsshardError:
     """Return the error for when no plan fits, or when none can be simulated."""
-    from fsshard.planning.text import size
-    from fsshard.simulation.tuning.result import best
-
     leanest = best(search.tried, None)
     if leanest is None or bound is None:
         return search.error or ConfigurationError(f"no plan can be: {'; '.join(search.failed.values())}")
-    ways = [f"{text}: {size(peak)}" for text, peak in judge.ways_down(leanest, bound) if peak < leanest.peak]
+    ways = [f"{text}: {size(peak)}" for text, peak in search.ways_down(leanest, bound) if peak < leanest.peak]
     activations = leanest.estimate.by_kind["activations"] + leanest.estimate.by_kind["inputs"]
     if activations:
         ways.append(f"a smaller batch, with which {size(activations)} of it shrink in proportion")
@@ -158,20 +151,251 @@ def _nothing(search: Search, bound: int | None, judge: Judge) -> FsshardError:
     )
 
 
-UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def _bytes(memory: object) -> int | None:
+def _bytes(memory: Any) -> int | None:
     """Return ``"40GiB"`` in bytes; without the ``i`` the units are powers of 1000."""
-    if memory is None:
-        return None
-    whole = isinstance(memory, int) or (isinstance(memory, float) and memory.is_integer())  # 40e9 is a float
-    if isinstance(memory, (int, float)) and whole and not isinstance(memory, bool) and memory > 0:
-        return int(memory)
-    pattern = r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?\s*"
-    found = re.fullmatch(pattern, memory, re.IGNORECASE) if isinstance(memory, str) else None
-    if found is None or not float(found[1]) or (found[3] and not found[2]):
-        raise ConfigurationError(
-            f"memory={memory!r}: expected a positive whole number of bytes, or a text such as '40GiB'"
-        )
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** UNITS[found[2].lower()])
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?\s*", str(memory), re.IGNORECASE)
+    scale = (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ") if found else 0
+    nbytes = int(float(found[1]) * scale) if found else 0
+    if memory is not None and not nbytes:
+        raise ConfigurationError(f"memory={memory!r}: expected a positive number of bytes, or a text such as '40GiB'")
+    return nbytes or None
+
+
+class Search:
+    """A greedy search from usual plans to finer ones, with no chance in it.
+
+    ``asked`` are the arguments of ``job_of`` but for the backend and the settings, ``fixed`` those of wrap() that are
+    not searched.
+    """
+
+    def __init__(
+        self,
+        asked: Mapping[str, Any],
+        simulator: Simulator,
+        fixed: Mapping[str, Any],
+        limit: int | None = None,
+        progress: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._asked, self._simulator, self._progress = asked, simulator, progress
+        self.fixed, self._limit = fixed, limit
+        self.tried: list[Tried] = []  # in order
+        self.aliases: dict[str, Tried] = {}  # names of candidates that are always tried -> what they turned out to be
+        self.failed: dict[str, str] = {}  # candidates that cannot be, and why
+        self.error: FsshardError | None = None  # the first one of a simulation
+        self._seen: dict[Any, Tried | None] = {}
+        self._plans: dict[tuple[str, str], Plan | str] = {}
+        self._space = Tunable()  # of the backend that is searched, and whether it divides parameters
+        self._divides = False
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that share a unit."""
+        return mesh_shape(self._asked["device_mesh"], self._asked["world_size"])[-1]
+
+    def run(self, backends: list[str]) -> None:
+        """Search under each backend."""
+        self._tell("the model")
+        self.profile = self._simulator.ask(profile_of, self.job("none", {}, cpu_offload=False))
+        self._most = self._limit or max(FEWEST, min(MOST, WORK // self.profile.operators))
+        self.always, others = units(self.profile)
+        if "auto_wrap_policy" in self.fixed:
+            self.always, others = {"as given": self.fixed["auto_wrap_policy"]}, []
+        self.others = self._unrepeated(others)
+        self.again = recomputations(self.profile) if "activation_checkpointing" not in self.fixed else []
+        for backend in backends:
+            self._named = f"{backend}, " if len(backends) > 1 else ""
+            facts = backend_class(backend, self.ranks).facts
+            self._space, self._divides = facts.tunable, facts.divides == "elements"
+            search = self._sharded if self._divides else self._replicated
+            search(Candidate(backend=backend, settings=self.fixed))
+
+    # ------------------------------------------------------------------------------------------ the simulations
+
+    def job(self, backend: Any, settings: Mapping[str, Any], **changed: Any) -> Job:
+        """Return one simulation, checked, with some arguments changed."""
+        asked = {**self._asked, **changed}
+        plain = {name: value for name, value in settings.items() if name not in ("mixed_precision", "cpu_offload")}
+        if "mixed_precision" in settings:
+            asked["changes"] = {**asked["changes"], "precision": settings["mixed_precision"]}
+        return job_of(backend, **asked, settings=plain)
+
+    def ways_down(self, leanest: Tried, bound: int) -> Iterator[tuple[str, int]]:
+        """Yield what lowers the peak, and to how many bytes: more ranks until they do, a narrower dtype, offloading."""
+        asked, backend, settings = self._asked, leanest.candidate.backend, leanest.candidate.settings
+        divides = backend_class(backend, self.ranks).facts.divides
+        tried: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
+        if "mixed_precision" not in settings:
+            tried.append(("mixed_precision='bf16'", {**settings, "mixed_precision": "bf16"}, {}))
+        if divides == "elements" and asked["device"] == "cuda" and not asked["cpu_offload"]:
+            tried.append(("cpu_offload=True", settings, {"cpu_offload": True}))
+        for text, changed_settings, changed in tried:
+            try:
+                yield text, self._estimate(backend, changed_settings, **changed).interval[1]
+            except SimulatorDied:
+                raise
+            except FsshardError:  # not under this backend, or not with this model: no way
+                continue
+        if divides == "nothing" or asked["device_mesh"] is not None:
+            return
+        for power in range(1, WORLDS_AHEAD + 1):
+            ranks = asked["world_size"] * 2**power
+            peak = self._estimate(backend, settings, world_size=ranks).interval[1]
+            if peak <= bound or power == WORLDS_AHEAD:
+                yield f"world_size={ranks}", peak
+                return
+
+    def _estimate(self, backend: str, settings: Mapping[str, Any], **changed: Any) -> Estimate:
+        job = self.job(backend, settings, **changed)
+        return estimate_of({**self._asked, **changed}["world_size"], job, self._simulator.ask(run_job, job))
+
+    def _tell(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress(len(self.tried), text)
+
+    def _replicated(self, start: Candidate) -> None:
+        # Units mean nothing there: buckets and recomputation are left.
+        first = [(start, "default")]
+        for name, options in self._space.variants.items():
+            if not options.keys() & start.settings.keys():
+                first.append((start.changed(**options), name))
+        for one in self._all(first):
+            for choice in self.again if _has_activations(one) else ():
+                self._consider(one.candidate.changed(activation_checkpointing=choice))
+
+    def _sharded(self, start: Candidate) -> None:
+        usual = self._all((start.changed(auto_wrap_policy=c), name) for name, c in self.always.items())
+        if not usual:
+            return
+        joining, joined = self._space.joining, dict[str, Any]()
+        if joining is not None and joining.option not in self.fixed:
+            joined = {joining.option: joining.value}  # small units travel together
+        if joined and self._asked["device"] == "cpu" and self.ranks > 1:  # as wrap() does it there by itself
+            for name in {"auto", "as given"} & self.always.keys():
+                self._consider(
+                    start.changed(auto_wrap_policy=self.always[name], **joined), f"{name}, small ones joined"
+                )
+        leanest, recomputing = _leanest(usual), list[Tried]()
+        if _has_activations(leanest):
+            recomputing = self._all((leanest.candidate.changed(activation_checkpointing=c), "") for c in self.again)
+        leanest = self._refined(_leanest([*usual, *recomputing]))
+        again = leanest.candidate.settings.get("activation_checkpointing")
+        kinds = [*(one.candidate for one in usual), leanest.candidate]
+        kept = self._space.kept_gathered
+        if kept and not {*kept, "sharding_strategy"} & self.fixed.keys():
+            self._all((kind.changed(**kept), "") for kind in self._with(kinds, again))
+        self._all((kind, "") for kind in self._with(kinds, again))
+        if joined:
+            lean = sorted(self.tried, key=lambda one: (one.peak, one.cost))
+            mine = [one.candidate for one in lean if one.candidate.backend == start.backend]
+            self._all((candidate.changed(**joined), "") for candidate in mine)
+
+    def _refined(self, leanest: Tried) -> Tried:
+        """Try finer units, as long as that helps."""
+        failures = 0
+        coarsest = self._count(leanest.candidate.settings.get("auto_wrap_policy", "auto"))
+        for choice in sorted((c for c in self.others if self._count(c) > coarsest), key=self._count):
+            before = len(self.tried)
+            one = self._consider(leanest.candidate.changed(auto_wrap_policy=choice))
+            if one is None or len(self.tried) == before:
+                continue
+            failures += one.peak >= LESS * leanest.peak
+            leanest = _leanest([leanest, one])
+            if failures == PATIENCE:
+                break
+        return leanest
+
+    def _with(self, kinds: list[Candidate], again: Any) -> Iterator[Candidate]:
+        for kind in kinds:
+            if "activation_checkpointing" not in self.fixed:
+                kind = kind.changed(activation_checkpointing=...)
+                yield kind
+            if again is not None:
+                yield kind.changed(activation_checkpointing=again)
+
+    def _all(self, candidates: Iterable[tuple[Candidate, str]]) -> list[Tried]:
+        return [one for one in [self._consider(candidate, name) for candidate, name in candidates] if one is not None]
+
+    def _unrepeated(self, choices: list[Any]) -> list[Any]:
+        """Replace units of which a step calls some more than once by the classes of the others."""
+        by_code: dict[str, Any] = {}
+        for choice in choices:
+            planned = self._planned(choice)
+            if isinstance(planned, Plan) and not self.profile.gathered_once(planned):
+                choice = self.profile.classes_of_units(planned) or choice
+            by_code[code_of("auto_wrap_policy", choice)] = choice
+        return list(by_code.values())
+
+    def _planned(self, policy: Any, again: Any = None) -> Plan | str:
+        """Return the plan of these units and recomputed blocks, or what is wrong with them."""
+        key = code_of("auto_wrap_policy", policy), code_of("activation_checkpointing", again)
+        if key not in self._plans:
+            job, settings = self.job("none", {}, cpu_offload=False), {"auto_wrap_policy": policy}
+            self._plans[key] = self._simulator.ask(plan_of, job, {**settings, "activation_checkpointing": again})
+        return self._plans[key]
+
+    def _count(self, policy: Any) -> int:
+        planned = self._planned(policy)
+        return 0 if isinstance(planned, str) else len(planned.units)
+
+    def _consider(self, candidate: Candidate, name: str = "") -> Tried | None:
+        """Simulate it, unless an equal plan was simulated, or it would gather a module several times."""
+        settings = candidate.settings
+        planned = self._planned(settings.get("auto_wrap_policy", "auto"), settings.get("activation_checkpointing"))
+        if isinstance(planned, str):
+            self.failed[candidate.code()] = planned
+            return None
+        joining = self._space.joining
+        if joining is not None and joining.option not in settings:
+            candidate = candidate.changed(**{joining.option: 0})  # whatever wrap() does by itself
+        key = self._key(candidate, planned)
+        if key not in self._seen:
+            if not name and len(self.tried) >= self._most:
+                return None
+            if not name and "auto_wrap_policy" in settings and not self.profile.gathered_once(planned):
+                return None
+            self._seen[key] = self._simulated(candidate, name, planned)
+        found = self._seen[key]
+        if name and found is not None:
+            self.aliases[f"{self._named}{name}"] = found
+        return found
+
+    def _key(self, candidate: Candidate, planned: Plan) -> Any:
+        """Return what equal plans have in common."""
+        joining, kept = self._space.joining, self._space.kept_gathered
+        others = {"auto_wrap_policy", "activation_checkpointing", "" if joining is None else joining.option}
+        options = {name: code_of(name, value) for name, value in candidate.settings.items() if name not in others}
+        groups = sorted(unit.name for unit in planned.units) if self._divides else []
+        if joining is not None:
+            groups = sorted(joining.travelling(planned, candidate.settings[joining.option], self.ranks))
+        if self._space.root_stays and len(groups) == 1:
+            options = {n: code for n, code in options.items() if n not in kept or code_of(n, kept[n]) != code}
+        return candidate.backend, tuple(groups), tuple(planned.recomputed), tuple(sorted(options.items()))
+
+    def _simulated(self, candidate: Candidate, name: str, planned: Plan) -> Tried | None:
+        self._tell(candidate.code())
+        try:
+            estimate = self._estimate(candidate.backend, candidate.settings)
+        except SimulatorDied:  # no candidate's fault, and what was found so far would pass for the best there is
+            raise
+        except FsshardError as error:
+            self.failed[candidate.code()] = str(error)
+            self.error = self.error or error
+            return None
+        joining = self._space.joining
+        if joining is not None and joining.option not in self.fixed:
+            apart, joined = (joining.travelling(planned, value, self.ranks) for value in (0, joining.value))
+            if apart == joined:  # the option means nothing: the code is no longer than it must be
+                candidate = candidate.changed(**{joining.option: ...})
+        name = f"{self._named}{name}" if name else ""
+        one = Tried(candidate=candidate, name=name, recomputed=len(planned.recomputed), estimate=estimate)
+        self.tried.append(one)
+        return one
+
+
+def _leanest(found: list[Tried]) -> Tried:
+    return min(found, key=lambda one: (one.peak, one.cost))
+
+
+def _has_activations(one: Tried) -> bool:
+    """Return whether recomputation could bring the peak down: the optimizer's step has no activations."""
+    return one.estimate.moment.phase != "step"
