@@ -19,17 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fsshard.backends.whole import raw_state_dict
-from fsshard.checkpoint.interop.foreign_names import (
-    PREFIX,
-    Names,
-    NumberedState,
-    State,
-    as_this_torch,
-    check_complete,
-    known_name,
-    plain_names,
-    regroup,
-)
+from fsshard.checkpoint.interop.foreign_names import PREFIX, Names, State, known_names, plain_names, whole_state
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import agree
@@ -118,16 +108,10 @@ def load_optimizer_state(
         StateDictError: parameters that do not match, by name.
     """
 
-    def prepare() -> dict[str, Any]:
-        states = [state] if isinstance(state, Mapping) else state
-        read = NumberedState.of(optimizer, states, names)
-        if strict:
-            check_complete(optimizer, read.state)
-        found = as_this_torch(optimizer, {"state": read.state, "param_groups": regroup(optimizer, read.groups)})
-        optimizer.check_state_dict(found)
-        return found
-
-    optimizer.load_state_dict(agree(optimizer.model.backend.settings.group, prepare))
+    prepared = agree(
+        optimizer.model.backend.settings.group, lambda: whole_state(optimizer, state, names, strict=strict)
+    )
+    optimizer.load_state_dict(prepared)
 
 
 # ------------------------------------------------------------------------------------------------ optimizers, written
@@ -197,7 +181,7 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
     units = [list(unit) for unit in names] if names is not None else fsdp_names(optimizer.model)
     if len(whole["param_groups"]) != 1:
         raise ConfigurationError(f"{len(whole['param_groups'])} param_groups: FairScale's FSDP form has one")
-    order = [known_name(optimizer, name) for unit in units for name in unit]
+    order = known_names(optimizer, [name for unit in units for name in unit])
     held = whole["param_groups"][0]["params"]
     if sorted(order) != sorted(held):
         raise StateDictError("names", sorted(set(held) - set(order)), sorted(set(order) - set(held)))

@@ -15,8 +15,8 @@ __all__ = ["TIMEOUT", "as_called", "as_one", "check_call", "check_model", "name_
 TIMEOUT = 300.0  # seconds to wait for ranks, where the caller does not say
 
 
-def check_call(name: str, path: object, timeout: object, **flags: object) -> str:
-    """Check a path, a timeout and flags; return the call as messages show it."""
+def check_call(name: str, path: object, timeout: object, **flags: object) -> tuple[str, str]:
+    """Check a path, a timeout and flags; return the path from the home directory, and the call as messages show it."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(
             f"{name}: expected a path first and the model second, got {type(path).__name__} as the path"
@@ -29,7 +29,8 @@ def check_call(name: str, path: object, timeout: object, **flags: object) -> str
                 f"{name}: {flag}= is an option and takes True or False, got {type(value).__name__}; state of that name "
                 "has to be renamed"
             )
-    return f"{name}({os.fspath(path)!r})"
+    path = os.path.expanduser(os.fspath(path))
+    return path, f"{name}({path!r})"
 
 
 def check_model(model: object, call: str) -> ShardedModule:
@@ -77,9 +78,6 @@ def as_called(call: str, optimizer: Any, objects: Mapping[str, Any], **options: 
     return f"{call[:-1]}, {', '.join(handed)})"
 
 
-# ------------------------------------------------------------------------------------------------ objects
-
-
 def named_objects(scheduler: Any, scaler: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is saved beside the model and its optimizers, by name; several with state as one object each."""
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None}
@@ -112,9 +110,9 @@ class _Several:
         kind = Mapping if self._named else (list, tuple)
         saved = dict(state if self._named else enumerate(state)) if isinstance(state, kind) else None
         if saved is None or saved.keys() != self._members.keys():
-            mine = f"{sorted(map(str, self._members))}" if self._named else f"a list of {len(self._members)}"
-            theirs = f"{sorted(map(str, state))}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-            theirs += f" of {len(state)}" if isinstance(state, (list, tuple)) else ""
+            theirs = list(state) if isinstance(state, Mapping) else f"a {type(state).__name__}"
+            theirs = f"{theirs} of {len(state)}" if isinstance(state, (list, tuple)) else theirs
+            mine = list(self._members) if self._named else f"a list of {len(self._members)}"
             raise ConfigurationError(f"{mine} was handed over, {theirs} was saved")
         for key, member in self._members.items():
             member.load_state_dict(saved[key])

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format.directory import from_home, leftovers, newest_whole
-from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Index, ModelInfo, Origin, check_files, read_index
+from fsshard.checkpoint.format.directory import leftovers, newest_whole
+from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Index, check_files, read_index
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import aligned, printable, size
 
-__all__ = ["Inspection", "Listing", "inspect", "inspect_directory"]
+__all__ = ["Inspection", "Listing", "inspect"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Inspection:
         problems = "".join(f"\n  {printable(problem)}" for problem in self.problems)
         well = "whole, checksums agree" if self.verified else "whole (sizes and headers; --verify compares checksums)"
         yield f"{printable(str(self.path))}: {'INVALID' + problems if problems else well}"
-        if self.contents["id"]:
+        if self.contents:
             yield from map(printable, _lines(self.contents))
 
 
@@ -98,10 +98,8 @@ class Listing:
     """The checkpoints of a directory."""
 
     path: Path
-    checkpoints: list[
-        dict[str, Any]
-    ]  # the newest last; "problems" says what is wrong with one, "latest" which one counts
-    leftovers: list[str] = field(default_factory=list)  # hidden directories of saves that run, or that were killed
+    checkpoints: list[dict[str, Any]]  # the newest last; "problems": what is wrong with one, "latest": which one counts
+    leftovers: list[str]  # hidden directories of saves that run, or that were killed
 
     @property
     def ok(self) -> bool:
@@ -134,7 +132,7 @@ def inspect(
     With ``verify`` the checksums of one checkpoint are compared as well, and ``progress`` is told the bytes that are
     read so far, and all there are.
     """
-    path = Path(from_home(path))
+    path = Path(os.path.expanduser(path)).absolute()
     kind = foreign(path)
     if kind is not None:
         raise CheckpointError(
@@ -146,7 +144,7 @@ def inspect(
         raise CheckpointError(f"{path} {what}")
     if _looks_like_one(path):
         return _inspect_one(path, verify, progress)
-    listing = inspect_directory(path)
+    listing = _list(path)
     if not listing.checkpoints and not listing.leftovers:
         raise CheckpointError(f"{path} is no checkpoint, and has none")
     return listing
@@ -156,7 +154,7 @@ def _looks_like_one(path: Path) -> bool:
     return any(entry.name == INDEX_FILE or RANK_FILE.fullmatch(entry.name) for entry in os.scandir(path))
 
 
-def inspect_directory(path: Path) -> Listing:
+def _list(path: Path) -> Listing:
     """List the checkpoints of a directory, in the order of their saves."""
     newest = newest_whole(path, warn=False)  # the list says what is wrong
     rows = []
@@ -171,14 +169,13 @@ def inspect_directory(path: Path) -> Listing:
             check_files(child, index)
         except CheckpointError as error:
             row["problems"] = str(error).splitlines()
-        row["latest"] = newest is not None and child.absolute() == newest
-        rows.append(row)
+        rows.append(row | {"latest": child == newest})
     rows.sort(key=lambda row: (row["ordinal"] is not None, row["ordinal"] or 0))
     return Listing(path, rows, [stray.name for stray in leftovers(path)])
 
 
 def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] | None) -> Inspection:
-    index: Index | None = None
+    contents: dict[str, Any] = {}
     problems: list[str] = []
     done = total = 0
 
@@ -190,21 +187,17 @@ def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] 
 
     try:
         index = read_index(path, files=False)
-        total = sum(file.bytes for file in index.files.values())
+        contents, total = _contents(index), sum(file.bytes for file in index.files.values())
         with Reader(path) as reader:
             reader.check_headers()
             if verify:
                 reader.verify(progress=count)
     except CorruptCheckpoint as error:
         problems = str(error).splitlines()
-    return Inspection(path, problems, verify and not problems, _contents(index))
+    return Inspection(path, problems, verify and not problems, contents)
 
 
-def _contents(index: Index | None) -> dict[str, Any]:
-    if index is None:  # it is lost
-        empty = Index("", 0, "", Origin("", "", "", 0), {}, {}, ModelInfo({}, {}, {}), format_version=0)
-        return {**_contents(empty), "origin": {}}
-
+def _contents(index: Index) -> dict[str, Any]:
     def group(node: Any) -> dict[str, Any]:
         values = decode(node, lambda name: torch.empty(0))
         values = {key: "a tensor" if isinstance(value, Tensor) else value for key, value in values.items()}

@@ -18,10 +18,10 @@ from torch import Tensor
 from fsshard.backends.whole import owned, raw_state_dict, set_state, state_of
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
-from fsshard.checkpoint.format.directory import from_home, identity, resolve
+from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
-from fsshard.checkpoint.parts import class_name, counters, pairs_shape, user_range
+from fsshard.checkpoint.parts import class_name, counters
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
@@ -37,6 +37,8 @@ from fsshard.torch_private.modules import EXTRA_STATE
 __all__ = ["Loaded", "load"]
 
 log = logging.getLogger("fsshard")
+_State = dict[str, tuple[bool, Any]]
+"""State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?"""
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,11 @@ def load(
         CheckpointError: there is no checkpoint, or a rank did not call this or could not read.
         CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
     """
-    path = from_home(path)
-    call = check_call("fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle)
+    path, call = check_call(
+        "fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle
+    )
     sharded = check_model(model, "fsshard.load")
-    settings = sharded.backend.settings
-    channel = Channel.of(settings.everyone)
+    channel = Channel.of(sharded.backend.settings.everyone)
     wait_for_saves()
     given = named_objects(scheduler, scaler, objects)
     channel.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
@@ -118,9 +120,8 @@ def load(
         until_done.enter_context(torch.inference_mode(False))
         job = _Load(sharded, given, strict, call)
 
-        def opened(chosen: list[Any]) -> str:
+        def opened(kind: str | None, place: Path) -> str:
             job.optimizers = name_optimizers(sharded, optimizer, "fsshard.load")
-            kind, place = chosen[0], Path(chosen[1])
             job.reader = (
                 Reader(place)
                 if kind is None  # it is ours
@@ -139,27 +140,25 @@ def load(
     return job.result()
 
 
-def _open_together(
-    channel: Channel, path: str | os.PathLike[str], opened: Callable[[list[Any]], str], call: str
-) -> None:
+def _open_together(channel: Channel, path: str, opened: Callable[[str | None, Path], str], call: str) -> None:
     """Open the same checkpoint on all ranks; once more where a save has replaced it before all had. Collective."""
 
     def choose() -> list[Any]:
-        """Return the kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""
+        """Return the kind of another program's checkpoint, or None; the path; what tells it from the next there."""
         kind, seen = foreign(path), identity(path)
-        return [kind, str(resolve(path) if kind is None else Path(path)), seen]
+        return [kind, path if kind else str(resolve(path)), seen]
 
     # One rank chooses, so that a save in another job cannot give ranks different ones.
-    chosen = exchange(channel, lambda: choose() if channel.rank == 0 else [])[0]
+    kind, place, seen = exchange(channel, lambda: choose() if channel.rank == 0 else [])[0]
     failure = CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
     try:
-        if len(set(exchange(channel, lambda: opened(chosen)))) == 1:
+        if len(set(exchange(channel, lambda: opened(kind, Path(place))))) == 1:
             return
     except CheckpointError as error:
         if channel.lost:  # this error says whom, and no call over the channel can say so again
             raise
         failure = error
-    if not exchange(channel, lambda: channel.rank == 0 and identity(path) != chosen[2])[0]:
+    if not exchange(channel, lambda: channel.rank == 0 and identity(path) != seen)[0]:
         raise failure
     _open_together(channel, path, opened, call)
 
@@ -185,7 +184,7 @@ class _Load:
     values: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    states: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    states: dict[str, dict[str, _State]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     random: Any = None
@@ -200,12 +199,11 @@ class _Load:
             raise StateDictError(f"{self.call}: the model", self.missing, self.unexpected, wrong)
         for name, optimizer in self.optimizers.items():
             self._check_optimizer(name, optimizer)
-        absent = [name for name in self.given if name not in self.reader.index.objects]
+        saved = self.reader.index.objects
+        absent = [name for name in self.given if name not in saved]
         if absent and self.strict:
-            raise CheckpointError(
-                f"{self.call}: nothing was saved as {', '.join(absent)}; saved were: "
-                f"{', '.join(map(printable, self.reader.index.objects)) or 'none'}"
-            )
+            known = ", ".join(map(printable, saved)) or "none"
+            raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; saved were: {known}")
         self.missing += absent
         loadless = [name for name, value in self.given.items() if not hasattr(value, "load_state_dict")]
         if loadless:
@@ -223,37 +221,36 @@ class _Load:
         which = f", as some of this model are ({', '.join(laid[:3])})" if laid else ""
         what = (
             f"{self.call}: {self.reader.directory} was written under 'fsdp' by an fsshard that wrote parameters that "
-            f"were not contiguous (channels_last, transposed) in the wrong order{which}. The script "
-            "tools/mend_layout.py of fsshard's sources writes it anew in order, given the bare model as it was then "
-            "(docs/checkpoints.md)"
+            f"were not contiguous (channels_last, transposed) in the wrong order{which}. If there were any, have "
+            "tools/mend_layout.py of fsshard's sources write it anew in order (docs/checkpoints.md)"
         )
         if laid:
             raise CheckpointError(what)
         if backend.settings.is_first:
-            log.warning("%s. If parameters of this model were not contiguous then, stop and do so", what)
+            log.warning(what)
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
         """Find the tensor of each parameter and buffer; return what is expected and got of those that do not fit."""
-        index, backend = self.reader.index, self.model.backend
-        saved: Mapping[str, str | None] = index.model.keys
+        backend, saved = self.model.backend, self.reader.index.model.keys
         raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
         mine = dict.fromkeys([*raw, *backend.keys])
         self.missing = [key for key in mine if key not in saved]
         self.unexpected = [key for key in saved if key not in mine]
         wrong: dict[str, tuple[object, object]] = {}
-        for key in mine:
-            tensor, name, value = saved.get(key), backend.keys.get(key), raw.get(key)
-            tensor_here = name is not None or isinstance(value, Tensor)
-            if key in saved and tensor_here == (tensor is None):
+        for key in (key for key in mine if key in saved):
+            tensor, name, value = saved[key], backend.keys.get(key), raw.get(key)
+            if (name is None and not isinstance(value, Tensor)) != (tensor is None):
                 kinds = ("a tensor", "a value that is none")
-                wrong[key] = kinds if tensor_here else kinds[::-1]
-            elif tensor is not None and name is not None:
+                wrong[key] = kinds if tensor is None else (kinds[1], kinds[0])
+            elif tensor is None:
+                continue
+            elif name is not None:
                 first = self.sources.setdefault(name, tensor)
                 if first != tensor and self.strict and not self._same_numbers(first, tensor):
                     wrong[key] = (f"one parameter, tied to {name}", "another tensor")
                 entry = backend.entries[name]
                 wrong |= self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
-            elif tensor is not None and isinstance(value, Tensor):
+            elif isinstance(value, Tensor):
                 self.others[key] = tensor
                 if not key.endswith(EXTRA_STATE):  # which modules may shape as they like
                     dtype = self.model.buffers_held.dtypes.get(key, value.dtype)
@@ -306,36 +303,30 @@ class _Load:
 
     def read(self) -> None:
         """Read this rank's slices beside what it has. Local."""
-        index, backend = self.reader.index, self.model.backend
+        index, backend, reader = self.reader.index, self.model.backend, self.reader
         for name, tensor in self.sources.items():
             entry = backend.entries[name]
             self.values[name] = self._stored(entry, tensor).to(entry.parameter.dtype)
-        for key, tensor in self.others.items():
-            self.rest[key] = self.reader.tensor(tensor)
-        for key, tree in index.model.extra.items():
-            self.rest[key] = self.reader.tree(tree)
+        self.rest = {key: reader.tensor(tensor) for key, tensor in self.others.items()}
+        self.rest |= {key: reader.tree(tree) for key, tree in index.model.extra.items()}
         for name, optimizer in self.optimizers.items():
-            saved = index.optimizers[name].state
-            tensors = index.optimizer_tensors(name)
+            small, tensors = index.optimizers[name].state, index.optimizer_tensors(name)
+            own = [(entry, small.get(entry.name, {}), tensors.get(entry.name, {})) for entry in optimizer.entries]
             single = counters(
-                (entry, {key: index.tensors[tensor].shape for key, tensor in tensors.get(entry.name, {}).items()})
-                for entry in optimizer.entries
+                (entry, {key: index.tensors[tensor].shape for key, tensor in its.items()}) for entry, _, its in own
             )
-            self.states[name] = {
-                entry.name: self._state(entry, saved.get(entry.name, {}), tensors.get(entry.name, {}), single)
-                for entry in optimizer.entries
-            }
+            self.states[name] = {entry.name: self._state(entry, trees, its, single) for entry, trees, its in own}
         for name in index.objects:
             self._read_object(name)
         if index.rng is not None:
             trees = index.rng["per_rank"]
-            self.random = self.reader.tree(trees[min(backend.settings.overall_rank, len(trees) - 1)])
+            self.random = reader.tree(trees[min(backend.settings.overall_rank, len(trees) - 1)])
 
     def _stored(self, entry: Entry, tensor: str) -> Tensor:
         """Read this rank's part of a tensor as the engine keeps it, in which complex numbers are pairs."""
         pairs = entry.kind.is_complex and not self.reader.index.tensors[tensor].kind.is_complex  # saved as pairs
         if entry.in_order and not entry.kind.order and not entry.divided_over:
-            values = self.reader.read(tensor, entry.here if pairs else user_range(entry))
+            values = self.reader.read(tensor, entry.here if pairs else entry.user_range)
             stored = torch.view_as_real(values) if values.is_complex() else values
         else:  # elements from all over
             whole = entry.take_part(self.reader.tensor(tensor))
@@ -346,28 +337,27 @@ class _Load:
 
     def _state(
         self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str], single: Collection[str]
-    ) -> dict[str, Any]:
+    ) -> _State:
         """Return the whole state of one parameter on this rank, with this rank's part of what is per element."""
-        backend = self.model.backend
+        backend, infos = self.model.backend, self.reader.index.tensors
         if backend.facts.divides != "elements" and not owned(backend, entry):
             return {}
-        state: dict[str, Any] = {key: self.reader.tree(tree) for key, tree in small.items()}
-        infos = self.reader.index.tensors
+        state: _State = {key: (False, self.reader.tree(tree)) for key, tree in small.items()}
         for key, tensor in tensors.items():
             info = infos[tensor]
             same_kind = info.shape == tuple(entry.full_shape) and info.kind.is_complex == entry.kind.is_complex
-            if (same_kind and key not in single) or (entry.kind.is_complex and info.shape == pairs_shape(entry)):
+            if (same_kind and key not in single) or (entry.kind.is_complex and info.shape == entry.pairs_shape):
                 values = self._stored(entry, tensor)
                 if same_kind and entry.name in self.sources and info.dtype == infos[self.sources[entry.name]].dtype:
                     values = values.to(entry.parameter.dtype)  # as the parameter itself
-                state[key] = _Part(values)
+                state[key] = (True, values)
             elif info.shape and (backend.facts.divides == "elements" or entry.divided_over):
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "
                     f"{tuple(entry.shape)}: backend {backend.name!r} cannot divide it; use 'ddp' or 'fairscale'"
                 )
             else:
-                state[key] = self.reader.tensor(tensor)
+                state[key] = (False, self.reader.tensor(tensor))
         return state
 
     def _read_object(self, name: str) -> None:
@@ -449,33 +439,16 @@ class _Load:
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        backend = self.model.backend
         devices = counters_on_device(optimizer)
         for entry in optimizer.entries:
-            mine = state_of(optimizer.inner, entry)
-            state: dict[str, Any] = {}
-            for key, value in self.states[name][entry.name].items():
-                if isinstance(value, _Part):
-                    state[key] = value.values.to(entry.local().device)
-                else:
-                    state[key] = placed(value, mine.get(key), entry.local(), devices[entry.name])
-            set_state(backend, optimizer.inner, entry, state)
+            held, local, state = state_of(optimizer.inner, entry), entry.local(), dict[str, Any]()
+            for key, (part, value) in self.states[name][entry.name].items():
+                beside = devices[entry.name]
+                state[key] = value.to(local.device) if part else placed(value, held.get(key), local, beside)
+            set_state(self.model.backend, optimizer.inner, entry, state)
 
     def result(self) -> Loaded:
         """Return what the caller gets."""
         state = {name: value for name, value in self.objects.items() if name not in self.given}
-        return Loaded(
-            self.reader.directory,
-            state,
-            self.per_rank,
-            tuple(self.missing),
-            tuple(self.unexpected),
-            self.reader.index.origin.described(),
-        )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """This rank's part of state that is per element, shaped as its part of the parameter."""
-
-    values: Tensor
+        missing, unexpected, origin = tuple(self.missing), tuple(self.unexpected), self.reader.index.origin.described()
+        return Loaded(self.reader.directory, state, self.per_rank, missing, unexpected, origin)

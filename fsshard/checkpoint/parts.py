@@ -1,8 +1,6 @@
 """Collects what each rank holds of a model, its optimizers and other objects, and arranges who writes what.
 
-Every backend says which range of each flattened parameter a rank holds (``Entry.here``). A checkpoint stores nothing
-but ranges, in the user's order and dtype; from these alone the rest of the room works, so it never asks which engine
-there is.
+A checkpoint stores nothing but ranges of flattened tensors, in the user's order and dtype, whatever the engine.
 """
 
 from __future__ import annotations
@@ -33,17 +31,14 @@ from fsshard.checkpoint.format.index import (
 from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
-from fsshard.comm.agreement import Channel, exchange
-from fsshard.complex_params.pairs import viewable
+from fsshard.comm.agreement import Channel, agree
 from fsshard.errors import CheckpointError, OptimizerError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
-__all__ = ["Collected", "Part", "class_name", "collect_together", "counters", "divide", "make_index", "pairs_shape"]
-
-PAIRED = (torch.float32, torch.float64)  # pairs of these are what torch sees as complex numbers
+__all__ = ["Collected", "Part", "class_name", "collect_together", "counters", "divide", "make_index"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,7 @@ class Part:
     range: Range  # elements held here, of the flattened tensor
     values: Tensor  # those elements, flat, over the memory where they are
     # The parameter as whose elements they are divided, if that is in another order than that of the indices, or over
-    # another mesh dimension than data: the range is one of what is divided over data, in the engine's order, until
-    # _put_in_ranges.
+    # another mesh dimension than data: the range is one of those over data, in the engine's order, till _put_in_ranges.
     scattered: str = ""
 
     @classmethod
@@ -84,17 +78,6 @@ class Collected:
     own: dict[str, dict[str, Part]] = field(default_factory=dict)  # object -> its tensors
     rng: Any = None  # tree of the generators' states, if they are saved
 
-    def add_generators(self, state: Mapping[str, Any]) -> None:
-        """Add the state of this rank's random number generators."""
-        own = self.own["rng"] = {}
-
-        def put(path: str, tensor: Tensor) -> str:
-            name = f"rng/{path.removeprefix('rng').lstrip('.')}"
-            own[name] = Part.of_all(tensor)
-            return name
-
-        self.rng = encode(state, put, "rng")
-
     def adopt_own(self, rank: int, alike: Collection[str]) -> None:
         """Add the tensors of objects to the others: once where ranks have the same, else under a name for each rank."""
         for name, own in self.own.items():
@@ -116,38 +99,13 @@ class Collected:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def _as_users(entry: Entry, stored: Tensor, *, whole: bool) -> Tensor:
-    """Flatten what is stored of all or some elements to the user's dtype, where there is one so wide.
-
-    What is whole comes in the user's order, a part in the order in which it lies.
-    """
-    pairs = entry.kind.is_complex and stored.dtype not in PAIRED
-    if whole and entry.kind.order:
-        return stored.permute(*entry.kind.way_back, -1).reshape(-1) if pairs else entry.kind.to_user(stored).reshape(-1)
-    flat = stored.reshape(-1)
-    return torch.view_as_complex(viewable(flat.view(-1, 2))) if entry.kind.is_complex and not pairs else flat
-
-
-def pairs_shape(entry: Entry) -> tuple[int, ...]:
-    """Return the shape of a complex parameter's numbers as pairs in the user's order."""
-    return (*entry.full_shape, 2) if entry.shape else tuple(entry.stored_shape)
-
-
-def user_range(entry: Entry) -> Range:
-    """Return the range of the user's elements that this rank holds: a complex number is two stored ones."""
-    start, stop = entry.here
-    width = 2 if entry.kind.is_complex else 1
-    assert start % width == stop % width == 0, f"{entry.name}: a complex number is split between two ranks"
-    return start // width, stop // width
-
-
 def _part(entry: Entry, stored: Tensor) -> Part:
     """Return this rank's part of a parameter, or of state that has a number for each of its stored elements."""
-    values = _as_users(entry, stored.detach(), whole=entry.in_order)
+    values = entry.flat(stored.detach(), whole=entry.in_order)
     scattered = "" if entry.in_order and not entry.divided_over else entry.name
-    if entry.kind.is_complex and stored.dtype not in PAIRED:  # no complex dtype of that width: saved as pairs
-        return Part(stored.dtype, pairs_shape(entry), entry.here, values, scattered)
-    return Part(entry.kind.user_dtype(stored.dtype), tuple(entry.full_shape), user_range(entry), values, scattered)
+    if entry.kept_as_pairs(stored.dtype):
+        return Part(stored.dtype, entry.pairs_shape, entry.here, values, scattered)
+    return Part(entry.kind.user_dtype(stored.dtype), tuple(entry.full_shape), entry.user_range, values, scattered)
 
 
 @torch.no_grad()
@@ -172,7 +130,7 @@ def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
     """Return this rank's share of the whole tensor. Collective."""
     settings, values = backend.settings, part.values.to(backend.settings.device)
     stored = torch.view_as_real(values).reshape(-1) if part.dtype.is_complex else values
-    whole, share = _as_users(entry, gather(entry, stored, settings.device), whole=True), part.range
+    whole, share = entry.flat(gather(entry, stored, settings.device), whole=True), part.range
     # Where the engine divides a parameter in the order in which it lies in memory (channels_last, or transposed), a
     # rank holds elements from all over, and keeps as many as before, now successive ones. What other mesh dimensions
     # than data divide is put together, and each rank that has a part of it keeps an equal share.
@@ -195,16 +153,19 @@ def collect_together(
     work: Callable[[], Collected], backend: Backend, channel: Channel, timeout: float | None = None
 ) -> Collected:
     """Run ``work``, which collects, on every rank, and put all tensors in ranges. Collective."""
-    collected: list[Collected] = []
-    exchange(channel, lambda: collected.append(work()), timeout)
-    _put_in_ranges(collected[0], backend, channel)
-    return collected[0]
+    collected: Collected = agree(channel, work, timeout)
+    _put_in_ranges(collected, backend, channel)
+    return collected
 
 
 def collect(
-    model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], objects: Mapping[str, Any], rank: int
+    model: ShardedModule,
+    optimizers: Mapping[str, ShardedOptimizer],
+    objects: Mapping[str, Any],
+    rank: int,
+    random: Mapping[str, Any] | None = None,
 ) -> Collected:
-    """Collect this rank's share of the model, the optimizers and the user's objects. No communication."""
+    """Collect this rank's share of the model, optimizers, objects and generators' state. No communication."""
     model.check_filled()
     collected = Collected()
     _add_model(collected, model, rank)
@@ -226,6 +187,8 @@ def collect(
         for part in own.values():
             digest.update(part.values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         collected.digests[name] = digest.hexdigest()
+    if random is not None:
+        collected.rng = _encode(random, "rng", collected.own.setdefault("rng", {}))
     return collected
 
 
@@ -320,15 +283,11 @@ def divide(
     """Decide which rank writes which elements of which tensor: each once, by a rank that has them.
 
     Engines differ only in this: a rank holds a range of each flattened tensor. The same range on several ranks is a
-    copy (all of DDP, the replicas of HYBRID_SHARD, FairScale's parameters).
-
-    Args:
-        tables: of each rank, :func:`as_table`; ranges of one tensor are equal or disjoint.
-        call: for messages.
-        shared: spread the bytes evenly over the ranks that hold a copy; False: the first one writes all of it.
+    copy (all of DDP, the replicas of HYBRID_SHARD, FairScale's parameters), whose bytes are spread evenly over them if
+    ``shared``; else the first one writes all of it.
 
     Returns:
-        The tensors, without pieces, and per rank ``{tensor: range}``.
+        The tensors with their pieces, and for each rank ``{tensor: range}``.
 
     Raises:
         CheckpointError: ranks have a tensor in another dtype or shape.
@@ -346,10 +305,11 @@ def divide(
                 )
             if stop > start:
                 copies.setdefault((name, start, stop), []).append(rank)
-    written: list[dict[str, Range]] = [{} for _ in tables]
     together: dict[tuple[int, ...], list[tuple[str, int, int]]] = {}
     for copy, ranks in copies.items():
         together.setdefault(tuple(ranks if shared else ranks[:1]), []).append(copy)
+    written: list[dict[str, Range]] = [{} for _ in tables]
+    pieces: dict[str, list[Piece]] = {name: [] for name in infos}
     for group, parts in together.items():
         # Laid end to end, so that few tensors are cut; each rank of the group gets an equal stretch.
         total = sum((stop - start) * infos[name].kind.itemsize for name, start, stop in parts)
@@ -362,21 +322,11 @@ def divide(
             for rank, low, high in zip(group, bounds, bounds[1:], strict=False):
                 if high > low:
                     written[rank][name] = (low, high)
+                    key = piece_key(name, infos[name].numel, (low, high))
+                    pieces[name].append(Piece(rank_file(rank, len(tables)), key, low, high))
             before += (stop - start) * size
-    return infos, written
-
-
-def in_pieces(infos: Mapping[str, TensorInfo], written: Sequence[Mapping[str, Range]]) -> dict[str, TensorInfo]:
-    """Complete tensors by their pieces, given what each rank's file holds of them."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in infos}
-    for rank, ranges in enumerate(written):
-        file = rank_file(rank, len(written))
-        for name, (start, stop) in ranges.items():
-            pieces[name].append(Piece(file, piece_key(name, infos[name].numel, (start, stop)), start, stop))
-    return {
-        name: info._replace(pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
-        for name, info in infos.items()
-    }
+    in_order = {name: tuple(sorted(each, key=lambda piece: piece.start)) for name, each in pieces.items()}
+    return {name: info._replace(pieces=in_order[name]) for name, info in infos.items()}, written
 
 
 # ------------------------------------------------------------------------------------------------ the index
@@ -398,8 +348,8 @@ def make_index(
 ) -> Index:
     """Return the index of what all ranks hold, but for the save's number and files.
 
-    Takes rank 0's ``collected``, the ``tensors`` of all ranks, what :meth:`Collected.trees` gives on each rank, and the
-    names of the objects that all ranks have ``alike``.
+    Takes rank 0's ``collected``, what :meth:`Collected.trees` gives on each rank, and the names of the objects that all
+    ranks have ``alike``.
     """
     return Index(
         id="",

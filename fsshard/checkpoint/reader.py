@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format.directory import read_unreplaced, resolve
+from fsshard.checkpoint.format.directory import read_unreplaced
 from fsshard.checkpoint.format.index import Index, Range, cover, read_index, some, steps
 from fsshard.checkpoint.format.tensors_file import STORED, Item, TensorsFile
 from fsshard.checkpoint.format.tree import decode
@@ -21,11 +21,20 @@ from fsshard.planning.text import printable
 
 __all__ = ["Reader", "TensorReader"]
 
+Itself = TypeVar("Itself", bound="TensorReader")
+
 
 class TensorReader(ABC):
-    """Tensors and other values by an index, whatever they are read from."""
+    """Tensors and other values by an index, whatever they are read from. A context, which closes files."""
 
     index: Index
+
+    def __enter__(self: Itself) -> Itself:
+        return self
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None:
+        """Close what is open."""
 
     @abstractmethod
     def read(self, name: str, wanted: Range) -> Tensor:
@@ -63,17 +72,14 @@ class Reader(TensorReader):
     def at(cls, path: str | os.PathLike[str]) -> Reader:
         """Open the checkpoint at a path with all of its files: a save that replaces it from now on changes nothing."""
 
-        def opened() -> Reader:
+        def opened(place: Path) -> Reader:
             with ExitStack() as unless_whole:
-                reader = unless_whole.enter_context(cls(resolve(path)))
+                reader = unless_whole.enter_context(cls(place))
                 reader.check_headers()
                 unless_whole.pop_all()
                 return reader
 
         return read_unreplaced(path, opened)
-
-    def __enter__(self) -> Reader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():

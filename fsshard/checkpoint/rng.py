@@ -25,13 +25,10 @@ def capture(device: torch.device) -> dict[str, Any]:
             f"numpy.random has the bit generator {legacy['bit_generator']}; fsshard.save keeps MT19937, numpy's own "
             "choice: save what you need of it as state, and pass rng=False"
         )
+    numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": {
-            "version": version,
-            "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
-            "gauss": gauss,
-        },
+        "python": {"version": version, "numbers": numbers, "gauss": gauss},
         "numpy": {
             "bit_generator": str(legacy["bit_generator"]),
             "key": torch.from_numpy(legacy["state"]["key"].astype(numpy.int64)),

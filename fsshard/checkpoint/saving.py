@@ -11,7 +11,6 @@ import math
 import os
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -24,8 +23,8 @@ from torch import Tensor
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
-from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
-from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, piece_shape, rank_file, write_index
+from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
+from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, rank_file, write_index
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
 from fsshard.checkpoint.staging import Staging
 from fsshard.comm.agreement import Channel, exchange
@@ -39,11 +38,6 @@ __all__ = ["SaveHandle", "save", "wait_for_saves"]
 
 log = logging.getLogger("fsshard")
 LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
-PARTS_OF_A_MODEL = (
-    ". This model is on a part of the ranks, and wrap was told nothing of the others: if they save their parts of it, "
-    "say so (fsshard.wrap(..., replicated={...}, sharded={...})), and all write one checkpoint; if theirs is another "
-    "model, give it a path of its own"
-)
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
 
 
@@ -91,8 +85,7 @@ def save(
             an earlier save with ``block=False``. On every rank.
         ConfigurationError: an argument without meaning.
     """
-    path = from_home(path)
-    call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
+    path, call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
     sharded = check_model(model, "fsshard.save")
     settings = sharded.backend.settings
     channel = Channel.of(settings.everyone)
@@ -103,16 +96,14 @@ def save(
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)
-    hint = "" if settings.knows_all_ranks else PARTS_OF_A_MODEL
-    job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(sharded), hint)
+    job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(sharded))
 
     def collected() -> parts.Collected:
         _check_arguments(keep, Path(path).name, objects)
         sharded.backend.reshard()
         optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
-        mine = parts.collect(sharded, optimizers, objects, settings.overall_rank)
-        if rng:
-            mine.add_generators(generators.capture(settings.device))
+        random = generators.capture(settings.device) if rng else None
+        mine = parts.collect(sharded, optimizers, objects, settings.overall_rank, random)
         job.place = CheckpointTarget(path)
         return mine
 
@@ -130,13 +121,11 @@ def save(
 
 def _check_arguments(keep: object, name: str, objects: Mapping[str, Any]) -> None:
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
-        raise ConfigurationError(
-            f"keep={keep!r}: at least 2, since the last one may be the one that a crash leaves unfinished"
-        )
+        raise ConfigurationError(f"keep={keep!r}: at least 2, since a crash may leave the last one unfinished")
     if keep is not None and not any(character.isdigit() for character in name):
         raise ConfigurationError(
-            f"keep={keep}: the name {name!r} has no number, so it is always replaced, and the one "
-            "before is kept as '.previous'; save to a name such as 'step-000100', or leave keep out"
+            f"keep={keep}: the name {name!r} has no number, so it is always replaced, and the one before is kept as "
+            "'.previous'; save to a name such as 'step-000100', or leave keep out"
         )
     for name, value in objects.items():
         if name in OF_LOAD:
@@ -156,7 +145,7 @@ class _Arrangement(NamedTuple):
 
     key: str  # hash of what every rank holds, and of which objects they have alike
     mine: Mapping[str, Range]  # the elements that this rank writes of each tensor
-    tensors: dict[str, TensorInfo]  # all of them with their pieces, on rank 0
+    tensors: dict[str, TensorInfo]  # all of them with their pieces
 
 
 _arrangements: WeakKeyDictionary[Channel, _Arrangement] = WeakKeyDictionary()
@@ -177,11 +166,10 @@ class _Save:
     timeout: float
     keep: int | None
     origin: Origin
-    hint: str  # where another process saves to the path
     collected: parts.Collected = field(default_factory=parts.Collected)
     place: CheckpointTarget = field(default=None)  # type: ignore[assignment]
     alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)  # of all ranks, on rank 0
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)  # of all ranks
     items: list[Item] = field(default_factory=list)
     staging: Staging = field(default_factory=Staging)
     uncopied: Exception | None = None  # why there is no copy to write
@@ -203,16 +191,15 @@ class _Save:
         key = _digest([[theirs for theirs, *_ in told], sorted(self.alike)])
         mine.adopt_own(self.channel.rank, self.alike)
         if known is None or any(theirs != key for _, theirs, _ in told):  # on all ranks, or on none
-            infos, written = parts.divide(self.channel.gather(parts.as_table(mine.parts), self.timeout), self.call)
-            tensors = parts.in_pieces(infos, written) if self.channel.rank == 0 else {}
+            tensors, written = parts.divide(self.channel.gather(parts.as_table(mine.parts), self.timeout), self.call)
             known = _arrangements[self.channel] = _Arrangement(key, written[self.channel.rank], tensors)
         self.tensors = known.tensors
         for name, (start, stop) in known.mine.items():
             part = mine.parts[name]
             values = part.values[start - part.range[0] : stop - part.range[0]]
-            shape = piece_shape(part.shape, (start, stop))
-            key = piece_key(name, math.prod(part.shape), (start, stop))
-            self.items.append(Item(key, part.dtype, shape, values.view(shape)))
+            numel = math.prod(part.shape)
+            shape = part.shape if stop - start == numel else (stop - start,)
+            self.items.append(Item(piece_key(name, numel, (start, stop)), part.dtype, shape, values.view(shape)))
             self.total += values.nbytes
 
     def copy_to_host(self) -> None:
@@ -229,27 +216,21 @@ class _Save:
     def run(self) -> None:
         """Write, and make it the checkpoint. Collective, and in any thread."""
         with contextlib.ExitStack() as until_written:
-            answers = exchange(self.channel, lambda: self._open(until_written), self.timeout)
-            id, partial = answers[0]["id"], Path(answers[0]["partial"])
+            id, partial = exchange(self.channel, lambda: self._open(until_written), self.timeout)[0]
             self.moved += 1
-            files = exchange(self.channel, lambda: self._write(id, partial), self.timeout)
+            written = exchange(self.channel, lambda: self._write(id, Path(partial)), self.timeout)
             self.moved += 1
-            trees = [answer["trees"] for answer in answers]
-            exchange(self.channel, lambda: self._commit(id, partial, trees, files), self.timeout)
+            exchange(self.channel, lambda: self._commit(id, Path(partial), written), self.timeout)
 
-    def _open(self, until_written: contextlib.ExitStack) -> dict[str, Any]:
-        """Take the lock and make the directory beside, on rank 0; return what the index needs of this rank."""
-        trees = self.collected.trees(self.alike)
+    def _open(self, until_written: contextlib.ExitStack) -> list[str]:
+        """Take the lock and make the directory beside, on rank 0; return the save's id and that directory."""
         if self.channel.rank:
-            return {"trees": trees}
-        until_written.enter_context(self.place.lock(self.hint))
-        self.place.sweep()
-        id = uuid.uuid4().hex
-        partial = self.place.partial(id)
-        until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
-        return {"trees": trees, "id": id, "partial": str(partial)}
+            return []
+        id, partial = until_written.enter_context(self.place.writing())
+        return [id, str(partial)]
 
     def _write(self, id: str, partial: Path) -> list[Any]:
+        """Write this rank's file; return its size and checksum, and what the index needs of this rank."""
         if self.uncopied is not None:
             raise self.uncopied
         if not partial.is_dir():
@@ -258,21 +239,22 @@ class _Save:
                 "system that all ranks share"
             )
         path = partial / rank_file(self.channel.rank, self.channel.size)
-        return list(write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on))
+        file = write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on)
+        return [file, self.collected.trees(self.alike)]
 
     def _on(self, count: int) -> None:
         self.written += count
         self.moved += 1
 
-    def _commit(self, id: str, partial: Path, trees: list[Any], files: list[list[Any]]) -> None:
+    def _commit(self, id: str, partial: Path, written: list[Any]) -> None:
         if self.channel.rank:
             return
         index = dataclasses.replace(
-            parts.make_index(self.origin, self.collected, self.tensors, trees, self.alike),
+            parts.make_index(self.origin, self.collected, self.tensors, [trees for _, trees in written], self.alike),
             id=id,
             ordinal=_next_ordinal(self.place.path.parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            files={rank_file(rank, len(files)): FileEntry(*file) for rank, file in enumerate(files)},
+            files={rank_file(rank, len(written)): FileEntry(*file) for rank, (file, _) in enumerate(written)},
         )
         write_index(partial, index)
         self.place.commit(partial)
@@ -298,11 +280,7 @@ def seen_ordinal(directory: Path, ordinal: int) -> None:
 
 
 class SaveHandle:
-    """A save that is running or has ended.
-
-    Attributes:
-        path: where the checkpoint will be.
-    """
+    """A save that is running or has ended, and the ``path`` where the checkpoint will be."""
 
     def __init__(self, job: _Save) -> None:
         self.path = job.path
@@ -321,10 +299,7 @@ class SaveHandle:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is complete on every rank.
-
-        Args:
-            timeout: seconds; None waits as long as it takes.
+        """Wait until the checkpoint is complete on every rank; ``timeout`` in seconds, None as long as it takes.
 
         Raises:
             CheckpointError: it failed; what stood there before is as it was. On every rank.
@@ -348,7 +323,6 @@ class SaveHandle:
 
     def _wait_while_it_moves(self) -> None:
         """Return when the writer has ended, or nothing of it has moved for longer than its own limits allow."""
-        # What the ranks ask each other ends by itself; a file system that does not answer does not.
         assert self._thread is not None
         seen, deadline = -1, 0.0
         while self._thread.is_alive() and (time.monotonic() < deadline or self._job.moved != seen):
@@ -385,11 +359,7 @@ _pending: dict[SaveHandle, None] = {}
 
 
 def wait_for_saves() -> None:
-    """Wait for saves with ``block=False`` that are still running; the next save or load does so by itself.
-
-    Raises:
-        CheckpointError: one of them failed.
-    """
+    """Wait for saves with ``block=False``, as the next save or load does; raise CheckpointError if one failed."""
     for handle in list(_pending):
         handle.wait()
 

@@ -26,11 +26,7 @@ class Staging:
         self._memory: mmap.mmap | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors; complete on return and good until :meth:`give_back`.
-
-        Raises:
-            OSError: there is no such amount of memory.
-        """
+        """Copy tensors; complete on return and good until :meth:`give_back`."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors if tensor.is_cpu]
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is of no use outside of it
             self._memory = _room(sum(sizes))

@@ -248,10 +248,10 @@ def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         broadcast_coalesced(group, real, BROADCAST_BYTES, 0)
 
 
-def agree(over: Over, work: Callable[[], Any]) -> Any:
+def agree(over: Over, work: Callable[[], Any], timeout: float | None = None) -> Any:
     """Run ``work`` on every rank; if it raises anywhere, raise everywhere. One collective. See :func:`exchange`."""
     results: list[Any] = []  # need not travel
-    exchange(over, lambda: results.append(work()))
+    exchange(over, lambda: results.append(work()), timeout)
     return results[0]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.complex_params.layouts import Layout
-from fsshard.complex_params.pairs import Kind
+from fsshard.complex_params.pairs import Kind, viewable
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
@@ -138,6 +138,34 @@ class Entry:
             return whole
         run = whole if self.cut.order is None else whole.permute(self.cut.order)
         return run.reshape(-1)[slice(*self.here)].view(self.local().shape)
+
+    # ------------------------------------------------------------------------------------------ as checkpoints keep it
+
+    @property
+    def user_range(self) -> tuple[int, int]:
+        """Return the range of the user's elements that this rank holds: a complex number is two stored ones."""
+        start, stop = self.here
+        width = 2 if self.kind.is_complex else 1
+        assert start % width == stop % width == 0, f"{self.name}: a complex number is split between two ranks"
+        return start // width, stop // width
+
+    @property
+    def pairs_shape(self) -> tuple[int, ...]:
+        """Return the shape of a complex parameter's numbers as pairs in the user's order."""
+        return (*self.full_shape, 2) if self.shape else tuple(self.stored_shape)
+
+    def kept_as_pairs(self, dtype: torch.dtype) -> bool:
+        """Return whether numbers of a stored dtype have no complex one of their width."""
+        return self.kind.is_complex and dtype not in (torch.float32, torch.float64)
+
+    def flat(self, stored: Tensor, *, whole: bool) -> Tensor:
+        """Flatten stored elements to the user's dtype, if there is one so wide; what is whole, to the user's order."""
+        pairs = self.kept_as_pairs(stored.dtype)
+        if whole and self.kind.order:
+            user = stored.permute(*self.kind.way_back, -1) if pairs else self.kind.to_user(stored)
+            return user.reshape(-1)
+        flat = stored.reshape(-1)
+        return torch.view_as_complex(viewable(flat.view(-1, 2))) if self.kind.is_complex and not pairs else flat
 
     def put(self, whole: Tensor) -> None:
         """Copy this rank's part of ``whole`` into the parameter."""

@@ -1,4 +1,4 @@
-"""Shared by the tests of export and import: a small model with everything in it, trained and saved on ranks."""
+"""A small model with everything in it, trained and saved on ranks, for the tests of export and import."""
 
 from __future__ import annotations
 

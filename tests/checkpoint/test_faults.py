@@ -162,7 +162,6 @@ def never_came(run: Run, place: Path) -> None:
 
 
 REFUSED_SAVES: dict[str, tuple[Callable[[Run, Path], Any], str]] = {
-    "full": (lambda run, place: full(run, place, 0, 1), r"rank 0: .*too large(.|\n)*rank 1: .*too large"),
     "full for one": (
         lambda run, place: full(run, place, 1),
         r"failed\n  rank 1: cannot write .*rank-00001.*too large",
@@ -183,7 +182,10 @@ REFUSED_SAVES: dict[str, tuple[Callable[[Run, Path], Any], str]] = {
         lambda run, place: run.save(str(place / "last"), hook=len if dist.get_rank() == 1 else None),
         r"failed\n  rank 1: objects/hook.*function",
     ),
-    "link": (lambda run, place: run.save(str(place / "link")), r"link is a symbolic link out of its directory"),
+    "link": (
+        lambda run, place: run.save(str(place / "link")),
+        r"link is a symbolic link to nothing, or out of its dir",
+    ),
     "other things": (
         lambda run, place: run.save(str(place / "other things")),
         r"rank 0: .*holds no checkpoint but other files \(thesis.tex\)",
@@ -251,16 +253,6 @@ def test_two_jobs_at_one_path(ranks: RankPool, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ in the background
 
 
-def job_leaves_while_it_saves(folder: str) -> None:
-    """The job ends while a thread writes."""
-    trained(steps=1).save(f"{folder}/last", block=False, weight=torch.ones(4 << 20))
-
-
-def test_a_job_that_ends_waits_for_its_save(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(job_leaves_while_it_saves, 2, str(tmp_path))
-    assert read_index(tmp_path / "last").origin.world_size == 2
-
-
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     script = (
         "import sys, torch, fsshard\n"
@@ -273,20 +265,6 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert sum(file.bytes for file in read_index(tmp_path / "last").files.values()) > 64 << 20
-
-
-def job_keep(folder: str) -> list[list[str]]:
-    run, found = trained(steps=1), []
-    for step in range(5):
-        run.save(f"{folder}/step-{step}", keep=2, block=step % 2 == 0)
-        fsshard.wait_for_saves()
-        found.append([name for name in listed(Path(folder)) if "/" not in name])
-    return found
-
-
-def test_the_oldest_of_a_pattern_go(ranks: RankPool, tmp_path: Path) -> None:
-    names = [[f"step-{step}" for step in range(max(0, last - 1), last + 1)] for last in range(5)]
-    assert ranks.run(job_keep, 2, str(tmp_path)) == [names, names]
 
 
 # ------------------------------------------------------------------------------------------------ damaged files
@@ -361,7 +339,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         rf"{RANK_1} belongs to another checkpoint than the index beside it; the index has it hold model/",
     ),
     "exchanged": (exchange, r"does not hold elements .* of model/.* as the index says; was the file exchanged"),
-    "link": (linked, rf"{RANK_1}: not a regular file: a symbolic link"),
+    "link": (linked, rf"{RANK_1}: not a regular file: Too many levels of symbolic links"),
     "altered-index": (
         lambda p: (p / "index.json").write_bytes((p / "index.json").read_bytes().replace(b"exp_avg_sq", b"exp_awg_sq")),
         "index.json: its checksum differs from what was written",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsshard
@@ -45,15 +46,20 @@ def bytecodes(of: Callable[[], Any]) -> Counter[str]:
 
 
 def work(backend: str, path: str, layers: int) -> Counter[str]:
-    """Count for saving, loading and both state dicts of a model of that many layers on this rank."""
+    """Count for saving, loading, loading of torch's file and both state dicts of a model of that many layers."""
     model = fsshard.wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if dist.get_rank() == 0:
+        torch.save(states, f"{path}.pt")
+
     def everything() -> None:
         fsshard.save(path, model, optimizer)
         fsshard.load(path, model, optimizer)
+        fsshard.load(f"{path}.pt", model, optimizer)
         model.load_state_dict(model.state_dict())
         optimizer.load_state_dict(optimizer.state_dict())
 

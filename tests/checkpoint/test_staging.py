@@ -62,15 +62,3 @@ def test_memory_for_other_tensors_is_let_go() -> None:
     room.give_back()
     (copy, empty) = room.copy([torch.ones(1000), torch.empty(0, 2)])
     assert copy.sum() == 1000 and empty.shape == (0, 2) and not staging._spare
-
-
-def test_from_inference_mode_to_outside_and_back() -> None:
-    room = Staging()
-    with torch.inference_mode():
-        room.copy([torch.ones(4)])
-        room.give_back()
-    (copy,) = room.copy([torch.full((4,), 2.0)])
-    assert copy.sum() == 8
-    room.give_back()
-    with torch.inference_mode():
-        assert room.copy([torch.full((4,), 3.0)])[0].sum() == 12

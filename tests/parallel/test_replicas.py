@@ -164,7 +164,7 @@ def job_nothing_said(path: str) -> None:
     # Two groups that save to one path: the second one is told why. A lock stands for the first.
     if dist.get_rank() == 0:
         with CheckpointTarget(path).lock():
-            with pytest.raises(CheckpointError, match=r"wrap was told nothing of the others: if they save their parts"):
+            with pytest.raises(CheckpointError, match=r"Ranks that save parts of one model need wrap"):
                 fsshard.save(path, model)
     dist.barrier()
     # As it advises: both parts in one checkpoint, which gives each rank its own back.

@@ -2,10 +2,7 @@
 
 Beside ``ckpt/last`` lie, hidden, what is being written (``.last.partial-<id>``), what is being removed
 (``.last.old-<id>``) and the lock of who does that (``.last.lock``), and in plain sight the checkpoint before
-(``last.previous``). Whenever the process is killed or the power fails, one of the last two saves is left whole, and
-:func:`latest` and :func:`resolve` find it. What a dead process of this host has left, under whatever name, goes with
-the next save or :func:`latest` in that directory; its lock says that it is dead. All here is local; one rank does it
-for the others. What the operating system refuses is raised as a CheckpointError.
+(``last.previous``). All here is local: one rank does it for the others.
 """
 
 from __future__ import annotations
@@ -16,19 +13,19 @@ import logging
 import os
 import re
 import socket
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, read_index, says_ours
+from fsshard.checkpoint.format.tensors_file import open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
 
-__all__ = ["CheckpointTarget", "from_home", "latest", "leftovers", "newest_ordinal", "newest_whole", "resolve", "sync"]
+__all__ = ["CheckpointTarget", "latest", "leftovers", "newest_ordinal", "newest_whole", "resolve", "sync"]
 
 log = logging.getLogger("fsshard")
 
@@ -48,12 +45,7 @@ Value = TypeVar("Value")
 class CheckpointTarget:
     """The path to which checkpoints are saved, again and again. A later chdir does not change it.
 
-    Args:
-        path: of the checkpoint. Missing parents are made when something is written. A symbolic link to a checkpoint in
-            the same directory is replaced by the new checkpoint; what it points to stays as it is.
-
-    Raises:
-        CheckpointError: no checkpoint can be at such a path.
+    A symbolic link to a checkpoint in the same directory is replaced by the new checkpoint; what it points to stays.
 
     Attributes:
         path: absolute; its parents are no links.
@@ -67,7 +59,6 @@ class CheckpointTarget:
         self._parent = Path(os.path.realpath(given.parent))
         self.path = self._parent / given.name
         self.previous = self._parent / (given.name + PREVIOUS)
-        _check_link(self.path)
         if not given.name:
             raise CheckpointError(f"{os.fspath(path)!r} cannot be replaced by a checkpoint; name a directory in it")
         if given.name.endswith(PREVIOUS):
@@ -79,28 +70,21 @@ class CheckpointTarget:
     def _check(self) -> None:
         """Raise if a save would replace something here that is not a checkpoint."""
         with _errors(f"look at {self.path}"):
-            above = next(folder for folder in self.path.parents if os.path.lexists(folder))
-            if not above.is_dir():
-                raise CheckpointError(f"{self.path}: {above} is not a directory")
             for place in (self.path, self.previous):
                 if os.path.lexists(place):
                     _check_replaceable(place)
 
     @contextmanager
-    def lock(self, hint: str = "") -> Iterator[None]:
-        """Lock the path for saves of this process. Raises instead of waiting; a process that dies releases it.
+    def lock(self) -> Iterator[None]:
+        """Lock the path for saves of this process; a process that dies releases it.
 
-        Args:
-            hint: what the error says beside that another process saves here.
-
-        Raises:
-            CheckpointError: another one does already, or what is here cannot be replaced.
+        Raises a CheckpointError where another process saves here, or what is here cannot be replaced.
         """
         self._check()
         with _errors(f"lock {self.path}"):
             _make(self._parent)
             lock = self._beside("lock")
-            held = _lock(lock, self.path, hint)
+            held = _lock(lock, self.path)
         _held.add(held)
         try:
             yield
@@ -110,36 +94,34 @@ class CheckpointTarget:
             _held.discard(held)
             os.close(held)
 
-    def partial(self, id: str) -> Path:
-        """Make the directory in which the checkpoint of that id is written; under the lock."""
-        path = self._beside(f"partial-{id}")
-        with _errors(f"make {path}"):
-            path.mkdir()
-        return path
+    @contextmanager
+    def writing(self) -> Iterator[tuple[str, Path]]:
+        """Under the lock, yield a new checkpoint's id and the directory to write it into, which goes at the end."""
+        with self.lock():
+            _sweep(self.path)
+            clear(self._parent, but=self.path.name)
+            id = uuid.uuid4().hex
+            partial = self._beside(f"partial-{id}")
+            with _errors(f"make {partial}"):
+                partial.mkdir()
+            try:
+                yield id, partial
+            finally:
+                _remove(partial)  # nothing is left of it after the rename
 
     def write_alone(self, write: Callable[[str, Path, int], None]) -> Path:
         """Write a whole checkpoint by this one process: it is there when this returns, and what was here if it raises.
 
-        Args:
-            write: gets the checkpoint's id, the directory to write into, and the checkpoint's place in the count of
-                saves.
+        ``write`` gets the checkpoint's id, the directory to write into, and the count of saves that it is.
         """
-        with self.lock():
-            self.sweep()
-            id = uuid.uuid4().hex
-            partial = self.partial(id)
-            try:
-                write(id, partial, newest_ordinal(self._parent) + 1)
-                return self.commit(partial)
-            except BaseException:
-                self.discard(partial)
-                raise
+        with self.writing() as (id, partial):
+            write(id, partial, newest_ordinal(self._parent) + 1)
+            return self.commit(partial)
 
     def commit(self, partial: Path) -> Path:
         """Put a checkpoint that is whole in its place, and the one that was there into ``previous``; under the lock.
 
-        Raises:
-            CheckpointError: it is not whole, or a rename failed; what was here is as it was.
+        What was here is as it was if this raises.
         """
         try:
             read_index(partial)
@@ -160,7 +142,7 @@ class CheckpointTarget:
                 with suppress(OSError):
                     os.rename(target, source)
             raise
-        self.discard(old)
+        _remove(old)
         return self.path
 
     def _moves(self, old: Path) -> list[tuple[Path, Path]]:
@@ -175,25 +157,11 @@ class CheckpointTarget:
             return [(self.path, old)]  # a damaged one does not push out one that is whole
         return [(self.previous, old), (self.path, self.previous)]
 
-    def discard(self, partial: Path) -> None:
-        """Remove what was written for a checkpoint that was given up."""
-        if os.path.lexists(partial):
-            _remove(partial)
-
-    def sweep(self) -> None:
-        """Remove what dead processes have left, also under other names in the directory; under the lock."""
-        _sweep(self.path)
-        clear(self._parent, but=self.path.name)
-
     def retain(self, keep: int) -> list[Path]:
-        """Remove the oldest whole checkpoints beside this one whose names differ in the last number (``step-100``).
+        """Remove all but the newest whole checkpoints beside this one whose names differ in the last number only.
 
-        Args:
-            keep: how many to leave, at least 2; one that another process is saving to is left as well, and one that a
-                symbolic link in its directory or the directory above points to (``best -> step-100``).
-
-        Returns:
-            Those that were removed.
+        One that another process is saving to is left as well, and one that a symbolic link in its directory or the
+        directory above points to (``best -> step-100``). Returns those that were removed.
         """
         with _errors(f"list {self._parent}"):
             alike = [path for *_, path in _by_age(_series(self.path))]
@@ -204,11 +172,10 @@ class CheckpointTarget:
         """Remove this checkpoint and the one before it, unless somebody saves to it."""
         try:
             with self.lock():
-                for path in (self.previous, self.path):
-                    if os.path.lexists(path):
-                        gone = self._beside(f"partial-{uuid.uuid4().hex}")  # so that nobody finds it half removed
-                        os.rename(path, gone)
-                        _remove(gone)
+                for path in filter(os.path.lexists, (self.previous, self.path)):
+                    gone = self._beside(f"partial-{uuid.uuid4().hex}")  # so that nobody finds it half removed
+                    os.rename(path, gone)
+                    _remove(gone)
         except (CheckpointError, OSError) as error:
             log.warning("%s is left, though it is old: %s", self.path, error)
             return False
@@ -219,25 +186,17 @@ class CheckpointTarget:
 
 
 def clear(directory: Path, *, but: str = "") -> None:
-    """Remove what dead processes of this host have left of saves in a directory; leave the name ``but`` alone.
-
-    Nothing is raised: a directory that cannot be written in stays as it is.
-    """
-    try:
-        locks = [match for name in os.listdir(directory) if (match := LOCK.fullmatch(name)) is not None]
-    except OSError:
-        return
-    for lock in locks:
-        if lock["name"] != but:
-            with suppress(OSError, CheckpointError):  # somebody holds it, or the file system has no locks
-                _clear_name(directory / lock["name"], directory / lock.string)
+    """Remove what dead processes of this host have left of saves in a directory; leave the name ``but`` alone."""
+    with suppress(OSError):
+        for lock in filter(None, map(LOCK.fullmatch, os.listdir(directory))):
+            if lock["name"] != but:
+                with suppress(OSError, CheckpointError):  # somebody holds it, or the file system has no locks
+                    _clear_name(directory / lock["name"], directory / lock.string)
 
 
 def _clear_name(path: Path, file: Path) -> None:
     """Remove what is left of saves to ``path`` if its lock file is signed by a process of this host, which is dead."""
-    if not stat.S_ISREG(file.lstat().st_mode):
-        return
-    held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    held = open_regular(file, flags=os.O_RDWR)
     _held.add(held)
     try:
         # A save that is killed leaves its lock, signed with the host and free to be taken. What another host has left
@@ -246,11 +205,10 @@ def _clear_name(path: Path, file: Path) -> None:
         if holder is None or holder["host"] != socket.gethostname():
             return
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _same(held, file):
-            return
-        _sign(held, "sweeper")
-        _sweep(path, links=os.path.lexists(path))
-        file.unlink()
+        if _same(held, file):
+            _sign(held, "sweeper")
+            _sweep(path, links=os.path.lexists(path))
+            file.unlink()
     finally:
         _held.discard(held)
         os.close(held)
@@ -308,43 +266,26 @@ def latest(directory: StrPath) -> Path | None:
     return newest_whole(path)
 
 
-def newest_whole(directory: StrPath, *, warn: bool = True) -> Path | None:
+def newest_whole(path: Path, *, warn: bool = True) -> Path | None:
     """Return what :func:`latest` returns, and change nothing. ``warn``: of those that are not complete."""
-    path = _absolute(directory)
     own = _versions(path)
     with _errors(f"list {path}"):
         if not os.path.lexists(path):
             return _newest(own, warn=warn)
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; latest() takes a directory of checkpoints")
-        entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != ".")
-        if os.path.lexists(path / INDEX_FILE) or (own and not entries):
+        children = [path / entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != "."]
+        if os.path.lexists(path / INDEX_FILE) or (own and not children):
             return _newest([path, *own], warn=warn)
-    # A link to another entry of the directory is left out: that one is looked at anyway.
-    here = os.path.realpath(path)
-    children = [path / name for name in entries]
-    alias = {child for child in children if child.is_symlink() and os.path.dirname(os.path.realpath(child)) == here}
-    return _newest([child for child in children if child not in alias], warn=warn)
+    return _newest(sorted(children), warn=warn)
 
 
 def identity(path: StrPath) -> list[int]:
     """Tell one checkpoint at a path from the next that a save puts there; empty where there is none."""
-    try:
+    with suppress(OSError):
         status = os.stat(_absolute(path))
-    except OSError:
-        return []
-    return [status.st_dev, status.st_ino, status.st_mtime_ns]
-
-
-def read_unreplaced(path: StrPath, read: Callable[[], Value]) -> Value:
-    """Return what ``read`` returns; it is called again where it fails while a save has replaced what is at ``path``."""
-    while True:
-        before = identity(path)
-        try:
-            return read()
-        except CheckpointError:
-            if identity(path) == before:
-                raise
+        return [status.st_dev, status.st_ino, status.st_mtime_ns]
+    return []
 
 
 def resolve(path: StrPath) -> Path:
@@ -352,7 +293,18 @@ def resolve(path: StrPath) -> Path:
 
     Returns an absolute path of a directory with an index; raises if there is no checkpoint, or ``path`` holds several.
     """
-    return read_unreplaced(path, lambda: _resolved(path))
+    return read_unreplaced(path, lambda place: place)
+
+
+def read_unreplaced(path: StrPath, read: Callable[[Path], Value]) -> Value:
+    """Return what ``read`` makes of the checkpoint at a path; once more where it fails while a save has replaced it."""
+    while True:
+        before = identity(path)
+        try:
+            return read(_resolved(path))
+        except CheckpointError:
+            if identity(path) == before:
+                raise
 
 
 def _resolved(path: StrPath) -> Path:
@@ -377,12 +329,11 @@ def _resolved(path: StrPath) -> Path:
     return place
 
 
-def newest_ordinal(directory: StrPath) -> int:
+def newest_ordinal(directory: Path) -> int:
     """Return the highest count of saves among the whole checkpoints in a directory; 0 where there is none."""
-    path = _absolute(directory)
-    with _errors(f"list {path}"):
-        children = sorted(path.iterdir()) if path.is_dir() else []
-    return next((ordinal for ordinal, *_ in _by_age([child for child in children if child.is_dir()])), 0)
+    with _errors(f"list {directory}"):
+        children = [child for child in directory.iterdir() if child.is_dir()] if directory.is_dir() else []
+    return next((ordinal for ordinal, *_ in _by_age(children)), 0)
 
 
 def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[tuple[int, str, str, Path]]:
@@ -427,50 +378,25 @@ def leftovers(parent: Path) -> list[Path]:
 
 def _absolute(path: StrPath) -> Path:
     try:
-        text = os.fsdecode(path)
+        text = os.path.expanduser(os.fsdecode(path))
     except TypeError:
         raise CheckpointError(f"a path must be a string or a pathlib.Path, got {type(path).__name__}") from None
     if not text or "\0" in text:
         raise CheckpointError(f"{text!r} is no path")
-    return Path(from_home(text)).absolute()
-
-
-def from_home(path: Any) -> Any:
-    """Expand ``~/runs`` and ``~ada/runs`` as a shell does; other values are returned unchanged.
-
-    Raises:
-        CheckpointError: nobody has that name, or no home is known.
-    """
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(text, str) or not text.startswith("~"):
-        return path
-    expanded = os.path.expanduser(text)
-    if expanded == text:
-        raise CheckpointError(
-            f"{text!r}: no such home directory is known; for a directory of that name write './{text}'"
-        )
-    return expanded
-
-
-def _check_link(path: Path) -> None:
-    """Raise if the path is a symbolic link to nothing, or to something that is not beside it."""
-    with _errors(f"look at {path}"):
-        if not path.is_symlink():
-            return
-        target = Path(os.path.realpath(path))
-        if not os.path.lexists(target) or target.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link to nothing ({os.readlink(path)}); remove it")
-    if target.parent != path.parent:
-        raise CheckpointError(f"{path} is a symbolic link out of its directory, to {target}: save to that path itself")
+    return Path(text).absolute()
 
 
 def _check_replaceable(path: Path) -> None:
-    _check_link(path)
-    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if path.is_symlink():
+        target = Path(os.path.realpath(path))
+        if target.parent != path.parent or not os.path.lexists(target):
+            raise CheckpointError(
+                f"{path} is a symbolic link to nothing, or out of its directory ({os.readlink(path)}): remove it, or "
+                "save to the path that it leads to"
+            )
+        path = target
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory, and replaces only a checkpoint")
-    if os.path.ismount(path):
-        raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
     names = sorted(os.listdir(path))
     others = [name for name in names if not OURS.fullmatch(name)]
     # Many programs call a file index.json. Where ours is damaged there are only names to go by.
@@ -514,15 +440,16 @@ def sync(directory: Path) -> None:
 def _remove(directory: Path) -> None:
     """Remove a checkpoint's files and then its directory, which stays if anybody put anything else there."""
     try:
+        if not os.path.lexists(directory):
+            return
         if directory.is_symlink():
             directory.unlink()
             return
-        # The index first: without one it is no checkpoint at once.
-        names = sorted(os.listdir(directory), key=lambda name: name != INDEX_FILE)
+        names = os.listdir(directory)
         others = [name for name in names if not OURS.fullmatch(name)]
-        for name in names:
-            if name not in others:
-                os.unlink(directory / name)
+        # The index first: without one it is no checkpoint at once.
+        for name in sorted(set(names).difference(others), key=lambda name: name != INDEX_FILE):
+            os.unlink(directory / name)
         if others:
             log.warning("%s is not removed: fsshard did not write %s", directory, ", ".join(others[:5]))
         else:
@@ -548,7 +475,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _lock(file: Path, what: Path, hint: str) -> int:
+def _lock(file: Path, what: Path) -> int:
     """Return the descriptor of a lock file that is locked, and still the one of that name."""
     begun = time.monotonic()
     while True:
@@ -564,7 +491,10 @@ def _lock(file: Path, what: Path, hint: str) -> int:
             os.close(held)
             if time.monotonic() - begun > (SWEEPING if who.startswith("sweeper ") else DYING):
                 said = f" ({printable(who)})" if who else ""
-                raise CheckpointError(f"another process is saving to {what}{said}{hint}") from None
+                raise CheckpointError(
+                    f"another process is saving to {what}{said}: give it a path of its own. Ranks that save parts of "
+                    "one model need wrap(..., replicated={...}, sharded={...}), which say so"
+                ) from None
             time.sleep(0.01)
             continue
         except BaseException as error:

@@ -29,9 +29,6 @@ __all__ = ["Index", "ModelInfo", "OptimizerInfo", "Origin", "Piece", "Range", "T
 FORMAT = "fsshard-checkpoint"
 FORMAT_VERSION = 2
 READ_VERSIONS = (1, 2)
-WROTE_IN_MEMORY_ORDER = "fsdp"
-"""Name of the backend that wrote format version 1 as :attr:`Index.may_be_permuted` says: a fact about old files, which
-no class of today can tell."""
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
@@ -39,14 +36,11 @@ RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
 """The files of a checkpoint beside its index."""
 
 STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
 
-
-# ------------------------------------------------------------------------------------------------ pieces
 
 Range = tuple[int, int]
 """[start, stop) of the elements of a flattened tensor."""
@@ -74,17 +68,6 @@ def piece_key(name: str, elements: int, part: Range) -> str:
     return name if part == (0, elements) else f"{name}@{part[0]}"
 
 
-def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
-    """Return the shape of a piece in its file: that of the tensor, of whole rows of it, or flat."""
-    start, stop = part
-    rows = math.prod(shape[1:])
-    if part == (0, math.prod(shape)):
-        return tuple(shape)
-    if len(shape) > 1 and start % rows == 0 and stop % rows == 0:
-        return ((stop - start) // rows, *shape[1:])
-    return (stop - start,)
-
-
 def rank_file(rank: int, ranks: int) -> str:
     """Name the file that a rank writes."""
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
@@ -101,11 +84,8 @@ def steps(numel: int, itemsize: int) -> Iterator[Range]:
     return ((start, min(start + step, numel)) for start in range(0, numel, step))
 
 
-# ------------------------------------------------------------------------------------------------ the index
-
-
 class TensorInfo(NamedTuple):
-    """A tensor: its dtype's name, its shape, and pieces that cover it in order; none are needed for no elements."""
+    """A tensor; its pieces cover it in order, and none are needed for no elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -113,17 +93,17 @@ class TensorInfo(NamedTuple):
 
     @property
     def kind(self) -> torch.dtype:
-        """The dtype itself."""
+        """Return the dtype itself."""
         return BY_NAME[self.dtype]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Return the bytes of all elements."""
         return self.numel * self.kind.itemsize
 
 
@@ -177,51 +157,39 @@ class Index:
 
     def to_json(self) -> bytes:
         """Return the text of the index."""
-        value = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "id": self.id,
-            "ordinal": self.ordinal,
-            "saved_at": self.saved_at,
-            "origin": self.origin.described(),
-            "files": {name: file._asdict() for name, file in self.files.items()},
-            "tensors": {name: tensor._asdict() for name, tensor in self.tensors.items()},
-            "model": self.model._asdict(),
-            "tied": self.tied,
-            "optimizers": {
-                name: {"class": kind, "groups": groups, "state": state}
-                for name, (kind, groups, state) in self.optimizers.items()
-            },
-            "objects": self.objects,
-            "rng": self.rng,
+        optimizers = {
+            name: {"class": kind, "groups": groups, "state": state}
+            for name, (kind, groups, state) in self.optimizers.items()
         }
-        return sealed(value)
+        return sealed(
+            {
+                "format": FORMAT,
+                **vars(self),
+                "format_version": FORMAT_VERSION,
+                "origin": self.origin.described(),
+                "files": {name: file._asdict() for name, file in self.files.items()},
+                "tensors": {name: tensor._asdict() for name, tensor in self.tensors.items()},
+                "model": self.model._asdict(),
+                "optimizers": optimizers,
+            }
+        )
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, where: str) -> Index:
-        """Read a text that has the digest it was written with, and whose pieces cover their tensors.
-
-        Raises:
-            CorruptCheckpoint: it is no sound index; no other exception comes out.
-        """
+        """Read a text that has the digest it was written with; all else is a CorruptCheckpoint."""
         seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
         if seal is not None and hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
             raise CorruptCheckpoint(f"{where}: its checksum differs from what was written: it has been altered")
         value = parse_json(data, where)
         try:
             return _index(value, whole=seal is not None)
-        except ValueError as error:
-            raise CorruptCheckpoint(f"{where}: {error}") from None
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:  # of another kind
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"{where}: no sound index: {type(error).__name__}: {error}") from error
 
     @property
     def may_be_permuted(self) -> bool:
-        """Tell whether what wrote it put parameters that were not contiguous into another order.
-
-        ``tools/mend_layout.py`` writes such a checkpoint anew.
-        """
-        return self.format_version == 1 and self.origin.backend == WROTE_IN_MEMORY_ORDER and self.origin.world_size > 1
+        """Tell whether what wrote it put parameters that were not contiguous into another order."""
+        return self.format_version == 1 and self.origin.backend == "fsdp" and self.origin.world_size > 1
 
     def optimizer_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
         """Map parameters to keys to the names of the tensors of one optimizer's state."""
@@ -239,12 +207,7 @@ class Index:
 
 
 def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Index:
-    """Read the index of a checkpoint; with ``files``, check as well that those are there and have their sizes.
-
-    Raises:
-        CorruptCheckpoint: the index, or a file, is missing, no regular file, or not sound.
-        CheckpointError: ``directory`` does not exist, is a file, or cannot be read.
-    """
+    """Read the index of a checkpoint; with ``files``, check as well that those are there and have their sizes."""
     directory = Path(directory)
     if not os.path.lexists(directory):
         raise CheckpointError(f"there is no checkpoint at {directory}")
@@ -278,22 +241,13 @@ def says_ours(directory: str | os.PathLike[str]) -> bool:
 
 
 def write_index(directory: str | os.PathLike[str], index: Index) -> None:
-    """Write the index into a directory that has none, through to the disk.
-
-    Raises:
-        CheckpointError: there is one, or it cannot be written.
-    """
+    """Write the index into a directory that has none, through to the disk."""
     with new_file(Path(directory) / INDEX_FILE) as stream:
         stream.write(memoryview(index.to_json()))
 
 
 def check_files(directory: str | os.PathLike[str], index: Index) -> None:
-    """Compare the sizes of a checkpoint's files with its index.
-
-    Raises:
-        CorruptCheckpoint: files are missing, no regular files, or of another size; with the tensors in them.
-        CheckpointError: one cannot be read.
-    """
+    """Raise a CorruptCheckpoint that names files that are missing or of another size, with the tensors in them."""
     faults = []
     for name, expected in index.files.items():
         path = Path(directory) / name
@@ -315,11 +269,15 @@ def some(names: list[str]) -> str:
 
 
 def _index(value: Any, whole: bool) -> Index:
-    """Make the index of a JSON value; ``whole``: the digest at its end is right.
-
-    Raises ValueError, or what Python raises for a value of another kind, if it is not sound.
-    """
-    version = _check_format(value)
+    """Make the index of a JSON value; ``whole``: the digest at its end is right."""
+    if value.get("format") != FORMAT:
+        raise ValueError("not the index of an fsshard checkpoint")
+    version = value["format_version"]
+    if version not in READ_VERSIONS:
+        raise ValueError(
+            f"format version {version!r:.40}; this fsshard reads {' and '.join(map(str, READ_VERSIONS))}. It was "
+            f"written by {value.get('origin')!r:.80}: use that fsshard or a newer one"
+        )
     if version > 1 and not whole:
         raise ValueError("the checksum at its end is missing: it is cut short, or has been altered")
     # The digest says that all is as it was written. What is checked beside it keeps an index that is made by hand, or
@@ -328,7 +286,9 @@ def _index(value: Any, whole: bool) -> Index:
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
             raise ValueError(f"files: {name!r:.100} is no name of a file beside the index")
-    index = Index(
+    for values in value["model"].values():  # no value of the model; earlier releases saved it
+        values.pop(NEURALOP_ARGUMENTS, None)
+    return Index(
         id=value["id"],
         ordinal=int(value["ordinal"]),
         saved_at=str(value["saved_at"]),
@@ -345,31 +305,12 @@ def _index(value: Any, whole: bool) -> Index:
         rng=value["rng"],
         format_version=version,
     )
-    for values in index.model:  # no value of the model; earlier releases saved it
-        values.pop(NEURALOP_ARGUMENTS, None)
-    return index
-
-
-def _check_format(value: Any) -> int:
-    """Return the version."""
-    if value.get("format") != FORMAT:
-        raise ValueError("not the index of an fsshard checkpoint")
-    version: int = value["format_version"]
-    if version not in READ_VERSIONS:
-        origin = value.get("origin")
-        writer = origin.get("fsshard") if isinstance(origin, dict) else None
-        raise ValueError(
-            f"format version {version!r:.40}; this fsshard reads {' and '.join(map(str, READ_VERSIONS))}. "
-            f"It was written by fsshard {writer!r:.40}: use that one or a newer one"
-        )
-    return version
 
 
 def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorInfo:
-    dtype, shape = value["dtype"], tuple(value["shape"])
-    elements, itemsize, position, pieces = math.prod(shape), BY_NAME[dtype].itemsize, 0, []
-    for node in value["pieces"]:
-        piece = Piece(*node)
+    info = TensorInfo(value["dtype"], tuple(value["shape"]), tuple(Piece(*node) for node in value["pieces"]))
+    elements, itemsize, position = info.numel, info.kind.itemsize, 0
+    for piece in info.pieces:
         if piece.start != position or not (piece.start < piece.stop <= elements or piece.stop == elements == 0):
             raise ValueError(
                 f"tensors, {name!r:.100}: elements {piece.start} to {piece.stop} of {elements} follow {position}: "
@@ -378,7 +319,6 @@ def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry])
         if (piece.stop - piece.start) * itemsize > files[piece.file].bytes:  # before anybody makes room for them
             raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
         position = piece.stop
-        pieces.append(piece)
-    if position != elements or min(shape, default=0) < 0:
+    if position != elements or min(info.shape, default=0) < 0:
         raise ValueError(f"tensors, {name!r:.100}: pieces cover {position} of {elements} elements")
-    return TensorInfo(dtype, shape, tuple(pieces))
+    return info

@@ -1,8 +1,7 @@
 """Safetensors files, written as a stream and read by slices, and the dtypes that they hold.
 
-The safetensors package writes a file from tensors that are all in memory at once, and reads through a map of the file,
-whose pages count as the process's memory. Here a file is written tensor by tensor with its checksum on the way, and a
-slice is read straight into the memory that it is meant for. ``safetensors.safe_open`` opens what is written here.
+The safetensors package writes tensors that are all in memory, and reads through a map of the file, whose pages count as
+the process's memory. Here a file is written tensor by tensor, and a slice is read straight into the memory it is for.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,14 +66,12 @@ BY_FILE_NAME = {
 }
 """The header's name of a dtype -> the dtype."""
 
-# safetensors 0.8 knows neither of the last two ("unknown variant `C128`"), so they lie as pairs of reals.
-STORED = MappingProxyType(
-    {
-        **{dtype: Stored(name, dtype) for name, dtype in BY_FILE_NAME.items()},
-        torch.complex32: Stored("F16", torch.float16, 2),
-        torch.complex128: Stored("F64", torch.float64, 2),
-    }
-)
+STORED = {
+    **{dtype: Stored(name, dtype) for name, dtype in BY_FILE_NAME.items()},
+    # safetensors 0.8 knows neither of these ("unknown variant `C128`"), so they lie as pairs of reals.
+    torch.complex32: Stored("F16", torch.float16, 2),
+    torch.complex128: Stored("F64", torch.float64, 2),
+}
 """Every dtype a checkpoint can hold. Quantized and sub-byte dtypes are none of them."""
 
 
@@ -84,7 +80,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-BY_NAME = MappingProxyType({dtype_name(dtype): dtype for dtype in STORED})
+BY_NAME = {dtype_name(dtype): dtype for dtype in STORED}
 """The index's name of a dtype -> the dtype."""
 
 
@@ -115,18 +111,16 @@ def write(
     *,
     progress: Progress | None = None,
 ) -> FileEntry:
-    """Write a new file; wider dtypes come first, as safetensors readers want them aligned, else in the order given.
+    """Write a new file, through to the disk; ``progress`` is told the bytes of each chunk.
 
-    It returns when the disk has the file; ``progress`` is told the bytes of each chunk.
-
-    Raises:
-        CheckpointError: it exists, cannot be written, or an item is not what it says or has a dtype that checkpoints do
-            not hold. No file is left behind.
+    Raises a CheckpointError, and leaves no file behind, where it exists, cannot be written, or an item is not what it
+    says or has a dtype that checkpoints do not hold.
     """
     for item in items:
         if item.dtype not in STORED:
             known = ", ".join(map(dtype_name, STORED))
             raise CheckpointError(f"{item.key}: a tensor of {item.dtype}; checkpoints hold {known}")
+    # Wider dtypes come first, as safetensors readers want them aligned.
     ordered = sorted(items, key=lambda item: -STORED[item.dtype].dtype.itemsize)
     header = _header(ordered, metadata or {})
     with new_file(Path(path), progress) as stream:
@@ -239,21 +233,20 @@ def _view(tensor: Tensor) -> memoryview:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def open_regular(path: Path, *, follow: bool = False) -> int:
-    """Open a regular file for reading; what else has its name, or that there is nothing, is a CorruptCheckpoint.
+def open_regular(path: Path, *, follow: bool = False, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file; what else has its name, or that there is nothing, is a CorruptCheckpoint.
 
     A link is refused too, unless ``follow``: the Hub's cache holds links, which a checkpoint of ours may not.
     """
     try:
         # Without O_NONBLOCK the open of a pipe waits for a writer.
-        descriptor = os.open(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | (0 if follow else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path}: missing") from None
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
             raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
-        what = "a symbolic link" if os.path.islink(path) else str(error.strerror)
-        raise CorruptCheckpoint(f"{path}: not a regular file: {what}") from None
+        raise CorruptCheckpoint(f"{path}: not a regular file: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CorruptCheckpoint(f"{path}: not a regular file")
@@ -280,13 +273,8 @@ class TensorEntry(NamedTuple):
 class TensorsFile:
     """A safetensors file open for reading slices; close it, or use it as a context.
 
-    Args:
-        path: of the file.
-        expected_bytes: what its size has to be; None for any.
-
-    Raises:
-        CorruptCheckpoint: it is missing, no regular file, of another size, or no sound safetensors file.
-        CheckpointError: the system does not let it be read.
+    Raises a CorruptCheckpoint where it is missing, no regular file, of another size than ``expected_bytes``, or no
+    sound safetensors file; a CheckpointError where the system does not let it be read.
 
     Attributes:
         entries: key -> what the header says of the tensor, in the order of their bytes.
@@ -322,9 +310,9 @@ class TensorsFile:
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise CorruptCheckpoint(f"{path}: {_METADATA} is not text by name")
         end = len(prefix) + length
-        entries = {key: _entry(f"{path}: {key!r}", value, end) for key, value in header.items()}
-        entries = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
-        for key, entry in entries.items():
+        entries = [(key, _entry(f"{path}: {key!r}", value, end)) for key, value in header.items()]
+        entries.sort(key=lambda pair: (pair[1].begin, pair[1].end))
+        for key, entry in entries:
             if entry.begin != end:
                 raise CorruptCheckpoint(
                     f"{path}: {key!r} begins at byte {entry.begin}, what is before it ends at {end}"
@@ -332,36 +320,30 @@ class TensorsFile:
             end = entry.end
         if end != size:
             raise CorruptCheckpoint(f"{path}: {size} bytes where its header describes {end}")
-        return entries, metadata
+        return dict(entries), metadata
 
     def checksum(self, progress: Progress | None = None) -> FileEntry:
         """Read the whole file, for its size and CRC-32."""
         size = crc32 = 0
         buffer = memoryview(bytearray(CHUNK))
-        try:
-            while count := os.preadv(self._descriptor, [buffer], size):
-                crc32 = zlib.crc32(buffer[:count], crc32)
-                size += count
-                if progress is not None:
-                    progress(count)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+        while count := self._read_some(buffer, size):
+            crc32 = zlib.crc32(buffer[:count], crc32)
+            size += count
+            if progress is not None:
+                progress(count)
         return FileEntry(size, crc32)
 
     def read(
         self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Read elements ``[start, stop)`` of the flattened tensor, into ``out`` if that is given.
+        """Read elements ``[start, stop)`` of the flattened tensor.
 
         Args:
-            key: of the tensor.
+            key: of the tensor; a CorruptCheckpoint is raised where it has no such elements.
             start: the first element.
             stop: one past the last.
-            out: contiguous, on the CPU, ``stop - start`` elements of the dtype.
+            out: where to; contiguous, on the CPU, ``stop - start`` elements of the dtype. None makes a tensor.
             dtype: complex128 or complex32 where the entry is the pairs of these, and elements are counted in it.
-
-        Raises:
-            CorruptCheckpoint: the file has no such tensor, not as many elements, or is cut short.
         """
         entry = self.entries.get(key)
         if entry is None:
@@ -378,12 +360,15 @@ class TensorsFile:
         return out
 
     def _read(self, position: int, view: memoryview) -> None:
+        while len(view):
+            count = self._read_some(view, position)
+            if count == 0:
+                raise CorruptCheckpoint(f"{self.path}: cut short at byte {position}")
+            view, position = view[count:], position + count
+
+    def _read_some(self, view: memoryview, position: int) -> int:
         try:
-            while len(view):
-                count = os.preadv(self._descriptor, [view], position)
-                if count == 0:
-                    raise CorruptCheckpoint(f"{self.path}: cut short at byte {position}")
-                view, position = view[count:], position + count
+            return os.preadv(self._descriptor, [view], position)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
 

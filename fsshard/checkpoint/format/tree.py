@@ -1,8 +1,7 @@
 """State as JSON: numbers, strings and containers as text, tensors by name, nothing executable.
 
-A list, a dictionary of strings, None, a bool, an integer, a finite number and a string are themselves in JSON; whatever
-else is known is an object with its kind under ``"$"``. The kinds are a closed list: nothing is looked up by a name that
-a file gives, so a file can bring about no more than the values below.
+What JSON has is itself there; whatever else is known is an object with its kind under ``"$"``. The kinds are a closed
+list: nothing is looked up by a name that a file gives, so a file can bring about no more than the values below.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ def encode(value: Any, put: Put, path: str = "state") -> Any:
     """Return the JSON tree of a value. Order of dictionaries is kept; that two places hold the same object is not.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes; list, tuple, set, frozenset, dict, OrderedDict, Counter,
-            defaultdict of a plain kind (keys: the scalar kinds, and tuples of them); torch.Size, torch.dtype,
-            torch.device; numpy's scalars and arrays of numbers; tensors. Anything else is a CheckpointError.
+        value: of Python's plain kinds and containers, torch.Size, torch.dtype, torch.device, numpy's scalars and arrays
+            of numbers, tensors. Anything else is a CheckpointError.
         put: told the path of each tensor and the tensor; gives the name that stands for it.
         path: of the value, for messages and ``put``.
     """
@@ -134,19 +132,15 @@ def _mapping(value: Any, put: Put, path: str, depth: int) -> Any:
         return {key: _node(item, put, _below(path, key), depth + 1) for key, item in value.items()}
     _check_keys(value, path)
     pairs = [
-        [
-            _node(key, put, f"{path}, its key {reprlib.repr(key)}", depth + 1),
-            _node(item, put, _below(path, key), depth + 1),
-        ]
+        [_node(key, put, f"{path}, its key", depth + 1), _node(item, put, _below(path, key), depth + 1)]
         for key, item in value.items()
     ]
-    node: dict[str, Any] = {_KIND: kind.__name__, "v": pairs}
-    if kind is defaultdict:
-        factory = value.default_factory
-        if factory not in _FACTORIES.values():
-            raise _unknown(f"{path}, its default factory", factory)
-        node["of"] = None if factory is None else factory.__name__
-    return node
+    if kind is not defaultdict:
+        return {_KIND: kind.__name__, "v": pairs}
+    factory = value.default_factory
+    if factory not in _FACTORIES.values():
+        raise _unknown(f"{path}, its default factory", factory)
+    return {_KIND: "defaultdict", "v": pairs, "of": None if factory is None else factory.__name__}
 
 
 def _of_libraries(value: Any, put: Put, path: str) -> Any:

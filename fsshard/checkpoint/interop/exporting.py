@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsshard.checkpoint import parts
 from fsshard.checkpoint.arguments import TIMEOUT, name_optimizers
-from fsshard.checkpoint.format.directory import from_home, sync
+from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.index import Index, Range, cover, rank_of
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
 from fsshard.checkpoint.reader import Reader, TensorReader
@@ -78,7 +78,7 @@ def export(
         CheckpointError: no such checkpoint, something is there already, or it cannot be written. Nothing is left.
         CorruptCheckpoint: the checkpoint is damaged.
     """
-    path = Path(from_home(file))
+    path = Path(os.path.expanduser(file))
     format = _format(path, format)
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: expected a positive number of bytes")
@@ -102,26 +102,21 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
     channel = Channel.of(model.backend.settings.everyone)
     wait_for_saves()
     channel.arrive(call, timeout)
-    named: dict[str, ShardedOptimizer] = {}
 
-    def prepared() -> None:
-        if optimizer is not False:
-            named.update(name_optimizers(model, optimizer, "fsshard.export"))
+    def prepared() -> dict[str, ShardedOptimizer]:
         if job.format == "hf":
             own = config if config is not None else getattr(model.module, "config", None)
             job.config = {"architectures": [type(model.module).__name__], **_config(own)}
+        return {} if optimizer is False else name_optimizers(model, optimizer, "fsshard.export")
 
-    exchange(channel, prepared)
-    live = LiveReader(model, named, channel, call)
+    live = LiveReader(model, prepared, channel, call)
 
     def work() -> list[str]:
         if channel.rank:
             live.serve()
             return []
-        try:
-            return [str(path) for path in job.write(live, next(iter(named), None))]
-        finally:
-            live.close()
+        with live:
+            return [str(path) for path in job.write(live, next(iter(live.index.optimizers), None))]
 
     return [Path(path) for path in exchange(channel, work)[0]]
 
@@ -157,9 +152,6 @@ def _chosen(index: Index, optimizer: bool | str) -> str | None:
     return str(optimizer)
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 @dataclass
 class _Export:
     """The place and format of what is written."""
@@ -191,13 +183,12 @@ class _Export:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _replaced(self, names: list[str], pattern: str) -> list[Path]:
-        """Return files beside those that will be written which are then no longer true: other shards of the model.
+        """Return files of an earlier export beside those that will be written: other shards of the model.
 
         Raises:
             CheckpointError: there are such files already, and nothing said to overwrite them.
         """
-        there = sorted(path.name for path in self.directory.iterdir() if re.fullmatch(pattern, path.name))
-        there += [name for name in names if name not in there and os.path.lexists(self.directory / name)]
+        there = sorted(name for name in os.listdir(self.directory) if name in names or re.fullmatch(pattern, name))
         if there and not self.overwrite:
             raise CheckpointError(
                 f"{self.directory / there[0]} exists; pass overwrite=True to replace it, or choose another path"
@@ -221,66 +212,79 @@ class _Export:
         weights, tied = _once(reader.index, self.format)
         shards = list(_shards(reader.index, weights, self.max_shard_bytes))
         stem = "model" if hf else self.path.name.removesuffix(".safetensors")
-        single = f"{stem}.safetensors" if hf else self.path.name
-        files = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-        files = files if len(shards) > 1 else [single]
-        index = f"{stem}.safetensors.index.json"
-        names = [*files, *([index] if len(shards) > 1 else []), *([CONFIG_FILE] if hf else [])]
+        single, index = f"{stem}.safetensors" if hf else self.path.name, f"{stem}.safetensors.index.json"
+        texts: dict[str, Any] = {}
+        if len(shards) == 1:
+            files = [single]
+        else:
+            files = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+            total = sum(tensors[tensor].nbytes for tensor in weights.values())
+            where = {key: name for name, shard in zip(files, shards, strict=True) for key in shard}
+            texts[index] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        if hf:
+            infos = [tensors[tensor] for tensor in weights.values()]
+            floating = next((info.dtype for info in infos if info.kind.is_floating_point), "float32")
+            texts[CONFIG_FILE] = {**self.config, "dtype": self.config.get("dtype") or floating}
         pattern = rf"({re.escape(stem)}-\d+-of-\d+\.safetensors|{re.escape(single)}|{re.escape(index)})"
-        stale = self._replaced(names, pattern)
+        stale = self._replaced([*files, *texts], pattern)
         for name, shard in zip(files, shards, strict=True):
             here = set(shard)
             metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in here}
             write(folder / name, [reader.item(key, weights[key]) for key in shard], metadata)
-        if len(shards) > 1:
-            total = sum(tensors[tensor].nbytes for tensor in weights.values())
-            where = {key: name for name, shard in zip(files, shards, strict=True) for key in shard}
-            _write_text(folder / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-        if hf:
-            dtypes = [tensors[tensor] for tensor in weights.values()]
-            floating = next((info.dtype for info in dtypes if info.kind.is_floating_point), "float32")
-            _write_text(folder / CONFIG_FILE, {**self.config, "dtype": self.config.get("dtype") or floating})
-        return self._commit(folder, names, stale)
+        for name, value in texts.items():
+            with new_file(folder / name) as stream:
+                stream.write(memoryview((json.dumps(value, indent=2) + "\n").encode()))
+        return self._commit(folder, [*files, *texts], stale)
 
     def _write_one(self, reader: TensorReader, optimizer: str | None, folder: Path) -> list[Path]:
         """Write one file of torch, or one directory of DCP."""
         from fsshard.checkpoint.interop.torch_formats import Placeholder, write_dcp, write_torch
 
-        model, name, path = reader.index.model, self.path.name, self.path
-        value: dict[str, Any] = {}  # with placeholders
-        for key, tensor in model.keys.items():
+        index, name = reader.index, self.path.name
+
+        def placeholder(tensor: str) -> Placeholder:
+            return Placeholder(tensor, index.tensors[tensor])
+
+        value: dict[str, Any] = {}
+        for key, tensor in index.model.keys.items():
             if tensor is not None:
-                value[key] = Placeholder(tensor, reader.index.tensors[tensor])
-            elif key in model.extra:
-                value[key] = reader.tree(model.extra[key])
+                value[key] = placeholder(tensor)
+            elif key in index.model.extra:
+                value[key] = reader.tree(index.model.extra[key])
         if optimizer is not None:
-            state = _by_name(reader, optimizer)
-            value = {"model": value, "optimizer": _numbered(state) if self.format == "torch" else state}
+            tensors, saved = index.optimizer_tensors(optimizer), index.optimizers[optimizer]
+            groups = [reader.tree(group) for group in saved.groups]
+            names = [name for group in groups for name in group["params"]]
+            state = {
+                name: {key: reader.tree(node) for key, node in saved.state.get(name, {}).items()}
+                | {key: placeholder(tensor) for key, tensor in tensors.get(name, {}).items()}
+                for name in names
+            }
+            state = {name: item for name, item in state.items() if item}
+            if self.format == "torch":  # whose optimizers number the parameters in the order of the groups
+                number: Any = {name: at for at, name in enumerate(names)}
+                state = {number[name]: item for name, item in state.items()}
+                groups = [{**group, "params": [number[name] for name in group["params"]]} for group in groups]
+            value = {"model": value, "optimizer": {"state": state, "param_groups": groups}}
         if self.format == "torch":
             self._replaced([name], "")
             write_torch(folder / name, value, reader.chunks)
-            return self._commit(folder, [name])
-        there = os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not os.listdir(path))
-        if there and (not self.overwrite or not _is_dcp(path)):
-            what = "it holds no DCP checkpoint alone" if self.overwrite else "pass overwrite=True to replace it"
-            raise CheckpointError(f"{path} exists; {what}, or choose another path")
-        write_dcp(folder / name, value, reader)
+        else:
+            self._check_directory()
+            write_dcp(folder / name, value, reader)
         return self._commit(folder, [name])
 
-
-def _write_text(path: Path, value: Any) -> None:
-    with new_file(path) as stream:
-        stream.write(memoryview((json.dumps(value, indent=2) + "\n").encode()))
-
-
-def _is_dcp(path: Path) -> bool:
-    """Check that a directory holds a DCP checkpoint and nothing else, so that it can be removed."""
-    if path.is_symlink() or not (path / ".metadata").is_file():
-        return False
-    return all(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
-
-
-# ------------------------------------------------------------------------------------------------ contents
+    def _check_directory(self) -> None:
+        """Raise if a directory of DCP would replace anything but an empty directory, or another one of DCP."""
+        path = self.path
+        real = path.is_dir() and not path.is_symlink()
+        names = os.listdir(path) if real else []
+        if not os.path.lexists(path) or (real and not names):
+            return
+        alone = ".metadata" in names and all(name == ".metadata" or name.endswith(".distcp") for name in names)
+        if not self.overwrite or not alone:
+            what = "it holds no DCP checkpoint alone" if self.overwrite else "pass overwrite=True to replace it"
+            raise CheckpointError(f"{path} exists; {what}, or choose another path")
 
 
 def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -290,23 +294,19 @@ def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
         CheckpointError: something that safetensors has no place for.
     """
     first: dict[str, str] = {}
-    weights: dict[str, str] = {}
     tied: dict[str, str] = {}
     for key, tensor in index.model.keys.items():
         if tensor is None:
             raise CheckpointError(f"format={format!r} holds tensors only, and {key!r} is none; use format='torch'")
-        if tensor in first:
-            tied[key] = first[tensor]
-            continue
         info = index.tensors[tensor]
         if STORED[info.kind].lanes > 1:
             raise CheckpointError(
                 f"format={format!r} has no {info.dtype}, which {key!r} is; use format='torch', or convert the model to "
                 "complex64"
             )
-        first[tensor] = key
-        weights[key] = tensor
-    return weights, tied
+        if first.setdefault(tensor, key) != key:
+            tied[key] = first[tensor]
+    return {key: tensor for tensor, key in first.items()}, tied
 
 
 def _shards(index: Index, weights: Mapping[str, str], most: int) -> Iterator[list[str]]:
@@ -321,30 +321,6 @@ def _shards(index: Index, weights: Mapping[str, str], most: int) -> Iterator[lis
         shard.append(key)
         nbytes += size
     yield shard
-
-
-def _by_name(reader: TensorReader, optimizer: str) -> dict[str, Any]:
-    """Return an optimizer's state by parameter's name, with placeholders."""
-    from fsshard.checkpoint.interop.torch_formats import Placeholder
-
-    index, saved = reader.index, reader.index.optimizers[optimizer]
-    tensors = index.optimizer_tensors(optimizer)
-    groups = [reader.tree(group) for group in saved.groups]
-    state: dict[str, dict[str, Any]] = {}
-    for name in (name for group in groups for name in group["params"]):
-        item = {key: reader.tree(node) for key, node in saved.state.get(name, {}).items()}
-        item |= {key: Placeholder(tensor, index.tensors[tensor]) for key, tensor in tensors.get(name, {}).items()}
-        if item:
-            state[name] = item
-    return {"state": state, "param_groups": groups}
-
-
-def _numbered(named: dict[str, Any]) -> dict[str, Any]:
-    """Number the parameters in the order of the groups, as torch's optimizers do."""
-    names = [name for group in named["param_groups"] for name in group["params"]]
-    number = {name: index for index, name in enumerate(names)}
-    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
-    return {"state": {number[name]: item for name, item in named["state"].items()}, "param_groups": groups}
 
 
 def _config(given: Any) -> dict[str, Any]:
@@ -369,40 +345,38 @@ def _config(given: Any) -> dict[str, Any]:
     return config
 
 
-# ------------------------------------------------------------------------------------------------ a live model
-
-
 class LiveReader(TensorReader):
     """Reads a wrapped model, and optimizers over it, in the memory of all ranks as if it were a checkpoint.
 
-    Collective to make. Rank 0 reads; every other rank calls :meth:`serve`, which hands out what rank 0 asks for until
-    it closes.
+    Collective to make. Rank 0 reads and closes; the others :meth:`serve` till then.
     """
 
     def __init__(
-        self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], channel: Channel, call: str
+        self,
+        model: ShardedModule,
+        optimizers: Callable[[], Mapping[str, ShardedOptimizer]],
+        channel: Channel,
+        call: str,
     ) -> None:
         settings = model.backend.settings
         self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
         model.buffers_held.sync()  # rank 0's count, as in a state dict
 
         def collected() -> parts.Collected:
+            chosen = optimizers()
             model.backend.reshard()
-            return parts.collect(model, optimizers, {}, settings.overall_rank)
+            return parts.collect(model, chosen, {}, settings.overall_rank)
 
         mine = parts.collect_together(collected, model.backend, channel)
         self._parts = mine.parts
         told = channel.gather([parts.as_table(mine.parts), mine.trees(())])
-        tensors = parts.in_pieces(*parts.divide([table for table, _ in told], call, shared=False))
+        tensors, _ = parts.divide([table for table, _ in told], call, shared=False)
         self.index = parts.make_index(parts.origin_of(model), mine, tensors, [trees for _, trees in told])
         self._numbers = {name: number for number, name in enumerate(tensors)}  # the same on all ranks
         ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
         self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
 
-    # -- rank 0
-
     def read(self, name: str, wanted: Range) -> Tensor:
-        """Return elements [start, stop) of a flattened tensor, on the CPU. On rank 0, while the others serve."""
         info = self.index.tensors[name]
         out = torch.empty(wanted[1] - wanted[0], dtype=info.kind)
         for piece, low, high in cover(info.pieces, wanted):
@@ -421,8 +395,8 @@ class LiveReader(TensorReader):
         part = self._parts[name]
         return part.values[low - part.range[0] : high - part.range[0]]
 
-    def close(self) -> None:
-        """Let the others go on; on rank 0."""
+    def __exit__(self, *_: object) -> None:
+        """Let the others go on."""
         for rank in self._asked:
             self._send([-1, 0, 0], rank)
         self._asked = []
@@ -430,10 +404,8 @@ class LiveReader(TensorReader):
     def _send(self, request: list[int], rank: int) -> None:
         dist.send(torch.tensor(request, device=self._device), group=self._group, group_dst=rank)
 
-    # -- the others
-
     def serve(self) -> None:
-        """Hand out parts until rank 0 closes; on the other ranks."""
+        """Hand out the parts that rank 0 asks for."""
         request, names = torch.empty(3, dtype=torch.int64, device=self._device), list(self._numbers)
         while self._rank in self._asked:
             dist.recv(request, group=self._group, group_src=0)
@@ -445,6 +417,5 @@ class LiveReader(TensorReader):
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """View values as bytes."""
-    # Every collective library carries these; not all of them carry complex numbers and bool.
+    # Every collective library carries bytes; not all of them carry complex numbers and bool.
     return values.contiguous().view(torch.uint8)

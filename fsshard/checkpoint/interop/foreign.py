@@ -1,8 +1,4 @@
-"""Opens other programs' checkpoints: their kind and the saved tree, with tensors still on disk.
-
-Only what cannot be read otherwise is unpickled, and only if the caller trusts it: unpickling runs whatever code a file
-asks for.
-"""
+"""Opens other programs' checkpoints: their kind and the saved tree, with tensors still on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +19,7 @@ from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Range
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["KINDS", "Opened", "check_plain", "foreign", "memory_of", "open_tree"]
+__all__ = ["KINDS", "READER", "Tree", "foreign", "open_tree"]
 
 KINDS = ("safetensors", "hf", "torch", "dcp", "neuralop")
 
@@ -33,7 +29,9 @@ HF_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch
 NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"
-READER = "_fsshard_reader"  # attribute of a tensor of the tree that is still to be read
+READER = "_fsshard_reader"  # attribute of a tensor of the tree that is still to be read: a function of a range
+Tree = dict[Any, Any]
+"""Dicts and lists of values and tensors, as they were saved."""
 
 
 def foreign(path: str | os.PathLike[str]) -> str | None:
@@ -80,43 +78,6 @@ def _kind_of_file(path: Path) -> str | None:
     return "torch" if head.startswith((ZIP, PICKLE)) else None
 
 
-# ------------------------------------------------------------------------------------------------ opening
-
-
-class Opened(ExitStack):
-    """The tree of another program's checkpoint; close it after reading."""
-
-    def __init__(self, path: Path, kind: str) -> None:
-        super().__init__()
-        self.path, self.kind = path, kind
-        self.tree: Any = {}  # dicts and lists of values and tensors; a tensor on the meta device is still to be read
-        self.tied: dict[str, str] = {}  # key -> the key under which the same tensor was saved
-        self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
-
-    def read(self, tensor: Tensor, wanted: Range | None = None) -> Tensor:
-        """Return elements [start, stop) of a tensor of the tree, flat; all by default."""
-        start, stop = wanted if wanted is not None else (0, tensor.numel())
-        if (reader := getattr(tensor, READER, None)) is not None:
-            return cast(Tensor, reader((start, stop)))
-        if tensor.is_meta:
-            raise CorruptCheckpoint(f"{self.path}: a tensor on the meta device, which has no numbers")
-        check_plain(self.path, tensor)
-        return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[start:stop].clone()
-
-    def value(self, node: Any) -> Any:
-        """Read all tensors in a part of the tree; the same memory once, as it was when it was saved."""
-        if isinstance(node, Tensor):
-            key = memory_of(node)
-            if key not in self._values:
-                self._values[key] = self.read(node).reshape(node.shape)
-            return self._values[key]
-        if type(node) in (list, tuple):
-            return type(node)(self.value(item) for item in node)
-        if isinstance(node, dict):
-            return {key: self.value(item) for key, item in node.items()}
-        return node
-
-
 def awaited(dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
     """Return a tensor on the meta device for one that is read by and by."""
     tensor = torch.empty(shape, dtype=dtype, device="meta")
@@ -124,53 +85,50 @@ def awaited(dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], 
     return tensor
 
 
-def open_tree(path: str | os.PathLike[str], kind: str, *, trust_pickle: bool) -> Opened:
-    """Open another program's checkpoint, of the ``kind`` that :func:`foreign` said.
+def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) -> tuple[Tree, dict[str, str]]:
+    """Open another program's checkpoint, of the ``kind`` that :func:`foreign` said; ``files`` closes what stays open.
+
+    Returns:
+        The tree; and key -> the key under which the same tensor was saved, where the format ties keys by name.
 
     Raises:
-        CheckpointError: it must be unpickled, and is not trusted (``trust_pickle``).
+        CheckpointError: it must be unpickled, which runs whatever code it asks for, and is not trusted.
         CorruptCheckpoint: it is damaged.
     """
-    path = Path(path)
-    opened = Opened(path, kind)
+    tied: dict[str, str] = {}
     try:
         if kind == "safetensors":
-            _add_safetensors(opened, path)
-        elif kind == "torch":
-            opened.tree = _unpickled(path, trust_pickle)
-        else:
-            {"hf": _open_hf, "dcp": _open_dcp, "neuralop": _open_neuralop}[kind](opened, path, trust_pickle)
-        return opened
-    except BaseException as error:
-        opened.close()
-        if isinstance(error, OSError):
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-        raise
+            return _safetensors(path, files, tied), tied
+        if kind == "hf":
+            return _hf(path, files, tied, trust_pickle), tied
+        return {"torch": _unpickled, "dcp": _dcp, "neuralop": _neuralop}[kind](path, trust_pickle), tied
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _add_safetensors(opened: Opened, path: Path) -> None:
+def _safetensors(path: Path, files: ExitStack, tied: dict[str, str]) -> Tree:
     # The Hub's cache holds links, which a checkpoint of ours may not.
-    file = opened.enter_context(TensorsFile(os.path.realpath(path)))
-    for key, entry in file.entries.items():
-        if key in opened.tree:
-            raise CorruptCheckpoint(f"{path}: has {key!r}, which another file has too")
-        read = partial(lambda key, wanted: file.read(key, *wanted), key)
-        opened.tree[key] = awaited(entry.dtype, entry.shape, read)
-    opened.tied |= {key: first for key, first in file.metadata.items() if first in file.entries}
+    file = files.enter_context(TensorsFile(os.path.realpath(path)))
+    tied |= {key: first for key, first in file.metadata.items() if first in file.entries}
+    return {
+        key: awaited(entry.dtype, entry.shape, partial(lambda key, wanted: file.read(key, *wanted), key))
+        for key, entry in file.entries.items()
+    }
 
 
-def _open_hf(opened: Opened, path: Path, trust_pickle: bool) -> None:
-    names = {entry.name for entry in os.scandir(path)}
+def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) -> Tree:
+    names, tree = {entry.name for entry in os.scandir(path)}, Tree()
     indexes = sorted((name for name in names if HF_INDEXES.fullmatch(name)), key=lambda name: ".bin." in name)
     where = _weight_map(path / indexes[0]) if indexes else {}
-    files = dict.fromkeys(where.values()) or [n for n in (*HF_FILES, *_single_file(names)) if n in names][:1]
-    for name in files:
-        if name.endswith(".safetensors"):
-            _add_safetensors(opened, path / name)
-        else:
-            opened.tree |= _unpickled(path / name, trust_pickle)
-    if absent := sorted(where.keys() - opened.tree.keys() - opened.tied.keys()):
+    for name in dict.fromkeys(where.values()) or [n for n in (*HF_FILES, *_single_file(names)) if n in names][:1]:
+        safe = name.endswith(".safetensors")
+        part = _safetensors(path / name, files, tied) if safe else _unpickled(path / name, trust_pickle)
+        if both := tree.keys() & part.keys():
+            raise CorruptCheckpoint(f"{path / name}: has {min(both)!r}, which another file has too")
+        tree |= part
+    if absent := sorted(where.keys() - tree.keys() - tied.keys()):
         raise CorruptCheckpoint(f"{path / indexes[0]} lists tensors that its files lack: {', '.join(absent[:5])}")
+    return tree
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -185,22 +143,19 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def _open_neuralop(opened: Opened, path: Path, trust_pickle: bool) -> None:
+def _neuralop(path: Path, trust_pickle: bool) -> Tree:
     names = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(".pt"))
     manifest = _unpickled(path / "manifest.pt", trust_pickle) if "manifest.pt" in names else {}
     models = [name for name in names if name.endswith(NEURALOP_MODEL)]
     named = next((name for name in (manifest.get("model"), f"model{NEURALOP_MODEL}") if name in models), None)
     if named is None and len(models) > 1:
         raise CheckpointError(f"{path} has several models ({', '.join(models)}); pass the path of one")
-    opened.tree = {"model": _unpickled(path / (named or models[0]), trust_pickle)}
-    for part in NEURALOP_PARTS:
-        if f"{part}.pt" in names:
-            opened.tree[part] = _unpickled(path / f"{part}.pt", trust_pickle)
-    if "epoch" in manifest:
-        opened.tree["epoch"] = manifest["epoch"]
+    parts = {"model": named or models[0]} | {part: f"{part}.pt" for part in NEURALOP_PARTS if f"{part}.pt" in names}
+    tree: Tree = {part: _unpickled(path / name, trust_pickle) for part, name in parts.items()}
+    return tree | ({"epoch": manifest["epoch"]} if "epoch" in manifest else {})
 
 
-def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
+def _dcp(path: Path, trust_pickle: bool) -> Tree:
     if not trust_pickle:
         raise CheckpointError(
             f"{path} is of torch.distributed.checkpoint, whose .metadata is a pickle: reading it runs whatever code is "
@@ -208,10 +163,10 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
         )
     from fsshard.checkpoint.interop.torch_formats import DcpDirectory
 
-    opened.tree = DcpDirectory(path).tree(awaited)
+    return DcpDirectory(path).tree(awaited)
 
 
-def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
+def _unpickled(path: Path, trust_pickle: bool) -> Tree:
     """Return what ``torch.save`` wrote; its tensors are mapped, not read, where the file's format allows it.
 
     Plain tensors and containers are read by torch's own restricted unpickler, which runs no code.
@@ -240,20 +195,6 @@ def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
     return value
-
-
-def check_plain(path: Path, tensor: Tensor) -> None:
-    """Raise for a tensor that is sparse or quantized."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        raise CheckpointError(f"{path}: {what}; only plain ones are read: save it as such (tensor.to_dense())")
-
-
-def memory_of(tensor: Tensor) -> Any:
-    """Return a key that differs between tensors of a tree which show other memory, or the same in another way."""
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _reason(error: Exception) -> str:

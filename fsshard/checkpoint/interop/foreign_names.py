@@ -1,14 +1,10 @@
-"""Maps other programs' state dicts, whose parameters are numbered or nested, to the names of our models.
-
-Wrappers put prefixes into names; torch's optimizers, and FairScale's, number the parameters. Both are undone here with
-the model at hand.
-"""
+"""Maps the names in other programs' state dicts, and the numbers in their optimizers', to names of the model."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +19,14 @@ from fsshard.torch_private.modules import CHECKPOINTED, COMPILED
 
 __all__ = [
     "Names",
-    "NumberedState",
     "State",
-    "as_this_torch",
-    "check_complete",
     "clean_path",
-    "known_name",
+    "known_names",
     "path_below",
     "plain_names",
-    "regroup",
     "same_value",
     "unprefixed",
+    "whole_state",
 ]
 
 PREFIX = "module."  # before every name of DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel
@@ -45,11 +38,8 @@ State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
 
 
-# ------------------------------------------------------------------------------------------------ names
-
-
 def clean_path(path: str) -> str:
-    """Return a name without what FairScale's wrappers put into it."""
+    """Return a name without the parts that wrappers put into it."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
@@ -66,54 +56,53 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise StateDictError(f"a {type(state).__name__} (expected a model's state dict, on every rank)")
-    cleaned = {clean_path(key): value for key, value in state.items()}
-    flat = [key for key in cleaned if key.rpartition(".")[2].startswith("flat_param")]
+    variants, keys = list(unprefixed(state)), model.backend.keys
+    flat = [key for key in variants[0] if key.rpartition(".")[2].startswith("flat_param")]
     if flat:
         raise StateDictError("a rank's flat shards (put them together with join_model_shards first)", unexpected=flat)
     expected = set(model.backend.key_order)
-    plain = max(unprefixed(cleaned), key=lambda each: len(expected & set(each)))
-    keys = model.backend.keys
+    plain = max(variants, key=lambda each: len(expected & set(each)))
     given = {keys[key]: value for key, value in plain.items() if key in keys}
     return {**plain, **{key: given[name] for key, name in keys.items() if key not in plain and name in given}}
 
 
-def unprefixed(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a state dict as it is, and without the prefix of each wrapper (DDP of ShardedDDP has two)."""
+def unprefixed(state: State) -> Iterator[dict[str, Any]]:
+    """Yield a state dict with ever fewer of the prefixes of wrappers (DDP of ShardedDDP has two)."""
+    state = {clean_path(key): value for key, value in state.items()}
     yield state
     while state and all(key.startswith(PREFIX) or key == NEURALOP_ARGUMENTS for key in state):
         state = {key.removeprefix(PREFIX): value for key, value in state.items()}
         yield state
 
 
-# ------------------------------------------------------------------------------------------------ optimizers
+def whole_state(optimizer: ShardedOptimizer, states: Any, names: Names | None, *, strict: bool) -> dict[str, Any]:
+    """Return states of optimizers that number their parameters as one by name, in this optimizer's groups.
 
-
-class NumberedState(NamedTuple):
-    """Numbered states, by name."""
-
-    state: dict[str, dict[str, Any]]
-    groups: list[tuple[dict[str, Any], list[str]]]  # hyper-parameters, names
-
-    @classmethod
-    def of(cls, optimizer: ShardedOptimizer, states: Sequence[State], names: Names | None) -> NumberedState:
-        groups, owners = [], []
-        for index, each in enumerate(states if isinstance(states, Sequence) else [states]):
-            _check_form(each)
-            groups += each["param_groups"]
-            owners += [index] * len(each["param_groups"])
-        if not groups:
-            raise StateDictError("an optimizer state without groups")
-        named = _names_of_groups(optimizer, states, groups, names)
-        by_name: dict[str, dict[str, Any]] = {}
-        for owner, group, members in zip(owners, groups, named, strict=True):
-            _check_numbers(optimizer, states[owner], group, members)
-            for number, name in zip(group["params"], members, strict=True):
-                item = states[owner]["state"].get(number)
-                if item:  # FairScale's load_state_dict leaves {} for what another rank owns
-                    by_name[name] = {key: _one_value(name, key, value) for key, value in item.items()}
-        dropped = ("params", "param_names")
-        hyper = [{key: value for key, value in group.items() if key not in dropped} for group in groups]
-        return cls(by_name, list(zip(hyper, named, strict=True)))
+    ``names`` are those of each group where the states do not say; ``strict`` raises where a part has no state.
+    """
+    states = states if isinstance(states, Sequence) else [states]
+    for each in states:
+        _check_form(each)
+    groups = [(each["state"], group) for each in states for group in each["param_groups"]]
+    if not groups:
+        raise StateDictError("an optimizer state without groups")
+    named = _names_of_groups(optimizer, states, [group for _, group in groups], names)
+    by_name: dict[str, dict[str, Any]] = {}
+    for index, ((state, group), members) in enumerate(zip(groups, named, strict=True)):
+        if len(members) != len(group["params"]):
+            counts = {f"parameters of group {index}": (len(members), len(group["params"]))}
+            raise StateDictError("optimizer state", mismatched=counts)
+        for number, name in zip(group["params"], members, strict=True):
+            item = state.get(number)
+            if item:  # FairScale's load_state_dict leaves {} for what another rank owns
+                by_name[name] = {key: _one_value(name, key, value) for key, value in item.items()}
+    if strict:
+        _check_complete(optimizer, by_name)
+    hyper = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for _, group in groups]
+    regrouped = _regroup(optimizer, list(zip(hyper, named, strict=True)))
+    whole = _as_this_torch(optimizer, {"state": by_name, "param_groups": regrouped})
+    optimizer.check_state_dict(whole)
+    return whole
 
 
 def _check_form(state: object) -> None:
@@ -127,7 +116,7 @@ def _check_form(state: object) -> None:
 
 
 def _one_value(name: str, key: str, value: Any) -> Any:
-    """FSDP keeps numbers that are tensors in a list, one per rank."""
+    """Return the one number of a list in which FairScale's FSDP keeps it for each rank; all else as it is."""
     if not isinstance(value, list) or not value or not all(isinstance(v, Tensor) and not v.dim() for v in value):
         return value
     if any(not torch.equal(v, value[0]) for v in value):
@@ -138,7 +127,7 @@ def _one_value(name: str, key: str, value: Any) -> Any:
 def _names_of_groups(
     optimizer: ShardedOptimizer, states: Sequence[State], groups: Sequence[State], names: Names | None
 ) -> list[list[str]]:
-    """For each old group the names of its parameters, in the order in which it numbers them."""
+    """Return for each old group the names of its parameters, in the order in which it numbers them."""
     of_fsdp = "param_id_map" in states[0]
     if names is not None:
         if of_fsdp:
@@ -146,10 +135,10 @@ def _names_of_groups(
             names = [list(itertools.chain.from_iterable(names))]
         if len(names) != len(groups):
             raise ConfigurationError(f"names has {len(names)} lists, the optimizer state has {len(groups)} groups")
-        return [[known_name(optimizer, name) for name in members] for members in names]
+        return [known_names(optimizer, members) for members in names]
     told = [group.get("param_names", group["params"]) for group in groups]
     if all(isinstance(name, str) for members in told for name in members):
-        return [[known_name(optimizer, name) for name in members] for members in told]
+        return [known_names(optimizer, members) for members in told]
     if of_fsdp:
         if len({unit for unit in states[0]["param_id_map"].values() if unit is not None}) > 1:
             raise ConfigurationError(
@@ -165,14 +154,17 @@ def _names_of_groups(
     return mine
 
 
-def known_name(optimizer: ShardedOptimizer, name: str) -> str:
-    """Return ``name`` as the model has it: without wrappers' prefixes, and the first one of a shared weight."""
-    backend = optimizer.model.backend
-    first = {slot.name: entry.name for entry in backend.entries.values() for slot in entry.slots}
-    candidate = clean_path(name)
-    while candidate not in first and candidate.startswith(PREFIX):
-        candidate = candidate.removeprefix(PREFIX)
-    return first.get(candidate, name)
+def known_names(optimizer: ShardedOptimizer, names: Iterable[str]) -> list[str]:
+    """Return names as the model has them: without wrappers' prefixes, and the first one of a shared weight."""
+    first = {slot.name: entry.name for entry in optimizer.model.backend.entries.values() for slot in entry.slots}
+
+    def known(name: str) -> str:
+        candidate = clean_path(name)
+        while candidate not in first and candidate.startswith(PREFIX):
+            candidate = candidate.removeprefix(PREFIX)
+        return first.get(candidate, name)
+
+    return [known(name) for name in names]
 
 
 def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
@@ -185,29 +177,7 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
         raise StateDictError("optimizer state", mismatched=sizes)
 
 
-def _check_numbers(optimizer: ShardedOptimizer, state: State, group: State, names: Sequence[str]) -> None:
-    """Check for as many numbers as names; if not, say which, as far as the shapes tell."""
-    numbers = group["params"]
-    over = len(names) - len(numbers)
-    if over == 0:
-        return
-    entries = optimizer.model.backend.entries
-    mine = [tuple(entries[name].shape) if name in entries else None for name in names]
-    saved = [_shape_of(state["state"].get(number)) for number in numbers]
-    unlike = (at for at, shapes in enumerate(zip(mine, saved, strict=False)) if shapes[0] != shapes[1])
-    # Without state there is no shape: then what is over is counted from the end.
-    start = min(len(mine), len(saved)) if None in saved else next(unlike, min(len(mine), len(saved)))
-    missing = [f"{names[i]} {mine[i]}" for i in range(start, start + over)]
-    unexpected = [f"parameter {numbers[i]} of shape {saved[i]}" for i in range(start, start - over)]
-    raise StateDictError("optimizer state", missing, unexpected)
-
-
-def _shape_of(item: Any) -> tuple[int, ...] | None:
-    shapes = [tuple(v.shape) for v in (item or {}).values() if isinstance(v, Tensor) and v.dim()]
-    return shapes[0] if shapes else None
-
-
-def check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
+def _check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
     """Raise where trainable parameters have no state: a consolidation lost ranks, or they never had a gradient."""
     left = [e.name for e in optimizer.entries if e.parameter.requires_grad and not state.get(e.name)]
     if state and left:
@@ -218,7 +188,7 @@ def check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> Non
         )
 
 
-def regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[dict[str, Any]]:
+def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[dict[str, Any]]:
     """Put the old hyper-parameters into this optimizer's groups."""
     owner = {name: hyper for hyper, names in old for name in names}
     missing, wrong, regrouped = [], {}, []
@@ -227,8 +197,7 @@ def regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]])
         theirs = [owner.pop(name) for name in group["params"] if name in owner]
         hyper = theirs[0] if theirs else {}
         for other in theirs[1:]:
-            keys = sorted(hyper.keys() | other.keys()) if other is not hyper else []
-            for key in keys:
+            for key in sorted(hyper.keys() | other.keys()) if other is not hyper else []:
                 if not same_value(hyper.get(key), other.get(key)):
                     wrong[f"{key} of group {index}"] = ("one value", (hyper.get(key), other.get(key)))
         regrouped.append({**hyper, "params": group["params"]})
@@ -237,35 +206,36 @@ def regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]])
     return regrouped
 
 
-def as_this_torch(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _as_this_torch(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Let the optimizer class itself bring a state of older releases to what it works with now."""
     # FSDP's gather_full_optim_state_dict and torch before 1.12 hold Adam's step as a number, where torch 2.13 asserts a
     # tensor; groups of older releases lack newer hyper-parameters. load_state_dict of a torch optimizer puts both
     # right: here over empty parameters, so that nothing is copied. What is on the meta device stands for a tensor that
     # is still to be read, and stays as it is.
-    entries, names = optimizer.model.backend.entries, [n for g in saved["param_groups"] for n in g["params"]]
-    stands = {name: nn.Parameter(torch.empty(0, dtype=entries[name].dtype)) for name in names}
-    inner = local_optimizer(optimizer.inner)
-    arguments = {k: v for k, v in constructor_arguments(inner).items() if k not in ("fused", "capturable")}
-    groups = [{"params": [stands[name] for name in group["params"]]} for group in saved["param_groups"]]
-    plain = optimizer.optimizer_class(groups, **arguments)
-    number = {name: index for index, name in enumerate(names)}
-    numbered = [{**group, "params": [number[name] for name in group["params"]]} for group in saved["param_groups"]]
-    awaited = {
-        n: {k: v for k, v in s.items() if isinstance(v, Tensor) and v.is_meta} for n, s in saved["state"].items()
-    }
-    here = {number[n]: {k: v for k, v in s.items() if k not in awaited[n]} for n, s in saved["state"].items()}
+    entries, groups = optimizer.model.backend.entries, saved["param_groups"]
+    stands = {n: nn.Parameter(torch.empty(0, dtype=entries[n].dtype)) for group in groups for n in group["params"]}
+    number = {name: index for index, name in enumerate(stands)}
+    arguments = constructor_arguments(local_optimizer(optimizer.inner))
+    plain = optimizer.optimizer_class(
+        [{"params": [stands[name] for name in group["params"]]} for group in groups],
+        **{key: value for key, value in arguments.items() if key not in ("fused", "capturable")},
+    )
+    here: dict[int, dict[str, Any]] = {}
+    awaited: dict[str, dict[str, Any]] = {}
+    for name, item in saved["state"].items():
+        awaited[name] = {key: v for key, v in item.items() if isinstance(v, Tensor) and v.is_meta}
+        here[number[name]] = {key: v for key, v in item.items() if key not in awaited[name]}
+    numbered = [{**group, "params": [number[name] for name in group["params"]]} for group in groups]
     plain.load_state_dict({"state": here, "param_groups": numbered})
-    state = {n: {**plain.state.get(stand, {}), **awaited.get(n, {})} for n, stand in stands.items()}
-    state = {name: item for name, item in state.items() if item}
-    groups = [
-        {**new, "params": old["params"]} for new, old in zip(plain.param_groups, saved["param_groups"], strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
+    state = {name: {**plain.state.get(stand, {}), **awaited.get(name, {})} for name, stand in stands.items()}
+    return {
+        "state": {name: item for name, item in state.items() if item},
+        "param_groups": [{**new, "params": old["params"]} for new, old in zip(plain.param_groups, groups, strict=True)],
+    }
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Equal, to the last bit."""
+    """Return whether two values are equal to the last bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

@@ -1,7 +1,7 @@
 """Shows other programs' checkpoints as ours, by an index over their files, so that fsshard.load reads them too.
 
-With a model at hand its names decide what in the tree is the model's state dict and which number means which parameter.
-``fsshard import`` has no model and takes what can be told without one.
+A model's names decide what in the tree is its state dict, and which number means which parameter. ``fsshard import``
+has no model, and takes what can be told without one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
+from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
 from fsshard.checkpoint.format.index import (
     Index,
     ModelInfo,
@@ -30,20 +32,11 @@ from fsshard.checkpoint.format.index import (
 )
 from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
 from fsshard.checkpoint.format.tree import encode
-from fsshard.checkpoint.interop.foreign import KINDS, Opened, check_plain, foreign, memory_of, open_tree
-from fsshard.checkpoint.interop.foreign_names import (
-    NumberedState,
-    as_this_torch,
-    check_complete,
-    clean_path,
-    known_name,
-    plain_names,
-    regroup,
-    unprefixed,
-)
+from fsshard.checkpoint.interop.foreign import KINDS, READER, foreign, open_tree
+from fsshard.checkpoint.interop.foreign_names import clean_path, known_names, plain_names, unprefixed, whole_state
 from fsshard.checkpoint.parts import class_name
 from fsshard.checkpoint.reader import TensorReader
-from fsshard.errors import CheckpointError
+from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -52,49 +45,42 @@ __all__ = ["UNKNOWN_CLASS", "ForeignReader", "foreign", "import_checkpoint", "op
 
 UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say
 FILE = rank_file(0, 1)
-DEPTH = 4  # how deep in the tree a state dict can be
+DEPTH = 4  # of a state dict in the tree, at the most
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
 OBJECTS = {
-    "lr_scheduler": "scheduler",
-    "scheduler_state_dict": "scheduler",
-    "lr_scheduler_state_dict": "scheduler",
-    "grad_scaler": "scaler",
-    "scaler_state_dict": "scaler",
-    "grad_scaler_state_dict": "scaler",
+    **dict.fromkeys(("lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict"), "scheduler"),
+    **dict.fromkeys(("grad_scaler", "scaler_state_dict", "grad_scaler_state_dict"), "scaler"),
 }
 """Map other programs' names of objects to those of fsshard.load."""
 
-NEWER = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
-OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr"}
-"""Hyper-parameters that came with some release of torch, or that schedulers add: they tell nothing about a class."""
+TELL_NOTHING = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
+TELL_NOTHING |= {"initial_lr", "max_lr", "min_lr"}
+"""Hyper-parameters that came with some release of torch, or that schedulers add: they do not tell a class."""
 
-Place = tuple[Any, ...]
-"""The keys that lead to a node of the tree."""
+Place = tuple[Any, ...]  # the keys that lead to a node of the tree
 
 
 def open_foreign(
-    path: str | os.PathLike[str],
+    path: Path,
     kind: str,
     model: ShardedModule,
     optimizers: Mapping[str, ShardedOptimizer],
     *,
-    strict: bool = True,
-    trust_pickle: bool = False,
+    strict: bool,
+    trust_pickle: bool,
 ) -> ForeignReader:
     """Open what :func:`foreign` recognised, for a model and its optimizers. Local; nothing of them changes.
 
     ``strict`` raises where trainable parameters have no optimizer state while others do.
     """
-    reader = ForeignReader(open_tree(path, kind, trust_pickle=trust_pickle))
-    try:
+    with ExitStack() as unless_whole:
+        reader = unless_whole.enter_context(ForeignReader(path, kind, trust_pickle=trust_pickle))
         reader.add_model(model)
         reader.add_optimizers_for(optimizers, strict)
         reader.add_objects()
         reader.make_index()
+        unless_whole.pop_all()
         return reader
-    except BaseException:
-        reader.__exit__()
-        raise
 
 
 def import_checkpoint(
@@ -118,11 +104,11 @@ def import_checkpoint(
             their parameters (load them with the model, by ``fsshard.load``).
         CorruptCheckpoint: it is damaged.
     """
-    source = from_home(source)
+    source = Path(os.path.expanduser(source))
     kind = foreign(source)
     if kind is None:
-        raise CheckpointError(f"{os.fspath(source)} is not a checkpoint of a known kind; known are: {', '.join(KINDS)}")
-    with ForeignReader(open_tree(source, kind, trust_pickle=trust_pickle)) as reader:
+        raise CheckpointError(f"{source} is not a checkpoint of a known kind; known are: {', '.join(KINDS)}")
+    with ForeignReader(source, kind, trust_pickle=trust_pickle) as reader:
         reader.add_model()
         if optimizer:
             reader.add_named_optimizers()
@@ -138,9 +124,6 @@ def import_checkpoint(
         return CheckpointTarget(destination).write_alone(write_into)
 
 
-# ------------------------------------------------------------------------------------------------ what is where
-
-
 class ForeignReader(TensorReader):
     """Reads another program's checkpoint as :class:`~fsshard.checkpoint.reader.Reader` reads ours.
 
@@ -148,36 +131,53 @@ class ForeignReader(TensorReader):
     value there, until :meth:`encode_values`.
     """
 
-    def __init__(self, opened: Opened) -> None:
-        self.directory, self._opened = opened.path, opened
+    def __init__(self, path: Path, kind: str, *, trust_pickle: bool) -> None:
+        self.directory, self._kind = path, kind
+        with ExitStack() as files:
+            self._tree, self._tied = open_tree(path, kind, files, trust_pickle=trust_pickle)
+            self._files = files.pop_all()
+        self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
         self.tensors: dict[str, Tensor] = {}  # our name -> tensor of the tree
         self.keys: dict[str, str | None] = {}  # state-dict key -> name, or None
         self.extra: dict[str, Any] = {}  # state-dict key -> what is no tensor
         self.optimizers: dict[str, OptimizerInfo] = {}  # with what of the state is no tensor
         self.objects: dict[str, Any] = {}  # whatever else
         self._model_place: Place = ()
-        self._optimizer_nodes = {place: node for place, node in _mappings(opened.tree) if _is_optimizer(node)}
-
-    def __enter__(self) -> ForeignReader:
-        return self
+        self._optimizer_nodes = {place: node for place, node in _mappings(self._tree) if _is_optimizer(node)}
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._files.close()
 
     def check_headers(self) -> None:
         """Do nothing: the headers made the index."""
 
-    def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Refuse: there are no checksums."""
-        raise CheckpointError(f"{self.directory}: verify=True, and {self._opened.kind} keeps no checksums")
+    def verify(self, *_: object) -> None:
+        raise CheckpointError(f"{self.directory}: verify=True, and {self._kind} keeps no checksums")
 
     def read(self, name: str, wanted: Range) -> Tensor:
-        """Return elements [start, stop) of a flattened tensor in its own dtype, on the host."""
-        return self._opened.read(self.tensors[name], wanted)
+        return self._read(self.tensors[name], wanted)
+
+    def _read(self, tensor: Tensor, wanted: Range) -> Tensor:
+        reader = getattr(tensor, READER, None)
+        if reader is not None:
+            return cast(Tensor, reader(wanted))
+        if tensor.is_meta:
+            raise CorruptCheckpoint(f"{self.directory}: a tensor on the meta device, which has no numbers")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
+            raise CheckpointError(f"{self.directory}: {what}; only plain ones are read: save it as such (.to_dense())")
+        return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[slice(*wanted)].clone()
 
     def tree(self, node: Any) -> Any:
-        """Return a value of the index, with its tensors."""
-        return self._opened.value(node)
+        """Read all tensors in a part of the tree; the same memory once, as it was when it was saved."""
+        if isinstance(node, Tensor):
+            key = _memory_of(node)
+            if key not in self._values:
+                self._values[key] = self._read(node, (0, node.numel())).reshape(node.shape)
+            return self._values[key]
+        if type(node) in (list, tuple):
+            return type(node)(self.tree(item) for item in node)
+        return {key: self.tree(item) for key, item in node.items()} if isinstance(node, dict) else node
 
     # -- the model
 
@@ -193,29 +193,29 @@ class ForeignReader(TensorReader):
         expected = set(model.backend.key_order) if model is not None else set()
         candidates = [
             (place, node)
-            for place, node in _mappings(self._opened.tree)
+            for place, node in _mappings(self._tree)
             if not any(place[: len(outer)] == outer for outer in self._optimizer_nodes)
             and all(isinstance(key, str) for key in node)
         ]
 
         def fitness(candidate: tuple[Place, dict[str, Any]]) -> tuple[int, bool, int]:
             place, node = candidate
-            shared = max(len(expected & set(each)) for each in _variants(node))
+            shared = max(len(expected & set(each)) for each in unprefixed(node))
             return shared, bool(place) and place[-1] in MODEL_KEYS, 0 if expected else _count_tensors(node)
 
         best = max(candidates, key=fitness, default=None)
         if best is None or (model is None and not _count_tensors(best[1])):
             raise CheckpointError(f"{self.directory} has no state dict of a model")
         self._model_place, state = best
-        *_, plain = _variants(state) if model is None else [plain_names(model, state)]
+        *_, plain = unprefixed(state) if model is None else [plain_names(model, state)]
         by_memory: dict[Any, str] = {}  # what was saved over the same memory shares a tensor
         for key, value in plain.items():
             if isinstance(value, Tensor):
-                name = self.keys[key] = by_memory.setdefault(memory_of(value), f"model/{key}")
+                name = self.keys[key] = by_memory.setdefault(_memory_of(value), f"model/{key}")
                 self.tensors.setdefault(name, value)
             elif key != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
                 self.keys[key], self.extra[key] = None, value
-        for key, first in self._opened.tied.items() if model is None else ():
+        for key, first in self._tied.items() if model is None else ():
             if self.keys.get(first) is not None:
                 self.keys.setdefault(key, self.keys[first])
 
@@ -236,12 +236,7 @@ class ForeignReader(TensorReader):
         for name, optimizer in optimizers.items():
             node = by_name[name] if _is_nested(by_name[name]) else _unflattened(optimizer, by_name[name])
             _check_class(self.directory, optimizer, node["param_groups"])
-            numbered = NumberedState.of(optimizer, [node], None)
-            if strict:
-                check_complete(optimizer, numbered.state)
-            groups = regroup(optimizer, numbered.groups)
-            state = as_this_torch(optimizer, {"state": numbered.state, "param_groups": groups})
-            optimizer.check_state_dict(state)
+            state = whole_state(optimizer, node, None, strict=strict)
             self._put_optimizer(name, class_name(optimizer.optimizer_class), state["param_groups"], state["state"])
 
     def _put_optimizer(self, name: str, kind: str, groups: list[Any], state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -281,44 +276,42 @@ class ForeignReader(TensorReader):
     def add_objects(self) -> None:
         """Add what is beside the model's state dict and the optimizers' states."""
         taken = {place[0] for place in (self._model_place, *self._optimizer_nodes) if place}
-        for key, value in self._opened.tree.items() if self._model_place else ():
+        for key, value in self._tree.items() if self._model_place else ():
             if key not in taken:
                 self.objects[OBJECTS.get(str(key), str(key))] = value
 
     def encode_values(self) -> None:
-        """Put trees in place of values; their tensors join the others."""
+        """Put trees in place of values; their tensors join the others, the same memory once."""
         names: dict[Any, str] = {}
 
         def tree(value: Any, place: str) -> Any:
             def put(path: str, tensor: Tensor) -> str:
-                name = names.setdefault(memory_of(tensor), f"{place}/{path}")  # the same memory is written once
+                name = names.setdefault(_memory_of(tensor), f"{place}/{path}")
                 self.tensors.setdefault(name, tensor)
                 return name
 
-            return encode(self._opened.value(value), put, place)
+            return encode(self.tree(value), put, place)
 
         self.extra = {key: tree(value, f"model/{key}") for key, value in self.extra.items()}
-        for name, (kind, groups, state) in self.optimizers.items():
-            groups = [tree(group, f"groups/{name}") for group in groups]
+        for name, (_, groups, state) in self.optimizers.items():
+            groups[:] = [tree(group, f"groups/{name}") for group in groups]
             for parameter, item in state.items():
                 state[parameter] = {k: tree(value, f"state/{name}/{parameter}/{k}") for k, value in item.items()}
-            self.optimizers[name] = OptimizerInfo(kind, groups, state)
         self.objects = {name: tree(value, f"objects/{name}") for name, value in self.objects.items()}
 
     def make_index(self) -> Index:
         """Make the index over all that was added."""
-        path = self.directory
+        path, infos = self.directory, {name: self._info(name, tensor) for name, tensor in self.tensors.items()}
         files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-        names = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-        seen = repr([[(file.name, file.stat().st_size) for file in files], names])
+        seen = repr([[(file.name, file.stat().st_size) for file in files], infos])
         self.index = Index(
             id=hashlib.sha256(seen.encode()).hexdigest(),  # the same on all ranks that see the same
             # Saves of this run come after whatever is there: loading tells them this number.
             ordinal=newest_ordinal(path.absolute().parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            origin=Origin("unknown", "unknown", self._opened.kind, 1),
+            origin=Origin("unknown", "unknown", self._kind, 1),
             files={},
-            tensors={name: self._info(name, tensor) for name, tensor in self.tensors.items()},
+            tensors=infos,
             model=ModelInfo(self.keys, self.extra, {}),
             optimizers=self.optimizers,
             objects={name: {"all": value} for name, value in self.objects.items()},
@@ -326,7 +319,6 @@ class ForeignReader(TensorReader):
         return self.index
 
     def _info(self, name: str, tensor: Tensor) -> TensorInfo:
-        check_plain(self.directory, tensor)
         if tensor.dtype not in STORED:
             known = ", ".join(map(dtype_name, STORED))
             raise CheckpointError(f"{self.directory}: {name} is of {tensor.dtype}; known are {known}")
@@ -345,9 +337,11 @@ def _mappings(node: Any, place: Place = ()) -> Iterator[tuple[Place, dict[Any, A
                 yield from _mappings(value, (*place, key))
 
 
-def _variants(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a state dict with ever less of the prefixes that wrappers put before its names."""
-    yield from unprefixed({clean_path(key): value for key, value in state.items()})
+def _memory_of(tensor: Tensor) -> Any:
+    """Return a key that differs between tensors of a tree which show other memory, or the same in another way."""
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _count_tensors(node: Mapping[str, Any]) -> int:
@@ -374,10 +368,10 @@ def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any]) -> dict[s
         name, _, key = rest.rpartition(".")
         (state if kind == "state" else groups).setdefault(name, {})[key] = value
     held = {name for group in groups_by_name(optimizer) for name in group["params"]}
-    named = {name: known_name(optimizer, name) for name in groups}
+    ours = zip(groups.items(), known_names(optimizer, groups), strict=True)
     return {
         "state": state,
-        "param_groups": [{**hyper, "params": [name]} for name, hyper in groups.items() if named[name] in held],
+        "param_groups": [{**hyper, "params": [name]} for (name, hyper), known in ours if known in held],
     }
 
 
@@ -386,15 +380,10 @@ def _members(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:
-    """Compare hyper-parameters, since a state does not say of which class it is.
-
-    Raises:
-        CheckpointError: the state and the optimizer have some that the other does not know.
-    """
+    """Raise if state and optimizer both have hyper-parameters of their own: a state does not say its class."""
     mine = set(optimizer.defaults)
-    told_nothing = NEWER | OF_SCHEDULERS
     theirs = {str(key) for group in groups if isinstance(group, dict) for key in group}
-    unknown, absent = sorted(theirs - mine - told_nothing), sorted(mine - theirs - told_nothing)
+    unknown, absent = sorted(theirs - mine - TELL_NOTHING), sorted(mine - theirs - TELL_NOTHING)
     if unknown and absent:
         raise CheckpointError(
             f"{path}: the optimizer state has {', '.join(unknown)}, a {optimizer.optimizer_class.__name__} has "

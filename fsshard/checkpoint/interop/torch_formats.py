@@ -1,7 +1,6 @@
 """Files of torch.save and directories of torch.distributed.checkpoint, written as a stream; the latter read by slices.
 
-``torch.save`` and DCP need every tensor in memory. Here values have placeholders in place of tensors, whose numbers are
-read a piece at a time when their turn has come.
+``torch.save`` and DCP need every tensor in memory. Here placeholders stand for tensors that are read piece by piece.
 """
 
 from __future__ import annotations
@@ -24,23 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata as meta
+from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsshard.checkpoint.format.index import Range, TensorInfo
@@ -55,9 +40,6 @@ ALIGNMENT = 64  # bytes, where records of a file begin, so that it can be mapped
 PIECE_BYTES = 1 << 20  # of a tensor in one record of DCP, each of which costs DCP about a kilobyte
 FOLDER = "archive"
 DATE = (1980, 1, 1, 0, 0, 0)
-
-
-# ------------------------------------------------------------------------------------------------ files of torch.save
 
 
 @dataclass(frozen=True)
@@ -76,12 +58,14 @@ def write_torch(path: Path, value: Any, read: Callable[[str], Iterable[Tensor]])
     """
     # The format is a zip archive: a pickle that says which tensor lies in which record, and one record per storage.
     # Checksums are true; torch.serialization.skip_data leaves room for the bytes too, but checksums of zeros.
-    structure, storages, held = _structure(value)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        _record(archive, "data.pkl", len(structure), [structure])
+        _record(archive, "data.pkl", len(buffer.getvalue()), [buffer.getvalue()])
         _record(archive, "byteorder", len(sys.byteorder), [sys.byteorder.encode()])
-        for number, (name, info) in enumerate(storages.items()):
-            _record(archive, f"data/{number}", info.nbytes, _memory(held.get(name) or read(name)))
+        for number, (name, info) in pickler.storages.items():
+            _record(archive, f"data/{number}", info.nbytes, _memory(pickler.held.get(name) or read(name)))
         _record(archive, "version", 2, [b"3\n"])
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())
@@ -103,8 +87,6 @@ def _record(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterable[A
         for piece in pieces:
             record.write(piece)
 
-
-# ------------------------------------------------------------------------------------------------ the pickle
 
 STORAGE_CLASSES = {
     torch.float64: "DoubleStorage",
@@ -128,23 +110,31 @@ class _Storage(NamedTuple):
     info: TensorInfo
 
 
-class _Rebuilt:
-    """Pickled as a call of torch's function that makes a tensor of a storage."""
+class _Pickler(pickle.Pickler):
+    """Writes, in place of placeholders and tensors, calls of torch's functions that make a tensor of a storage."""
 
-    def __init__(self, storage: _Storage) -> None:
-        self._storage = storage
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: dict[int, tuple[str, TensorInfo]] = {}  # by their numbers, in order
+        self.held: dict[str, list[Tensor]] = {}  # the numbers of tensors that stood in the value
+        self._numbers: dict[str, int] = {}
 
-    def __reduce__(self) -> Any:
-        dtype, shape = self._storage.info.kind, self._storage.info.shape
-        stride = tuple(torch.empty(shape, device="meta").stride())
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            name = f"\0{len(self.held)}"  # no tensor's name
+            self.held[name] = [obj.detach().cpu().reshape(-1)]
+            obj = Placeholder(name, TensorInfo(dtype_name(obj.dtype), tuple(obj.shape), ()))
+        if not isinstance(obj, Placeholder):
+            return NotImplemented
+        number = self._numbers.setdefault(obj.name, len(self._numbers))
+        self.storages.setdefault(number, (obj.name, obj.info))
+        dtype, shape = obj.info.kind, obj.info.shape
         hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        arguments = (self._storage, 0, shape, stride, False, hooks)
+        arguments = (_Storage(number, obj.info), 0, shape, torch.empty(shape, device="meta").stride(), False, hooks)
         # torch itself says by which of its functions a file rebuilds tensors of this dtype.
         rebuild: Any = torch.empty(0, dtype=dtype).__reduce_ex__(2)[0]
         return rebuild, arguments if dtype in STORAGE_CLASSES else (*arguments, dtype)
 
-
-class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
@@ -154,38 +144,13 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, legacy), str(obj.number), "cpu", obj.info.numel
 
 
-def _structure(value: Any) -> tuple[bytes, dict[str, TensorInfo], dict[str, list[Tensor]]]:
-    """Return the pickle, the storages in the order of their numbers, and the values of tensors that were there."""
-    storages: dict[str, TensorInfo] = {}
-    numbers: dict[str, int] = {}
-    held: dict[str, list[Tensor]] = {}
-
-    def filled(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            name = f"\0{len(held)}"  # no tensor's name
-            held[name] = [node.detach().cpu().reshape(-1)]
-            return filled(Placeholder(name, TensorInfo(dtype_name(node.dtype), tuple(node.shape), ())))
-        if isinstance(node, Placeholder):
-            storages.setdefault(node.name, node.info)
-            return _Rebuilt(_Storage(numbers.setdefault(node.name, len(numbers)), node.info))
-        if type(node) in (dict, collections.OrderedDict):
-            return type(node)((key, filled(item)) for key, item in node.items())
-        if type(node) in (list, tuple):
-            return type(node)(filled(item) for item in node)
-        return node
-
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(filled(value))
-    return buffer.getvalue(), storages, held
-
-
 # ------------------------------------------------------------------------------------------------ writing DCP
 
 
 def write_dcp(path: Path, value: dict[str, Any], reader: TensorReader) -> None:
     """Write what ``torch.distributed.checkpoint.save(value)`` would; placeholders stand for the reader's tensors."""
     try:
-        with warnings.catch_warnings(), replaced(TensorProperties, "__getstate__", _read_by_all):
+        with warnings.catch_warnings(), replaced(meta.TensorProperties, "__getstate__", _read_by_all):
             warnings.simplefilter("ignore")  # that one process saves alone
             dcp.save(value, storage_writer=dcp.FileSystemWriter(path), planner=_Pieces(reader), no_dist=True)
     except dcp.CheckpointException as error:  # of torch 2.13, derived from BaseException
@@ -193,10 +158,10 @@ def write_dcp(path: Path, value: dict[str, Any], reader: TensorReader) -> None:
         raise CheckpointError(f"cannot write {path}: {'; '.join(failures.values())}") from error
 
 
-_GETSTATE: Any = TensorProperties.__getstate__
+_GETSTATE: Any = meta.TensorProperties.__getstate__
 
 
-def _read_by_all(properties: TensorProperties) -> tuple[Any, ...]:
+def _read_by_all(properties: meta.TensorProperties) -> tuple[Any, ...]:
     """Return what is pickled, without the strides that torch 2.15 adds and does without, too."""
     state: tuple[Any, ...] = _GETSTATE(properties)
     return state[:5]  # torch 2.13 cannot read more: "too many values to unpack (expected 5)"
@@ -209,26 +174,28 @@ class _Pieces(DefaultSavePlanner):
         super().__init__()
         self._reader = reader
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> plans.SavePlan:
         """Plan every tensor in boxes of consecutive elements; everything else as bytes."""
-        items: list[WriteItem] = []
+        items: list[plans.WriteItem] = []
         for name, value in self.state_dict.items():
             if not isinstance(value, (Placeholder, Tensor)):
-                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                items.append(plans.WriteItem(meta.MetadataIndex(name), plans.WriteItemType.BYTE_IO))
                 continue
             dtype = value.dtype if isinstance(value, Tensor) else value.info.kind
             shape = torch.Size(value.shape if isinstance(value, Tensor) else value.info.shape)
             for offsets, sizes in _boxes(shape, dtype.itemsize):
-                box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                data = TensorWriteData(box, TensorProperties(dtype=dtype), shape)
-                items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items, planner_data=self.mappings)
+                box = meta.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                data = plans.TensorWriteData(box, meta.TensorProperties(dtype=dtype), shape)
+                items.append(
+                    plans.WriteItem(meta.MetadataIndex(name, box.offsets), plans.WriteItemType.SHARD, tensor_data=data)
+                )
+        self.plan = plans.SavePlan(items, planner_data=self.mappings)
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    def resolve_data(self, write_item: plans.WriteItem) -> Tensor | io.BytesIO:
         """Read the numbers of one piece."""
         value = self.state_dict[write_item.index.fqn]
-        if write_item.type == WriteItemType.BYTE_IO:
+        if write_item.type == plans.WriteItemType.BYTE_IO:
             buffer = io.BytesIO()
             torch.save(value, buffer)
             return buffer
@@ -236,29 +203,23 @@ class _Pieces(DefaultSavePlanner):
             return value.detach().cpu()
         assert write_item.tensor_data is not None
         box = write_item.tensor_data.chunk
-        strides = _strides(value.info.shape)
+        strides = torch.empty(value.info.shape, device="meta").stride()
         start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
         return self._reader.read(value.name, (start, start + math.prod(box.sizes))).reshape(box.sizes)
 
 
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
 def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of boxes that lie one after the other in the flattened tensor."""
-    most = max(1, PIECE_BYTES // itemsize)
-    if math.prod(shape) <= most:
+    row = math.prod(shape[1:]) * itemsize
+    if math.prod(shape) * itemsize <= PIECE_BYTES:
         yield (0,) * len(shape), shape
-        return
-    strides = _strides(shape)
-    dim = next(dim for dim, stride in enumerate(strides) if stride <= most)  # divided; those before it are singled out
-    step = most // strides[dim]
-    for outer in range(math.prod(shape[:dim])):
-        before = [outer // math.prod(shape[at + 1 : dim]) % shape[at] for at in range(dim)]
-        for start in range(0, shape[dim], step):
-            count = min(step, shape[dim] - start)
-            yield (*before, start, *(0,) * (len(shape) - dim - 1)), (*(1,) * dim, count, *shape[dim + 1 :])
+    elif row > PIECE_BYTES:
+        for index in range(shape[0]):
+            yield from (((index, *offsets), (1, *sizes)) for offsets, sizes in _boxes(shape[1:], itemsize))
+    else:
+        step = PIECE_BYTES // row
+        for start in range(0, shape[0], step):
+            yield (start, *(0,) * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:])
 
 
 # ------------------------------------------------------------------------------------------------ reading DCP
@@ -271,7 +232,7 @@ class DcpDirectory:
         self._path = path
         self._reader = dcp.FileSystemReader(path)
         with self._faults():
-            self._metadata: Metadata = self._reader.read_metadata()
+            self._metadata: meta.Metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, True)
 
     @contextlib.contextmanager
@@ -292,7 +253,7 @@ class DcpDirectory:
                 node, path = tree, places.get(name) or (name,)
                 for step in path[:-1]:
                     node = node.setdefault(step, {})
-                if not isinstance(info, TensorStorageMetadata):
+                if not isinstance(info, meta.TensorStorageMetadata):
                     node[path[-1]] = self._read_bytes(name)
                 elif info.size:
                     node[path[-1]] = awaited(info.properties.dtype, tuple(info.size), partial(self.read, name))
@@ -301,30 +262,28 @@ class DcpDirectory:
         return dict(_listed(tree))
 
     def _read_bytes(self, name: str) -> Any:
-        index, none = MetadataIndex(name), torch.Size((0,))
-        item, planner = ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none), _Target(None)
-        self._reader.read_data(LoadPlan([item]), planner).wait()
+        index, none = meta.MetadataIndex(name), torch.Size((0,))
+        item, planner = plans.ReadItem(plans.LoadItemType.BYTE_IO, index, none, index, none, none), _Target(None)
+        self._reader.read_data(plans.LoadPlan([item]), planner).wait()
         return planner.value
 
     def read(self, name: str, wanted: Range) -> Tensor:
         """Return elements [start, stop) of a flattened tensor; the rows that they lie in are read."""
         info = self._metadata.state_dict_metadata[name]
-        assert isinstance(info, TensorStorageMetadata)
+        assert isinstance(info, meta.TensorStorageMetadata)
         shape, dtype = tuple(info.size), info.properties.dtype
         start, stop = wanted
         if stop <= start:
             return torch.empty(0, dtype=dtype)
-        row = math.prod(shape[1:])
-        first, last = (start // row, -(-stop // row)) if shape else (0, 1)
-        sizes = (last - first, *shape[1:]) if shape else ()
-        offsets = (first, *(0,) * (len(shape) - 1)) if shape else ()
-        target = torch.empty(sizes, dtype=dtype)
-        box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        row, dims = math.prod(shape[1:]), len(shape)
+        first, last = start // row, -(-stop // row)
+        target = torch.empty((last - first, *shape[1:])[:dims], dtype=dtype)  # of no dimension: a number
+        box = meta.ChunkStorageMetadata(torch.Size((first, *(0,) * (dims - 1))[:dims]), target.shape)
         with self._faults():
             items = create_read_items_for_chunk_list(name, info, [box])
             if sum(math.prod(item.lengths) for item in items) != target.numel():
                 raise CorruptCheckpoint(f"{self._path}: pieces of {name} are missing, or overlap")
-            self._reader.read_data(LoadPlan(items), _Target(target)).wait()
+            self._reader.read_data(plans.LoadPlan(items), _Target(target)).wait()
         return target.reshape(-1)[start - first * row : stop - first * row]
 
 
@@ -336,11 +295,11 @@ class _Target(DefaultLoadPlanner):
         self._target = target
         self.value: Any = None
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: plans.ReadItem, value: io.BytesIO) -> None:
         """Unpickle: the directory is trusted."""
         self.value = torch.load(value, map_location="cpu", weights_only=False)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+    def resolve_tensor(self, read_item: plans.ReadItem) -> Tensor:
         """Return the place of a piece."""
         assert self._target is not None
         place = self._target
@@ -348,7 +307,7 @@ class _Target(DefaultLoadPlanner):
             place = place.narrow(dim, offset, length)
         return place
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+    def commit_tensor(self, read_item: plans.ReadItem, tensor: Tensor) -> None:
         """Do nothing: the tensor is in its place already."""
 
 

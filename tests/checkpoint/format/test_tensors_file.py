@@ -66,25 +66,6 @@ def test_every_dtype_comes_back_and_safetensors_reads_it(dtype: torch.dtype, tmp
             assert read.dtype is stored.dtype and bits(read) == bits(tensor)
 
 
-def test_all_dtypes_in_one_file_in_any_order(tmp_path: Path) -> None:
-    tensors = {str(dtype): of_dtype(dtype, 1 + index % 3) for index, dtype in enumerate(STORED)}
-    write(tmp_path / "a", [item(key, tensor) for key, tensor in tensors.items()], {"of": "many"})
-    theirs = safetensors.torch.load_file(tmp_path / "a")  # refuses what is not aligned
-    assert {key: bits(tensor) for key, tensor in theirs.items()} == {key: bits(t) for key, t in tensors.items()}
-    with TensorsFile(tmp_path / "a") as file:
-        assert file.metadata == {"of": "many"} and file.entries.keys() == tensors.keys()
-
-
-def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
-    tensors = {f"{dtype}": of_dtype(dtype, 4, 3) for dtype, stored in STORED.items() if stored.lanes == 1}
-    tensors.pop("torch.float8_e8m0fnu")  # safetensors 0.8 reads it but does not write it
-    safetensors.torch.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    with TensorsFile(tmp_path / "theirs") as file:
-        assert file.metadata == {"format": "pt"}
-        for key, tensor in tensors.items():
-            assert bits(file.read(key, 0, 12)) == bits(tensor) and file.entries[key].shape == (4, 3)
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -118,18 +99,6 @@ def test_slices_go_straight_into_the_tensor(tmp_path: Path) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
         file.read("x", 4, 8, parameter)
         assert parameter.tolist() == [[2, 0], [3, 0]]
-
-
-def test_a_function_gives_the_tensor_when_its_turn_has_come(tmp_path: Path) -> None:
-    turns: list[Any] = []
-
-    def give(index: int) -> Tensor:
-        turns.append(index)
-        return torch.full((300_000,), index, dtype=torch.int32)
-
-    items = [Item(str(index), torch.int32, (300_000,), lambda index=index: give(index)) for index in range(3)]
-    info = write(tmp_path / "a", items, progress=lambda count: turns.append("bytes") if count < 1000 else None)
-    assert turns == ["bytes", 0, 1, 2] and info.bytes > 3_600_000
 
 
 def test_a_tensor_can_be_given_in_pieces(tmp_path: Path) -> None:
@@ -183,27 +152,6 @@ def test_nothing_is_written_over_or_through_a_link(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="cannot create"):
             write(tmp_path / name, [])
     assert (tmp_path / "there").read_text() == "kept" and not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on files")
-def test_the_disk_begins_while_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-
-    def refused(descriptor: int, offset: int, length: int, advice: int) -> None:
-        told.append(os.fstat(descriptor).st_size - offset - length)
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "posix_fadvise", refused)
-    write(tmp_path / "a", [item("x", torch.arange(6 << 20, dtype=torch.float32))])
-    assert told == [0, 0, 0]
-
-
-def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
-    tensor = torch.randn(100)
-    info = write(tmp_path / "a", [item("a", tensor)])
-    assert checksum(tmp_path / "a") == info
 
 
 @pytest.fixture

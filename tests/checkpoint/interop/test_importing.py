@@ -162,31 +162,25 @@ def test_torchs_own_sharded_checkpoints(ranks: Any, tmp_path: Path) -> None:
 
 def job_resume(kind: str, folder: Path, backend: str) -> dict[str, Any]:
     """Load what the real FairScale saved, by fsshard.load; the weights after some more steps."""
-    from tests.compat import old_checkpoints as old
+    from tests.compat import test_fairscale_checkpoints as old
 
-    name, arguments = old.SETTINGS["AdamW"]
-    cls = getattr(torch.optim, name)
-    module = old.build(getattr(old, kind), 9)
-    groups = old.split(module) if kind == "Text" else None
-    model = fsshard.wrap(module, backend=backend)
-    optimizer = fsshard.build_optimizer(model, cls, groups, **{**arguments, "lr": 1e-9})
+    model, optimizer = old.ours(getattr(old, kind), "AdamW", backend)
     fsshard.load(folder / "both.pt", model, optimizer)
-    old.run(model, [optimizer], old.STEPS)
-    return old.plain(model.state_dict())
+    return old.run(model, [optimizer], old.STEPS)
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("Text", "fsdp2"), ("Nested", "fsdp")])
 def test_fairscales_own(ranks: Any, tmp_path: Path, kind: str, backend: str) -> None:
-    pytest.importorskip("fairscale")
-    from tests.compat import old_checkpoints as old
+    """A consolidated OSS with ShardedDDP, and FSDP over one flat parameter, whose optimizer state was gathered."""
+    from tests.compat import test_fairscale_checkpoints as old
 
-    if kind == "Text":  # ShardedDDP and a consolidated OSS
+    if kind == "Text":
         expected = ranks.run(old.job_write_oss, 2, old.Text, "AdamW", str(tmp_path))[0]
-        (optimizer,) = old.read(str(tmp_path), "optimizer")
-    else:  # FSDP, whose optimizer state was gathered
+    else:
         expected = ranks.run(old.job_write_fsdp, 2, "AdamW", str(tmp_path), ())[0]
-        optimizer = old.read(str(tmp_path), "optimizer")
-    torch.save({"model": old.read(str(tmp_path), "model"), "optimizer": optimizer}, tmp_path / "both.pt")
+    optimizer = old.read(str(tmp_path), "optimizer")
+    whole = {"model": old.read(str(tmp_path), "model"), "optimizer": optimizer[0] if kind == "Text" else optimizer}
+    torch.save(whole, tmp_path / "both.pt")
     for got in ranks.run(job_resume, 2, kind, tmp_path, backend):
         assert same(expected, got)
 
