@@ -29,6 +29,7 @@ __all__ = ["Index", "ModelInfo", "OptimizerInfo", "Origin", "Piece", "Range", "T
 FORMAT = "fsshard-checkpoint"
 FORMAT_VERSION = 2
 READ_VERSIONS = (1, 2)
+WROTE_IN_MEMORY_ORDER = "fsdp"  # format 1, as Index.may_be_permuted says; no class of today can tell
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
@@ -189,7 +190,7 @@ class Index:
     @property
     def may_be_permuted(self) -> bool:
         """Tell whether what wrote it put parameters that were not contiguous into another order."""
-        return self.format_version == 1 and self.origin.backend == "fsdp" and self.origin.world_size > 1
+        return self.format_version == 1 and self.origin.backend == WROTE_IN_MEMORY_ORDER and self.origin.world_size > 1
 
     def optimizer_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
         """Map parameters to keys to the names of the tensors of one optimizer's state."""
