@@ -13,13 +13,24 @@ FairScale need not be installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fsshard.backends.whole import raw_state_dict
-from fsshard.checkpoint.interop.foreign_names import PREFIX, Names, State, known_names, plain_names, whole_state
+from fsshard.checkpoint.interop.foreign_names import (
+    PREFIX,
+    Names,
+    State,
+    clean_path,
+    known_names,
+    path_below,
+    plain_names,
+    same_value,
+    whole_state,
+)
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import agree
@@ -27,10 +38,10 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.sharded.state_dict import check_keys
 
-from .fairscale_shards import join_model_shards, join_optimizer_shards, names_in_metadata
 from .trainers import by_number
 
 __all__ = [
+    "consolidate",
     "fsdp_names",
     "fsdp_optimizer_state",
     "join_model_shards",
@@ -147,7 +158,8 @@ def fsdp_names(model: ShardedModule, units: Sequence[str] = ()) -> list[list[str
         raise ConfigurationError(f"units: the model has no module {', '.join(map(repr, unknown))}")
     found: dict[str, list[str]] = {name: [] for name in order if name == "" or name in units}
     for entry in model.backend.entries.values():
-        homes = {_unit_of(slot.name, found) for slot in entry.slots}
+        around = [[unit for unit in found if not unit or slot.name.startswith(f"{unit}.")] for slot in entry.slots]
+        homes = {max(each, key=len) for each in around}
         if len(homes) > 1:
             raise ConfigurationError(
                 f"{entry.name!r} is shared by modules of different units ({', '.join(sorted(map(repr, homes)))}), "
@@ -155,14 +167,6 @@ def fsdp_names(model: ShardedModule, units: Sequence[str] = ()) -> list[list[str
             )
         found[homes.pop()].append(entry.name)
     return [names for names in found.values() if names]
-
-
-def _unit_of(name: str, units: Mapping[str, Any]) -> str:
-    while name:
-        name = name.rpartition(".")[0]
-        if name in units:
-            return name
-    return ""
 
 
 def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None) -> dict[str, Any]:
@@ -185,23 +189,11 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
     held = whole["param_groups"][0]["params"]
     if sorted(order) != sorted(held):
         raise StateDictError("names", sorted(set(held) - set(order)), sorted(set(order) - set(held)))
-    _check_flattenable(units, order, whole["state"])
-    unit_of = [index for index, unit in enumerate(units) for _ in unit]
-    stateful = [name in whole["state"] for name in order]
-    return {
-        "state": {n: _as_fsdp(whole["state"][name]) for n, name in enumerate(order) if stateful[n]},
-        "param_groups": [{**whole["param_groups"][0], "params": list(range(len(order)))}],
-        "param_id_map": {n: unit if stateful[n] else None for n, unit in enumerate(unit_of)},
-        "uncollected_local_ids": [],
-    }
-
-
-def _check_flattenable(units: Names, order: Sequence[str], state: Mapping[str, Any]) -> None:
-    known = iter(order)
-    for unit in units:
-        members = [next(known) for _ in unit]
-        without = [name for name in members if name not in state]
-        if without and len(without) < len(members):
+    state = whole["state"]
+    members = iter(order)
+    for unit in ([next(members) for _ in unit] for unit in units):
+        without = [name for name in unit if name not in state]
+        if without and len(without) < len(unit):
             raise ConfigurationError(
                 f"{', '.join(without)}: no state, while others in the same wrapped module have one; FSDP keeps "
                 "one flat state for them all"
@@ -210,6 +202,15 @@ def _check_flattenable(units: Names, order: Sequence[str], state: Mapping[str, A
     steps = {float(item["step"]) for item in state.values() if "step" in item}
     if len(steps) > 1:
         raise ConfigurationError(f"parameters took different counts of steps ({sorted(steps)}); FSDP keeps one for all")
+    unit_of = [index for index, unit in enumerate(units) for _ in unit]
+    return {
+        "state": {n: _as_fsdp(state[name]) for n, name in enumerate(order) if name in state},
+        "param_groups": [{**whole["param_groups"][0], "params": list(range(len(order)))}],
+        "param_id_map": {
+            n: unit if name in state else None for n, (unit, name) in enumerate(zip(unit_of, order, strict=True))
+        },
+        "uncollected_local_ids": [],
+    }
 
 
 def _as_fsdp(item: State) -> dict[str, Any]:
@@ -219,3 +220,160 @@ def _as_fsdp(item: State) -> dict[str, Any]:
         is_number = isinstance(value, Tensor) and not value.dim()
         found[key] = value if not is_number else value.item() if key == "step" else [value.clone()]
     return found
+
+
+# ------------------------------------------------------------------------------------------------ FSDP's shards
+#
+# ``local_state_dict()`` and ``optimizer.state_dict()`` of a rank hold flat shards; ``local_metadata_dict()``, which
+# FairScale asks its users to save beside them, says which parameters lie in each, in which order, and how much of the
+# shard is padding.
+
+
+class _Backing(NamedTuple):
+    """One parameter of the engine: flat, made of several of the model's, or one as it is."""
+
+    key: str
+    names: list[str]
+    shapes: list[torch.Size]
+    numels: list[int]
+    paddings: list[int]  # by rank
+
+
+def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
+    """Join the model's whole state dict from ``local_state_dict()`` of all ranks. Local.
+
+    As FairScale's ``consolidate_shard_weights``; shared weights are tied by :func:`load_model_state`.
+
+    Args:
+        states: ``local_state_dict()`` of every rank, in rank order. They are left as they are.
+        metadata: ``local_metadata_dict()`` of every rank, in rank order.
+
+    Returns:
+        Whole tensors by the original names; buffers are rank 0's.
+
+    Raises:
+        ConfigurationError: not one metadata per state, or a module whose ranks hold different weights (MoE).
+        StateDictError: a flat parameter is missing, or the shards do not add up to it.
+    """
+    backings = _backings(states, metadata)
+    cleaned = [{clean_path(key): value for key, value in state.items()} for state in states]
+    flat = {backing.key for backing in backings}
+    return _joined(backings, cleaned) | {key: value for key, value in cleaned[0].items() if key not in flat}
+
+
+def consolidate(states: Sequence[State], metadata: Sequence[State], with_buffers: bool, strict: bool) -> dict[str, Any]:
+    """Do as ``FullyShardedDataParallel.consolidate_shard_weights``, and tie shared weights again in every module.
+
+    ``strict`` raises for what the metadata names and no rank has; ``with_buffers`` takes rank 0's.
+    """
+    backings = _backings(states, metadata, alone=True)
+    whole = _joined([each for each in backings if strict or each.key in states[0]], states)
+    for module in metadata[0]["param_metadata"]:
+        # FairScale 0.4.13 ties those of the last wrapper only, without its path
+        for kept, alias in module["shared_param_info"]:
+            kept, alias = (path_below(module["fsdp_path"], name) for name in (kept, alias))
+            whole.update({alias: whole[kept]} if kept in whole else {})
+    if with_buffers:
+        buffers = [name for name in metadata[0]["buffer_names"] if strict or name in states[0]]
+        if missing := [name for name in buffers if name not in states[0]]:
+            raise StateDictError("the shards of the model", missing=missing)
+        whole.update((name, states[0][name]) for name in buffers)
+    return whole
+
+
+def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
+    """Join the whole optimizer state from ``optimizer.state_dict()`` of all ranks. Local.
+
+    Args:
+        states: the state of the torch optimizer over the sharded model's parameters, of every rank, in rank order.
+        metadata: ``local_metadata_dict()`` of every rank, in rank order.
+
+    Returns:
+        A torch optimizer's state dict over whole parameters, whose one group has their names (``"param_names"``).
+
+    Raises:
+        ConfigurationError: several groups (which parameters were in which is not in the metadata), not one metadata
+            per state, or a module whose ranks hold different weights (MoE).
+        StateDictError: the shards do not add up.
+    """
+    backings = _backings(states, metadata)
+    groups = states[0]["param_groups"]
+    if len(groups) != 1:
+        raise ConfigurationError(
+            f"{len(groups)} param_groups: FairScale's FSDP saves which parameters a module holds, not which group they "
+            "are in; one group is what gather_full_optim_state_dict takes as well"
+        )
+    numbers = groups[0]["params"]
+    if len(numbers) != len(backings):
+        sizes = {"number of flat parameters": (len(backings), len(numbers))}
+        raise StateDictError("the shards of the optimizer", mismatched=sizes)
+    whole: dict[int, dict[str, Any]] = {}
+    first = 0
+    for number, backing in zip(numbers, backings, strict=True):
+        for key in states[0]["state"].get(number, {}):
+            values = [state["state"].get(number, {}).get(key) for state in states]
+            for offset, part in enumerate(_state_parts(backing, values, key)):
+                whole.setdefault(first + offset, {})[key] = part
+        first += len(backing.names)
+    names = [name for backing in backings for name in backing.names]
+    return {"state": whole, "param_groups": [{**groups[0], "params": list(range(first)), "param_names": names}]}
+
+
+def names_in_metadata(metadata: State) -> list[list[str]]:
+    """Return the parameters of each wrapped module of an old model, in FairScale's order, from any rank's metadata."""
+    modules = enumerate(metadata["param_metadata"])
+    units = [[name for b in _of_module(module, [metadata], i) for name in b.names] for i, module in modules]
+    return [names for names in units if names]  # FairScale numbers no module without parameters of its own
+
+
+def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, Any]:
+    """Join the parameters in flat ones, which all ranks must have."""
+    missing = [f"{b.key} of rank {r}" for b in backings for r in range(len(b.paddings)) if b.key not in states[r]]
+    if missing:
+        raise StateDictError("the shards of the model", missing=missing)
+    joined: dict[str, Any] = {}
+    for each in backings:
+        joined |= _parts(each, [state[each.key] for state in states[: len(each.paddings)]], each.key)
+    return joined
+
+
+def _backings(states: Sequence[State], metadata: Sequence[State], alone: bool = False) -> list[_Backing]:
+    if not states or len(states) != len(metadata):
+        raise ConfigurationError(
+            f"{len(states)} shards with {len(metadata)} metadata; give both of every rank, in rank order"
+        )
+    modules = enumerate(metadata[0]["param_metadata"])
+    return [backing for i, module in modules for backing in _of_module(module, metadata, i, alone)]
+
+
+def _of_module(module: State, metadata: Sequence[State], index: int, alone: bool = False) -> Iterator[_Backing]:
+    path = module["fsdp_path"]
+    if module["no_broadcast_optim_state"]:
+        metadata = metadata[:1]  # each rank has another module there
+    if module["no_broadcast_optim_state"] and not alone:
+        raise ConfigurationError(
+            f"the ranks of {path or 'the model'!r} held different weights (no_broadcast_optim_state=True); so they "
+            "are not shards of one tensor; load each rank's file into that rank's experts"
+        )
+    for key, item in module["params"].items():
+        paddings = [each["param_metadata"][index]["params"][key]["padding"] for each in metadata]
+        names = [path_below(path, name) for name in item["names"]]
+        yield _Backing(path_below(path, key), names, list(item["shapes"]), list(item["numels"]), paddings)
+
+
+def _state_parts(backing: _Backing, values: Sequence[Any], key: str) -> list[Any]:
+    """Split a flat parameter's state into that of each parameter in it."""
+    if all(isinstance(value, Tensor) and value.dim() for value in values):
+        return list(_parts(backing, values, f"{backing.key}: {key}").values())
+    if any(not same_value(value, values[0]) for value in values):
+        raise StateDictError("the shards of the optimizer", mismatched={f"{backing.key}: {key}": (values[0], values)})
+    return [values[0] for _ in backing.names]
+
+
+def _parts(backing: _Backing, shards: Sequence[Tensor], what: str) -> dict[str, Tensor]:
+    kept = [shard.reshape(-1) for shard in shards]
+    flat = torch.cat([shard[: shard.numel() - pad] for shard, pad in zip(kept, backing.paddings, strict=True)])
+    if flat.numel() != sum(backing.numels):
+        raise StateDictError("the shards", mismatched={what: (sum(backing.numels), flat.numel())})
+    parts = zip(flat.split(backing.numels), backing.shapes, strict=True)
+    return {name: part.view(shape) for name, (part, shape) in zip(backing.names, parts, strict=True)}

@@ -16,8 +16,8 @@ change                  without it                                              
 ======================  ================================================================  ==========================
 
 Not here is what stays: handlers of ``os.fork`` that close what a child must not keep, the variables such as ``RANK``
-that ``init()`` writes for libraries that read them, and a filter of one warning (``oss/grad_scaling.py``). Nor is what
-lasts for a ``with`` only, and what ``python -m fsshard.compat`` and ``redirect.install()`` change on demand.
+that ``init()`` writes for libraries that read them, a filter of one warning (``oss/norm_and_scaling.py``), what lasts
+for a ``with`` only, and what ``python -m fsshard.compat`` and ``redirect.install()`` change on demand.
 """
 
 from __future__ import annotations

@@ -145,7 +145,6 @@ def test_a_private_attribute_of_another_room_is_found() -> None:
 
 FAIRSCALES = {
     *("_clear_counters", "_setup_backward_hooks"),  # of its ShardedDataParallel, which calls them
-    "_default_device",  # of its OSS, for scripts that look at it
 }
 
 
@@ -373,7 +372,7 @@ def private_torch(source: str, own: set[str], ours: set[str], torchs: Set[str]) 
 
 
 ANOTHERS = {
-    "compat/fairscale/nn/data_parallel/_fsdp_shards.py": {"_fsdp_wrapped_module"},  # FairScale's FSDP has it too
+    "compat/fairscale/nn/data_parallel/_fsdp_state.py": {"_fsdp_wrapped_module"},  # FairScale's FSDP has it too
     "fsshard/backends/fairscale.py": {"_sync_params_and_buffers"},  # of FairScale's ShardedDDP
     "fsshard/sharded/state_dict.py": {"_metadata"},  # a key of neuralop's
     "fsshard/planning/torch_settings.py": {"_HYBRID_SHARD_ZERO2"},  # of a public enum: users may write it

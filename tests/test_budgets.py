@@ -26,10 +26,10 @@ LINES = {
     "fsshard/comm + fsshard/launching": 3_410,
     "fsshard/simulation": 3_100,
     "fsshard/model": 2_330,
-    "fsshard/oss": 2_160,
+    "fsshard/oss": 1_950,
     "fsshard/torch_private": 1_753,
     "fsshard/complex_params": 2_025,
-    "compat": 7_985,
+    "compat": 7_545,
     "tests": 53_353,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsshard.backends.whole import counts_all_ranks, owned
 from fsshard.complex_params.shown import stored_of
-from fsshard.oss.gradient_norm import exchanged
+from fsshard.oss.norm_and_scaling import exchanged
 from fsshard.patches import CLIP_GRAD_NORM
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype

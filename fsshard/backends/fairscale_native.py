@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fsshard.comm.watchdog import taking_part
 from fsshard.oss.collectives import average, used_anywhere
-from fsshard.oss.inner_step import step_under_hooks_of_another
 from fsshard.oss.optimizer import OSS
+from fsshard.oss.partitioned import step_under_hooks_of_another
 from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of
 from fsshard.torch_private.autograd import current_graph_task_id
 
@@ -29,9 +29,6 @@ class NativeOSS(OSS):
 
     about = "fsshard's own OSS and ShardedDDP"
     step = step_under_hooks_of_another(OSS)  # ShardedOptimizer runs them
-
-    def _check_distinct(self) -> None:
-        """Do nothing: ``wrap`` has done so, and tensors of a simulation have no memory."""
 
     def _refresh_buckets(self) -> None:
         """Do nothing: parameters move where the backend knows of it, and what it shows moves with them."""

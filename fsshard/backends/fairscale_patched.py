@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from fairscale.optim.oss import OSS
 
-from fsshard.oss.inner_step import step_under_hooks_of_another
-from fsshard.oss.partitioned import PartitionedOptimizer
+from fsshard.oss.partitioned import PartitionedOptimizer, step_under_hooks_of_another
 
 __all__ = ["PatchedOSS"]
 

@@ -241,11 +241,11 @@ def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Send rank 0's values to every rank of the group, coalesced by dtype. Collective."""
+def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Send the values of one rank of the group to every other, coalesced by dtype. Collective."""
     real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors if t.numel()]
     if real:
-        broadcast_coalesced(group, real, BROADCAST_BYTES, 0)
+        broadcast_coalesced(group, real, BROADCAST_BYTES, source)
 
 
 def agree(over: Over, work: Callable[[], Any], timeout: float | None = None) -> Any:

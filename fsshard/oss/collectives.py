@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,33 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.comm import watchdog
-from fsshard.comm.watchdog import meet, seen_waiting
+from fsshard.comm.agreement import broadcast_tensors
 from fsshard.errors import NotTogether, RankMismatch
-from fsshard.oss.partition import as_bytes
 from fsshard.torch_private.c10d import device_types
-from fsshard.torch_private.tensors import foreach_copy_
 
-__all__ = [
-    "all_reduced",
-    "average",
-    "be_found",
-    "broadcast_coalesced",
-    "come_together",
-    "runs",
-    "runs_by_dtype",
-    "seen_waiting",
-    "share_means",
-    "used_anywhere",
-]
+__all__ = ["all_reduced", "average", "come_together", "runs", "share_means", "used_anywhere"]
 
 MOST_BYTES = 25 * 2**20  # that are sent together, as by DDP
-_IN_FLIGHT = 2
-
-
-def be_found(group: Any) -> None:
-    """Let ranks that wait for this one find out where it is; on every rank alike. No collective."""
-    if isinstance(group, dist.ProcessGroup):  # tests of FairScale's have some that only look like one
-        watchdog.join()
 
 
 def come_together(group: Any, call: str) -> None:
@@ -49,7 +28,7 @@ def come_together(group: Any, call: str) -> None:
     if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return
     try:
-        notes = meet(group, call, call)
+        notes = watchdog.meet(group, call, call)
     except RankMismatch as error:
         raise NotTogether(str(error)) from error
     if len(set(notes)) > 1:
@@ -75,31 +54,6 @@ def used_anywhere(flags: Sequence[bool], group: dist.ProcessGroup, device: torch
     return [bool(flag) for flag in used.tolist()]
 
 
-@torch.no_grad()
-def broadcast_coalesced(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Write the values of one rank of the group, of whatever dtypes, to every other rank's tensors. Collective."""
-    sends = group.rank() == source
-    flying: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
-
-    def land() -> None:
-        work, flat, into = flying.popleft()
-        work.wait()
-        if not sends:
-            parts = flat.split([tensor.numel() for tensor in into])
-            foreach_copy_(into, [part.view(t.shape) for part, t in zip(parts, into, strict=True)])
-
-    for run in runs_by_dtype([tensor.detach() for tensor in tensors if tensor.numel()]):
-        if sends:
-            flat = torch.cat([tensor.reshape(-1) for tensor in run])
-        else:
-            flat = run[0].new_empty(sum(tensor.numel() for tensor in run))
-        flying.append((dist.broadcast(as_bytes(flat), group=group, group_src=source, async_op=True), flat, run))
-        if len(flying) == _IN_FLIGHT:
-            land()
-    while flying:
-        land()
-
-
 def runs(tensors: Iterable[Tensor], elements: int = 0) -> Iterator[list[Tensor]]:
     """Cut a list of tensors into runs of one device and at most 25 MiB each, and if positive of so many numbers."""
     run: list[Tensor] = []
@@ -115,19 +69,14 @@ def runs(tensors: Iterable[Tensor], elements: int = 0) -> Iterator[list[Tensor]]
         yield run
 
 
-def runs_by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut a list of tensors into runs of one device and dtype each, which can be one flat tensor."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        yield from runs(tensor for tensor in tensors if tensor.dtype == dtype)
-
-
 # ------------------------------------------------------------------------------------------------ means
 
 
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective."""
     # They are added up in their own dtype: a mean that they were added to would be rounded once more in another.
-    for run in runs_by_dtype(parameters):
+    by_dtype = [[p for p in parameters if p.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in parameters)]
+    for run in (run for same in by_dtype for run in runs(same)):
         parts = []
         for parameter in run:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
@@ -156,7 +105,7 @@ def share_means(
     for owner in dict.fromkeys(owner for _, owner in chosen):
         theirs = [parameter for parameter, o in chosen if o == owner]
         means = [p.grad if owner == group.rank() and p.grad is not None else torch.zeros_like(p) for p in theirs]
-        broadcast_coalesced(means, owner, group)
+        broadcast_tensors(means, group, owner)
         if owner != group.rank():
             for parameter, mean in zip(theirs, means, strict=True):
                 parameter.grad = mean if parameter.grad is None else mean.add_(parameter.grad)

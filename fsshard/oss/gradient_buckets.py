@@ -2,22 +2,22 @@
 
 A bucket holds, for every rank, the gradients that this rank owns: its *segment*. A rank packs the segments of the
 others and keeps its own gradients where autograd put them; it receives one copy of its own segment from every other
-rank. A bucket has one real dtype, in which complex gradients are pairs. Several dtypes have several buckets (FairScale
-0.4.13 refuses them: "Different types for the bucket"), and all are sent as bytes, which every backend can send.
+rank. A bucket has one real dtype, in which complex gradients are pairs; all are sent as bytes, which every backend can.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsshard.comm.watchdog import seen_waiting
 from fsshard.complex_params.pairs import real_dtype
-from fsshard.oss.collectives import seen_waiting
+from fsshard.oss.partition import dense_strides
 from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
 
 __all__ = ["GradientBucket", "share_memory"]
@@ -28,8 +28,7 @@ _ALIGNMENT = 16  # of a segment, in bytes: the largest element there is
 class _Segment:
     """A rank's own part of a bucket: gradients, complex ones first so that their pairs begin at even places.
 
-    Behind them lies a flag for each, a byte: the sender's backward reached it. DDP keeps such a map to leave alone the
-    gradients of parameters that no rank used.
+    Behind them lies a flag for each, a byte: the sender's backward reached it. What no rank used is left alone.
     """
 
     def __init__(self, indices: Iterable[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
@@ -51,20 +50,8 @@ class _Segment:
             part = flat[place : place + parameter.numel() * (1 + parameter.is_complex())]
             if parameter.is_complex():
                 part = torch.view_as_complex(part.view(-1, 2))
-            dense = _fills_its_memory(parameter)
-            size = parameter.size()
-            found.append(part.as_strided(size, parameter.stride()) if dense else part.view(size))
+            found.append(part.as_strided(parameter.size(), dense_strides(parameter)))
         return flat, found, data[self.gradients : self.gradients + len(self.indices)]
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements lie side by side, in any order of dimensions (channels last, transposed)."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def share_memory(buckets: Sequence[GradientBucket], device: torch.device) -> None:
@@ -119,10 +106,8 @@ class GradientBucket:
                 _, views, flags = segment.parts(part, self._parameters, self._dtype)
                 self._outgoing.append((segment.indices, views, flags))
         mine = self._segments[self.rank]
-        found = [
-            mine.parts(part, self._parameters, self._dtype)
-            for part in (self._received.split(mine.size) if mine.size else [])
-        ]
+        received = self._received.split(mine.size) if mine.size else []
+        found = [mine.parts(part, self._parameters, self._dtype) for part in received]
         self._numbers = [numbers for numbers, _, _ in found]
         self._parts = [views for _, views, _ in found]
         self._flags = [flags for _, _, flags in found]
@@ -216,24 +201,21 @@ class GradientBucket:
             numbers.mul_(scale)
         own = [torch.view_as_real(g) if g.is_complex() else g for g in local]
         foreach_mul_(own, scale)
-        for first, *rest in self._sums():
-            views = self._summed(first, rest, chosen)
+        for views in self._sums(chosen):
             foreach_add_(own, [torch.view_as_real(v) if v.is_complex() else v for v in views])
 
-    def _summed(self, first: int, rest: list[int], chosen: list[int]) -> list[Tensor]:
-        for other in rest:
-            self._numbers[first].add_(self._numbers[other])
-        return [self._parts[first][i] for i in chosen]
-
-    def _sums(self) -> list[list[int]]:
-        """Return lists of received parts that are added up before this rank's own is: those of lower ranks together."""
-        lower = [list(range(self.rank))] if self.rank else []
-        return lower + [[r] for r in range(self.rank, self.world_size - 1)]
+    def _sums(self, chosen: list[int]) -> Iterator[list[Tensor]]:
+        """Yield the other ranks' parts of the chosen parameters, to be added one after the other."""
+        lower = [range(self.rank)] if self.rank else []  # those of lower ranks are added up before this rank's own
+        for first, *rest in [*lower, *([r] for r in range(self.rank, self.world_size - 1))]:
+            for other in rest:
+                self._numbers[first].add_(self._numbers[other])
+            yield [self._parts[first][i] for i in chosen]
 
     def _add_in_reduce_dtype(self, chosen: list[int], local: list[Tensor], means: dict[int, Tensor]) -> None:
         own = self._parts_of_mean(local)
-        for first, *rest in self._sums():
-            foreach_add_(own, self._summed(first, rest, chosen))
+        for views in self._sums(chosen):
+            foreach_add_(own, views)
         foreach_copy_(local, own)
         for i, gradient in zip(chosen, local, strict=True):
             if i in means:

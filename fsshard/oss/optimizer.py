@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -15,18 +16,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from fsshard.comm import watchdog
 from fsshard.comm.agreement import agree
-from fsshard.errors import ConfigurationError, NotConsolidated, NotCopyable
+from fsshard.errors import NotConsolidated, NotCopyable, OptimizerStateMismatch
+from fsshard.nested import map_leaves
 from fsshard.oss import partition
-from fsshard.oss.collectives import be_found, come_together, seen_waiting
-from fsshard.oss.grad_scaling import agreed
-from fsshard.oss.gradient_norm import combined, owned_norms, scale
-from fsshard.oss.inner_step import finished_by, step_without_global_hooks
-from fsshard.oss.partitioned import PartitionedOptimizer
-from fsshard.oss.state_dict import check_fits, load_inner, own_state, send_objects
+from fsshard.oss.collectives import come_together
+from fsshard.oss.norm_and_scaling import agreed, combined, owned_norms, scale
+from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, step_without_global_hooks
 from fsshard.torch_private.c10d import device_types
 
 __all__ = ["OSS"]
+
+# State that the optimizers of torch 2.13 keep in the shape of the parameter. Others (Adafactor's) have shapes of their
+# own, about which nothing can be said here.
+SHAPED = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
+    | {"acc_delta", "sum", "prev", "ax"}
+)
 
 
 class OSS(PartitionedOptimizer, Optimizer):
@@ -51,8 +58,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         buckets: by device and owner, the flat buffers that parameters are views of.
 
     Raises:
-        ConfigurationError: there is no process group, or this rank is not in it.
-        OptimizerError: two parameters lie over the same memory.
         UnsupportedByBackend: the algorithm needs all parameters at once.
     """
 
@@ -67,7 +72,12 @@ class OSS(PartitionedOptimizer, Optimizer):
         group: dist.ProcessGroup | None = None,
         **default: Any,
     ) -> None:
-        self._join(group)
+        everyone: Any = dist.group.WORLD
+        self.group = everyone if group is None else group
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.global_rank = dist.get_global_rank(self.group, self.rank)
+        self.backend = dist.get_backend(self.group)
+        watchdog.join()  # so that ranks that wait for this one can find out where it is
         partition.check_separable(optim, self.world_size)
         self.in_super_constructor = True
         super().__init__(params, default)
@@ -82,7 +92,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._shards_are_old = False
         self.buckets: dict[torch.device, dict[int, partition.ParameterBucket]] = {}
         self._pointers: list[tuple[Tensor, bool, int]] = []
-        self._check_distinct()
         partition.assign_owners(self._parameters(), self._param_to_rank, self._loads)
         # Before the inner optimizer, which may keep views of parameters from its constructor (DistributedShampoo's
         # blocks): FairScale 0.4.13 moves parameters after that, and such an optimizer trains nothing, silently.
@@ -93,28 +102,10 @@ class OSS(PartitionedOptimizer, Optimizer):
         self.defaults = {**self.defaults, **self.optim.defaults}
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
 
-    def _join(self, group: dist.ProcessGroup | None) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ConfigurationError("OSS needs a process group; call torch.distributed.init_process_group first")
-        everyone: Any = dist.group.WORLD
-        self.group: dist.ProcessGroup = everyone if group is None else group
-        self.rank = dist.get_rank(self.group)
-        if self.rank < 0:
-            raise ConfigurationError(
-                f"OSS(group=...): rank {dist.get_rank()} is not in that group; do not build it there"
-            )
-        self.world_size = dist.get_world_size(self.group)
-        self.global_rank = dist.get_global_rank(self.group, self.rank)
-        self.backend = dist.get_backend(self.group)
-        be_found(self.group)
-
     # ------------------------------------------------------------------------------------------------ partition
 
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
-
-    def _check_distinct(self) -> None:
-        partition.check_distinct(self._parameters())
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return the groups of each rank: all settings, and the parameters that it owns."""
@@ -122,27 +113,6 @@ class OSS(PartitionedOptimizer, Optimizer):
             [partition.group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
             for rank in range(self.world_size)
         ]
-
-    @property
-    def _per_device_params(self) -> dict[torch.device, list[list[Tensor]]]:
-        """Return the parameters by device and owner, smallest first."""
-        found: dict[torch.device, list[list[Tensor]]] = {}
-        for parameter in self._parameters():
-            by_owner = found.setdefault(parameter.device, [[] for _ in range(self.world_size)])
-            by_owner[self._param_to_rank[parameter]].append(parameter)
-        for by_owner in found.values():
-            for parameters in by_owner:
-                parameters.sort(key=lambda parameter: parameter.numel())
-        return found
-
-    @property
-    def _local_params(self) -> list[Tensor]:
-        """Return the parameters that this rank owns and has a gradient of."""
-        return [p for p in self._parameters() if self._param_to_rank[p] == self.rank and p.grad is not None]
-
-    @property
-    def _default_device(self) -> torch.device:
-        return next((parameter.device for parameter in self._parameters()), torch.device("cpu"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what was there before stays with its owners. Not a collective, but to be called on all ranks."""
@@ -153,7 +123,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         owners, loads = dict(self._param_to_rank), list(self._loads)
         partition.assign_owners(group["params"], owners, loads)
         try:
-            self._check_distinct()
             self.optim.add_param_group(partition.group_of_owner(group, owners, self.rank))
         except BaseException:
             self.param_groups.pop()
@@ -248,17 +217,15 @@ class OSS(PartitionedOptimizer, Optimizer):
         if self.world_size == 1:
             return
         buckets = [bucket for by_owner in self.buckets.values() for bucket in by_owner.values()]
-        works = [self._broadcast(buffer, bucket.owner) for bucket in buckets for buffer in bucket.as_bytes]
+        sent = [(buffer, bucket.owner) for bucket in buckets for buffer in bucket.as_bytes]
         for parameter in self._moved_frozen():
             if parameter.stride() != partition.dense_strides(parameter):  # a view with gaps
                 parameter.data = parameter.detach().clone()
-            works.append(self._broadcast(partition.as_bytes(parameter), self._param_to_rank[parameter]))
-        with seen_waiting(self.group, "step()"):
+            sent.append((partition.as_bytes(parameter), self._param_to_rank[parameter]))
+        works = [dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True) for buffer, owner in sent]
+        with watchdog.seen_waiting(self.group, "step()"):
             for work in works:
                 work.wait()
-
-    def _broadcast(self, buffer: Tensor, owner: int) -> Any:
-        return dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True)
 
     def _moved_frozen(self) -> list[Tensor]:
         """Return the frozen parameters that their owners' optimizers move all the same, by a gradient left over."""
@@ -303,7 +270,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         """
         self.finish_gradients()
         parameters, norm_type = self._in_order_of_model(), float(norm_type)
-        own = self._local_params
+        own = [p for p in self._parameters() if self._param_to_rank[p] == self.rank and p.grad is not None]
         if filter_params_fn is not None:  # the user's: if it raises on one rank, the others must not wait for the norm
             own = agree(self.group, lambda: list(filter_params_fn(own)))
         counted = {id(parameter) for parameter in own}
@@ -321,19 +288,14 @@ class OSS(PartitionedOptimizer, Optimizer):
             recipient_rank: the rank of the group that gets it; -1 is all of them.
 
         Raises:
-            ConfigurationError: there is no such rank.
             NotTogether: a rank has ended, or waits in another collective, which is found out within seconds; one that
                 computes is waited for as long as the process group does.
         """
-        if not -1 <= recipient_rank < self.world_size:
-            raise ConfigurationError(
-                f"recipient_rank must lie in -1..{self.world_size - 1} (-1: all ranks), got {recipient_rank!r}"
-            )
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         come_together(self.group, f"consolidate_state_dict({recipient_rank})")
         index = {parameter: number for number, parameter in enumerate(self._parameters())}
-        mine = agree(self.group, lambda: own_state(self.optim, index))
-        self._shards = send_objects(mine, recipient_rank, self.group)
+        mine = agree(self.group, lambda: _own_state(self.optim, index))
+        self._shards = _send_objects(mine, recipient_rank, self.group)
         self._shards_are_old = False
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -389,8 +351,8 @@ class OSS(PartitionedOptimizer, Optimizer):
             after.remove()
 
     def _load_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        check_fits(state_dict, self.param_groups)
-        load_inner(self.optim, self.param_groups, state_dict)
+        _check_fits(state_dict, self.param_groups)
+        _load_inner(self.optim, self.param_groups, state_dict)
         return {**state_dict, "state": {number: {} for number in state_dict["state"]}}
 
     def _show_own_part(self) -> None:
@@ -423,3 +385,72 @@ class _State(defaultdict[Any, Any]):
 
     def __bool__(self) -> bool:
         return self.initialised or len(self) > 0
+
+
+# ------------------------------------------------------------------------------------------------ parts of a state dict
+
+
+def _own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, Any]:
+    """Copy to the CPU what a rank's optimizer keeps, by the parameter's place in all groups."""
+
+    def on_cpu(value: Any) -> Any:
+        return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+    return {
+        index[key] if isinstance(key, Tensor) else key: map_leaves(on_cpu, state)
+        for key, state in inner.state.items()
+        if not isinstance(key, Tensor) or key in index
+    }
+
+
+def _send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list[Any] | None:
+    """Return every rank's object on one rank, or on all (-1), and None elsewhere. Collective."""
+    found: list[Any] = []
+    for source in range(group.size()):  # one after the other: together they would be in memory twice
+        box = [payload]
+        if recipient == -1:
+            dist.broadcast_object_list(box, group=group, group_src=source)
+        elif source != recipient and source == group.rank():
+            dist.send_object_list(box, group=group, group_dst=recipient)
+        elif source != recipient and recipient == group.rank():
+            dist.recv_object_list(box, group=group, group_src=source)
+        found += box
+    return found if recipient in (-1, group.rank()) else None
+
+
+def _check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless a state dict is of these groups, and its tensors of their parameters' shapes."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise OptimizerStateMismatch("optimizer state", missing=["state", "param_groups"])
+    saved = state_dict["param_groups"]
+    sizes = [[len(group["params"]) for group in each] for each in (groups, saved)]
+    if sizes[0] != sizes[1]:
+        wrong: dict[str, tuple[object, object]] = {"number of parameters in each group": (sizes[0], sizes[1])}
+        raise OptimizerStateMismatch("optimizer state", mismatched=wrong)
+    wrong = {}
+    for i, (own, other) in enumerate(zip(groups, saved, strict=True)):
+        names = own.get("param_names") or [f"parameter {number} (in group {i})" for number in other["params"]]
+        for parameter, number, name in zip(own["params"], other["params"], names, strict=True):
+            for key, value in (state_dict["state"].get(number) or {}).items():
+                if key in SHAPED and isinstance(value, Tensor) and value.shape != parameter.shape:
+                    wrong[f"{name}: {key}"] = (tuple(parameter.shape), tuple(value.shape))
+    known = {number for group in saved for number in group["params"]}
+    unexpected = [f"state of parameter {k}" for k in state_dict["state"] if isinstance(k, int) and k not in known]
+    if unexpected or wrong:
+        raise OptimizerStateMismatch("optimizer state", (), unexpected, wrong)
+
+
+def _load_inner(inner: Optimizer, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Load a rank's part of a state dict, which fits all ranks' groups, by its optimizer's own method, from copies."""
+    here = {parameter: number for number, parameter in enumerate(p for g in inner.param_groups for p in g["params"])}
+    state, param_groups, known = {}, [], set()
+    for own, group, saved in zip(inner.param_groups, groups, state_dict["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            known.add(number)
+            if parameter in here and number in state_dict["state"]:
+                state[here[parameter]] = copy.deepcopy(state_dict["state"][number])
+        settings = {key: value for key, value in saved.items() if key not in partition.NOT_SYNCED}
+        param_groups.append({**settings, "params": [here[p] for p in own["params"]]})
+    # with what an optimizer keeps beside the state of parameters
+    state |= {key: copy.deepcopy(value) for key, value in state_dict["state"].items() if key not in known}
+    inner.load_state_dict({"state": state, "param_groups": param_groups})

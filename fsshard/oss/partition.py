@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
+from fsshard.errors import UnsupportedByBackend
 
 __all__ = [
     "GLOBAL_OPTIMIZERS",
@@ -22,7 +22,6 @@ __all__ = [
     "as_bytes",
     "assign_owners",
     "build_inner",
-    "check_distinct",
     "check_separable",
     "dense_strides",
     "group_of_owner",
@@ -50,19 +49,6 @@ def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads
             loads[rank] += parameter.element_size() * (parameter.numel() if parameter.requires_grad else 1)
 
 
-def check_distinct(parameters: Iterable[Tensor]) -> None:
-    """Raise for two parameters over the same memory: in flat buffers they would part, silently."""
-    seen: dict[tuple[Any, int], tuple[int, Tensor]] = {}
-    for place, parameter in enumerate(parameters):
-        if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
-            first, other = seen.setdefault((parameter.device, parameter.data_ptr()), (place, parameter))
-            if other is not parameter:
-                raise OptimizerError(
-                    f"parameters {first} and {place} are different objects over the same memory; share one "
-                    "nn.Parameter (b.weight = a.weight), or give each its own memory"
-                )
-
-
 def group_of_owner(group: Mapping[str, Any], owners: Mapping[Tensor, int], rank: int) -> dict[str, Any]:
     """Copy a group with the parameters, and their names, of one rank."""
     mine = [index for index, parameter in enumerate(group["params"]) if owners[parameter] == rank]
@@ -77,8 +63,6 @@ def check_separable(optimizer_class: Any, world_size: int) -> None:
 
     FairScale 0.4.13 runs LBFGS on each shard, with a line search each: NaN.
     """
-    if not callable(optimizer_class):
-        raise ConfigurationError(f"optim= must be a torch.optim.Optimizer class, got {optimizer_class!r}")
     known = {base.__name__ for base in getattr(optimizer_class, "__mro__", ())} & GLOBAL_OPTIMIZERS
     if known and world_size > 1:
         raise UnsupportedByBackend(
@@ -113,8 +97,7 @@ class ParameterBucket:
     """The trainable parameters of one owner on one device.
 
     Attributes:
-        buffers: one flat tensor per dtype. FairScale 0.4.13 has one for all, and "Different types for the bucket and
-            the param, cannot proceed".
+        buffers: one flat tensor per dtype.
         owner: the rank of the group that updates them.
         as_bytes: the same memory, as what is sent.
         parameters: the views of it.
@@ -137,11 +120,6 @@ class ParameterBucket:
                 start += parameter.numel()
             self.buffers[dtype] = buffer
         self.as_bytes = [as_bytes(buffer) for buffer in self.buffers.values()]
-
-    @property
-    def buffer(self) -> Tensor:
-        """Return the only buffer, or the one with the most bytes."""
-        return max(self.buffers.values(), key=lambda buffer: buffer.nbytes)
 
 
 def as_bytes(dense: Tensor) -> Tensor:

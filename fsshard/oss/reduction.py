@@ -1,10 +1,9 @@
 """Decide when gradients are sent to their owners: hooks, and the state of a backward pass.
 
-FairScale 0.4.13 reduces in a hook at each gradient, in place, and ends the reduction at the end of the graph task in
-which the first gradient came. On torch 2.13 both are silently wrong: after ``optimizer.zero_grad()`` a stale bucket is
-reduced (FairScale issue #354), a second backward averages again what was averaged, and below a reentrant checkpoint the
-end is that of an inner backward. Here hooks count what arrived, buckets leave in one order on all ranks once they are
-complete, and the rest of them when the outermost backward ends.
+Hooks count what arrived; buckets leave in one order on all ranks once they are complete, and the rest of them when the
+outermost backward ends. FairScale 0.4.13 reduces in a hook at each gradient, in place, and ends with the graph task in
+which the first gradient came: silently wrong where gradients are dropped, accumulate or come below a reentrant
+checkpoint (torch 2.13; FairScale issue #354).
 """
 
 from __future__ import annotations
@@ -302,14 +301,15 @@ class Reduction:
         if self.group.size() == 1:
             return
         self.check_ended()
-        if self._local and self.waiting and not self._warned:
+        if not self.waiting:
+            return
+        if self._local and not self._warned:
             self._warned = True
             log.warning(
                 "gradients that were accumulated under no_sync() are reduced at the optimizer's step: no backward "
                 "outside of it came after them"
             )
-        if self.waiting:
-            self._flush()
+        self._flush()
 
     def discard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note that gradients are set to zero or dropped, on all ranks."""
@@ -341,16 +341,11 @@ def _accumulates(parameter: nn.Parameter) -> bool:
 
 def reduction_of(parameter: Tensor) -> Reduction | None:
     """Return the reduction that a parameter's gradient goes through, if there is one."""
-    if not isinstance(parameter, nn.Parameter):
-        return None
     found: Reduction | None = _reducing.get(parameter, lambda: None)()
     return None if found is None or found.group.size() == 1 or found.is_detached else found
 
 
 def owners_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Any]) -> list[int]:
     """Return the rank that updates each parameter; ``EVERYWHERE`` for those that no optimizer has."""
-    owner: dict[nn.Parameter, int] = {}
-    for optimizer in optimizers:
-        found: Mapping[nn.Parameter, int] = optimizer._param_to_rank
-        owner.update(found)
+    owner = {parameter: rank for each in optimizers for parameter, rank in each._param_to_rank.items()}
     return [owner.get(parameter, EVERYWHERE) for parameter in parameters]

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.comm.agreement import per_rank
+from fsshard.comm.agreement import broadcast_tensors, per_rank
 from fsshard.errors import GradientError, MisuseError, RankMismatch
 from fsshard.nested import grad_tensors
-from fsshard.oss.collectives import broadcast_coalesced
-from fsshard.oss.gradient_norm import count_owners
+from fsshard.oss.norm_and_scaling import count_owners
 from fsshard.oss.optimizer import OSS
 from fsshard.oss.partitioned import partitioned_within
 from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of, reduction_of
@@ -95,7 +94,6 @@ class ShardedDataParallel(nn.Module):
             raise MisuseError(f"ShardedDataParallel needs a module with parameters on one kind of device, got {found}")
         self.is_multi_device_module, self.device_type = len(devices) > 1, kinds[0]
         self._reduction: Reduction | None = None
-        self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
         self._build()
         for optimizer in optimizers:
             optimizer.attach(self)
@@ -107,7 +105,7 @@ class ShardedDataParallel(nn.Module):
     def _broadcast(self, tensors: list[Tensor]) -> None:
         group = self._process_group
         if group is not None and group.size() > 1:
-            broadcast_coalesced(tensors, 0, group)
+            broadcast_tensors(tensors, group)
 
     # ------------------------------------------------------------------------------------------ what is reduced
 
@@ -126,8 +124,7 @@ class ShardedDataParallel(nn.Module):
         size = self._buffer_max_size
         self._reduction = Reduction(trainable, owners, self._process_group, size, reduce_dtypes, before)
         self._build_others()
-        left = sum(owner == EVERYWHERE for owner in owners)
-        if left and before is None:
+        if (left := owners.count(EVERYWHERE)) and before is None:
             log.warning(
                 "%d trainable parameters are in no optimizer of this ShardedDataParallel; their gradients are reduced "
                 "to all ranks; freeze them (requires_grad=False) if nothing uses these",
@@ -160,17 +157,6 @@ class ShardedDataParallel(nn.Module):
         for optimizer in self._sharded_optimizers:
             optimizer.refresh_trainable()
         self._build()
-        self._check_gradients()
-
-    def _check_gradients(self) -> None:
-        assert self._reduction is not None
-        self._checked = True
-        for parameter in self._reduction.parameters:
-            if parameter.grad is not None and parameter.grad.requires_grad:
-                raise GradientError(
-                    "ShardedDataParallel: a parameter's grad requires grad itself; it would be reduced without its "
-                    "graph; detach it, or set it to None"
-                )
 
     def _check_attached(self) -> Reduction:
         if self._reduction is None:
@@ -213,8 +199,6 @@ class ShardedDataParallel(nn.Module):
                 log.warning("ShardedDataParallel: trainable parameters, or the optimizer's, have changed")
             self._known = now
             self.refresh_trainable()
-        elif not self._checked and self.training:
-            self._check_gradients()
         if self._enable_broadcast_buffers and not self._should_accumulate_grads:
             self.sync_buffers(blocking=True)
 
@@ -272,25 +256,15 @@ class ShardedDataParallel(nn.Module):
         # .data: what is sent must not raise version counters, by which the backward of an earlier forward would fail.
         self._broadcast([buffer.data for buffer in self.module.buffers()])
 
-    def to(  # type: ignore[override]
-        self,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        non_blocking: bool = False,
-    ) -> ShardedDataParallel:
-        """Change the module's dtype; its kind of device stays.
-
-        Raises:
-            MisuseError: another kind of device: the optimizer's state would stay where it is.
-        """
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
-        if device is not None and torch.device(device).type != self.device_type:
+    def to(self, *args: Any, **kwargs: Any) -> ShardedDataParallel:
+        """Change the module's dtype; MisuseError for another kind of device: the optimizer's state would stay."""
+        device = kwargs.get("device", args[0] if args else None)
+        if isinstance(device, (str, int, torch.device)) and torch.device(device).type != self.device_type:
             raise MisuseError(
                 f"ShardedDataParallel.to({str(device)!r}): the module is on {self.device_type!r}, and the optimizer's "
                 "state would stay there; move the module before OSS is built"
             )
-        self.module.to(device=device, dtype=dtype, non_blocking=non_blocking)
+        self.module.to(*args, **kwargs)
         if self._reduction is not None:
             self.refresh_trainable()
         return self
@@ -323,29 +297,25 @@ def _sharded(optimizers: list[Any]) -> list[OSS]:
     """Return each OSS, out of what may be around it."""
     if not optimizers:
         raise MisuseError("sharded_optimizer: expected an OSS, or a list of them, got an empty list")
-    found = []
-    for optimizer in optimizers:
-        within = partitioned_within(optimizer)
-        if not isinstance(within, OSS):
+    within: list[Any] = [partitioned_within(optimizer) for optimizer in optimizers]
+    for given, found in zip(optimizers, within, strict=True):
+        if not isinstance(found, OSS):
             raise MisuseError(
-                f"sharded_optimizer: expected fairscale.optim.OSS, got {type(optimizer).__name__}; "
+                f"sharded_optimizer: expected fairscale.optim.OSS, got {type(given).__name__}; "
                 "use torch's DistributedDataParallel with an optimizer that is not sharded"
             )
-        found.append(within)
-    return found
+    return within
 
 
 def _checked_group(optimizers: list[OSS], group: Any) -> dist.ProcessGroup:
-    found: dist.ProcessGroup = optimizers[0].group if group is None else group
-    ranks = dist.get_process_group_ranks(found)
-    for optimizer in optimizers:
-        theirs = dist.get_process_group_ranks(optimizer.group)
+    ranks = dist.get_process_group_ranks(group or optimizers[0].group)
+    for theirs in (dist.get_process_group_ranks(optimizer.group) for optimizer in optimizers):
         if theirs != ranks:
             raise MisuseError(
                 f"process_group has ranks {ranks}, the optimizer's group {theirs}; give OSS(group=) and "
                 "ShardedDataParallel(process_group=) the same one"
             )
-    return found
+    return group or optimizers[0].group
 
 
 def _check_agreement(parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.errors import OptimizerError, RankMismatch
-from fsshard.oss.grad_scaling import unscale
+from fsshard.oss.norm_and_scaling import unscale
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.optimizers import scale_of

@@ -24,9 +24,8 @@ from fsshard.backends.whole import gather_states, owned, scatter_state, state_of
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
-from fsshard.oss.inner_step import finished_by
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
-from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
+from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_optimizer
 from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import (

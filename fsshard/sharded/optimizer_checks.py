@@ -27,8 +27,8 @@ from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
 from fsshard.nested import leaves as tree_leaves
-from fsshard.oss.inner_step import unhooked_step
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
+from fsshard.oss.partitioned import unhooked_step
 
 __all__ = [
     "WHOLE_TENSOR_OPTIMIZERS",

@@ -24,7 +24,7 @@ from fsshard.complex_params.pairs import viewable
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.errors import OptimizerError
 from fsshard.nested import has_arrays
-from fsshard.oss.inner_step import unhooked_step
+from fsshard.oss.partitioned import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 

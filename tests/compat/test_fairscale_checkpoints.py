@@ -1,7 +1,4 @@
-"""Checkpoints of the real FairScale under every backend of ours, and ours under the real FairScale.
-
-Tests compat/fairscale_shards.py too.
-"""
+"""Checkpoints of the real FairScale under every backend of ours, and ours under the real FairScale."""
 
 from __future__ import annotations
 
@@ -507,7 +504,6 @@ def test_shards_that_do_not_add_up() -> None:
         ([shards[0], {}], [metadata(), metadata()], StateDictError, "missing: flat_param_0 of rank 1"),
         (shards, [metadata()], ConfigurationError, "2 shards with 1 metadata"),
         (shards, [metadata(no_broadcast_optim_state=True)] * 2, ConfigurationError, "no_broadcast_optim_state=True"),
-        (shards, [{}, {}], ConfigurationError, "local_metadata_dict"),
     ):
         with pytest.raises(error, match=text):
             old.join_model_shards(bad, about)

@@ -1,6 +1,6 @@
 """OSS: the weights and the state of the plain optimizer, to the last bit, and what FairScale's users do with it.
 
-Tests fsshard/oss/gradient_norm.py, fsshard/oss/partition.py too.
+Tests fsshard/oss/norm_and_scaling.py, fsshard/oss/partition.py too.
 """
 
 from __future__ import annotations
@@ -112,17 +112,6 @@ def test_parameters_are_spread_by_size_and_owners_stay() -> None:
     assert [optimizer._param_to_rank[p] for p in mixed] == [0, 1, 0, 1, 1, 0]  # a frozen one counts one element
 
 
-@on_ranks()
-def test_two_parameters_over_the_same_memory_are_refused() -> None:
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    twin = nn.Parameter(model.weight.data)
-    optimizer = OSS(other.parameters(), lr=0.1)
-    kind, text = refusal(lambda: OSS([model.weight, model.bias, twin], lr=0.1))
-    assert kind == "OptimizerError" and "parameters 0 and 2 are different objects" in text
-    assert refusal(lambda: optimizer.add_param_group({"params": [model.weight, twin]}))[0] == "OptimizerError"
-    assert len(optimizer.param_groups) == 1
-
-
 class Layouts(nn.Module):
     """Complex behind odd, channels last, a scalar, an empty one."""
 
@@ -151,44 +140,26 @@ def test_parameters_become_views_of_buffers_and_keep_values_and_strides() -> Non
 
 
 def moved(kind: str, change: str) -> Any:
+    """Weights are kept by reference while training goes on in other memory."""
     model = mlp()
     optimizer = build(kind, model.parameters(), torch.optim.SGD, lr=0.1)
+    kept, other = [p.data for p in model.parameters()], mlp(5)
     for late in (False, True):
         if late and change == "double":
             model.double()
-        elif late and change == "data":
-            model[0].weight.data = model[0].weight.data * 2
+        elif late and change == "load":
+            model.load_state_dict(other.state_dict())
         elif late:
-            model.load_state_dict(mlp(5).state_dict(), assign=False)
+            for p, value in zip(model.parameters(), other.parameters(), strict=True):
+                p.data = value.data if change == "exchange" else p.data * 2
         fill(model)
         optimizer.step()
-    return weights(model)
+    return weights(model), kept if change != "load" else []
 
 
 @on_ranks()
-def test_parameters_whose_memory_was_replaced_are_sent_as_they_are_now() -> None:
-    assert [change for change in ("double", "data", "load") if not both(moved, change)] == []
-
-
-def exchanged(kind: str, exchange: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights are kept by reference while training goes on in other memory, or change places with others'."""
-    model = mlp()
-    optimizer = build(kind, model.parameters(), torch.optim.Adam, lr=0.05)
-    kept = [p.data for p in model.parameters()]
-    other = [p.detach().clone() for p in model.parameters()]
-    wrapped = ddp(model)
-    for number, batch in enumerate(batches(4)):
-        step(wrapped, optimizer, batch)
-        if number == 1:
-            for p, value in zip(model.parameters(), other, strict=True):
-                p.data = value if exchange else p.data.clone()
-    return weights(model), [value.clone() for value in kept]
-
-
-@on_ranks()
-def test_memory_that_a_parameter_has_left_is_not_written_to() -> None:
-    assert both(exchanged, False)
-    assert same(exchanged("plain", True)[0], exchanged("oss", True)[0])
+def test_parameters_whose_memory_was_replaced_are_sent_as_they_are_now_and_the_old_is_not_written_to() -> None:
+    assert [change for change in ("double", "data", "load", "exchange") if not both(moved, change)] == []
 
 
 @on_ranks(3)
@@ -279,33 +250,6 @@ def closured(kind: str) -> Any:
 @on_ranks()
 def test_a_closure_is_called_and_its_loss_returned() -> None:
     assert both(closured)
-
-
-@on_ranks(1)
-def test_reducers_are_told() -> None:
-    told: list[Any] = []
-
-    class Reducer:
-        def finish_gradients(self) -> None:
-            told.append("finish")
-
-        def discard_gradients(self, parameters: list[Tensor]) -> None:
-            told.append(len(parameters))
-
-    model, reducer = mlp(), Reducer()
-    optimizer = OSS(model.parameters(), lr=0.1)
-    optimizer.attach(reducer)
-    optimizer.attach(reducer)
-    fill(model)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(not p.grad.any() for p in model.parameters())
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    optimizer.step(lambda: torch.tensor(0.0))
-    optimizer.clip_grad_norm(1.0)
-    del reducer
-    optimizer.step()
-    assert told == [6, 6, "finish", "finish", "finish"]
 
 
 @on_ranks()

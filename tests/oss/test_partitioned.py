@@ -1,30 +1,34 @@
-"""Optimizers whose state is divided among ranks are recognised by class, and FairScale's own is refused."""
+"""A step within a step runs the hooks that torch has for all optimizers once."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsshard.compat.fairscale.optim.grad_scaler import ShardedGradScaler
-from fsshard.oss.optimizer import OSS
-from fsshard.oss.partitioned import local_optimizer, partitioned_within
-from tests.on_ranks import on_ranks
-from tests.oss.trainings import fill, mlp, refusal
+from fsshard.oss.partitioned import step_without_global_hooks
 
 
-@on_ranks()
-def test_ours_is_recognised() -> None:
-    ours, plain = OSS(mlp().parameters(), lr=0.1), torch.optim.SGD(mlp().parameters(), lr=0.1)
-    assert partitioned_within(ours) is ours and local_optimizer(ours) is not ours
-    assert partitioned_within(plain) is None and local_optimizer(plain) is plain
+def test_only_the_own_hooks_run() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    inner = torch.optim.SGD([weight], lr=0.5)
+    ran: list[str] = []
 
+    def noted(name: str) -> Any:
+        return lambda *_: ran.append(name)
 
-@on_ranks()
-def test_fairscales_own_is_refused_on_every_rank() -> None:
-    theirs = pytest.importorskip("fairscale.optim.oss").OSS
-    model, scaler = mlp(), ShardedGradScaler()
-    optimizer = theirs(model.parameters(), lr=0.1)
-    fill(model)
-    scaler.scale(torch.ones(()))
-    kind, text = refusal(lambda: scaler.unscale_(optimizer))
-    assert kind == "MisuseError" and "got FairScale's own" in text and "backend='fairscale'" in text
+    own = [inner.register_step_pre_hook(noted("before")), inner.register_step_post_hook(noted("after"))]
+    everywhere = [register_optimizer_step_pre_hook(noted("all")), register_optimizer_step_post_hook(noted("all"))]
+    try:
+        step_without_global_hooks(inner, {})
+        assert ran == ["before", "after"] and weight.item() == 0.5
+        inner.step()
+        assert ran.count("all") == 2
+    finally:
+        for handle in (*own, *everywhere):
+            handle.remove()
+    inner.step = lambda closure=None: f"mine, {closure}"  # type: ignore[method-assign,assignment]
+    assert step_without_global_hooks(inner, {"closure": 3}) == "mine, 3"  # a step of the user's own

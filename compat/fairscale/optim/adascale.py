@@ -1,16 +1,13 @@
 """``fairscale.optim.adascale``: a learning rate that grows with the batch as far as gradient noise allows.
 
-The algorithm is AdaScale SGD (Johnson, Agrawal, Gu, Guestrin, 2020); the estimates are those of its appendix B.3. A
-step's gain lies between 1 and the scale S, how many times larger than the one that the learning rate was chosen for the
-batch is::
+The algorithm is AdaScale SGD (Johnson, Agrawal, Gu, Guestrin, 2020); the estimates are those of its appendix B.3::
 
     gain = (var + sqr) / (var / S + sqr)
 
-``sqr`` is the squared norm of the true gradient, and ``var`` the variance of that of the smaller batch. Both come from
-what each rank's, and each micro-batch's, gradient is before it is averaged, and from the average.
-
-FairScale 0.4.13 takes the average's norm from what a rank has. With OSS and ShardedDataParallel that is a part of it,
-and each rank trains by a gain of its own. Here those parts are summed.
+``S`` is how many times larger the batch is than the one that the learning rate was chosen for, ``sqr`` the squared norm
+of the true gradient, and ``var`` the variance of that of the smaller batch. Both come from what each rank's, and each
+micro-batch's, gradient is before it is averaged, and from the average: FairScale 0.4.13 takes the norm of what a rank
+has of that, and with OSS and ShardedDataParallel each rank trains by a gain of its own. Here those parts are summed.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from fsshard.errors import ConfigurationError
 from fsshard.oss.collectives import all_reduced
-from fsshard.oss.partitioned import PartitionedOptimizer, partitioned_within
+from fsshard.oss.partitioned import partitioned_within
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 
 from ...errors import MisuseError
@@ -68,11 +65,13 @@ class AdaScale(Optimizer):
         debias_ewma: averages as Adam's, corrected for their start; False: as in the paper, means at first.
 
     Raises:
-        MisuseError: an argument out of its range, or fully sharded parameters; of all methods but :meth:`gain`: a
-            step's gradients are half accumulated.
+        MisuseError: an argument out of its range; of all methods but :meth:`gain`: a step's gradients are half
+            accumulated.
         RuntimeError: there is one rank, and one gradient to each step.
     """
 
+    scale = 1.0
+    smoothing = 0.0
     # torch's GradScaler would leave it to the inner optimizer, where that is fused, to skip a step that overflowed.
     _step_supports_amp_scaling = False
 
@@ -92,33 +91,22 @@ class AdaScale(Optimizer):
         self._optimizer = optimizer
         self._local_grad_sqr: Tensor | None = None
         self._graph_task: int | None = None
-        self._world_size = _default_world_size(optimizer) if world_size is None else world_size
-        self._scale = 1.0
+        oss = partitioned_within(optimizer)
+        ranks = oss.world_size if oss is not None else dist.get_world_size() if dist.is_initialized() else 1
+        self._world_size = ranks if world_size is None else world_size
         self._num_backward_calls = self._last_final_backward_call = 0
         self._debias_ewma, self._is_scaled_loss = debias_ewma, is_scaled_loss
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate)
         if smoothing is not None:
             if not 0 <= smoothing < 1:
                 raise MisuseError(f"smoothing: expected at least 0 and below 1, got {smoothing}")
-            self._smoothing = smoothing
+            self.smoothing = smoothing
         self._state = _fresh(len(optimizer.param_groups))
-        self.set_scale(
-            self._world_size * self._num_grads_to_accum if scale is None else scale,
-            update_estimate=False,
-        )
+        self.set_scale(self._world_size * self._num_grads_to_accum if scale is None else scale, update_estimate=False)
         self._hook()
         called("fairscale.optim.adascale.AdaScale", "fsshard")
 
     # ------------------------------------------------------------------------------------------ as the inner one
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the inner optimizer's, also after it has loaded others."""
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":  # not there yet
@@ -162,15 +150,7 @@ class AdaScale(Optimizer):
         return {**saved, "state": {**saved["state"], _KEY: estimates}}
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, or FairScale's, or a plain optimizer's.
-
-        Args:
-            data: left as it is. Without estimates, which a plain optimizer's state has not, those start again, with a
-                warning.
-
-        Raises:
-            MisuseError: the estimates are of another number of groups, or a step's gradients are half accumulated.
-        """
+        """Load what :meth:`state_dict` gave, or FairScale's; estimates that a plain optimizer's lacks start again."""
         self._check_complete("load_state_dict")
         state = dict(data["state"])
         saved = state.pop(_KEY, None)
@@ -183,32 +163,11 @@ class AdaScale(Optimizer):
 
     # ------------------------------------------------------------------------------------------ what is asked
 
-    @property
-    def scale(self) -> float:
-        """Return how many times larger the batch is than the one that the learning rate was chosen for."""
-        return self._scale
-
-    @property
-    def smoothing(self) -> float:
-        """Return the weight of the past in the moving averages."""
-        return self._smoothing
-
     def gain(self, pg_idx: int | None = None) -> float:
-        """Return the gain of the step to come, from 1, where gradients have no noise, to ``scale``.
-
-        Args:
-            pg_idx: of the parameter group of this index alone; None is of all.
-        """
-        var, sqr = self._grad_var_avg(pg_idx), self._grad_sqr_avg(pg_idx)
+        """Return the gain of the step to come, of one group or all: from 1, without noise, to ``scale``."""
+        averages = self._state["grad_var_avg"], self._state["grad_sqr_avg"]
+        var, sqr = (float(value.sum() if pg_idx is None else value[pg_idx]) for value in averages)
         return (var + sqr) / (var / self.scale + sqr)
-
-    def _grad_sqr_avg(self, pg_idx: int | None = None) -> float:
-        value = self._state["grad_sqr_avg"]
-        return float(value.sum() if pg_idx is None else value[pg_idx])
-
-    def _grad_var_avg(self, pg_idx: int | None = None) -> float:
-        value = self._state["grad_var_avg"]
-        return float(value.sum() if pg_idx is None else value[pg_idx])
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Say how large the batch is now, compared with the one that the learning rate was chosen for: at least 1.
@@ -224,8 +183,8 @@ class AdaScale(Optimizer):
             for name, value in self._state.items():
                 # Sums and averages of the variance. Not "_unbias", nor "_count", which are weights.
                 if name in ("grad_var_avg", "grad_var_avg_biased", "grad_var_avg_total"):
-                    value.mul_(self._scale / scale)
-        self._scale = float(scale)
+                    value.mul_(self.scale / scale)
+        self.scale = float(scale)
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change how many backward passes there are to each step; :meth:`set_scale` mostly has to follow.
@@ -245,7 +204,7 @@ class AdaScale(Optimizer):
             )
         self._num_grads_to_accum = num_gradients_to_accumulate
         if update_smoothing:
-            self._smoothing = max(1 - gradients / 1000, 0)
+            self.smoothing = max(1 - gradients / 1000, 0)
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Turn the sum of gradients of losses that were not divided into their mean; call it before :meth:`step`."""
@@ -277,14 +236,8 @@ class AdaScale(Optimizer):
             for parameter in group["params"]:
                 if parameter in self._hooked or not parameter.requires_grad:
                     continue
-                if hasattr(parameter, "to_local"):
-                    raise MisuseError(
-                        "AdaScale needs each rank's own gradient of each parameter, which fully sharded parameters do "
-                        "not have (FairScale's is off there as well); use ShardedDataParallel or "
-                        "DistributedDataParallel"
-                    )
                 # Weak: the collector does not see through hooks that C++ holds, and nothing would ever be freed.
-                hook = functools.partial(_call, weakref.WeakMethod(self._backward_hook), index)
+                hook = functools.partial(_call, weakref.ref(self), index)
                 self._hook_handles.append(parameter.register_hook(hook))
                 self._hooked.add(parameter)
 
@@ -334,12 +287,12 @@ class AdaScale(Optimizer):
             local *= self._num_grads_to_accum**2
         else:
             total /= self._num_grads_to_accum**2
-        scale, count = self._scale, self._world_size * self._num_grads_to_accum
+        scale, count = self.scale, self._world_size * self._num_grads_to_accum
         var = local * (scale / count) / (count - 1) - total * scale / (count - 1)
         sqr = total - var / scale
         if bool(torch.isfinite(var).all() and torch.isfinite(sqr).all()):  # alike on all ranks
-            self._update_avg("grad_sqr_avg", sqr.clamp(min=0.0), self._smoothing)
-            self._update_avg("grad_var_avg", var.clamp(min=_SMALLEST_VARIANCE), self._smoothing)
+            self._update_avg("grad_sqr_avg", sqr.clamp(min=0.0), self.smoothing)
+            self._update_avg("grad_var_avg", var.clamp(min=_SMALLEST_VARIANCE), self.smoothing)
 
     def _square_norms(self) -> tuple[Tensor, Tensor]:
         """Return for each group the sum of all local gradients' squared norms, and the squared norm of their average.
@@ -357,7 +310,9 @@ class AdaScale(Optimizer):
         every = [parameter for parameters in groups for parameter in parameters]
         averages = local.new_zeros(len(every))
         for place, parameter in enumerate(every):
-            if self._counts(parameter, oss):
+            # Not leftovers of what is frozen, gradients whose local parts went unseen, and another rank's.
+            seen = parameter.grad is not None and parameter.requires_grad and parameter in self._hooked
+            if seen and (oss is None or oss.owner_of(parameter) == oss.rank):
                 averages[place] = _square(parameter.grad).to(local)
         if self._world_size > 1 and oss is None:
             local = all_reduced(local, dist.ReduceOp.SUM)
@@ -366,12 +321,6 @@ class AdaScale(Optimizer):
             local, averages = shared.split([len(groups), len(every)])
         parts = averages.cpu().split([len(parameters) for parameters in groups])
         return local.cpu().clone(), torch.stack([part.sum() for part in parts])
-
-    def _counts(self, parameter: Tensor, oss: PartitionedOptimizer | None) -> bool:
-        """Leave out leftovers of what is frozen, gradients whose local parts went unseen, and another rank's."""
-        if parameter.grad is None or not parameter.requires_grad or parameter not in self._hooked:
-            return False
-        return oss is None or oss.owner_of(parameter) == oss.rank
 
     def _update_avg(self, name: str, value: Tensor, factor: float) -> None:
         state = self._state
@@ -383,7 +332,7 @@ class AdaScale(Optimizer):
             return
         count = state.get(name + "_count", torch.zeros(1, dtype=value.dtype)) + 1
         state[name + "_count"] = count
-        if count.item() < 1 / (1 - self._smoothing):
+        if count.item() < 1 / (1 - self.smoothing):
             total = state.get(name + "_total", torch.zeros_like(value)) + value
             state.update({name + "_total": total, name: total / count})
         else:
@@ -397,9 +346,7 @@ class AdaScaleWrapper(AdaScale):
     would have the gain of its own parameters, from which no common one can be had.
 
     Args:
-        params, **additional_optim_args: for the optimizer.
-        world_size, scale, smoothing, num_gradients_to_accumulate, debias_ewma: as of :class:`AdaScale`.
-        optim_cls: the optimizer's class.
+        params, **additional_optim_args: for the optimizer, an ``optim_cls``; the rest is as of :class:`AdaScale`.
     """
 
     def __init__(
@@ -423,17 +370,10 @@ class AdaScaleWrapper(AdaScale):
         )
 
 
-def _call(method: Any, pg_idx: int, grad: Tensor) -> None:
-    found = method()
+def _call(adascale: weakref.ref[AdaScale], pg_idx: int, grad: Tensor) -> None:
+    found = adascale()
     if found is not None:
-        found(pg_idx, grad.detach())
-
-
-def _default_world_size(optimizer: Any) -> int:
-    oss = partitioned_within(optimizer)
-    if oss is not None:
-        return oss.world_size
-    return dist.get_world_size() if dist.is_initialized() else 1
+        found._backward_hook(pg_idx, grad.detach())
 
 
 def _square(gradient: Tensor) -> Tensor:
@@ -468,14 +408,8 @@ def _extend(state: dict[str, Tensor], groups: int) -> None:
 def _checked(saved: Mapping[str, Any], groups: int) -> dict[str, Tensor]:
     """Copy estimates, ours or FairScale's, which are numpy arrays."""
     estimates = {name: torch.as_tensor(value).to("cpu", torch.float64, copy=True) for name, value in saved.items()}
-    missing = [name for name in _START if name not in estimates]
-    if missing:
-        raise MisuseError(f"AdaScale's state has no {' and no '.join(missing)}; it has {', '.join(estimates)}")
-    for name, value in estimates.items():
-        expected = 1 if name.endswith("_count") else groups
-        if tuple(value.shape) != (expected,):
-            raise MisuseError(
-                f"AdaScale's state is of other parameter groups: {name} has shape {tuple(value.shape)}, and this "
-                f"optimizer has {groups}"
-            )
+    shapes = {name: tuple(value.shape) for name, value in estimates.items()}
+    expected = {name: (1,) if name.endswith("_count") else (groups,) for name in {**_START, **estimates}}
+    if shapes != expected:
+        raise MisuseError(f"AdaScale's state is of other parameter groups: expected {expected}, got {shapes}")
     return estimates

@@ -1,13 +1,13 @@
 """``fairscale.optim.grad_scaler``: loss scaling where each rank holds the gradients of its own parameters only.
 
-Built on torch's ``GradScaler``, which computes with one rank's gradients. All ranks must come to the same decision: one
-that skips its step while another broadcasts parameters would leave that one waiting. FairScale 0.4.13 reduces what each
-rank found, but throws the sum away where the gradients are on the CPU of a machine with CUDA, takes a sum of 2 for
-nothing found, and disables itself without CUDA. Here both scalers work on the CPU as well.
+One that skips its step while another broadcasts parameters would leave that one waiting. FairScale 0.4.13 throws what
+other ranks found away where the gradients are on the CPU of a machine with CUDA, takes a sum of 2 for nothing found,
+and disables itself without CUDA. Here both scalers work on the CPU as well.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsshard.oss.grad_scaling import is_unscaled, share_infinities, unscale
+from fsshard.oss.norm_and_scaling import is_unscaled, unscale, unscale_together
 from fsshard.oss.partitioned import partitioned_within
 from fsshard.torch_private.optimizers import scale_of, scales_itself
 from fsshard.torch_private.tensors import sparse_values
 
-from ...errors import MisuseError
 from ...not_served import missing_from
 from ...report import called
 
@@ -36,26 +35,15 @@ class GradScaler(torch.cuda.amp.GradScaler):
     Where the optimizer is an OSS, whose ranks hold different gradients, all ranks step, or none; with FairScale 0.4.13
     an overflow on one rank is a deadlock. A subclass of the CUDA one because FairScale's is, and frameworks ask for
     that class.
-
-    Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of ``torch.amp.GradScaler``.
     """
 
     _name = "GradScaler"
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
+    @functools.wraps(torch.cuda.amp.GradScaler.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         # By "cpu" torch disables nothing; scale and found_inf go where the loss is. The constructor in between, of
         # torch.cuda.amp (2.13), would warn that it is deprecated.
-        torch.amp.GradScaler.__init__(
-            self, "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled=enabled
-        )
+        torch.amp.GradScaler.__init__(self, "cpu", *args, **kwargs)
         called(f"fairscale.optim.grad_scaler.{self._name}", "torch.amp.GradScaler")
 
     def _groups(self, optimizer: Any) -> list[Any]:
@@ -67,17 +55,14 @@ class GradScaler(torch.cuda.amp.GradScaler):
         """Divide the gradients by the scale, and find out whether any rank has one that is infinite or NaN.
 
         Collective in the groups that share the optimizer. A pending reduction of ShardedDataParallel is waited for.
-
-        Raises:
-            RuntimeError: this, or ``step``, was called since the last ``update``.
         """
         if not self.is_enabled():
             return
         finish = getattr(optimizer, "finish_gradients", None)  # of OSS: ends what ShardedDataParallel has begun
         if finish is not None:
             finish()
-        super().unscale_(optimizer)
-        share_infinities(optimizer, self, self._groups(optimizer))
+        again = is_unscaled(optimizer, self)  # torch's error
+        unscale_together(super().unscale_, optimizer, self, [] if again else self._groups(optimizer))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -85,11 +70,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
         return unscale(_values(optimizer), inv_scale)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale, unless that is done, and return ``optimizer.step(*args, **kwargs)`` if all is finite on all ranks.
-
-        Raises:
-            RuntimeError: a closure, which is not supported; or a second step since the last ``update``.
-        """
+        """Unscale, unless that is done, and return ``optimizer.step(...)`` if all is finite on all ranks."""
         ready = self.is_enabled() and "closure" not in kwargs and scale_of(self) is not None
         # torch leaves it to a fused optimizer to look for infinities, in the gradients of this rank alone
         fused = scales_itself(optimizer) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
@@ -98,21 +79,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale after a step that was skipped, raise it after enough that were not.
-
-        Args:
-            new_scale: set this instead, a number or a tensor of one element, on any device.
-
-        Raises:
-            MisuseError: ``new_scale`` is neither.
-        """
-        if isinstance(new_scale, Tensor):
-            if new_scale.numel() != 1 or new_scale.requires_grad or not new_scale.is_floating_point():
-                raise MisuseError(
-                    "update(new_scale=): expected a number or a floating-point tensor of one element that takes no "
-                    f"gradient, got {new_scale.dtype} of shape {tuple(new_scale.shape)}"
-                )
-            new_scale = new_scale.item()
+        """Lower the scale after a step that was skipped, raise it after enough that were not; or set ``new_scale``."""
         super().update(None if new_scale is None else float(new_scale))
 
 
@@ -135,7 +102,7 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: Any = None,
     ) -> None:
-        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)  # type: ignore[arg-type]
         self.group = process_group
 
     def _groups(self, optimizer: Any) -> list[Any]:

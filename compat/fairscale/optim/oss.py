@@ -27,9 +27,6 @@ class OSS(optimizer.OSS):
         broadcast_buffer_size: accepted and ignored, as in FairScale 0.4.13.
         broadcast_fp16: False. See :attr:`broadcast_fp16`.
         force_broadcast_object: accepted; the state is sent one way only.
-
-    Raises:
-        UnsupportedByBackend: ``broadcast_fp16`` is true; and what is raised there.
     """
 
     def __init__(
@@ -50,10 +47,7 @@ class OSS(optimizer.OSS):
     @property
     def broadcast_fp16(self) -> bool:
         """False. FairScale 0.4.13 rounds all parameters, the owner's own included, to float16 after every step: more
-        than a small learning rate moves them.
-
-        Raises:
-            UnsupportedByBackend: it is set to true.
+        than a small learning rate moves them. To set it to true raises UnsupportedByBackend.
         """
         return False
 

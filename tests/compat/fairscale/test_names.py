@@ -42,7 +42,7 @@ PLACES = {
 """Module -> its names that can be called, and other modules that have some of them."""
 METHODS = {
     "FullyShardedDataParallel": (
-        *("__init__", "set_gradient_divide_factors", "append_shared_param", "apply", "state_dict", "local_state_dict"),
+        *("__init__", "set_gradient_divide_factors", "apply", "state_dict", "local_state_dict"),
         *("load_state_dict", "load_local_state_dict", "no_sync", "reset_parameters", "summon_full_params", "forward"),
         *("local_metadata_dict", "consolidate_shard_weights", "assert_state", "gather_full_optim_state_dict"),
         *("get_shard_from_optim_state_dict", "named_parameters"),

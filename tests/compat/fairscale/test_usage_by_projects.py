@@ -15,24 +15,8 @@ def differing(one: list[Any], other: list[Any]) -> list[str]:
     return [each for rank in range(len(one)) for each in differences(one[rank], other[rank], f"rank {rank}")]
 
 
-stale, counted_twice, by_defaults = (
-    pytest.mark.fairscale_row(1),
-    pytest.mark.fairscale_row(4),
-    pytest.mark.fairscale_row(23),
-)
-MARKS = {
-    "Lightning, AdamW": [stale, by_defaults],
-    "ESPnet, GAN": [stale],
-    "prompt tuning": [stale, counted_twice],
-}
-"""Usages that run into one of the real library's faults."""
-
-
-def marked(name: str) -> Any:
-    return pytest.param(name, marks=MARKS.get(name, []), id=name)
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in usage_by_projects.USAGES])
+@pytest.mark.fairscale_row(1, 4, 23)
+@pytest.mark.parametrize("name", usage_by_projects.USAGES)
 def test_a_habit_trains_as_ddp_does(ranks: Any, name: str) -> None:
     expected, found = (ranks.run(usage_by_projects.job, 2, name, library) for library in ("ddp", "ours"))
     assert differing(expected, found) == []
@@ -41,15 +25,4 @@ def test_a_habit_trains_as_ddp_does(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("name", fsdp_usage_by_projects.USAGES)
 def test_a_habit_of_full_sharding_trains_as_ddp_does(ranks: Any, name: str) -> None:
     expected, found = (ranks.run(fsdp_usage_by_projects.job, 2, name, library) for library in ("ddp", "ours"))
-    assert differing(expected, found) == []
-
-
-RIGHT = ("Lightning, two optimizers", "Atlas", "X-VLM", "SlowFast, detectron2", "mmcv")
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_the_real_library_does_these_too(ranks: Any, name: str) -> None:
-    """That these are what its users do, and not ours."""
-    pytest.importorskip("fairscale", reason="needs fairscale")
-    expected, found = (ranks.run(usage_by_projects.job, 2, name, library) for library in ("ddp", "real"))
     assert differing(expected, found) == []

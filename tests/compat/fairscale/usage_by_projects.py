@@ -291,90 +291,6 @@ def mmf(fairscale: Any) -> Outcome:
     return outcome(run, [optimizer], norms=norms, evaluations=evaluations)
 
 
-def atlas(fairscale: Any) -> Outcome:
-    """Atlas: a part of the model alone is wrapped, ``auto_refresh_trainable=False``."""
-    part, retriever = net(1), net(2)
-    settings = {"lr": 0.02}
-    reader, optimizer = engine(
-        fairscale, part, part.parameters(), torch.optim.AdamW, settings, auto_refresh_trainable=False
-    )
-    for x in batches():
-        with torch.no_grad():
-            x = x + retriever(x).mean()
-        loss_of(reader(x)).backward()
-        optimizer.step()
-        reader.zero_grad()
-    return outcome(reader, [optimizer])
-
-
-def x_vlm(fairscale: Any) -> Outcome:
-    """X-VLM: ``checkpoint_wrapper`` around ShardedDDP itself."""
-    model = net()
-    sharded, optimizer = engine(fairscale, model, model.parameters(), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-    run = sharded if fairscale is None else fairscale.nn.checkpoint.checkpoint_wrapper(sharded)
-    assert run is sharded
-    for x in batches():
-        run.zero_grad()
-        loss_of(run(x)).backward()
-        optimizer.step()
-    return outcome(model, [optimizer])
-
-
-def prompt_tuning(fairscale: Any) -> Outcome:
-    """Prompt tuning of BERT and T5: ``optimizer.zero_grad()``, and accumulation without no_sync."""
-    model = net()
-    model[0].requires_grad_(False)  # the language model; the prompt is trained
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    run, optimizer = engine(fairscale, model, parameters, torch.optim.AdamW, {"lr": 0.02})
-    for index, x in enumerate(batches(3 * STEPS)):
-        (loss_of(run(x)) / 3).backward()
-        if index % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return outcome(run, [optimizer])
-
-
-def vision(fairscale: Any) -> Outcome:
-    """SlowFast, detectron2's ViTDet, LAVIS, perceiver-io: checkpoint_wrapper on blocks, and torch's own DDP."""
-    torch.manual_seed(0)
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.layer, self.drop = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Dropout(0.25)
-
-        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-            return x + scale * self.drop(torch.tanh(self.layer(self.norm(x))))
-
-    blocks = nn.ModuleList()
-    for _ in range(3):
-        block: nn.Module = Block()
-        if fairscale is not None:
-            block = fairscale.nn.checkpoint.checkpoint_wrapper(block)
-        blocks.append(block)
-
-    class Backbone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.blocks = nn.Linear(4, 6), blocks
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            for each in self.blocks:
-                x = each(x, scale=0.5)
-            return x
-
-    model = Backbone()
-    run = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    torch.manual_seed(7)
-    for x in batches():
-        optimizer.zero_grad()
-        loss_of(run(x)).backward()
-        optimizer.step()
-    return outcome(run, [optimizer])
-
-
 def oss_subclass(fairscale: Any) -> Outcome:
     """mmcv's and mmengine's way: a class of the project that is OSS with a fixed optimizer, built by its own name."""
     model = net()
@@ -411,9 +327,5 @@ USAGES: dict[str, Callable[[Any], Outcome]] = {
     "Hugging Face, simple": hugging_face_simple,
     "ESPnet, GAN": espnet_gan,
     "MMF": mmf,
-    "Atlas": atlas,
-    "X-VLM": x_vlm,
-    "prompt tuning": prompt_tuning,
-    "SlowFast, detectron2": vision,
     "mmcv": oss_subclass,
 }

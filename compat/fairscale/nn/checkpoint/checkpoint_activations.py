@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from fsshard.errors import ModelError
 from fsshard.model.recomputation import RecomputedForward
 
 from ....not_served import missing_from
@@ -92,14 +91,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
         module: changed in place: its ``forward``, nothing else. Wrapped once more it is not checkpointed twice.
         offload_to_cpu: keep the inputs in the memory of the CPU; without effect on tensors that are there.
 
-    Returns:
-        The same object.
-
-    Raises:
-        ModelError: this is no module.
     """
-    if not isinstance(module, nn.Module):
-        raise ModelError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
     called("fairscale.nn.checkpoint.checkpoint_wrapper", "torch.utils.checkpoint, not reentrant")
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
@@ -119,7 +111,7 @@ class CheckpointedForward(RecomputedForward):
     origin = "checkpoint_wrapper"
 
     def is_off(self) -> bool:
-        """Without gradients, and within :func:`disable_checkpointing`."""
+        """Tell whether gradients or checkpointing are disabled."""
         return super().is_off() or thread_local.is_checkpointing_disabled
 
     def around_first(self) -> AbstractContextManager[None]:

@@ -27,8 +27,7 @@ from fsshard.torch_private.modules import (
     state_dict_pre_hooks,
 )
 
-from ._fsdp_options import UnsupportedHere
-from ._fsdp_shards import clean
+from ._fsdp_state import UnsupportedHere, clean
 
 __all__ = ["InnerFSDP", "Own"]
 
@@ -45,40 +44,34 @@ class Own:
 class InnerFSDP(TorchFSDP):
     """FSDP1 around one module. Its flat parameter is cut as FairScale's is: ``torch.chunk``, the last parts padded."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: Any,
-        *,
-        flatten: bool,
-        reshard: bool,
-        offload: bool,
-        precision: MixedPrecision | None,
-        device: torch.device,
-    ) -> None:
-        orders = [(part, list(part._parameters)) for part in module.modules() if len(part._parameters) > 1]
+    def __init__(self, module: nn.Module, wrapper: Any, buffer_dtype: torch.dtype | None) -> None:
+        offloads = wrapper.move_params_to_cpu and wrapper.compute_device.type != "cpu"
+        if wrapper.mixed_precision:
+            reduces = torch.float32 if wrapper.fp32_reduce_scatter else wrapper.compute_dtype
+            precision = MixedPrecision(wrapper.compute_dtype, reduces, wrapper.buffer_dtype)
+        else:
+            precision = MixedPrecision(buffer_dtype=buffer_dtype, cast_root_forward_inputs=False)
         with warnings.catch_warnings():
             # That one rank means NO_SHARD, which is meant; that FSDP1 is in maintenance; that lists have no forward.
             warnings.filterwarnings("ignore", message=".*(NO_SHARD|will not all-gather).*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             super().__init__(
                 module,
-                process_group=group,
-                sharding_strategy=ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
-                cpu_offload=CPUOffload(offload_params=True) if offload else None,
-                mixed_precision=precision,
-                device_id=device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
-                use_orig_params=not flatten,
+                process_group=wrapper.process_group,
+                sharding_strategy=ShardingStrategy["FULL_SHARD" if wrapper.reshard_after_forward else "SHARD_GRAD_OP"],
+                cpu_offload=CPUOffload(offload_params=True) if offloads else None,
+                mixed_precision=precision if wrapper.mixed_precision or buffer_dtype else None,
+                device_id=wrapper.compute_device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
+                use_orig_params=not wrapper.flatten_parameters,
             )
         # "Expects one homogeneous value for _use_orig_params" (torch 2.13), where FairScale's users put BatchNorm
         # unflattened into a flattened model. What runs asks the handle, which keeps the true value; this attribute is
         # asked when parameters are shown whole, below, and gets the true value for that long.
         fsdp1.claim_orig_params(self, False)
-        self._flattens = flatten
-        self._wrapper: weakref.ref[Any] | None = None
+        self._flattens: bool = wrapper.flatten_parameters
+        self._wrapper = weakref.ref(wrapper)
         self._accumulator: Any = None  # where the flat parameter's gradient arrives
         self._hook: Any = None
-        self._orders = orders
         # FSDP1's hooks know its own names only, and after an exception leave the module whole (torch 2.13).
         for hooks in (
             state_dict_hooks(self),
@@ -90,7 +83,7 @@ class InnerFSDP(TorchFSDP):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return FairScale's ``wrapper.module.state_dict()``: the module's names; parts of an unflattened wrapper."""
-        wrapper = None if self._wrapper is None else self._wrapper()
+        wrapper = self._wrapper()
         if wrapper is None or wrapper.is_exporting:  # the wrapper asks, and will take its levels out of the names
             return super().state_dict(*args, **kwargs)
         if fsdp1.is_summoned(self) or wrapper.world_size == 1:
@@ -163,8 +156,6 @@ class InnerFSDP(TorchFSDP):
         if not queued:
             for state in TorchFSDP.fsdp_modules(self) if fsdp1.is_root(self) else ():
                 state.be_ready_again()
-                if fsdp1.reduces_gradients(self):
-                    state.show_empty_gradients()
 
     def be_ready_again(self) -> None:
         """Gather parameters and reduce gradients in a backward that comes without another forward, too."""
@@ -184,21 +175,6 @@ class InnerFSDP(TorchFSDP):
 
         self._hook = self._accumulator.register_hook(reduce)
 
-    def show_empty_gradients(self) -> None:
-        """Give parameters of which this rank holds nothing an empty gradient: scripts read ``p.grad``."""
-        # FSDP1 leaves None there (torch 2.13, FlatParamHandle._use_sharded_grad_views), which looks like a parameter
-        # that was not used. FairScale cuts every parameter, so that each rank has a part of each.
-        for parameter in self._absent():
-            if self.flat.grad is not None and parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-
-    def _absent(self) -> list[nn.Parameter]:
-        """Unflattened parameters of which this rank holds nothing, between forwards and backwards."""
-        if self._flattens or self.flat is None:
-            return []
-        infos = zip(fsdp1.params_of(self.flat), fsdp1.shard_infos_of(self.flat), strict=True)
-        return [parameter for parameter, info in infos if not info.in_shard]
-
     def _forget_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
@@ -208,8 +184,6 @@ class InnerFSDP(TorchFSDP):
         """Run the module on its whole parameters."""
         self._forget_hook()
         self._accumulator = None
-        for parameter in self._absent():
-            parameter.grad = None  # FSDP1 looks at all of them to see whether gradients were set to None
         since = forward_begins()
         output = super().forward(*args, **kwargs)
         hook_bases(self, output, since)
@@ -244,9 +218,8 @@ class InnerFSDP(TorchFSDP):
         fsdp1.claim_orig_params(self, not self._flattens)
         try:
             with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
-                shown = {place: place[0]._parameters[place[1]] for place in _places(owners)}
+                shown = {place: place[0]._parameters[place[1]] for each in owners for place in each.places}
                 views = {place: None if p is None else p.data for place, p in shown.items()}
-                _in_order(self._orders)
                 yield lambda: self._keep(views)
         finally:
             fsdp1.claim_orig_params(self, False)
@@ -282,15 +255,3 @@ class InnerFSDP(TorchFSDP):
 
 def _name(module: str, parameter: str) -> str:
     return clean(f"{module}.{parameter}" if module else parameter)
-
-
-def _places(owners: list[Own]) -> Iterator[tuple[nn.Module, str]]:
-    for owner in owners:
-        yield from owner.places
-
-
-def _in_order(orders: list[tuple[nn.Module, list[str]]]) -> None:
-    """Put parameters in the order in which their modules made them: FSDP1 shows tied ones last (torch 2.13)."""
-    for module, names in orders:
-        for name in [name for name in names if name in module._parameters]:
-            module._parameters[name] = module._parameters.pop(name)

@@ -1,10 +1,8 @@
 """FairScale's ``FullyShardedDataParallel``, served by torch's FSDP1.
 
-Of torch's two, FSDP1 serves this interface truest: it descends from FairScale's, so that a wrapper's parameters are one
-flat vector, cut by ``torch.chunk`` with the last parts padded, and divided by the same factors around a reduction.
-Files that FairScale wrote of its shards, and optimizer states over flat shards, fit element by element; plain
-optimizers see plain tensors. FSDP2 has DTensors of single parameters, changes the class of what it shards, and knows no
-wrapper to nest.
+FSDP1 descends from FairScale's: a wrapper's parameters are one flat vector, cut by ``torch.chunk`` with the last parts
+padded, and divided by the same factors around a reduction. FairScale's files of shards, and optimizer states over flat
+shards, fit element by element. FSDP2 has DTensors of single parameters, and knows no wrapper to nest.
 
 A wrapper is two levels deep, as FairScale's is: ``wrapper.module`` is the engine, ``wrapper.module.module`` the user's.
 """
@@ -12,36 +10,32 @@ A wrapper is two levels deep, as FairScale's is: ``wrapper.module`` is the engin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.comm import watchdog
+from fsshard.errors import ConfigurationError
 from fsshard.model.checks import agree
 from fsshard.nested import map_leaves
-from fsshard.oss.collectives import be_found, come_together
+from fsshard.oss.collectives import come_together
+from fsshard.oss.norm_and_scaling import count_owners
+from fsshard.sharded.optimizer import refuse_foreign_optimizers
 from fsshard.torch_private import fsdp1
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.modules import BatchNorm
 
 from ....errors import MisuseError
-from ....fairscale_shards import consolidate
 from ....not_served import missing_from
 from ....report import called
 from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-from . import _fsdp_optim_state, _fsdp_options, _fsdp_shards
-from ._fsdp_options import NotAllowed, ProcessGroupName, UnsupportedHere, default_group
-from ._fsdp_shards import INNER, clean
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecision
-
-    from ._fsdp_engine import InnerFSDP
+from . import _fsdp_state
+from ._fsdp_state import INNER, NotAllowed, ProcessGroupName, UnsupportedHere, clean
 
 __all__ = [
     "FullyShardedDataParallel",
@@ -65,9 +59,13 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
-_DURING_TRAINING: list[TrainingState] = [
-    state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS
-]
+def _divide_factor(when: str) -> Any:
+    """Make the attribute by which gradients are divided before or after their reduction."""
+
+    def get(self: Any) -> float:
+        return fsdp1.divide_factors(self._fsdp_wrapped_module)[when == "after"]
+
+    return property(get, lambda self, factor: fsdp1.set_divide_factors(self._fsdp_wrapped_module, **{when: factor}))
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -79,24 +77,22 @@ class FullyShardedDataParallel(nn.Module):
     Args:
         module: what is wrapped, changed in place.
         process_group: None is all ranks. An object with ``rank()`` and ``size()`` is enough to build a wrapper.
-        process_group_reduce_scatter: accepted; FSDP1 overlaps reductions on a stream and needs no second group.
         reshard_after_forward: free the whole parameters after a forward, and gather them again for the backward.
         disable_reshard_on_root: not for the outermost wrapper.
         mixed_precision: compute and reduce in ``compute_dtype``; parameters and optimizer stay float32.
         fp32_reduce_scatter: reduce in float32, with ``mixed_precision``.
         flatten_parameters: optimizers see one flat parameter; else a flat part of each, under its own name.
-        move_params_to_cpu: keep shards in host memory, where they are anyway if computation is on the CPU.
+        move_params_to_cpu, cpu_offload: keep shards in host memory, where they are anyway on the CPU.
         compute_dtype: None is float16 with ``mixed_precision``, else float32.
         buffer_dtype: of floating buffers; None is ``compute_dtype`` with ``mixed_precision``, else they stay.
         move_grads_to_cpu: None is as ``move_params_to_cpu``; refused where it differs and computation is on a GPU.
-        bucket_cap_mb: accepted; FSDP1 reduces each wrapper's gradients at once, without buckets.
+        process_group_reduce_scatter, bucket_cap_mb: accepted; FSDP1 reduces each wrapper's gradients at once.
         compute_device: None is where the parameters are, or the current GPU of an NCCL group; they are moved there.
         no_broadcast_optim_state: leave this wrapper's part out of :meth:`gather_full_optim_state_dict`.
         state_dict_device: of tensors in state dicts, by type; None is ``compute_device``.
         clear_autocast_cache: clear autocast's cache of cast weights after each forward.
         force_input_to_fp32: cast 16-bit floating inputs to float32, without ``mixed_precision``.
         verbose: say more in ``repr``.
-        cpu_offload: the older name of ``move_params_to_cpu``.
         state_dict_on_rank_0_only: state dicts are empty elsewhere.
         gradient_predivide_factor: divide gradients by it before their reduction, by the rest of the ranks after.
         allow_reset_parameters: let :meth:`reset_parameters` through.
@@ -105,7 +101,6 @@ class FullyShardedDataParallel(nn.Module):
         MisuseError: parameters cannot be sharded in one unit; see the text.
         ConfigurationError: options that contradict each other, or parameters of another dtype.
         UnsupportedHere: an option that FSDP1 cannot honour.
-        NotAllowed: there is no process group yet.
     """
 
     def __init__(
@@ -136,11 +131,12 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         called("fairscale.nn.data_parallel.FullyShardedDataParallel", "torch.distributed.fsdp (FSDP1)")
-        self.process_group = process_group or default_group()
-        size = getattr(process_group_reduce_scatter, "size", None)  # as there, one of another size is not used
-        fits = size is not None and size() == self.process_group.size()
-        self.process_group_reduce_scatter = process_group_reduce_scatter if fits else self.process_group
-        be_found(self.process_group)
+        if process_group is None:
+            dist.get_rank()  # torch's error where there is none
+        group: Any = process_group or dist.group.WORLD
+        self.process_group = self.process_group_reduce_scatter = group
+        if isinstance(self.process_group, dist.ProcessGroup):
+            watchdog.join()  # ranks that wait for this one can find out where it is
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
@@ -157,7 +153,6 @@ class FullyShardedDataParallel(nn.Module):
         self.verbose = verbose
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.allow_reset_parameters = allow_reset_parameters
-        self.uncollected_opt_state: dict[int, dict[str, Any]] = {}
         self.children_share_process_group = True
         self._return_full_state_dict = True
         self.is_exporting = False
@@ -165,53 +160,34 @@ class FullyShardedDataParallel(nn.Module):
 
         if fp32_reduce_scatter and not mixed_precision:
             raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
-        if not isinstance(module, nn.Module):
-            raise MisuseError(f"FullyShardedDataParallel: expected a torch.nn.Module, got {type(module).__name__}")
-        own = list(_fsdp_options.own_parameters(module, FullyShardedDataParallel))
-        dtype = torch.float32 if mixed_precision else self.compute_dtype
-        _fsdp_options.check_parameters(own, dtype, flatten_parameters)
-        self.compute_device = _fsdp_options.compute_device(compute_device, module, self.process_group)
-        self.move_params_to_cpu = move_params_to_cpu or cpu_offload
+        own = _own_parameters(module)
+        _check_parameters(own, torch.float32 if mixed_precision else self.compute_dtype)
+        self.compute_device = _compute_device(compute_device, module, self.process_group)
+        self.move_params_to_cpu = self.cpu_offload = move_params_to_cpu or cpu_offload
         self.move_grads_to_cpu = self.move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
-        _fsdp_options.check_offload(self.move_params_to_cpu, move_grads_to_cpu, self.compute_device)
+        if self.move_grads_to_cpu != self.move_params_to_cpu and self.compute_device.type != "cpu":
+            raise UnsupportedHere(
+                f"move_grads_to_cpu={move_grads_to_cpu} with move_params_to_cpu={self.move_params_to_cpu}",
+                "FSDP1 keeps shards of parameters and of gradients in one place; leave move_grads_to_cpu=None",
+            )
         self.state_dict_device = torch.device(state_dict_device or self.compute_device)
-        self._build(module, own, self._precision(buffer_dtype))
+        self._build(module, own, buffer_dtype)
         if gradient_predivide_factor:
             self.gradient_predivide_factor = gradient_predivide_factor
             self.gradient_postdivide_factor = self.world_size / gradient_predivide_factor
 
-    def _build(self, module: nn.Module, own: list[tuple[str, nn.Parameter]], precision: MixedPrecision | None) -> None:
+    def _build(self, module: nn.Module, own: list[tuple[str, nn.Parameter]], buffer_dtype: Any) -> None:
         from ._fsdp_engine import InnerFSDP  # not at the top: see there
 
+        self._fsdp_wrapped_module: Any = InnerFSDP(module, self, buffer_dtype)
         for _, parameter in own:
             parameter._fsshard_in_unit = True  # type: ignore[attr-defined]
-        self._fsdp_wrapped_module: InnerFSDP = InnerFSDP(
-            module,
-            self.process_group,
-            flatten=self.flatten_parameters,
-            reshard=self.reshard_after_forward,
-            offload=self.move_params_to_cpu and self.compute_device.type != "cpu",
-            precision=precision,
-            device=self.compute_device,
-        )
-        self._fsdp_wrapped_module._wrapper = weakref.ref(self)
-        _fsdp_options.mark(self, own)
+        _mark(self, own)
         nn.Module.register_load_state_dict_post_hook(self, _loaded)
         if self._has_params:
             flat = self._fsdp_wrapped_module.flat
             weakref.finalize(self, fsdp1.let_go, flat).atexit = False
             fsdp1.free_with_its_handle(flat, fsdp1.handle_of(self._fsdp_wrapped_module))
-
-    def _precision(self, buffers: torch.dtype | None) -> MixedPrecision | None:
-        from torch.distributed.fsdp import MixedPrecision
-
-        if self.mixed_precision:
-            return MixedPrecision(
-                param_dtype=self.compute_dtype,
-                reduce_dtype=torch.float32 if self.fp32_reduce_scatter else self.compute_dtype,
-                buffer_dtype=self.buffer_dtype,
-            )
-        return None if buffers is None else MixedPrecision(buffer_dtype=buffers, cast_root_forward_inputs=False)
 
     # ---------------------------------------------------------------------------------------- what it is
 
@@ -233,22 +209,9 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module.flat is not None
 
     @property
-    def num_params_managed(self) -> int:
-        """Return how many parameters were flattened."""
-        return len(self._fsdp_wrapped_module.own()) if self.flatten_parameters else 0
-
-    @property
     def numel_padded_per_param(self) -> list[int]:
         """Return how many elements of each of :attr:`params` on this rank are padding, as FairScale cuts them."""
-        return _fsdp_shards.padded_lengths(self)
-
-    def non_shared_params(self) -> list[nn.Parameter]:
-        """Return the same as :attr:`params`."""
-        return self.params
-
-    def append_shared_param(self, p: nn.Parameter) -> None:
-        """Raise UnsupportedHere: a parameter belongs to one wrapper."""
-        raise UnsupportedHere("append_shared_param", "wrap the modules that share the parameter in one wrapper")
+        return _fsdp_state.padded_lengths(self)
 
     @property
     def _is_root(self) -> bool | None:
@@ -271,28 +234,8 @@ class FullyShardedDataParallel(nn.Module):
         if self.training_state not in expected:
             raise ConfigurationError(f"expected to be in states {expected} but current state is {self.training_state}")
 
-    @property
-    def cpu_offload(self) -> bool:
-        """Return whether shards are kept in host memory."""
-        return self.move_params_to_cpu
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        """Gradients are divided by this before their reduction."""
-        return fsdp1.divide_factors(self._fsdp_wrapped_module)[0]
-
-    @gradient_predivide_factor.setter
-    def gradient_predivide_factor(self, factor: float) -> None:
-        fsdp1.set_divide_factors(self._fsdp_wrapped_module, before=factor)
-
-    @property
-    def gradient_postdivide_factor(self) -> float:
-        """Gradients are divided by this after their reduction."""
-        return fsdp1.divide_factors(self._fsdp_wrapped_module)[1]
-
-    @gradient_postdivide_factor.setter
-    def gradient_postdivide_factor(self, factor: float) -> None:
-        fsdp1.set_divide_factors(self._fsdp_wrapped_module, after=factor)
+    gradient_predivide_factor = _divide_factor("before")
+    gradient_postdivide_factor = _divide_factor("after")
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Set what gradients are divided by before and after their reduction, or ``recursive`` in those inside."""
@@ -305,13 +248,9 @@ class FullyShardedDataParallel(nn.Module):
         """Return what ``repr`` says of the wrapper itself."""
         shown = ["world_size", "flatten_parameters", "mixed_precision"]
         if self.verbose:
-            shown = ["rank", *shown, "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]
+            shown += ["rank", "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]
             shown += ["compute_device", "move_params_to_cpu", "move_grads_to_cpu", "bucket_cap_mb"]
-            shown += ["clear_autocast_cache", "force_input_to_fp32"]
-        said = [f"{name}={getattr(self, name)}" for name in shown]
-        if self.verbose:
-            said = [f"self={id(self)} is_root={self._is_root}", *said]
-        return ", ".join(said) + ", "
+        return ", ".join(f"{name}={getattr(self, name)}" for name in shown) + ", "
 
     def __getattr__(self, name: str) -> Any:
         """Look in the wrapped module for what is not here."""
@@ -324,7 +263,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: int) -> Any:
         """Index the wrapped module."""
-        return self._fsdp_wrapped_module.wrapped.__getitem__(key)  # type: ignore[operator]
+        return self._fsdp_wrapped_module.wrapped.__getitem__(key)
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise NotAllowed for copies and pickles, which would share the collectives of the original."""
@@ -377,15 +316,12 @@ class FullyShardedDataParallel(nn.Module):
                 # a wrapper of one rank alone is there to save memory, which gathering its state would cost
                 instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
 
-    def _reset_lazy_init(self) -> None:
-        fsdp1.reset_lazy_init(self._fsdp_wrapped_module)
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Give names and parameters: original ones where they are whole or not flattened, else FairScale's."""
         whole = self.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, parameter in super().named_parameters(*args, **kwargs):
             flat = self.flatten_parameters and not whole
-            yield (_fsdp_shards.flat_name(name) if flat else clean(name)), parameter
+            yield (_fsdp_state.flat_name(name) if flat else clean(name)), parameter
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -417,7 +353,7 @@ class FullyShardedDataParallel(nn.Module):
             raise NotAllowed("reset parameters after FSDP wrapping is not allowed; see allow_reset_parameters=")
         shown = self.training_state is TrainingState.SUMMON_FULL_PARAMS
         with nullcontext() if shown else self.summon_full_params(recurse=False):
-            self._fsdp_wrapped_module.wrapped.reset_parameters()  # type: ignore[operator]
+            self._fsdp_wrapped_module.wrapped.reset_parameters()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -431,12 +367,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their norm over all parameters and ranks is at most ``max_norm``; return that before.
-
-        Raises:
-            MisuseError: this is not the outermost wrapper.
-            UnsupportedHere: wrappers inside have other process groups.
-        """
+        """Scale gradients so that their norm over all is at most ``max_norm``; return the norm before."""
         self._lazy_init()
         if not self._is_root:
             raise MisuseError("clip_grad_norm_ should only be called on the outermost wrapper")
@@ -477,12 +408,8 @@ class FullyShardedDataParallel(nn.Module):
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Show whole parameters, in full precision and under their own names. Collective.
 
-        Every rank keeps its own part of what is changed inside. This cannot be used inside of a forward or backward,
-        nor these inside of it.
-
-        Args:
-            recurse: those of all wrappers inside too.
-            volatile: changes need not be kept.
+        Every rank keeps its own part of what is changed inside, all wrappers' with ``recurse``; with ``volatile`` it
+        need not. This cannot be used inside of a forward or backward, nor these inside of it.
 
         Raises:
             NotTogether: other ranks are in another call; on all of them.
@@ -520,7 +447,7 @@ class FullyShardedDataParallel(nn.Module):
                 stack.enter_context(self.summon_full_params(recurse=False, volatile=True))
             found = super().state_dict(*args, **kwargs)
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            _fsdp_shards.export(self, _wrappers(self), found, prefix, local)
+            _fsdp_state.export(self, _wrappers(self), found, prefix, local)
         if self.state_dict_on_rank_0_only and dist.get_rank() != 0:
             for key in [key for key in found if key.startswith(prefix)]:
                 del found[key]
@@ -531,7 +458,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Collective where a wrapper does not flatten.
         """
-        self.assert_state(_DURING_TRAINING)
+        self.assert_state([state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS])
         with self._set_inside("_return_full_state_dict", False):
             # not self.state_dict: subclasses choose between the two there
             return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
@@ -555,7 +482,7 @@ class FullyShardedDataParallel(nn.Module):
             torch's named tuple of missing and unexpected keys.
 
         Raises:
-            StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
+            RuntimeError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
         """
         come_together(self.process_group, "FullyShardedDataParallel.load_state_dict()")
         instances = get_fsdp_instances(self)
@@ -577,17 +504,10 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def _load_whole(self, state_dict: Any, strict: bool) -> Any:
-        shown = {clean(name): p for name, p in nn.Module.named_parameters(self, remove_duplicate=False)}
-        expected = {name: tuple(value.shape) for name, value in {**shown, **_fsdp_shards.saved_buffers(self)}.items()}
         try:
             return super().load_state_dict(state_dict, strict)
-        except RuntimeError as error:
-            given = {key: tuple(value.shape) for key, value in state_dict.items() if isinstance(value, Tensor)}
-            wrong = {key: (expected[key], got) for key, got in given.items() if expected.get(key, got) != got}
-            missing, unexpected = expected.keys() - given.keys(), given.keys() - expected.keys()
-            if not (wrong or missing or unexpected):
-                raise
-            raise StateDictError("the state dict", missing, unexpected, wrong) from error
+        except RuntimeError as error:  # torch names them with the wrappers' levels
+            raise RuntimeError(str(error).replace(f"{INNER}.", "")) from None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # torch calls this for a part of a model that is not sharded itself too, where it does not call load_state_dict;
@@ -595,7 +515,7 @@ class FullyShardedDataParallel(nn.Module):
         if self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
             self._loading = ExitStack()
             self._loading.enter_context(self.summon_full_params(recurse=False))
-        _fsdp_shards.lower(state_dict, prefix)
+        _fsdp_state.lower(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_local_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
@@ -607,19 +527,18 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
         """
-        self.assert_state(_DURING_TRAINING)
         self._lazy_init()
         come_together(self.process_group, "FullyShardedDataParallel.load_local_state_dict()")
         wrappers = _wrappers(self)
         found = agree(
-            _exchange(self.process_group), lambda: _fsdp_shards.check_local(self, wrappers, state_dict, strict)
+            _exchange(self.process_group), lambda: _fsdp_state.check_local(self, wrappers, state_dict, strict)
         )
-        _fsdp_shards.load_local(self, wrappers, state_dict, lambda each: each.summon_full_params(recurse=False))
+        _fsdp_state.load_local(self, wrappers, state_dict)
         return found
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Give what :meth:`consolidate_shard_weights` needs to know of this rank's part, as FairScale writes it."""
-        return _fsdp_shards.metadata(self, _wrappers(self))
+        return _fsdp_state.metadata(self, _wrappers(self))
 
     @staticmethod
     def consolidate_shard_weights(
@@ -631,15 +550,12 @@ class FullyShardedDataParallel(nn.Module):
         """Put a whole state together from all ranks' parts, those that FairScale wrote included.
 
         Args:
-            shard_weights: :meth:`local_state_dict` of each rank, in order.
-            shard_metadata: :meth:`local_metadata_dict` of each rank, in order.
+            shard_weights, shard_metadata: :meth:`local_state_dict` and :meth:`local_metadata_dict` of each, in order.
             with_module_buffers: take the buffers of the first.
-            strict: everything that the metadata names must be there; else what is not is left out.
-
-        Raises:
-            ConfigurationError: not one of each for each rank.
-            StateDictError: something is missing, or has another length than the metadata says.
+            strict: raise StateDictError for what the metadata names and is not there; else it is left out.
         """
+        from ....fairscale_checkpoints import consolidate  # not at the top: it needs the engines
+
         return consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
     # ---------------------------------------------------------------------------------------- optimizer states
@@ -656,8 +572,6 @@ class FullyShardedDataParallel(nn.Module):
             ``uncollected_local_ids``. None on others.
 
         Raises:
-            UnsupportedHere: ``flatten_parameters=False``.
-            MisuseError: several parameter groups.
             OptimizerError: an optimizer of something else, or a state that cannot be put together.
             NotTogether: other ranks are in another call; on all of them.
         """
@@ -668,7 +582,7 @@ class FullyShardedDataParallel(nn.Module):
         self._lazy_init()
         come_together(self.process_group, "FullyShardedDataParallel.gather_full_optim_state_dict()")
         instances = get_fsdp_instances(self, skip_empty=True)
-        return _fsdp_optim_state.gather(self, instances, optim, _exchange(self.process_group))
+        return _fsdp_state.gather(self, instances, optim, _exchange(self.process_group))
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Give what ``optim.load_state_dict`` takes on this rank.
@@ -676,12 +590,70 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             full_optim_state_dict: of :meth:`gather_full_optim_state_dict`, the whole on every rank. As in FairScale it
                 is changed in place, and returned, so that what else is in it stays.
-
-        Raises:
-            MisuseError: it was saved from a model of other wrappers, or is None, as other ranks than the first got it.
-            StateDictError: a state has another shape than its parameter; it names them.
         """
-        return _fsdp_optim_state.cut(self, get_fsdp_instances(self, skip_empty=True), full_optim_state_dict)
+        return _fsdp_state.cut(self, get_fsdp_instances(self, skip_empty=True), full_optim_state_dict)
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def _compute_device(asked: Any, module: nn.Module, group: Any) -> torch.device:
+    """Return where to compute: as asked, else where the parameters are, else on the device that the group is for."""
+    found = next((p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
+    nccl = isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend(group))
+    device = torch.device(asked or found or ("cuda" if nccl else "cpu"))
+    # FSDP1 compares with the devices of tensors, which have an index (torch 2.13)
+    without = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if without else device
+
+
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the names and parameters that no inner wrapper has."""
+    every = module.named_modules(remove_duplicate=False)
+    inner = tuple(f"{path}." if path else "" for path, part in every if isinstance(part, FullyShardedDataParallel))
+    named = nn.Module.named_parameters(module, remove_duplicate=False)
+    return [(name, parameter) for name, parameter in named if not name.startswith(inner)]
+
+
+def _check_parameters(own: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
+    """Raise for parameters that no inner wrapper has and that cannot be sharded in one unit."""
+    for name, parameter in own:
+        if getattr(parameter, "_fsshard_in_unit", False):
+            raise MisuseError(
+                f"{name!r} is tied to a parameter that an inner FullyShardedDataParallel has sharded, and would not be "
+                "tied any more; wrap the modules that share it in one wrapper"
+            )
+        if parameter.is_complex():
+            raise MisuseError(
+                f"{name!r} is {parameter.dtype}: FairScale shards real parameters only; use "
+                'fsshard.wrap(model, backend="fsdp2"), which takes complex ones'
+            )
+        if parameter.dtype is not dtype:
+            raise ConfigurationError(
+                f"{name!r} is {parameter.dtype}, expected {dtype}: without mixed_precision=True parameters have the "
+                "compute_dtype (float32 unless given), with it they are float32"
+            )
+
+
+def _mark(wrapper: Any, before: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Let functions of torch raise that would silently be wrong with a wrapper's parameters, or with those before."""
+    refuse_foreign_optimizers(wrapper)
+    kept = {id(parameter) for parameter in wrapper.params}
+    for name, parameter in before:
+        # An optimizer over these would go on over tensors that nobody computes with, and train nothing.
+        if id(parameter) not in kept:
+            parameter._fsshard_stale = (  # type: ignore[attr-defined]
+                f"parameter {name!r} was replaced by a flat one when FullyShardedDataParallel wrapped its module, so "
+                "that this optimizer would train nothing; build the optimizer after wrapping, over model.parameters(), "
+                "or wrap with flatten_parameters=False"
+            )
+    if wrapper.world_size > 1:  # torch's clip_grad_norm_ would take another norm on each rank
+        count_owners(wrapper)
+        for parameter in wrapper.params:
+            parameter._fsshard_clip_with = (
+                "call fsdp.clip_grad_norm_(max_norm): the FullyShardedDataParallel's own method, on the outermost "
+                "wrapper, adds up the norms of all ranks"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ hooks and inputs
@@ -731,15 +703,13 @@ def auto_wrap_bn(
         fsdp_config: in place of the above, for the wrappers.
         wrap_it: else the modules are only tagged, for a later ``auto_wrap`` with ``config_auto_wrap_policy``.
         assert_on_collision: a tag that is there already is a mistake; else it is replaced.
-
-    Raises:
-        MisuseError: a BatchNorm has a ``wrapper_config`` already.
     """
     called("fairscale.nn.data_parallel.auto_wrap_bn", "torch.distributed.fsdp (FSDP1)")
     config = fsdp_config
     if config is None:
-        group = _own_group() if single_rank_pg else process_group
-        config = {"process_group": group, "mixed_precision": False, "flatten_parameters": False}
+        if single_rank_pg and dist.get_world_size() > 1:
+            process_group, _ = dist.new_subgroups(group_size=1)
+        config = {"process_group": process_group, "mixed_precision": False, "flatten_parameters": False}
         config.update(reshard_after_forward=False, bucket_cap_mb=0, force_input_to_fp32=False)
     for name, part in module.named_modules():
         if isinstance(part, BatchNorm):
@@ -750,13 +720,6 @@ def auto_wrap_bn(
         return auto_wrap(module)
     with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
         return auto_wrap(module)
-
-
-def _own_group() -> Any:
-    if default_group().size() == 1:
-        return default_group()
-    group, _ = dist.new_subgroups(group_size=1)
-    return group
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any
 
 from torch import nn
@@ -70,9 +70,8 @@ def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: 
     return recurse or hasattr(module, "wrapper_config")
 
 
-@contextmanager
-def enable_wrap(auto_wrap_policy: Policy | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Make :func:`wrap` and :func:`auto_wrap` wrap; outside of this they give their module back.
+def enable_wrap(auto_wrap_policy: Policy | None = None, **wrapper_kwargs: Any) -> ConfigAutoWrap:
+    """Make :func:`wrap` and :func:`auto_wrap` wrap within a ``with``; outside of it they give their module back.
 
     Args:
         auto_wrap_policy: for :func:`auto_wrap`; None is :func:`default_auto_wrap_policy`. :func:`wrap` asks no policy.
@@ -83,8 +82,7 @@ def enable_wrap(auto_wrap_policy: Policy | None = None, **wrapper_kwargs: Any) -
         MisuseError: there is no ``wrapper_cls``.
         NestedContext: this is inside of ``enable_wrap`` already.
     """
-    with ConfigAutoWrap(auto_wrap_policy, **wrapper_kwargs):
-        yield
+    return ConfigAutoWrap(auto_wrap_policy, **wrapper_kwargs)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
@@ -93,9 +91,6 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     Args:
         module: an attribute ``wrapper_config`` of it, a dict, comes before the arguments of :func:`enable_wrap`.
         **wrap_overrides: come before both.
-
-    Raises:
-        MisuseError: ``wrapper_config`` is no dict.
     """
     _report("fairscale.nn.wrap.wrap")
     return _wrap(module, wrap_overrides) if ConfigAutoWrap.in_autowrap_context else module
@@ -127,18 +122,22 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
         module: nothing in it is wrapped yet.
         auto_wrap_policy: in place of that of :func:`enable_wrap`.
         **kwargs: as the overrides of :func:`wrap`, for every module that is wrapped.
-
-    Raises:
-        MisuseError: something in the module is wrapped already.
     """
     _report("fairscale.nn.wrap.auto_wrap")
     if not ConfigAutoWrap.in_autowrap_context:
         return module
-    wrapped, _ = ConfigAutoWrap.recursive_wrap(module, auto_wrap_policy=auto_wrap_policy, module_is_root=True, **kwargs)
-    return wrapped
+    wrapper: Any = ConfigAutoWrap.wrapper_cls
+    if isinstance(wrapper, type):  # a function such as checkpoint_wrapper leaves no trace of its own to look for
+        for name, child in module.named_modules():
+            if isinstance(child, wrapper):
+                raise MisuseError(
+                    f"auto_wrap: {name or 'the module itself'} is a {wrapper.__name__} already; give modules a "
+                    "wrapper_config and use config_auto_wrap_policy to wrap in several passes"
+                )
+    return ConfigAutoWrap.recursive_wrap(module, auto_wrap_policy=auto_wrap_policy, module_is_root=True, **kwargs)[0]
 
 
-class ConfigAutoWrap:
+class ConfigAutoWrap(ContextDecorator):
     """The context behind :func:`enable_wrap`. What is in force is kept on the class: there is one at a time."""
 
     in_autowrap_context: bool = False
@@ -182,35 +181,16 @@ class ConfigAutoWrap:
     def recursive_wrap(
         module: nn.Module, auto_wrap_policy: Policy | None, module_is_root: bool, **kwargs: Any
     ) -> tuple[nn.Module, int]:
-        """Wrap what the policy chooses in a module, and the module.
-
-        Returns:
-            What is in the module's place, and how many elements of its parameters are in wrappers.
-        """
+        """Wrap what the policy chooses; return what is in the module's place, and its elements that are in wrappers."""
         policy = auto_wrap_policy or ConfigAutoWrap.auto_wrap_policy or default_auto_wrap_policy
-        _check_unwrapped(module)
         total = sum(parameter.numel() for parameter in module.parameters())
         if not policy(module=module, recurse=True, unwrapped_params=total, module_is_root=module_is_root):
             return module, 0
         wrapped = 0
         for name, child in module.named_children():
-            replacement, count = ConfigAutoWrap.recursive_wrap(
-                child, auto_wrap_policy=policy, module_is_root=False, **kwargs
-            )
+            replacement, count = ConfigAutoWrap.recursive_wrap(child, policy, False, **kwargs)
             setattr(module, name, replacement)
             wrapped += count
         if policy(module=module, recurse=False, unwrapped_params=total - wrapped, module_is_root=module_is_root):
             return _wrap(module, kwargs), total
         return module, wrapped
-
-
-def _check_unwrapped(module: nn.Module) -> None:
-    wrapper = ConfigAutoWrap.wrapper_cls
-    if not isinstance(wrapper, type):  # a function such as checkpoint_wrapper leaves no trace of its own to look for
-        return
-    found = next((name for name, child in module.named_modules() if isinstance(child, wrapper)), None)
-    if found is not None:
-        raise MisuseError(
-            f"auto_wrap: {found or 'the module itself'} is a {wrapper.__name__} already; give modules a wrapper_config "
-            "and use config_auto_wrap_policy to wrap in several passes"
-        )

@@ -56,21 +56,12 @@ FROZEN = {
 def frozen(kind: str, name: str) -> Any:
     cls, settings = FROZEN[name]
     model = mlp()
-    make = Raw if kind == "raw" else lambda *a, optim, **k: build(kind, *a, optim, **k)
-    optimizer = make(model.parameters(), optim=cls, **settings)
+    optimizer = build(kind, model.parameters(), cls, **settings)
     for number, batch in enumerate(batches(6)):
         if number == 2:
             model[0].requires_grad_(False)
-            if kind == "raw":
-                optimizer.refresh_trainable()  # as ShardedDataParallel does
         step(ddp(model), optimizer, batch, set_to_none=False)
-    return weights(model), None if kind == "raw" else whole_state(optimizer)
-
-
-@pytest.mark.fairscale_row(3)
-def test_row_3_raw_ranks_drift_apart(ranks: Any) -> None:
-    (here, _), (there, _) = ranks.run(frozen, 2, "raw", "momentum")
-    assert max(float((a - b).abs().max()) for a, b in zip(here, there, strict=True)) > 1e-3
+    return weights(model), whole_state(optimizer)
 
 
 @pytest.mark.fairscale_row(3)
@@ -113,19 +104,6 @@ def orphans(optimizer: Any) -> list[int]:
     updated = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
     own = [p for p, rank in optimizer._param_to_rank.items() if rank == optimizer.rank]
     return [p.numel() for p in own if id(p) not in updated]
-
-
-def raw_orphans() -> list[int]:
-    model, extra = mlp(), nn.Linear(8, 8)
-    optimizer = Raw(model.parameters(), lr=0.1)
-    model[2].requires_grad_(False)
-    optimizer.add_param_group({"params": list(extra.parameters())})
-    return orphans(optimizer)
-
-
-@pytest.mark.fairscale_row(7)
-def test_row_7_raw_parameters_change_hands_and_are_updated_by_nobody(ranks: Any) -> None:
-    assert any(ranks.run(raw_orphans, 2))
 
 
 def grown(kind: str, freeze: bool) -> Any:
@@ -234,33 +212,12 @@ def test_row_21_several_dtypes_in_one(world_size: int) -> None:
 # ------------------------------------------------------------------------------------------------ 15, 17: refused
 
 
-def searched(kind: str) -> list[Tensor]:
-    model = mlp(1)
-    wrapped = ddp(model)
-    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.1)
-    if kind == "raw":
-        optimizer = Raw(model.parameters(), optim=torch.optim.LBFGS, lr=0.1)
-    for batch in batches(2):
-
-        def closure(batch: Tensor = batch) -> Tensor:
-            model.zero_grad()
-            loss = wrapped(batch).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return weights(model)
-
-
 @pytest.mark.fairscale_row(15)
 @on_ranks()
 def test_row_15_an_optimizer_that_needs_all_parameters_is_refused() -> None:
     kind, text = told(lambda: OSS(mlp().parameters(), optim=torch.optim.LBFGS))
     assert kind == "UnsupportedByBackend"
     assert "optim=LBFGS on 2 ranks" in text and "DistributedDataParallel" in text
-    assert not same(searched("raw"), searched("plain"))  # it searches in each shard
-    kind, text = told(lambda: OSS(mlp().parameters(), optim=3))
-    assert kind == "ConfigurationError" and "optim= must be" in text
 
 
 @pytest.mark.fairscale_row(17)

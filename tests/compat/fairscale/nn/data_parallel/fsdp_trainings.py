@@ -203,7 +203,7 @@ def trained(model: Any, steps: int = 4) -> tuple[Any, torch.optim.Optimizer]:
 def differing(model: nn.Module, reference: nn.Module) -> dict[str, float]:
     """Names whose values are not the same to the last bit, with the largest difference; ``keys`` for other names."""
     found, wanted = model.state_dict(), reference.state_dict()
-    if list(found) != list(wanted):
+    if found.keys() != wanted.keys():
         return {"keys": 1.0}
     return {name: float((found[name].double() - wanted[name].double()).abs().max()) for name in unlike(found, wanted)}
 

@@ -31,7 +31,6 @@ from fsshard.errors import FsshardError
 from fsshard.oss import gradient_buckets
 from tests.compat.fairscale.nn.data_parallel import sharded_ddp_trainings as trainings
 from tests.compat.fairscale.nn.data_parallel.sharded_ddp_trainings import (
-    Branch,
     Mixed,
     Words,
     batch,
@@ -229,24 +228,6 @@ def test_row_2_checkpoints(mode: str, size: int) -> None:
     assert compare(trainings.train_checkpointed, "hand", mode, reduce_buffer_size=size) == []
 
 
-@pytest.mark.fairscale_row(2)
-@on_ranks()
-def test_row_2_raw_ends_with_the_inner_backward() -> None:
-    """FairScale's end of backward comes while gradients of earlier blocks have not: what comes later is a race."""
-    from fairscale.nn.checkpoint import checkpoint_wrapper
-
-    torch.manual_seed(0)
-    module = nn.Sequential(*(checkpoint_wrapper(nn.Linear(8, 8)) for _ in range(3)))
-    wrapped, _ = build("real", module, reduce_buffer_size=0)
-    missing: list[int] = []
-    flush = wrapped._flush_reduce_calls
-    wrapped._flush_reduce_calls = lambda: (missing.append(sum(wrapped._grad_to_be_reduced)), flush())
-    wrapped(batch(0).requires_grad_()).sum().backward()
-    for handle in wrapped._work_handles:
-        handle.handle.wait()
-    assert missing[0] > 0
-
-
 # ------------------------------------------------------------------------------------------------ set-up (rows 5 to 8)
 
 
@@ -284,19 +265,6 @@ def test_thawing_a_layer_that_still_has_a_mean() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ use (row 19)
-
-
-def job_raw_unused() -> None:
-    model, optimizer = build("real", Branch("not on rank 1", width=64), reduce_buffer_size=0)
-    loss_of(model, 0).backward()
-    optimizer.step()
-
-
-@pytest.mark.fairscale_row(19)
-@pytest.mark.long
-def test_row_19_raw_reduces_another_parameter_on_each_rank(ranks: Any) -> None:
-    """gloo ends the process, or the ranks wait for ever."""
-    assert any(ranks.run_expecting_errors(job_raw_unused, 2, timeout=60))
 
 
 # ------------------------------------------------------------------------------------------------ dtypes (rows 21, 27)
@@ -416,13 +384,6 @@ def train_clipped(kind: str, norm_type: float, pattern: str, **options: Any) -> 
 @on_ranks()
 def test_row_33_torchs_own_clipping(norm_type: float, pattern: str, size: int) -> None:
     assert compare(train_clipped, "ddp", norm_type, pattern, reduce_buffer_size=size) == []
-
-
-@pytest.mark.fairscale_row(33)
-@on_ranks()
-def test_row_33_raw_clips_by_another_norm() -> None:
-    norms = [torch.stack(train_clipped(kind, 2.0, "all")[:3]) for kind in ("real", "ddp")]
-    assert not torch.equal(*norms)
 
 
 # ------------------------------------------------------------------------------------------------ three ranks
@@ -677,10 +638,6 @@ def test_refused() -> None:
     if rank == 0:
         with pytest.raises(MisuseError, match=r"has ranks \[0\], the optimizer's group \[0, 1\]"):
             wrap(mlp(), process_group=alone)
-    first = next(module.parameters())
-    first.grad = torch.zeros_like(first).requires_grad_()
-    with pytest.raises(RuntimeError, match="requires grad"):
-        wrap(module)(batch(0))
 
 
 @on_ranks()

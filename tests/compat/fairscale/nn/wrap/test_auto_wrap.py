@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fsshard.compat.fairscale as mirror
+from tests.oss.trainings import refusal
 
 real = sys.modules["fairscale.nn.wrap.auto_wrap"]
 ours = sys.modules["fsshard.compat.fairscale.nn.wrap.auto_wrap"]
@@ -65,47 +66,38 @@ def test_wrap_is_function_and_package(package: Any) -> None:
         exec(f"import {name}.nn.wrap.auto_wrap as hidden_by_the_function", found)
 
 
-def test_defaults_of_the_policy(library: Any) -> None:
-    policy = library.default_auto_wrap_policy
-    excluded, leaves = policy.EXCLUDE_WRAP_MODULES, policy.FORCE_LEAF_MODULES
-    assert excluded == {nn.ModuleList, nn.ModuleDict} and leaves == {nn.MultiheadAttention}
-
-
 # ------------------------------------------------------------------------------------------------ wrap
 
 
 def test_wrap(library: Any) -> None:
+    """The context's settings come first, then those of the module, then those of the call."""
+    layer, own = nn.Linear(5, 5), nn.Linear(5, 5)
+    own.wrapper_config = {"tag": "mine", "level": 1}
+    assert library.wrap(layer) is library.auto_wrap(layer) is layer
+    with library.enable_wrap(wrapper_cls=Wrapper, tag="outer", level=5):
+        wrapped = [library.wrap(layer), library.wrap(layer, level=2), library.wrap(own), library.wrap(own, level=3)]
+    assert [(each.tag, each.level) for each in wrapped] == [("outer", 5), ("outer", 2), ("mine", 1), ("mine", 3)]
+    with pytest.raises(KeyError), library.enable_wrap(wrapper_cls=Wrapper):
+        raise KeyError
+    assert library.wrap(layer) is layer and library.ConfigAutoWrap.wrapper_cls is None
+
+
+def test_what_the_real_one_does_not() -> None:
+    """Raw: it stays in a context after a missing class, works once, and takes no ``wrapper_cls`` of a module."""
     layer = nn.Linear(5, 5)
-    assert library.wrap(layer) is layer
-    assert library.auto_wrap(layer) is layer
-    with library.enable_wrap(wrapper_cls=Wrapper, tag="outer", level=1):
-        wrapped, other = library.wrap(layer), library.wrap(nn.Linear(5, 5), level=2)
-    assert (wrapped.module, wrapped.tag, wrapped.level) == (layer, "outer", 1)
-    assert (other.tag, other.level) == ("outer", 2)
-    assert library.wrap(layer) is layer
-
-
-def test_settings_of_the_module(library: Any) -> None:
-    """The context's come first, then those of the module, then those of the call."""
-    layer = nn.Linear(5, 5)
-    layer.wrapper_config = {"tag": "mine", "level": 1}
-    with library.enable_wrap(wrapper_cls=Wrapper, tag="outer"):
-        assert (library.wrap(layer).tag, library.wrap(layer).level) == ("mine", 1)
-        assert (library.wrap(layer, level=3).tag, library.wrap(layer, level=3).level) == ("mine", 3)
-
-
-class Other(Wrapper):
-    pass
-
-
-def test_a_wrapper_of_its_own() -> None:
-    """FairScale says that ``wrapper_config`` may hold ``wrapper_cls``, and hands it to the wrapper: a TypeError."""
-    layer = nn.Linear(5, 5)
-    layer.wrapper_config = {"wrapper_cls": Other}
-    with real.enable_wrap(wrapper_cls=Wrapper), pytest.raises(TypeError, match="wrapper_cls"):
-        real.wrap(layer)
-    with ours.enable_wrap(wrapper_cls=Wrapper):
-        assert type(ours.wrap(layer)) is Other
+    layer.wrapper_config = {"wrapper_cls": nn.Sequential}
+    for library in (real, ours):
+        context = library.ConfigAutoWrap(wrapper_cls=Wrapper)
+        with context:
+            seen = refusal(lambda library=library: library.wrap(layer))
+        again = refusal(context.__enter__)
+        library.ConfigAutoWrap.disable_autowrap_context()
+        with pytest.raises(AssertionError), library.enable_wrap():
+            pass
+        stuck = library.ConfigAutoWrap.in_autowrap_context
+        library.ConfigAutoWrap.disable_autowrap_context()
+        told = [None if each is None else each[0] for each in (seen, again)]
+        assert (told, stuck) == ((["TypeError", "AssertionError"], True) if library is real else ([None, None], False))
 
 
 def test_move_module_cuda_half(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,36 +120,6 @@ def test_bad_use(library: Any) -> None:
             library.wrap(layer)
     with pytest.raises(AssertionError), library.enable_wrap(tag="without wrapper_cls"):
         pass
-
-
-def test_left_after_an_error(library: Any) -> None:
-    with pytest.raises(KeyError), library.enable_wrap(wrapper_cls=Wrapper, tag="outer"):
-        raise KeyError
-    assert isinstance(library.wrap(nn.Linear(2, 2)), nn.Linear)
-    assert library.ConfigAutoWrap.kwargs == {} and library.ConfigAutoWrap.wrapper_cls is None
-
-
-@pytest.mark.parametrize(("library", "stuck"), [(real, True), (ours, False)], ids=["real", "ours"])
-def test_left_after_a_missing_class(library: Any, stuck: bool) -> None:
-    """Raw, every ``enable_wrap`` after that says that it is nested."""
-    with pytest.raises(AssertionError), library.enable_wrap():
-        pass
-    assert library.ConfigAutoWrap.in_autowrap_context is stuck
-    library.ConfigAutoWrap.disable_autowrap_context()
-
-
-@pytest.mark.parametrize(("library", "again"), [(real, False), (ours, True)], ids=["real", "ours"])
-def test_a_context_used_twice(library: Any, again: bool) -> None:
-    context = library.ConfigAutoWrap(wrapper_cls=Wrapper)
-    with context:
-        pass
-    if again:
-        with context:
-            assert isinstance(library.wrap(nn.Linear(2, 2)), Wrapper)
-    else:
-        with pytest.raises(AssertionError):
-            context.__enter__()
-        library.ConfigAutoWrap.disable_autowrap_context()
 
 
 # ------------------------------------------------------------------------------------------------ auto_wrap
@@ -187,17 +149,6 @@ def test_auto_wrap_as_the_real_one(kind: str) -> None:
     assert shapes[0] == shapes[1]
 
 
-def test_what_auto_wrap_chooses() -> None:
-    """The same in our words, so that it is not only as right as the real one."""
-    with ours.enable_wrap(wrapper_cls=Wrapper):
-        wrapped = ours.auto_wrap(model(), functools.partial(ours.default_auto_wrap_policy, min_num_params=60))
-    assert isinstance(wrapped, nn.Sequential) and isinstance(wrapped[0], nn.Linear)  # 30 of 30 are left: too few
-    assert isinstance(wrapped[1], Wrapper) and isinstance(wrapped[1].module[0], nn.Linear)  # 60 together
-    assert isinstance(wrapped[2], nn.ModuleList) and isinstance(
-        wrapped[2][0], Wrapper
-    )  # never the list, but its content
-
-
 def test_attention_is_a_leaf(library: Any) -> None:
     attention = nn.Sequential(nn.MultiheadAttention(8, 1), nn.Linear(8, 8))
     with library.enable_wrap(wrapper_cls=Wrapper):
@@ -214,25 +165,6 @@ def test_config_policy(library: Any) -> None:
         wrapped = library.auto_wrap(layers)
     assert isinstance(wrapped[0], nn.Linear) and wrapped[1].tag == "tagged"
     assert wrapped[1].module[0].level == 2 and isinstance(wrapped[1].module[1], nn.Linear)
-
-
-def test_a_policy_of_ones_own(library: Any) -> None:
-    asked: list[tuple[str, bool, int, bool]] = []
-
-    def policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-        asked.append((type(module).__name__, recurse, unwrapped_params, module_is_root))
-        return recurse or isinstance(module, nn.Linear)
-
-    with library.enable_wrap(wrapper_cls=Wrapper):
-        library.auto_wrap(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), auto_wrap_policy=policy)
-    assert asked == [
-        ("Sequential", True, 6, True),
-        ("Linear", True, 6, False),
-        ("Linear", False, 6, False),
-        ("ReLU", True, 0, False),
-        ("ReLU", False, 0, False),
-        ("Sequential", False, 0, True),
-    ]
 
 
 def test_a_function_as_wrapper() -> None:

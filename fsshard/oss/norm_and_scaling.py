@@ -1,27 +1,42 @@
-"""The norm of gradients that are spread over their owners, bit-identical to torch's over all of them.
+"""Norms and loss scaling of gradients that are spread over their owners: one answer of all ranks.
 
-``torch.nn.utils.clip_grad_norm_`` would take the norm of what this rank has, another one on each rank, and scale each
-rank's part by another factor, silently; DDP's users call it, and so do FairScale's, though its documents say not to.
-After :func:`count_owners` parameters of a ShardedDataParallel count there with the norms that their owners find.
+torch's own look at one rank's gradients. ``clip_grad_norm_`` would scale each rank's part by another factor, silently;
+after :func:`count_owners` parameters of a ShardedDataParallel count there with the norms that their owners find, and
+the sum has torch's bits. ``GradScaler`` would call ``step`` where one rank's gradients are finite, and another rank
+would wait for its parameters; OSS decides itself, with :func:`agreed`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from fsshard.errors import GradientError
+from fsshard.oss.collectives import all_reduced
 from fsshard.oss.reduction import reduction_of
 from fsshard.patches import CLIP_GRAD_NORM
 from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
-from fsshard.torch_private.tensors import foreach_norm
+from fsshard.torch_private.optimizers import scale_of, states_of_scaler
+from fsshard.torch_private.tensors import amp_unscale, foreach_norm
 
-__all__ = ["combined", "count_owners", "exchanged", "owned_norms", "scale"]
+__all__ = [
+    "agreed",
+    "combined",
+    "count_owners",
+    "exchanged",
+    "is_unscaled",
+    "owned_norms",
+    "scale",
+    "unscale",
+    "unscale_together",
+]
 
 
 def owned_norms(
@@ -83,9 +98,6 @@ def scale(parameters: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
             parameter.grad.mul_(factor.to(parameter.device))
 
 
-# ------------------------------------------------------------------------------------------------ torch's own clipping
-
-
 def count_owners(wrapper: Any) -> None:
     """Let ``clip_grad_norm_`` be right for parameters of a ShardedDataParallel while ``wrapper`` lives; collective."""
     CLIP_GRAD_NORM.keep_for(wrapper, _norm)
@@ -117,3 +129,66 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
     rest = [p for p in parameters if id(p) in given and id(p) not in known]  # of other modules
     norms.update(enumerate(_norms([p.grad for p in rest], norm_type), len(counted)))
     return combined(norms, [*counted, *rest], norm_type).to(parameters[0].device)
+
+
+# ------------------------------------------------------------------------------------------------ loss scaling
+
+# Of torch 2.13, at every step that is given the scaler. The way that it recommends instead hands over a sum of what
+# was found, from which the scaler's own, that update() goes by, cannot be set.
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+
+def agreed(optimizer: Any, scaler: Any) -> bool:
+    """Unscale the complete gradients of an OSS, unless that is done, and tell whether to step. Collective."""
+    work = (lambda _: None) if is_unscaled(optimizer, scaler) else scaler.unscale_
+    return not bool(unscale_together(work, optimizer, scaler, [optimizer.group]))
+
+
+def is_unscaled(optimizer: Any, scaler: Any) -> bool:
+    """Tell whether a scaler has unscaled an optimizer's gradients since its last ``update``."""
+    return states_of_scaler(scaler)[id(optimizer)]["stage"] is not OptState.READY
+
+
+def unscale_together(work: Callable[[Any], None], optimizer: Any, scaler: Any, groups: Iterable[Any]) -> Tensor:
+    """Unscale by ``work``, and let ``update`` go by what any rank of these groups has found. Collective.
+
+    Returns:
+        More than zero where there was an infinity or a NaN.
+
+    Raises:
+        GradientError: ``work`` has raised on another rank; here what it has raised is raised again.
+    """
+    state: Any = states_of_scaler(scaler)[id(optimizer)]
+    scaled_by = scale_of(scaler)
+    # One for all devices: ranks that own nothing, or own on other devices, take part in the same reduction.
+    found = torch.zeros((), device=None if scaled_by is None else scaled_by.device)
+    failed: Exception | None = None
+    try:
+        work(optimizer)
+        for each in state["found_inf_per_device"].values():
+            found = torch.maximum(found, each.to(found.device))
+    except Exception as error:
+        failed, found = error, torch.full_like(found, 2.0)
+    for group in groups:
+        found = all_reduced(found, dist.ReduceOp.MAX, group)
+    if failed is not None:
+        raise failed
+    if found > 1:
+        raise GradientError("unscale_ has raised an error on another rank; see what that one says")
+    state["found_inf_per_device"] = {found.device: found}
+    return found
+
+
+@torch.no_grad()
+def unscale(gradients: Iterable[Tensor], inv_scale: Tensor) -> dict[torch.device, Tensor]:
+    """Multiply real gradients of any dtype, in place; tell by device whether one of them has an infinity or a NaN."""
+    # torch's own refuses float16, which fully sharded models have, and knows no complex ones (2.13:
+    # "_amp_foreach_non_finite_check_and_unscale_cpu" not implemented for 'ComplexFloat').
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found: dict[torch.device, Tensor] = {}
+    for (device, _), same_kind in by_kind.items():
+        found.setdefault(device, torch.zeros((), device=device))
+        amp_unscale(same_kind, found[device], inv_scale.to(device))
+    return found
