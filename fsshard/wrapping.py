@@ -226,7 +226,7 @@ def wrap(
         if sync_module_states:
             _send_values(model, group, mesh)
         wrapped = _sharded(model, engine, settings, request)
-    showing_the_users(model)
+    showing_the_users(model.modules())
     mark_managed(model)
     refuse_foreign_optimizers(wrapped)
     honour_state_dict_type(wrapped)

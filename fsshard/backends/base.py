@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from fsshard.backends.facts import EngineFacts
 from fsshard.backends.part_guards import PartsGuard
 from fsshard.backends.settings import Settings
-from fsshard.complex_params.flattened import forget_shown, raw_state, stored_in
+from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import attributes_of
+from fsshard.complex_params.shown import raw_state
 from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.parallel.meshes import shape_text

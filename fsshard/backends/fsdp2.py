@@ -25,10 +25,10 @@ from fsshard.backends.part_guards import refuse_numbers_of_parts
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
-from fsshard.complex_params.data_assignment import held_dtensor
 from fsshard.complex_params.flattened import class_in_front, has_own_layout, stored_in
 from fsshard.complex_params.pairs import Form, real_dtype
 from fsshard.complex_params.replaced import attributes_of
+from fsshard.complex_params.shown import held_dtensor
 from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, StaleParameter, UnsupportedByBackend
 from fsshard.model.outputs import hook_views_too

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import exchange
-from fsshard.complex_params.flattened import raw_state
+from fsshard.complex_params.shown import raw_state
 from fsshard.errors import OptimizerError
 from fsshard.nested import has_arrays
 from fsshard.oss.partitioned import local_optimizer

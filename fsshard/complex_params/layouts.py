@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DTensorLayout", "HandSplit", "Layout", "Shared"]
-
 
 class Layout:
-    """The parts of a parameter that ranks along other mesh dimensions hold, in the user's shape and dtype.
+    """The parts of a parameter that ranks along other mesh dimensions hold, in the user's shape and dtype."""
 
-    Attributes:
-        divides: the groups whose ranks hold different elements of it.
-        shares: the groups whose ranks hold the same values of it.
-    """
+    @property
+    def divides(self) -> list[dist.ProcessGroup]:
+        """The groups whose ranks hold different elements of it."""
+        return []
 
-    divides: Sequence[dist.ProcessGroup] = ()
-    shares: Sequence[dist.ProcessGroup] = ()
+    @property
+    def shares(self) -> list[dist.ProcessGroup]:
+        """The groups whose ranks hold the same values of it."""
+        return []
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
         """Return the shape of the whole one, of which a rank's part has the shape ``part``."""
@@ -41,13 +40,8 @@ class Layout:
 class DTensorLayout(Layout):
     """The layout of a DTensor parameter: torch's mesh, placements, and the shape and strides of the whole.
 
-    Attributes:
-        mesh: its DeviceMesh, of other dimensions than data.
-        placements: a ``Shard`` or ``Replicate`` per dimension of it.
-        shape: of the whole parameter, the user's.
-        stride: likewise.
-        groups: the names of the groups along its dimensions. Meshes of the same ranks are equal, also where one is of a
-            world that is gone; layouts are not, of which classes of modules are remembered.
+    Meshes of the same ranks are equal, also where one is of a world that is gone; layouts are not, for which ``groups``
+    has the names of the groups along the mesh's dimensions: classes of modules are remembered by them.
     """
 
     mesh: Any
@@ -57,22 +51,19 @@ class DTensorLayout(Layout):
     groups: tuple[str, ...] = ()
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
+    def divides(self) -> list[dist.ProcessGroup]:
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if placed.is_shard()]
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
+    def shares(self) -> list[dist.ProcessGroup]:
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if not placed.is_shard()]
 
     def as_dtensor(self, part: Tensor) -> Tensor:
         """Return ``part`` as the DTensor that the model computes with; differentiable."""
         from torch.distributed.tensor import DTensor
 
-        shape: Any = self.shape or None  # of a 0-dim one torch wants neither
-        stride: Any = self.stride or None
-        found: Tensor = DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
-        )
+        form: dict[str, Any] = {"shape": self.shape, "stride": self.stride} if self.shape else {}  # none of a 0-dim one
+        found: Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False, **form)
         return found
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
@@ -105,19 +96,16 @@ class DTensorLayout(Layout):
 
 @dataclass(frozen=True)
 class HandSplit(Layout):
-    """The layout of a plain parameter that is one of ``group``'s parts of a whole.
+    """The layout of a plain parameter that is one of ``group``'s parts of a whole, in the order of their ranks.
 
-    Attributes:
-        group: the ranks that hold the parts, in their order.
-        dim: along which the parts lie one after the other; None where the user has not said, so that the whole is the
-            parts side by side, along a new first dimension.
+    The parts lie one after the other along ``dim``; where the user has not said (None), side by side along a new one.
     """
 
     group: dist.ProcessGroup
     dim: int | None
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
+    def divides(self) -> list[dist.ProcessGroup]:
         return [self.group]
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
@@ -142,14 +130,12 @@ class HandSplit(Layout):
 class Shared(Layout):
     """The layout of a plain parameter whose values ``group`` shares, while each rank has a part of its gradient.
 
-    Attributes:
-        group: the ranks.
-        mean: whether the gradient is the mean of theirs, and not their sum.
+    The gradient is the sum of theirs, or with ``mean`` their mean.
     """
 
     group: dist.ProcessGroup
     mean: bool = False
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
+    def shares(self) -> list[dist.ProcessGroup]:
         return [self.group]

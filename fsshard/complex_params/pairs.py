@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.layouts import DTensorLayout
 
-__all__ = ["Form", "Kind", "complex_dtype", "is_odd", "kind_for", "order_in_memory", "real_dtype", "viewable"]
-
 SUFFIX = "__real"
 """Suffix of the stored parameter: ``w`` is kept as ``w__real``."""
-
-_REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the halves of a complex ``dtype``; a real one itself."""
-    return _REAL_OF.get(dtype, dtype)
+    return dtype.to_real()
 
 
 def complex_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the complex dtype of pairs of a real ``dtype``: complex64 for all but float64."""
     return torch.complex128 if dtype == torch.float64 else torch.complex64
+
+
+def is_dtensor(value: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist before its module does
+    return module is not None and isinstance(value, module.DTensor)
 
 
 class Form(enum.Enum):
@@ -42,18 +44,16 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """The relation of a stored tensor to the one that the user sees.
-
-    Attributes:
-        form: what it is made of.
-        order: dim ``i`` of what is stored is the user's dim ``order[i]``, so that what is stored is contiguous where
-            the user's tensor is not; empty where the dims are in the user's order.
-        layout: of what modules see as a DTensor, while this rank stores its part; the user's tensor is that part here.
-    """
+    """The relation of a stored tensor to the one that the user sees."""
 
     form: Form
+    # Dim i of what is stored is the user's dim order[i], so that what is stored is contiguous where the user's tensor
+    # is not; empty where the dims are in the user's order.
     order: tuple[int, ...] = ()
+    # Of what modules see as a DTensor, while this rank stores its part; the user's tensor is that part here.
     layout: DTensorLayout | None = None
+    # The shape, as stored, of what is stored as a list of its numbers.
+    listed: torch.Size | None = None
 
     PLAIN: ClassVar[Kind]
     COMPLEX: ClassVar[Kind]
@@ -61,24 +61,58 @@ class Kind:
     SCALAR: ClassVar[Kind]
     RENAMED: ClassVar[Kind]
 
-    @cached_property
+    @property
     def is_complex(self) -> bool:
         """Return whether the user sees a complex number."""
-        return self.form in (Form.COMPLEX, Form.COMPLEX_SCALAR)
+        return self.form is Form.COMPLEX or self.form is Form.COMPLEX_SCALAR
 
     @cached_property
     def way_back(self) -> tuple[int, ...]:
         """``permute(*way_back)`` puts the dims of what is stored, pairs as one number, into the user's order."""
         return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
-    def to_user(self, stored: Tensor) -> Tensor:
-        """Return the user's tensor over the memory of ``stored``; a copy only where the layout cannot be viewed."""
+    def to_user(self, stored: Any) -> Any:
+        """Return the user's tensor over the memory of ``stored``, or a copy where its layout cannot be viewed.
+
+        ``stored`` is in whatever state an engine has put it: of a DTensor the user's DTensor is returned, and a flat
+        shard, whose memory may not be read at any time, as it is.
+        """
+        if is_dtensor(stored):
+            return self._to_users_dtensor(stored)
         if self.form is Form.SCALAR:
-            return stored.reshape(())
+            return stored.reshape(()) if stored.numel() == 1 else stored
         if self.is_complex:
-            number = torch.view_as_complex(viewable(stored))
-            return number[0] if self.form is Form.COMPLEX_SCALAR else self.turn_back(number)
-        return self.turn_back(stored)
+            if stored.dim() < 2:  # FSDP1 at rest
+                return stored
+            stored = _as_complex(stored)
+            if self.form is Form.COMPLEX_SCALAR:
+                return stored.squeeze(0)
+        stored = stored if self.listed is None else stored.view(self.listed)
+        return self.turn_back(stored) if stored.dim() == len(self.order) else stored
+
+    def _to_users_dtensor(self, stored: Any) -> Any:
+        """Return an engine's DTensor as the user's, over the same memory, without communication."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not self.is_complex and not self.order:
+            return stored  # a 0-dim value has no dimension to shard: it stays as FSDP2 holds it
+        # From the local shard: DTensor's own operators communicate where dim 0 is 1 or goes away (torch 2.13).
+        local, shape = stored.to_local(), stored.shape
+        if self.is_complex:
+            local, shape = _as_complex(local), shape[:-1]
+        placements, stride = stored.placements, torch.empty(shape, device="meta").stride()
+        if len(self.order) == len(shape):  # else it is a list of numbers
+            placements = [Shard(self.order[p.dim]) if isinstance(p, Shard) else p for p in placements]
+            stride = self.turn_back(torch.empty(shape, device="meta")).stride()
+            local, shape = self.turn_back(local), torch.Size([shape[dim] for dim in self.way_back])
+        return DTensor.from_local(local, stored.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def shown(self, stored: Any) -> Any:
+        """Return what modules show of ``stored``: as :meth:`to_user`, and the DTensor where it came as one."""
+        value = self.to_user(stored)
+        if self.layout is None or is_dtensor(value) or value.dim() != len(self.layout.shape):
+            return value  # at rest under FSDP, whose shards are what the engine holds
+        return self.layout.as_dtensor(value)
 
     def turn_back(self, value: Tensor) -> Tensor:
         """Return ``value``, whose dims are as stored, with its dims in the user's order."""
@@ -109,6 +143,18 @@ class Kind:
 
 for _form in Form:
     setattr(Kind, _form.name, Kind(_form))
+
+
+def _as_complex(pairs: Tensor) -> Tensor:
+    if pairs.dtype in (torch.bfloat16, torch.float16):
+        pairs = pairs.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
+    try:
+        return torch.view_as_complex(pairs)  # a guard may watch who asks a shard for its shape or strides
+    except RuntimeError:  # begins at an odd place
+        # FSDP1 frees the storage of a resharded parameter (torch 2.13): copying from it is a segmentation fault.
+        if type(pairs) in (Tensor, nn.Parameter) and pairs.numel() and not pairs.untyped_storage().nbytes():
+            raise
+        return torch.view_as_complex(viewable(pairs))
 
 
 def order_in_memory(tensor: Tensor) -> tuple[int, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -12,20 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsshard.complex_params.pairs import Kind
 from fsshard.errors import ModelError, StaleParameter
-from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, backward_hooks_of
-
-__all__ = [
-    "MARKS",
-    "adopt",
-    "attributes_of",
-    "check_no_gradient_hooks",
-    "forget_replacement",
-    "has_gradient_hooks",
-    "original_of",
-    "restored",
-    "stored_for",
-]
-
+from fsshard.torch_private.tensors import LOCAL_TENSOR, POST_ACCUMULATE_HOOKS, backward_hooks_of, storage_key
 
 MARKS = ("_fsshard", "_fsdp", "_is_fsdp", "__", "register_")
 """Prefixes of attributes that are ours, or an engine's; ``register_hook`` where it is refused."""
@@ -43,13 +29,20 @@ _links: MutableMapping[nn.Parameter, _Link] = WeakIdKeyDictionary()
 """By either of the two; neither keeps the other alive."""
 
 
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what identifies the place of a tensor in memory; of a DTensor that of this rank's part."""
+    tensor = getattr(tensor, LOCAL_TENSOR, tensor)
+    # Not data_ptr(), which torch 2.13 warns of where the tensors are those of a simulation.
+    return storage_key(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.itemsize
+
+
 def stored_for(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
     """Return the stored parameter of ``parameter``: the one there is, when another module has brought it in before."""
     link = _links.get(parameter)
     stored = None if link is None else link.stored()
     if stored is not None:
         value = kind.to_user(stored.detach())
-        if (value.data_ptr(), value.dtype, value.shape) != (parameter.data_ptr(), parameter.dtype, parameter.shape):
+        if (memory_of(value), value.dtype, value.shape) != (memory_of(parameter), parameter.dtype, parameter.shape):
             raise ModelError(
                 f"parameter {name!r} was tensorfied before, and its replacement has been moved since; tensorfy modules "
                 "that share parameters together, or assign a new nn.Parameter here"
@@ -57,7 +50,7 @@ def stored_for(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
         return stored
     forget_replacement(parameter)
     stored = nn.Parameter(kind.to_stored(parameter.detach()), requires_grad=parameter.requires_grad)
-    if stored.data_ptr() != parameter.data_ptr():
+    if memory_of(stored) != memory_of(parameter):
         parameter.data = kind.to_user(stored.detach())  # it was not contiguous: let the two share memory all the same
     if parameter.grad is not None:
         stored.grad = kind.to_stored(parameter.grad)
@@ -70,12 +63,8 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
     return {key: item for key, item in vars(parameter).items() if not key.startswith(MARKS)}
 
 
-def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> Callable[[], object]:
-    """Let ``stored`` take the place of the user's ``parameter``, whose use raises from then on.
-
-    Returns:
-        What undoes it.
-    """
+def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> None:
+    """Let ``stored`` take the place of ``parameter``, whose use raises until :func:`forget_replacement`."""
     stored.__dict__.update(attributes_of(parameter))
     message = (
         f"parameter {name!r} was captured before fsshard replaced it; use the module's attribute, or build the "
@@ -88,7 +77,6 @@ def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> Callable[
     hook = cast(Any, parameter).register_hook(refuse) if parameter.requires_grad else None
     parameter._fsshard_stale = message  # type: ignore[attr-defined]
     _links[stored] = _links[parameter] = _Link(weakref.ref(stored), weakref.ref(parameter), hook)
-    return functools.partial(forget_replacement, parameter)
 
 
 def forget_replacement(either: nn.Parameter) -> nn.Parameter | None:
@@ -109,13 +97,12 @@ def forget_replacement(either: nn.Parameter) -> nn.Parameter | None:
 
 def restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:
     """Return the user's parameter that ``stored`` has replaced, or a new one, over the memory of ``stored``."""
-    original = forget_replacement(stored)
     value = kind.to_user(stored.detach())
+    original = forget_replacement(stored)
     if original is None:
-        original = nn.Parameter(value, requires_grad=stored.requires_grad)
-    else:
-        original.data = value
-        original.requires_grad_(stored.requires_grad)
+        original = nn.Parameter(value, stored.requires_grad)
+    original.data = value
+    original.requires_grad_(stored.requires_grad)
     original.grad = None if stored.grad is None else kind.to_user(stored.grad)
     original.__dict__.update(attributes_of(stored))
     return original
@@ -128,7 +115,7 @@ def original_of(stored: nn.Parameter) -> nn.Parameter | None:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether somebody has registered hooks on it."""
+    """Return whether somebody else has registered hooks on it."""
     link = _links.get(parameter)
     ours = {link.hook.id} if link is not None and link.hook is not None else set()
     others = set(backward_hooks_of(parameter) or ()) - ours
@@ -137,8 +124,7 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 def check_no_gradient_hooks(name: str, parameter: nn.Parameter) -> None:
     if has_gradient_hooks(parameter):
-        what = "complex parameter" if parameter.is_complex() else "parameter"
         raise ModelError(
-            f"{what} {name!r} has gradient hooks, which would be lost when it is stored as real pairs; register them "
-            "after fsshard.wrap, on the module's output, or remove them"
+            f"parameter {name!r} has gradient hooks, which would be lost when it is stored as real pairs; register "
+            "them after fsshard.wrap, on the module's output, or remove them"
         )

@@ -11,18 +11,17 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, NoReturn, cast
+from dataclasses import replace
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import has_torch_function_unary
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsshard.complex_params.data_assignment import data, set_item
-from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_odd
-from fsshard.complex_params.replaced import MARKS, attributes_of
-from fsshard.complex_params.views import KEPT, export_stored, is_dtensor
-from fsshard.errors import ModelError, StaleParameter
+from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, is_odd
+from fsshard.complex_params.replaced import MARKS, attributes_of, memory_of
+from fsshard.errors import FsshardError, ModelError, StaleParameter
 from fsshard.torch_private.autograd import (
     disable_functorch,
     functorch_transforms_active,
@@ -30,25 +29,13 @@ from fsshard.torch_private.autograd import (
     run_first,
 )
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.tensors import DATA, IS_PARAMETER, LOCAL_TENSOR, version_of
+from fsshard.torch_private.tensors import DATA, IS_PARAMETER, LOCAL_TENSOR, local_tensor, version_of
 
-__all__ = [
-    "Kept",
-    "Shown",
-    "Switch",
-    "UserParameters",
-    "even_gradient",
-    "moving",
-    "show_stored",
-    "shows_stored",
-    "stand_for",
-    "stored_names",
-    "stored_of",
-]
-
-_GRAD_FN: Any = torch.Tensor.grad_fn
-_SHARD = "_fsshard_cut"
-"""Attribute of a stored parameter that is a shard."""
+KEPT = "_fsshard_shown"
+"""Attribute of a module that shows its user's parameters: a :class:`Kept`."""
+_GRAD: Any = Tensor.grad
+_GRAD_FN: Any = Tensor.grad_fn
+_PLAIN = (Tensor, nn.Parameter)
 _SWAPPED = "_fsshard_swapped"
 """Attribute of what is stored for a while: the user's tensor, which torch.func.functional_call put there."""
 
@@ -72,11 +59,8 @@ class Switch(threading.local):
 
 stored_names = Switch()
 """For engines that walk through modules: ``named_parameters()`` gives the stored parameters within it."""
-
-
-def shows_stored(members: Mapping[str, Any]) -> bool:
-    """Return whether the module with these ``members`` is to give the stored parameters."""
-    return stored_names.on or KEPT not in members
+raw_state = Switch()
+"""Within it, ``state_dict(keep_vars=True)`` has the user's keys and the *stored* parameters as values."""
 
 
 def stored_of(parameter: Any) -> Any:
@@ -90,11 +74,9 @@ def stand_for(view: Any, stored: nn.Parameter) -> None:
 
 
 def even_gradient(stored: Tensor) -> Tensor | None:
-    """Return the gradient of a stored complex parameter, moved once where it begins between two complex numbers.
-
-    FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized parameter begins so; it
-    moves, so that a complex view shares its memory.
-    """
+    """Return the gradient of a stored complex parameter, moved once where it begins between two complex numbers."""
+    # FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized parameter begins so;
+    # it moves, so that a complex view shares its memory.
     gradient = stored.grad
     if gradient is None or not is_odd(getattr(gradient, LOCAL_TENSOR, gradient)):
         return gradient
@@ -105,24 +87,75 @@ def even_gradient(stored: Tensor) -> Tensor | None:
     return gradient
 
 
+# ------------------------------------------------------------------------------------------------ classes
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    """Copy ``value``, a tensor like ``tensor`` or (of a DTensor) the whole plain one, into the memory of ``tensor``."""
+    # torch would let ``tensor`` have other memory: a view of the engine's would be none any more, and of a DTensor
+    # nothing but the outer tensor changes, which nobody reads (2.13): lost silently, by vector_to_parameters too.
+    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.is_complex() != tensor.is_complex():
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise FsshardError(
+            f".data = ... of a parameter of the model: expected {tensor.dtype} {tuple(tensor.shape)} to copy into the "
+            f"engine's memory, got {got}; change the model before fsshard.wrap"
+        )
+    given: Any = value.detach()
+    with torch.no_grad():
+        if not hasattr(tensor, LOCAL_TENSOR):
+            DATA.__get__(tensor).copy_(given)
+            return
+        if not hasattr(given, LOCAL_TENSOR):
+            from torch.distributed.tensor import DTensor
+
+            given = DTensor.from_local(given, tensor.device_mesh, run_check=False)
+        local_tensor(tensor).copy_(given.redistribute(placements=tensor.placements).to_local())
+
+
+_data = property(lambda tensor: DATA.__get__(tensor), _assign)
+
+
+def _set_item(tensor: Any, index: Any, value: Any) -> None:
+    """Assign to all elements; raise for fewer: torch indexes rows that ranks share into a copy (2.13)."""
+    if index is not Ellipsis and not (isinstance(index, slice) and index == slice(None)):
+        raise FsshardError(
+            f"p[{index!r}] = ... of a parameter of the model, which is sharded row by row: it would be written to a "
+            "copy; write within `with torch.no_grad(), model.full_parameters(writeback=True):`, alike on every rank"
+        )
+    tensor.copy_(value)
+
+
+def _set_grad(tensor: Any, value: Any) -> None:
+    """Set the gradient; who drops it by hand is heard, since an engine cannot tell it from one that never came."""
+    _GRAD.__set__(tensor, value)
+    drops: tuple[set[str], str] | None = tensor.__dict__.get("_fsshard_drops")
+    if value is None and drops is not None:
+        drops[0].add(drops[1])
+
+
+def _is_shown_by(stored: Any, other: Any) -> Any:
+    """Return True for what shows this parameter to the user, so that both are one key of a dict."""
+    return True if other is not stored and stored_of(other) is stored else Tensor.__eq__(stored, other)
+
+
 class _AsParameter:
     """Makes a view a parameter to its user."""
 
     _fsshard_stored: Tensor
     _fsshard_kind: Kind
-    _fsshard_see: Callable[[Tensor], Tensor]
     _fsshard_trains: bool | None  # whether the stored one did when the view was made, which its graph tells
-    data = data
+    _fsshard_written: int = -1  # how often the stored one had been written when the view's nodes were made
+    data = _data
     is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
 
     @property
     def grad(self) -> Tensor | None:
         """The stored parameter's gradient, as the user sees it."""
-        stored = self._fsshard_stored
+        stored, kind = self._fsshard_stored, self._fsshard_kind
         if not stored.is_leaf:
             return None
-        gradient = even_gradient(stored) if self._fsshard_kind.is_complex else stored.grad
-        return None if gradient is None else self._fsshard_see(gradient)
+        gradient = even_gradient(stored) if kind.is_complex else stored.grad
+        return None if gradient is None else kind.shown(gradient)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -148,32 +181,26 @@ class _AsParameter:
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a hook as on a bare parameter: it outlives the view, and gets the user's gradient."""
         # A shard refuses it; see refuse_hooks in fsshard/sharded/parameters.py.
-        kind, see = self._fsshard_kind, self._fsshard_see
+        kind = self._fsshard_kind
 
         def on_stored(gradient: Tensor) -> Tensor | None:
-            result = hook(see(gradient))
+            result = hook(kind.shown(gradient))
             return None if result is None else kind.to_stored(result).reshape(gradient.shape)
 
         return cast(Any, self._fsshard_stored).register_hook(on_stored)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook that is called with what the user knows as the parameter."""
-        kind, see = self._fsshard_kind, self._fsshard_see
-
-        def on_stored(stored: Tensor) -> None:
-            hook(_view(stored, kind, see) if _is_plain(stored) else _at_rest(stored, kind, see))
-
-        return self._fsshard_stored.register_post_accumulate_grad_hook(on_stored)
+        kind = self._fsshard_kind
+        return self._fsshard_stored.register_post_accumulate_grad_hook(lambda stored: hook(_show(stored, kind)))
 
     def __hash__(self) -> int:
         return hash(self._fsshard_stored)
 
     def __eq__(self, other: Any) -> Any:
-        """Return True for the stored parameter, and whatever else shows it; compare elements with all other tensors.
-
-        So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An
-        object finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
-        """
+        """Return True for the stored parameter, and whatever else shows it; compare elements with all other tensors."""
+        # So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An
+        # object finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
         is_same = other is not self and stored_of(other) is self._fsshard_stored
         return True if is_same else Tensor.__eq__(cast(Tensor, self), other)
 
@@ -212,7 +239,7 @@ def _shown_dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
     class ShownDTensor(_AsParameter, DTensor):  # type: ignore[misc]
-        __setitem__ = set_item
+        __setitem__ = _set_item
 
         # The engine's parameter says whether it is a part, which may not be copied.
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -224,82 +251,89 @@ def _shown_dtensor() -> type[Tensor]:
     return ShownDTensor
 
 
-class _Known(NamedTuple):
-    """A tensor that a module has shown in place of a stored one, and the state of that one at the time."""
+@functools.cache
+def held_dtensor() -> type[Tensor]:
+    """Return the class of the DTensors that an engine holds as parameters."""
+    from torch.distributed.tensor import DTensor
 
-    shown: Shown
-    stored: Tensor
-    kind: type
-    version: int
-    runs_first: bool
+    class HeldDTensor(DTensor):
+        # torch's own is for classes whose clone() has their type; the copy is nobody's parameter.
+        __deepcopy__ = Shown.__deepcopy__
+        data = _data
+        grad = property(_GRAD.__get__, _set_grad)
+        __hash__, __eq__ = Tensor.__hash__, _is_shown_by
+        __setitem__ = _set_item
+
+    return HeldDTensor
 
 
-class Kept(dict[str, _Known]):
+# ------------------------------------------------------------------------------------------------ views
+
+
+class Kept(dict[str, Shown]):
     """The tensors that a module has shown, by name; copies of the module show tensors of their own."""
 
     def __reduce__(self) -> Any:
         return Kept, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
-        return Kept()
-
-    def show(self, name: str, stored: Any, kind: Kind, see: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the tensor that shows ``stored``: the same at each access as long as that is the same.
-
-        Args:
-            name: the user's name of it.
-            stored: what the module holds now, whatever state an engine has put it in.
-            kind: how it is stored.
-            see: makes the user's view of it.
-        """
-        known = self.get(name)
+    def show(self, name: str, stored: Any, kind: Kind) -> Tensor:
+        """Return the tensor that shows ``stored``: the same at each access as long as that is the same."""
+        shown = self.get(name)
         if (  # at each access of a weight
-            known is not None
-            and known.stored is stored
-            and known.kind is type(stored)
-            and known.shown._fsshard_trains == stored.requires_grad
-            and known.shown.data_ptr() == stored.data_ptr()
+            shown is not None
+            and shown._fsshard_stored is stored
+            and type(stored) in _PLAIN
+            and shown._fsshard_trains == stored.requires_grad
+            and shown.data_ptr() == stored.data_ptr()
         ):
-            version, shown = version_of(stored), known.shown
-            if torch.is_inference_mode_enabled():
-                return shown
-            if known.version != version:  # an optimizer has stepped: the next use gives the view new nodes
-                self[name] = _Known(shown, stored, known.kind, version, False)
-            elif not known.runs_first:  # used again, with nodes that may be older than this forward
+            if shown._fsshard_written != version_of(stored):  # by an optimizer; the next use makes new nodes
                 _run_first(shown, stored)
-                self[name] = _Known(shown, stored, known.kind, version, True)
             return shown
         if (swapped := stored.__dict__.get(_SWAPPED)) is not None:
-            value: Tensor = swapped
-            return value
-        if _is_plain(stored):
-            shown = _view(stored, kind, see)
-            if type(shown) is Shown and shown.data_ptr() == stored.data_ptr():  # else a copy, for one access
-                _run_first(shown, stored)
-                self[name] = _Known(shown, stored, type(stored), version_of(stored), True)
-            return shown
+            return cast(Tensor, swapped)
         self.pop(name, None)
-        shard: Tensor = _at_rest(stored, kind, see)
-        return shard
+        found = _show(stored, kind)
+        if type(found) is Shown and _is_plain(stored) and found.data_ptr() == stored.data_ptr():
+            _run_first(found, stored)
+            self[name] = found  # else it is a copy or a shard, and shown for one access
+        return cast(Tensor, found)
 
 
 def show_stored(stored: Tensor, kind: Kind) -> Tensor:
     """Return what shows an engine's parameter outside of modules, which may hold another tensor for a while."""
-    see = functools.partial(export_stored, kind=kind)
     with torch.inference_mode(False):  # DTensors have no detach() there (torch 2.13)
         if kind.layout is not None:  # its module shows it as a DTensor over other mesh dimensions
-            return cast(Tensor, _marked(see(stored), stored, kind, see))
-        return cast(Tensor, _view(stored, kind, see) if _is_plain(stored) else _at_rest(stored, kind, see))
+            return cast(Tensor, _marked(kind.to_user(stored), stored, replace(kind, layout=None)))
+        return cast(Tensor, _show(stored, kind))
+
+
+def _show(stored: Tensor, kind: Kind) -> Any:
+    """Return what shows ``stored``: the object that there is, if it is in use and still right."""
+    is_plain = _is_plain(stored)  # else it is a shard, or a tensor of a simulation or a transform of torch.func
+    if not is_plain and not kind.is_complex and has_torch_function_unary(stored):
+        return stored  # as the engine holds it: a guard watches who reads it
+    if is_dtensor(stored) and functorch_transforms_active():
+        return stored  # DTensor's own functions know nothing of torch.func (torch 2.13)
+    shown = _alive(stored)
+    trains = shown is not None and shown._fsshard_trains == stored.requires_grad
+    if is_plain and trains and (_pointer(shown) == stored.data_ptr() or _follow(shown, stored)):
+        return shown  # a guard may watch who reads a shard, and lets everybody ask for the pointer
+    with torch.enable_grad(), _outside_of_transforms() if is_plain else contextlib.nullcontext():
+        value: Any = kind.shown(stored)
+    if value is stored:
+        return stored
+    value = _marked(value, stored, kind)
+    if not is_plain and trains and type(shown) is type(value) and shown.shape == value.shape:
+        has_memory = value.is_meta or hasattr(value, LOCAL_TENSOR)  # those of simulations and of torch.func have none
+        if not has_memory or memory_of(shown) == memory_of(value):
+            return shown
+    _shown[stored] = weakref.ref(value)
+    return value
 
 
 @contextlib.contextmanager
 def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
-    """Context in which an engine moves parameters: what shows them lets go of the old memory, then holds the new.
-
-    Args:
-        parameters: the engine's.
-        others: of :func:`show_stored`; what modules have shown is known here.
-    """
+    """Enter a context in which an engine moves ``parameters``: what shows them, and ``others``, follows."""
     known = {id(each): each for each in (*map(_alive, parameters), *others) if type(each) is Shown}
     for each in known.values():
         DATA.__set__(each, each.new_empty(()).expand(each.shape))
@@ -307,49 +341,32 @@ def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[N
         yield
     finally:
         for each in known.values():
-            if not _follow(each, each._fsshard_stored, each._fsshard_see):
+            if not _follow(each, each._fsshard_stored):
                 each._fsshard_trains = None  # modules show another one from now on
 
 
 def _is_plain(stored: Tensor) -> bool:
     """Return whether its view can be kept: not of a shard, which may not be read at any time, nor of a fake."""
-    if type(stored) is not Tensor and type(stored) is not nn.Parameter:
-        return False
-    if torch.is_inference_mode_enabled() or stored.is_inference():
+    if type(stored) not in _PLAIN or torch.is_inference_mode_enabled() or stored.is_inference():
         return False
     return not (functorch_transforms_active() and is_functorch_wrapped(stored))
 
 
-def _alive(stored: Tensor) -> Tensor | None:
+def _alive(stored: Tensor) -> Any:
     reference = _shown.get(stored)
     return None if reference is None else reference()
 
 
-def _view(stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any:
-    """Return the view of a whole ``stored``; the one that there is, if it is in use."""
-    shown: Any = _alive(stored)
-    is_there = shown is not None and shown._fsshard_trains == stored.requires_grad
-    if is_there and (_pointer(shown) == stored.data_ptr() or _follow(shown, stored, see)):
-        return shown
-    with torch.enable_grad(), _outside_of_transforms():
-        shown = see(stored)
-    if shown is not stored:
-        _shown[stored] = weakref.ref(_marked(shown, stored, kind, see))
-    return shown
-
-
-def _follow(shown: Any, stored: Tensor, see: Callable[[Tensor], Tensor]) -> bool:
-    """Let a view that somebody holds show where an engine has moved ``stored`` to; return whether it still can train.
-
-    When a parameter has been written in place, autograd makes a view of a view again from the offset that it had in
-    memory when it was made (torch 2.13): its gradient would go to other elements, or nowhere.
-    """
+def _follow(shown: Any, stored: Tensor) -> bool:
+    """Let a view that somebody holds show where an engine has moved ``stored`` to; return whether it can train."""
     if not stored.is_leaf:  # FSDP1's views
         return False
-    value = see(stored.detach())
+    value = shown._fsshard_kind.shown(stored.detach())
     if value.data_ptr() != stored.data_ptr() or value.shape != shown.shape:
         return False
     DATA.__set__(shown, value)
+    # When a parameter has been written in place, autograd makes a view of a view again from the offset that it had in
+    # memory when it was made (torch 2.13): its gradient would go to other elements, or nowhere.
     node = _GRAD_FN.__get__(shown)
     if node is None or not node.next_functions or not node.next_functions[0][0].next_functions:
         return True
@@ -369,60 +386,33 @@ def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
     return disable_functorch() if functorch_transforms_active() else contextlib.nullcontext()
 
 
-def _at_rest(stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any:
-    """Return what shows the user a shard, or a tensor of a simulation or a transform of torch.func."""
-    if not kind.is_complex and has_torch_function_unary(stored):
-        return stored  # as the engine holds it: a guard watches who reads it
-    if is_dtensor(stored):
-        if functorch_transforms_active():
-            return stored  # DTensor's own functions know nothing of torch.func (torch 2.13)
-        # From the local shard: DTensor's own operators communicate where dim 0 is 1 or goes away (torch 2.13).
-        whole = kind.form is Form.COMPLEX and len(kind.order) <= stored.dim() - 1
-        see = functools.partial(export_stored, kind=kind if whole or not kind.is_complex else Kind.COMPLEX)
-    with torch.enable_grad():
-        value = see(stored)
-    if value is stored:
-        return stored
-    value, other = _marked(value, stored, kind, see), cast(Any, _alive(stored))
-    alike = type(other) is type(value) and other.shape == value.shape
-    same = alike and other._fsshard_trains == stored.requires_grad
-    has_memory = value.is_meta or hasattr(value, LOCAL_TENSOR)  # those of simulations and of torch.func have none
-    if same and (not has_memory or _pointer(other) == _pointer(value)):
-        return other
-    _shown[stored] = weakref.ref(value)
-    return value
-
-
 def _pointer(tensor: Tensor) -> int:
-    local: Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
-    return local.data_ptr()
+    return int(getattr(tensor, LOCAL_TENSOR, tensor).data_ptr())
 
 
-def _marked(value: Any, stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any:
+def _marked(value: Any, stored: Tensor, kind: Kind) -> Any:
     """Make the view ``value`` a parameter to the user, with the Python attributes of the stored one."""
     if hasattr(value, LOCAL_TENSOR):
         value.__class__ = _shown_dtensor()
     elif type(value) is Tensor and not (functorch_transforms_active() and is_functorch_wrapped(value)):
         value.__class__ = Shown
-    value._fsshard_trains = stored.requires_grad
-    if type(value) is not Shown and not hasattr(value, LOCAL_TENSOR):
+    is_parameter = type(value) is Shown or hasattr(value, LOCAL_TENSOR)
+    if not is_parameter:
         value.__dict__.update(attributes_of(stored))
     # Those of simulations and of torch.func show that they are no leaves, so that no module takes them.
-    setattr(value, IS_PARAMETER, type(value) is Shown or hasattr(value, LOCAL_TENSOR))
-    value._fsshard_stored, value._fsshard_kind, value._fsshard_see = stored, kind, see
+    setattr(value, IS_PARAMETER, is_parameter)
+    value._fsshard_stored, value._fsshard_kind, value._fsshard_trains = stored, kind, stored.requires_grad
     return value
 
 
 def _run_first(shown: Tensor, stored: Tensor) -> None:
-    """Let gradients go on from the view to the stored parameter as soon as they are there, as they reach a bare one.
-
-    The engine of autograd runs the youngest node first. A view of an earlier forward is older than the hooks by which
-    FSDP2 learns that a unit's backward has ended, which would find the gradient missing; and all reductions would wait
-    for the end of the backward. Writing to the parameter in place, as optimizers do, lets the next use of the view make
-    its nodes anew (torch 2.13), which are young enough then.
-    """
-    if not stored.is_leaf:  # FSDP1's views, which are new at every forward
+    """Let gradients go on from the view to the stored parameter as soon as they are there, as they reach a bare one."""
+    # The engine of autograd runs the youngest node first. A view of an earlier forward is older than the hooks by which
+    # FSDP2 learns that a unit's backward has ended, which would find the gradient missing; and all reductions would
+    # wait for the end of the backward.
+    if not stored.is_leaf or torch.is_inference_mode_enabled():  # FSDP1's views, which are new at every forward
         return
+    cast(Any, shown)._fsshard_written = version_of(stored)
     with _outside_of_transforms():
         node = _GRAD_FN.__get__(shown)
     while node is not None and (inputs := node.next_functions):
@@ -431,11 +421,7 @@ def _run_first(shown: Tensor, stored: Tensor) -> None:
 
 
 class UserParameters(MutableMapping[str, Any]):
-    """``module._parameters`` by the user's names; by the name of a stored one it takes and gives that.
-
-    Engines write what they gather by the stored name, at every forward. Those that look for names use
-    :func:`stored_names`.
-    """
+    """``module._parameters`` by the user's names; by the name of a stored one it takes and gives that, for engines."""
 
     __slots__ = ("_module", "_stored", "_views")
 
@@ -462,15 +448,15 @@ class UserParameters(MutableMapping[str, Any]):
         if not self._is_view(name):
             return self._stored[name]
         stored = self._stored[name + SUFFIX]
-        if stored is None or self._views[name].form is Form.RENAMED:
+        if stored is None or raw_state.on or self._views[name].form is Form.RENAMED:
             return stored
         return getattr(self._module, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not self._is_view(name):
             self._stored[name] = value
-        elif stored_of(value) is not value or _SHARD in getattr(value, "__dict__", ()):
-            self._stored[name + SUFFIX] = stored_of(value)  # what was there before
+        elif stored_of(value) is not value or "_fsshard_cut" in getattr(value, "__dict__", ()):
+            self._stored[name + SUFFIX] = stored_of(value)  # what was there before; of a shard itself
         elif value is None or isinstance(value, nn.Parameter):
             setattr(self._module, name, value)
         else:  # for a while: torch.func.functional_call
@@ -484,10 +470,3 @@ class UserParameters(MutableMapping[str, Any]):
             delattr(self._module, name)
         else:
             del self._stored[name]
-
-    def copy(self) -> dict[str, Any]:
-        """Copy into a plain dict."""
-        return dict(self)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

@@ -11,24 +11,14 @@ from fsshard.complex_params.flattened import factorised_classes, stored_in, view
 from fsshard.complex_params.pairs import SUFFIX, Kind
 from fsshard.torch_private.modules import CHECKPOINTED
 
-__all__ = ["ParameterSlot", "parameter_slots", "public_name"]
-
 
 class ParameterSlot(NamedTuple):
-    """One place where a module holds a parameter.
+    """One place where a module holds a parameter."""
 
-    Attributes:
-        name: fully qualified name as the user knows it.
-        owner: the module.
-        attribute: the name the user knows within the module.
-        stored: the key in ``stored_in(owner)``.
-        kind: how storage and user's view relate.
-    """
-
-    name: str
+    name: str  # as the user knows it, fully qualified
     owner: nn.Module
-    attribute: str
-    stored: str
+    attribute: str  # the user's name within the module
+    stored: str  # the key in ``stored_in(owner)``
     kind: Kind
 
     @property

@@ -2,14 +2,9 @@
 
 Sharding engines flatten, cut and pack *real* parameters of one dtype. :func:`tensorfy` therefore moves each
 complex parameter ``w`` of shape ``S`` to a real parameter ``w__real`` of shape ``(*S, 2)`` over the same memory,
-and gives the module a property ``w`` that returns ``torch.view_as_complex(self.w__real)``. The forward of the
-model, its state dict, ``.to()``, deepcopy and pickle go on seeing ``w``; engines see only real numbers.
+and gives the module a property ``w`` that returns ``torch.view_as_complex(self.w__real)``.
 
 Parameters that are DTensors over other mesh dimensions than data are kept in the same way (:func:`keep_local_parts`).
-No engine takes them as they are: DDP, FSDP1 and FairScale stop at "aten.cat got mixed torch.Tensor and DTensor", and
-what FSDP2 makes of them has other state dicts and norms (torch 2.13). To an engine a rank's part is a parameter like
-any other; the module goes on seeing the DTensor over it, so that tensor-parallel code runs as written, and DTensor's
-own backward sums what ranks that share a parameter have.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import (
+    LISTED,
     Flattened,
     adopt_factorised,
     factorised_classes,
@@ -30,23 +26,11 @@ from fsshard.complex_params.flattened import (
     stored_in,
 )
 from fsshard.complex_params.layouts import DTensorLayout
-from fsshard.complex_params.pairs import SUFFIX, Kind, kind_for
-from fsshard.complex_params.replaced import adopt, check_no_gradient_hooks, restored
+from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, kind_for
+from fsshard.complex_params.replaced import adopt, check_no_gradient_hooks, forget_replacement, restored
+from fsshard.complex_params.shown import KEPT
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
-from fsshard.complex_params.views import KEPT, is_dtensor
 from fsshard.errors import ModelError
-
-__all__ = [
-    "check_dtensors",
-    "check_tensorfiable",
-    "dtensor_parameters",
-    "flatten_model",
-    "has_dtensors",
-    "keep_local_parts",
-    "store_as_pairs",
-    "tensorfy",
-    "untensorfy",
-]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -99,30 +83,20 @@ def check_tensorfiable(slots: Iterable[ParameterSlot], *, scalars: bool = False,
                     f"parameter {slot.name!r} is inside of a torch.jit module, whose parameters cannot be replaced"
                 )
             check_no_gradient_hooks(slot.name, slot.parameter)
-            if slot.attribute + SUFFIX in {**vars(slot.owner), **stored_in(slot.owner), **slot.owner._buffers}:
-                raise ModelError(
-                    f"parameter {slot.name!r} is stored under the name {slot.attribute + SUFFIX!r}, which "
-                    f"{type(slot.owner).__name__} has given to something else; rename one of the two"
-                )
 
 
 def store_as_pairs(slots: Sequence[ParameterSlot]) -> nn.Parameter:
-    """Store a complex parameter as a list of its numbers, of shape ``(numbers, 2)``, over the same memory.
+    """Store a complex parameter as a list of its numbers, of shape ``(numbers, 2)``, over the same memory, for good.
 
-    For engines, which cut along dim 0, and for good: :func:`untensorfy` does not undo it.
-
-    Args:
-        slots: every place that holds it; tensorfied, and contiguous.
-
-    Returns:
-        The parameter that they hold now.
+    For engines, which cut along dim 0. ``slots`` are all places that hold it, tensorfied and contiguous.
     """
     old = slots[0].parameter
     new = nn.Parameter(old.detach().view(-1, 2), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     for slot in slots:
         stored_in(slot.owner)[slot.stored] = new
-        slot.owner.__dict__.setdefault("_fsshard_flat", {})[slot.attribute] = old.shape[:-1]  # as stored
+        kind = replace(slot.kind, form=Form.COMPLEX, listed=old.shape[:-1])
+        slot.owner.__dict__.setdefault(LISTED, {})[slot.attribute] = kind
     return new
 
 
@@ -133,7 +107,7 @@ def untensorfy(model: ModuleT) -> ModuleT:
     works again.
     """
     modules = [module for module in model.modules() if isinstance(module, Flattened)]
-    if any(p is not None and is_dtensor(p) for module in modules for p in stored_in(module).values()):
+    if any(is_dtensor(parameter) for module in modules for parameter in stored_in(module).values()):
         raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
     memo: dict[int, nn.Parameter] = {}
     for module in modules:
@@ -141,14 +115,14 @@ def untensorfy(model: ModuleT) -> ModuleT:
         kept: dict[str, nn.Parameter | None] = {}
         for stored, parameter in held.items():
             name = stored.removesuffix(SUFFIX)
-            if name == stored or name not in views:
-                kept[stored] = parameter
-            elif parameter is None or views[name] == Kind.RENAMED:
-                kept[name] = parameter
-            else:
+            kind = views.get(name, Kind.PLAIN) if name != stored else Kind.PLAIN
+            if kind == Kind.PLAIN:
+                name = stored
+            elif parameter is not None and kind != Kind.RENAMED:
                 if id(parameter) not in memo:
-                    memo[id(parameter)] = restored(parameter, views[name])
-                kept[name] = memo[id(parameter)]
+                    memo[id(parameter)] = restored(parameter, kind)
+                parameter = memo[id(parameter)]
+            kept[name] = parameter
         held.clear()
         held.update(kept)
         module.__dict__.pop(KEPT, None)
@@ -169,35 +143,22 @@ def dtensor_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, 
     """Yield name, owner, attribute and value of every place that holds a DTensor parameter."""
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            if parameter is not None and is_dtensor(parameter):
+            if is_dtensor(parameter):
                 yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, parameter
 
 
 def check_dtensors(model: nn.Module) -> None:
-    """Raise for DTensor parameters that cannot be kept as local parts. Local.
-
-    Raises:
-        ModelError: a placement that is neither Shard nor Replicate, a subclass of DTensor, the meta device, hooks; or a
-            buffer that is one.
-    """
+    """Raise for DTensor parameters that cannot be kept as local parts, and for buffers that are DTensors. Local."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for name, _, _, parameter in dtensor_parameters(model):
-        if type(parameter) is not DTensor:
-            raise ModelError(
-                f"parameter {name!r} is a {type(parameter).__name__}: only torch's own DTensor is taken; leave "
-                "the parameter plain, and name the mesh dimension that shares it in replicated="
-            )
         strange = [placed for placed in parameter.placements if type(placed) not in (Shard, Replicate)]
-        if strange:
+        if type(parameter) is not DTensor or strange or parameter.is_meta:
             raise ModelError(
-                f"parameter {name!r} is a DTensor with placement {strange[0]!r}: Shard and Replicate are taken; "
-                "redistribute it before wrap"
-            )
-        if parameter.is_meta:
-            raise ModelError(
-                f"parameter {name!r} is a DTensor on the meta device: give it values before wrap "
-                "(model.to_empty(device=...) and reset_parameters), or parallelise the real model"
+                f"parameter {name!r} is a {type(parameter).__name__} with placements {parameter.placements} on device "
+                f"{parameter.device}: expected torch's own DTensor with Shard and Replicate, and with values; "
+                "redistribute it or give it values before wrap, or leave the parameter plain, and name the mesh "
+                "dimension that shares it in replicated="
             )
         check_no_gradient_hooks(name, cast(nn.Parameter, parameter))
     for name, buffer in model.named_buffers():
@@ -209,36 +170,25 @@ def check_dtensors(model: nn.Module) -> None:
 
 
 def keep_local_parts(model: nn.Module) -> Callable[[], None]:
-    """Replace DTensor parameters by this rank's parts, over the same memory, which modules show as DTensors.
-
-    Args:
-        model: what :func:`check_dtensors` accepts.
-
-    Returns:
-        What undoes it.
-    """
+    """Replace DTensor parameters by this rank's parts, which modules show as DTensors; return what undoes it."""
+    # No engine takes them as they are: DDP, FSDP1 and FairScale stop at "aten.cat got mixed torch.Tensor and DTensor",
+    # and what FSDP2 makes of them has other state dicts and norms (torch 2.13). To an engine a rank's part is a
+    # parameter like any other; the module goes on seeing the DTensor over it, so that tensor-parallel code runs as
+    # written, and DTensor's own backward sums what ranks that share a parameter have.
     places = list(dtensor_parameters(model))
-    names = {id(value): name for name, _, _, value in reversed(places)}
-    owners = list(dict.fromkeys(owner for _, owner, _, _ in places))
-    before = [(owner, owner.__class__, dict(owner._parameters)) for owner in owners]
-    memo: dict[int, tuple[nn.Parameter, Kind]] = {}
-    forget: list[Callable[[], object]] = []
-
-    def stored_as(_: str, parameter: nn.Parameter) -> tuple[nn.Parameter, Kind] | None:
-        if not is_dtensor(parameter):
-            return None
-        if id(parameter) not in memo:
-            memo[id(parameter)] = _local_part(parameter)
-            forget.append(adopt(memo[id(parameter)][0], parameter, names[id(parameter)]))
-        return memo[id(parameter)]
-
-    for owner in owners:
-        store_otherwise(owner, stored_as)
+    before = {owner: (owner.__class__, dict(owner._parameters)) for _, owner, _, _ in places}
+    parts: dict[int, tuple[nn.Parameter, Kind]] = {}
+    for name, _, _, parameter in places:
+        if id(parameter) not in parts:
+            parts[id(parameter)] = _local_part(parameter)
+            adopt(parts[id(parameter)][0], parameter, name)
+    for owner in before:
+        store_otherwise(owner, lambda _, parameter: parts.get(id(parameter)))
 
     def restore() -> None:
-        for undo in forget:
-            undo()
-        for owner, cls, parameters in before:
+        for *_, parameter in places:
+            forget_replacement(parameter)
+        for owner, (cls, parameters) in before.items():
             owner.__class__ = cls
             owner._parameters.clear()
             owner._parameters.update(parameters)

@@ -21,8 +21,6 @@ from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.torch_private.modules import Dropout
 
-__all__ = ["apply_checkpointing", "check_checkpointing", "checkpoint_blocks"]
-
 log = logging.getLogger("fsshard")
 
 

@@ -12,26 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.comm.agreement import agree, per_rank
+from fsshard.comm.agreement import agree as agree
+from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.replaced import has_gradient_hooks
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
 from fsshard.model.memory_layout import memory_order, reach, shares_memory, storage_of
 from fsshard.model.meta import is_meta
 from fsshard.planning.policies import Precision
-
-__all__ = [
-    "CheckedBackend",
-    "agree",
-    "check_model",
-    "check_modules",
-    "check_not_wrapped",
-    "check_parameters",
-    "check_same_model",
-    "is_managed",
-    "mark_managed",
-    "unmark_managed",
-]
 
 
 class CheckedBackend(Protocol):
@@ -46,16 +34,11 @@ OURS = "ShardedModule"
 
 
 def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]:
-    """The table of the model's parameters, if it can be wrapped; it is made here once, and handed on. Local.
+    """Return the table of the model's parameters if it can be wrapped, else raise. Local.
 
     Args:
         model: what a user gave.
         wrappers: names of the engines' classes of modules.
-
-    Raises:
-        AlreadyWrapped: it, or a part of it, is under an engine.
-        ModelError: it is no module, is compiled by torch.jit, has no parameters, is partly on the meta device, on two
-            devices, or holds tensors whose memory is not one number per element.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -64,8 +47,7 @@ def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]
     parameters = [(slot.name, slot.parameter) for slot in slots]
     if not parameters:
         raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
-    lazy = [name for name, p in parameters if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
+    if lazy := [name for name, p in parameters if nn.parameter.is_lazy(p)]:
         raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
     _check_dense(model, parameters)
     if is_meta(slots):
@@ -84,17 +66,7 @@ def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]
 
 
 def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
-    """Raise if the model, or a part of it, is under an engine. Local.
-
-    Args:
-        model: any module.
-        wrappers: names of the engines' classes of modules.
-
-    Raises:
-        AlreadyWrapped: names the module and the class.
-        ModelError: a module is compiled by torch.jit, whose code reads the tensors that it was compiled with, wherever
-            an engine puts its shards. What it holds without parameters is no engine's business.
-    """
+    """Raise if the model, or a part of it with parameters, is under an engine or compiled by torch.jit. Local."""
     for name, module in model.named_modules():
         where = _where(name)
         if isinstance(module, nn.DataParallel):  # it copies its module in every forward, past any engine
@@ -136,14 +108,7 @@ def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> 
 
 
 def check_modules(model: nn.Module, precision: Precision, backend: CheckedBackend, world_size: int) -> None:
-    """Raise for embeddings, and for transformers' LayerDrop, which cannot be right under an engine. Local.
-
-    Raises:
-        UnsupportedByBackend: gradients would be sparse where only dense ones can be reduced; LayerDrop where ranks
-            gather weights for each other. Says how they are switched off.
-        ModelError: an embedding's forward scales weights in place (``max_norm``), where ranks or copies would then
-            differ. Says what to write after each step in its place.
-    """
+    """Raise for embeddings, and for transformers' LayerDrop, which cannot be right under an engine. Local."""
     parted = backend.facts.divides == "elements"
     narrow = {precision.param, precision.reduce_dtype} - {None, torch.float32}
     for name, module in model.named_modules():
@@ -196,23 +161,14 @@ def _check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
 
 
 def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
-    """Raise for properties of parameters that would silently be lost. Local.
-
-    Args:
-        model: the module that is to be wrapped.
-        slots: where it holds its parameters.
-        backend: the engine's class.
-
-    Raises:
-        ModelError: two parameters, or one and a buffer, share memory, and the backend gives each memory of its own.
-        UnsupportedByBackend: a parameter has gradient hooks, and the backend puts another in its place; or a dtype for
-            its gradients that they would not have.
-    """
+    """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
     found = {id(slot.parameter): slot for slot in reversed(slots)}  # a tied one once
     parameters = {slot.name: slot.parameter for slot in found.values()}
     tensors = {**dict(model.named_buffers()), **parameters}
     shared = None if is_meta(slots) else overlapping(tensors)
-    if shared is not None and (backend.facts.divides != "nothing" or any(has_gaps(tensors[name]) for name in shared)):
+    # A slice with gaps is moved under every engine; see own_memory.
+    has_gaps = shared is not None and any(reach(tensors[name]) > tensors[name].numel() for name in shared)
+    if shared is not None and (backend.facts.divides != "nothing" or has_gaps):
         one, other = sorted(shared)
         raise ModelError(
             f"{one!r} and {other!r} are two tensors that share memory; under backend {backend.name!r} each would get "
@@ -235,7 +191,7 @@ def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: 
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Two different tensors, a parameter among them, that have elements in common; or None."""
+    """Return two different tensors, a parameter among them, that have elements in common; or None."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -276,11 +232,6 @@ def _in_common(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     return None
 
 
-def has_gaps(tensor: Tensor) -> bool:
-    """Return whether it is a slice of a larger tensor whose elements do not lie together."""
-    return reach(tensor) > tensor.numel()
-
-
 _managed: WeakSet[nn.Module] = WeakSet()
 
 
@@ -301,34 +252,19 @@ def unmark_managed(model: nn.Module) -> None:
         _managed.discard(module)
 
 
-def _kind_and_order(parameter: Tensor) -> str:
-    """The dtype, and the order in memory where it is another than that of the indices: FSDP1 and DDP divide by it."""
-    order = memory_order(parameter)
-    return str(parameter.dtype) + ("" if order is None else f" with dimensions {order} in memory")
-
-
 def check_same_model(
     model: nn.Module, slots: Sequence[ParameterSlot], settings: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise on every rank unless all hold the same names, shapes and layouts, and ask for the same. 1 or 2 collectives.
-
-    Args:
-        model: this rank's.
-        slots: where it holds its parameters.
-        settings: what was asked for.
-        group: the ranks that compare.
-
-    Raises:
-        RankMismatch: names two ranks and the first differences between them.
-    """
+    """Raise on every rank unless all of ``group`` hold the same names, shapes and layouts, and ask for the same."""
     if group is None or group.size() == 1:
         return
     mine: list[tuple[Any, ...]] = []
     first: dict[int, str] = {}  # a tie on some ranks only would let the ranks send different numbers of tensors
     for slot in slots:
         parameter = slot.parameter
-        tied = first.setdefault(id(parameter), slot.name)
-        kind = _kind_and_order(parameter) + ("" if tied == slot.name else f" tied to {tied!r}")
+        tied, order = first.setdefault(id(parameter), slot.name), memory_order(parameter)
+        kind = str(parameter.dtype) + ("" if tied == slot.name else f" tied to {tied!r}")
+        kind += "" if order is None else f" with dimensions {order} in memory"  # FSDP1 and DDP divide by it
         mine.append((slot.name, tuple(parameter.shape), kind, parameter.requires_grad))
     mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     mine += [(f"{key}=", repr(value)) for key, value in settings.items()]

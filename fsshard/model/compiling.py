@@ -1,13 +1,9 @@
 """torch.compile for one unit at a time, inside of everything that engines and fsshard put around a unit.
 
-What is compiled is the ``forward`` of each unit that holds no other unit, in place: the module, its type, its names and
-its state-dict keys stay. ``module.compile()`` would compile the call, hooks included, and the gather, the nodes at its
-inputs and the casts are hooks; here they stay outside, in eager mode, and the compiled region sees whole parameters of
-the unit's dtype. A unit that holds others is not compiled, for the same reason: the gathers of those below it would lie
-inside of its graph. So the root is compiled where it is the only unit, and else runs eagerly, as torchtitan has it.
-
-Activation checkpointing lies around what is compiled: a recomputed block runs its compiled forward twice, or those of
-the units that it holds. A checkpoint inside of a unit would become a part of the unit's graph.
+What is compiled is the ``forward`` of each unit that holds no other unit, in place. ``module.compile()`` would compile
+the call, hooks included, and the gather, the nodes at its inputs and the casts are hooks; here they stay outside, in
+eager mode. A unit that holds others is not compiled, for the same reason: the gathers of those below it would lie
+inside of its graph. So the root is compiled where it is the only unit, as torchtitan has it.
 """
 
 from __future__ import annotations
@@ -26,17 +22,6 @@ from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.plan import Plan
 from fsshard.torch_private.compiling import keywords_of
 from fsshard.torch_private.modules import compiled_within, has_call_hooks
-
-__all__ = [
-    "Compilation",
-    "check_compilation",
-    "compile_units",
-    "compiled_modules",
-    "compiled_units",
-    "explain_compilation",
-    "resolve_compilation",
-    "takes_compiled_models",
-]
 
 KEYWORDS = ("backend", "dynamic", "fullgraph", "mode", "options", "recompile_limit")
 RECOMPILE_LIMIT = 8
@@ -71,11 +56,7 @@ class Compilation:
 
 
 def resolve_compilation(value: object) -> Compilation | None:
-    """Return what ``compile=`` asks for; None for nothing.
-
-    Raises:
-        ConfigurationError: not a bool or a mapping, an unknown keyword, or torch.compile itself refuses.
-    """
+    """Return what ``compile=`` asks for; None for nothing."""
     if value is None or value is False:
         return None
     if value is True:
@@ -90,22 +71,14 @@ def resolve_compilation(value: object) -> Compilation | None:
             f"compile={dict(value)!r}: unknown keyword {unknown[0]!r}; known are {', '.join(KEYWORDS)}"
         )
     try:
-        torch.compile(_nothing, **value)  # looks at names and modes; compiles at the first call only
+        torch.compile(lambda: None, **value)  # looks at names and modes; compiles at the first call only
     except Exception as error:  # torch's own kinds: RuntimeError, InvalidBackend, AssertionError
         raise ConfigurationError(f"compile={dict(value)!r}: {error}") from error
     return Compilation(keywords=dict(value))
 
 
-def _nothing() -> None:
-    pass
-
-
 def check_compilation(compilation: Compilation | None, device: torch.device, plan: Plan) -> None:
-    """Raise for what cannot be compiled here. Local.
-
-    Raises:
-        ConfigurationError: names the setting and what to use.
-    """
+    """Raise for what cannot be compiled here. Local."""
     if compilation is None:
         return
     # A checkpoint has to be around compiled units, and to be put there after they were compiled.
@@ -137,14 +110,14 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
 
 
 def compiled_units(plan: Plan) -> tuple[str, ...]:
-    """Names of the units whose forward is compiled: those that hold no other unit."""
+    """Return names of the units whose forward is compiled: those that hold no other unit."""
     names = [unit.name for unit in plan.units]
     held = {name: f"{name}." if name else "" for name in names}
     return tuple(n for n in names if not any(other != n and other.startswith(held[n]) for other in names))
 
 
 def compiled_modules(plan: Plan, compilation: Compilation) -> tuple[str, ...]:
-    """Names of the modules whose forward is compiled: units that hold no other one, and parts of such units."""
+    """Return names of the modules whose forward is compiled: units that hold no other one, and parts of such units."""
     leaves, names = compiled_units(plan), [unit.name for unit in plan.units]
     found: dict[str, None] = {}
     for name in compilation.within:
@@ -157,17 +130,10 @@ def compiled_modules(plan: Plan, compilation: Compilation) -> tuple[str, ...]:
 
 
 def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None) -> None:
-    """Compile the units' forwards, before anything else is put around them.
-
-    Units of one class share what was compiled for one of them, where they differ in numbers only. Other models, and the
-    same model wrapped before, do not: their entries would count against the limit after which torch.compile goes back
-    to eager mode. And the limit grows with the number of units, which may all differ (torch 2.13: 8 per function).
-
-    Args:
-        model: the module that was planned, tensorfied.
-        plan: its units.
-        compilation: how; None does nothing.
-    """
+    """Compile the forwards of a tensorfied model's units, before anything else is put around them."""
+    # Units of one class share what was compiled for one of them. Other models, and the same model wrapped before, do
+    # not: their entries would count against the limit after which torch.compile goes back to eager mode. And the limit
+    # grows with the number of units, which may all differ (torch 2.13: 8 per function).
     if compilation is None:
         return
     modules = [model.get_submodule(name) for name in compiled_modules(plan, compilation)]
@@ -185,7 +151,7 @@ def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None)
 
 
 def explain_compilation(plan: Plan, compilation: Compilation) -> str:
-    """One line for people."""
+    """Return a line for people."""
     names = compiled_modules(plan, compilation)
     rest = len(plan.units) - len(names)
     if compilation.within != ("",):
@@ -252,12 +218,7 @@ def _compiled(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def _asked_by(compiled: list[tuple[str, nn.Module]], asked_too: object) -> Compilation:
-    """Return what the compiled modules ask for together.
-
-    Raises:
-        ConfigurationError: they ask for several things, or ``compile=`` asks for one more.
-        ModelError: a compiled module has what would be lost with it.
-    """
+    """Return what the compiled modules ask for together; raise if they, or ``compile=``, ask for several things."""
     names = tuple(dict.fromkeys(name for name, _ in compiled))
     told = ", ".join(repr(name) if name else "the model" for name in names[:3])
     if asked_too is not None and asked_too is not False:

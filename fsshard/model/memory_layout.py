@@ -12,39 +12,25 @@ from torch import Tensor, nn
 from fsshard.complex_params.pairs import order_in_memory
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-__all__ = ["Order", "flattened", "memory_order", "own_memory", "packed", "reach", "shares_memory", "storage_of"]
-
 Order = tuple[int, ...]
 """The dimensions of a tensor, the one with the widest strides first: permuted so, it is contiguous."""
 
 
 def memory_order(tensor: Tensor) -> Order | None:
-    """The order in which the dimensions of a packed tensor lie in memory; None where it is that of its indices.
-
-    Args:
-        tensor: its elements have one place each, without gaps; see :func:`packed`.
-    """
+    """Return the order in which the dimensions of a packed tensor lie in memory; None where it is their own."""
     order = order_in_memory(tensor)
     wide = [dim for dim in order if tensor.shape[dim] != 1]  # the strides of the others mean nothing here
     return None if wide == sorted(wide) else order
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """The tensor itself if its elements lie in memory without gaps, else a copy with its dimensions in that order.
+    """Return the tensor if its elements lie in memory without gaps, else a copy with its dimensions in that order.
 
     FSDP1 takes as many elements of the memory as the parameter has, from its first one on: of what is a slice of a
     larger tensor, the wrong ones (torch 2.13).
     """
     order = memory_order(tensor)
     return tensor if (tensor if order is None else tensor.permute(order)).is_contiguous() else tensor.clone()
-
-
-def flattened(tensor: Tensor, order: Order | None) -> Tensor:
-    """The elements in the order of the memory of a tensor with ``order``; over the same memory where that is its own.
-
-    The inverse is ``as_strided`` with the strides of a packed tensor.
-    """
-    return (tensor if order is None else tensor.permute(order)).reshape(-1)
 
 
 def own_memory(model: nn.Module) -> None:
@@ -77,11 +63,11 @@ def shares_memory(tensor: Tensor) -> bool:
 
 
 def reach(tensor: Tensor) -> int:
-    """From the first element in memory to behind the last, in elements."""
+    """Return the distance from the first element in memory to behind the last, in elements."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identifies a piece of memory as long as it lives; of a DTensor that of this rank's part."""
+    """Return what identifies a piece of memory as long as it lives; of a DTensor that of this rank's part."""
     local: Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
     return int(storage_key(local.untyped_storage()))

@@ -25,29 +25,12 @@ from fsshard.errors import ConfigurationError, FsshardError, ModelError, RankMis
 from fsshard.model.memory_layout import storage_of
 from fsshard.torch_private.tensors import version_of
 
-__all__ = [
-    "Initialiser",
-    "ValueSource",
-    "check_resettable",
-    "initialiser",
-    "is_meta",
-    "no_numbers_yet",
-    "ranks_on_meta",
-    "take_out",
-    "value_source",
-]
-
-
 Initialiser = Callable[[nn.Module], object]
 """Gives one module's own parameters and buffers their values."""
 
 
 def is_meta(slots: Iterable[ParameterSlot]) -> bool:
-    """Return whether the parameters of a model, given by where it holds them, are on the meta device.
-
-    Raises:
-        ModelError: some are, and some are not.
-    """
+    """Return whether the parameters of a model are on the meta device; raise if some are, and some are not."""
     flags = {slot.name: slot.parameter.is_meta for slot in slots}
     if any(flags.values()) and not all(flags.values()):
         real = [name for name, flag in flags.items() if not flag]
@@ -59,7 +42,7 @@ def is_meta(slots: Iterable[ParameterSlot]) -> bool:
 
 
 def initialiser(value: object) -> Initialiser | None:
-    """The function that ``param_init_fn=`` names: it gives one module's own parameters and buffers their values."""
+    """Return the function that ``param_init_fn=`` names."""
     if value is None:
         return None
     if value == "reset_parameters":
@@ -74,11 +57,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def check_resettable(model: nn.Module, init: Initialiser | None) -> None:
-    """Raise for modules that hold parameters or buffers without memory and cannot initialise themselves.
-
-    Raises:
-        ModelError: names them.
-    """
+    """Raise for modules that hold parameters or buffers without memory and cannot initialise themselves."""
     if init is not _reset:
         return
     lacking = {
@@ -121,12 +100,9 @@ def take_out(model: nn.Module, slots: Sequence[ParameterSlot]) -> dict[str, Tens
 
 @dataclass
 class ValueSource:
-    """The source of the values of a model on the meta device.
+    """The source of the values of a tensorfied model on the meta device.
 
     Attributes:
-        model: it, tensorfied.
-        device: where it will be.
-        group: the ranks that share the work.
         init: gives a module its numbers; None where there is none.
         from_rank0: rank 0 had a real model.
         held: there, its numbers, from :func:`take_out`.
@@ -156,9 +132,6 @@ class ValueSource:
 
         Returns:
             The new parameters, in that order.
-
-        Raises:
-            ModelError: the function that initialises failed, on any rank.
         """
         modules = [module for module in region if _holds_meta(module)]
         earlier: dict[str, Tensor] = {
@@ -208,7 +181,7 @@ class ValueSource:
 
     @torch.no_grad()
     def _send(self, holdings: list[Holding], slots: list[list[ParameterSlot]] | None, without: set[str]) -> None:
-        """Rank 0's numbers to all, where it has them."""
+        """Send rank 0's numbers to all, where it has them."""
         for index, holding in enumerate(holdings):
             if holding.names[0] in without:
                 continue
@@ -226,12 +199,7 @@ class ValueSource:
 
 
 def no_numbers_yet(unfilled: Set[str], in_state_dict: Set[str]) -> ModelError:
-    """The error that names what has memory and no values, and says where its values can come from.
-
-    Args:
-        unfilled: names of such parameters and buffers.
-        in_state_dict: the names that a state dict of the model has.
-    """
+    """Return the error that names what has memory and no values, and says where its values can come from."""
     awaited, constants = sorted(unfilled & in_state_dict), sorted(unfilled - in_state_dict)
     told = []
     if awaited:
@@ -249,11 +217,7 @@ def no_numbers_yet(unfilled: Set[str], in_state_dict: Set[str]) -> ModelError:
 
 
 def ranks_on_meta(slots: Sequence[ParameterSlot], group: dist.ProcessGroup) -> list[bool]:
-    """Return which ranks' models are on the meta device. Collective.
-
-    Raises:
-        RankMismatch: rank 0's is, and another one's is not.
-    """
+    """Return which ranks' models are on the meta device; raise if only rank 0's is. Collective."""
     found = per_rank(group, is_meta(slots))
     if found[0] and not all(found):
         raise RankMismatch(
@@ -273,13 +237,7 @@ def value_source(
 ) -> ValueSource:
     """Return where the values of a model that is on the meta device on some rank come from; real ones leave the model.
 
-    Args:
-        model: it.
-        slots: where it holds its parameters.
-        on_meta: which ranks' is, from :func:`ranks_on_meta`.
-        device: where it will be.
-        group: the ranks that share the work.
-        init: gives a module its values, where no rank has any.
+    ``init`` is used where no rank has values.
     """
     rank = 0 if group is None else group.rank()
     held = {} if on_meta[rank] else take_out(model, slots)
@@ -329,28 +287,21 @@ def initialise(
     elsewhere: Mapping[str, Tensor],
     names: Mapping[nn.Module, str],
 ) -> set[str]:
-    """Call ``init`` with each module, and check what it did. Local.
+    """Call ``init`` with each module, in this order, and check what it did. Local.
 
     Memory that was just made holds whatever was there before, and looks like numbers. So it is filled with NaN first
     (integers: with the largest one), also what the function itself makes by ``torch.empty``; what still holds that was
     not written.
 
-    A tensor that it assigns in place of another one is taken as numbers: they are copied, and modules hold what they
-    held before, with its ties, its device, and whether it is trained.
-
     Args:
         init: gives a module its numbers.
-        modules: in the order in which they are initialised.
+        modules: the unit's.
         holdings: what has memory now.
         elsewhere: what belongs to other units, by name, and must be left alone.
         names: of all modules.
 
     Returns:
         Names of what has no values yet.
-
-    Raises:
-        ModelError: it failed; it wrote to another unit; it assigned a tensor of another shape or dtype, or added or
-            removed one.
     """
     held_by: dict[nn.Module, list[Holding]] = {}
     for holding in holdings:
@@ -363,7 +314,7 @@ def initialise(
         where = f"param_init_fn on {names[module] or '(the model)'} ({type(module).__name__})"
         before = (set(module._parameters), set(module._buffers))
         try:
-            with torch.no_grad(), _empty_is_marked(), showing_the_users(module):
+            with torch.no_grad(), _empty_is_marked(), showing_the_users(module.modules()):
                 init(module)
         except FsshardError:
             raise
@@ -423,7 +374,7 @@ def _is_marked(tensor: Tensor) -> bool:
 
 
 def _take_back(holding: Holding, where: str) -> None:
-    """Copy the numbers of what was assigned, and let the modules hold what they held before."""
+    """Copy the numbers of what was assigned; modules keep what they held, with its ties, device, and requires_grad."""
     for name, (module, key) in zip(holding.names, holding.places, strict=True):
         is_parameter = isinstance(holding.held, nn.Parameter)
         found: dict[str, Any] = module._parameters if is_parameter else module._buffers

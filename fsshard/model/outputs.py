@@ -10,7 +10,6 @@ on the tensor that the view is of are called all the same.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import types
@@ -31,24 +30,12 @@ from fsshard.torch_private.fsdp1 import handle_of, is_recomputing, needs_pre_bac
 from fsshard.torch_private.fsdp2 import hook_outputs_by, pre_backward, state_of
 from fsshard.torch_private.tensors import base_of
 
-__all__ = [
-    "bases",
-    "check_output",
-    "forward_begins",
-    "hidden_tensors",
-    "hook_bases",
-    "hook_views_too",
-    "lazy_part",
-]
-
 
 def hidden_tensors(output: Any, since: int = 0) -> list[Tensor]:
-    """The tensors in an output that take a gradient and are where no engine looks: in attributes of objects.
+    """Return tensors of a forward's output that take a gradient, where no engine looks: in attributes of objects.
 
-    Args:
-        output: of a forward.
-        since: :func:`forward_begins` before it; what was made earlier (by the blocks before, in a cache that is passed
-            on) is left out.
+    What was made before ``since``, from :func:`forward_begins` (by the blocks before, in a cache that is passed on), is
+    left out.
     """
     if isinstance(output, (Tensor, *_NO_OBJECTS)):
         return []
@@ -65,7 +52,7 @@ def _find_hidden(value: Any, found: dict[int, Tensor], seen: set[int], *, hidden
     if isinstance(value, _NO_OBJECTS) or id(value) in seen or len(seen) >= MOST_OBJECTS:
         return
     seen.add(id(value))
-    fields: set[str] = set()
+    fields: dict[str, Any] = {}
     if isinstance(value, Mapping):
         inside: list[tuple[str, Any]] = [("", item) for item in value.values()]
         hidden = hidden or not isinstance(value, dict)
@@ -73,37 +60,19 @@ def _find_hidden(value: Any, found: dict[int, Tensor], seen: set[int], *, hidden
         inside = [("", item) for item in value]
         hidden = hidden or not isinstance(value, (list, tuple))
     else:
-        inside, fields = list(_attributes(value)), {field.name for field in _fields(value)}
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        inside = list({**getattr(value, "__dict__", {}), **fields}.items())
     for name, item in inside:
         _find_hidden(item, found, seen, hidden=hidden or bool(name and name not in fields))
 
 
-def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what an object holds, by name; nothing that it would compute."""
-    yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            descriptor = kind.__dict__.get(name)
-            if isinstance(descriptor, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):
-                    yield name, descriptor.__get__(value)
-
-
-def check_output(output: Any, whose: str) -> None:
-    """Raise if a forward has returned something that computes later, when it is asked.
-
-    Raises:
-        ModelError: the engine has put weights away by then, and does not learn of the backward.
-    """
-    lazy = lazy_part(output)
+def check_output(output: Any) -> None:
+    """Raise if the model's forward has returned something that computes later, when it is asked."""
+    lazy = [type(leaf).__name__ for leaf in leaves(output) if isinstance(leaf, (Iterator, Awaitable, AsyncIterator))]
     if lazy:
         raise ModelError(
-            f"the forward of {whose} returns a {lazy}, which would compute after the engine has resharded the "
+            f"the forward of the model returns a {lazy[0]}, which would compute after the engine has resharded the "
             "weights, and whose backward the engine would not notice; return its items: list(...)"
         )
 
@@ -117,25 +86,12 @@ _NO_OBJECTS = (
 )  # fmt: skip
 
 
-def lazy_part(output: Any) -> str:
-    """The type of the part of a model's output that computes later, when it is asked; or ""."""
-    lazy = (Iterator, Awaitable, AsyncIterator)
-    return next((type(leaf).__name__ for leaf in leaves(output) if isinstance(leaf, lazy)), "")
-
-
-def forward_begins() -> int:
-    """Return what to pass to :func:`bases` afterwards: the number of the next node of autograd's in this thread."""
-    return next_sequence_number()
+forward_begins = next_sequence_number
+"""Gives what to pass to :func:`bases` afterwards: the number of the next node of autograd's in this thread."""
 
 
 def bases(outputs: Iterable[Tensor], since: int = 0) -> list[Tensor]:
-    """Return what those of ``outputs`` are views of.
-
-    Args:
-        outputs: of a forward, which take a gradient.
-        since: :func:`forward_begins` before it. What was made earlier, and not written since, has a backward of its
-            own, before and after this forward's.
-    """
+    """Return what ``outputs`` are views of and was made since :func:`forward_begins`; the rest has its own backward."""
     found: dict[int, Tensor] = {}
     for tensor in outputs:
         base = base_of(tensor)

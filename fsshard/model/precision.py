@@ -2,14 +2,10 @@
 
 The meaning is FSDP2's, per module and not per operation as autocast's is (docs/precision.md):
 
-* within the forward and backward of a unit its parameters are seen in the unit's dtype (``Unit.compute`` of the plan);
-* floating-point tensors are cast to it where they enter the unit, and to that of the unit around it where they leave;
-* gradients are sent in the unit's ``Unit.reduce_dtype``, and arrive at float32 weights as float32.
-
 FSDP1 and FSDP2 gather their parameters in a unit's dtype themselves. Under the other backends, and for FSDP1 where
-parameters are whole (``full_parameters``), :func:`cast_params` casts them at the start of each forward; the cast is
-differentiable, so gradients reach the float32 weights. The casts of what enters and leaves units are hooks of ours
-under every backend, since the engines' own differ (FSDP1 casts at the root only).
+parameters are whole (``full_parameters``), :func:`cast_params` casts them at the start of each forward. The casts of
+what enters and leaves units are hooks of ours under every backend, since the engines' own differ (FSDP1 casts at the
+root only).
 """
 
 from __future__ import annotations
@@ -33,20 +29,6 @@ from fsshard.planning.policies import Precision
 from fsshard.torch_private.autograd import functorch_transforms_active
 from fsshard.torch_private.modules import CHECKPOINTED
 from fsshard.torch_private.tensors import version_of
-
-__all__ = [
-    "Readiness",
-    "bf16_ready",
-    "bfSixteen",
-    "cast_buffers",
-    "cast_params",
-    "cast_unit_inputs_and_outputs",
-    "check_buffers",
-    "check_precision",
-    "fp32_policy",
-    "fpSixteen",
-    "shield_fp32_units",
-]
 
 # Named as in torch's FSDP tutorial, and with its meaning.
 fpSixteen = Precision(param=torch.float16, reduce=torch.float16, buffer=torch.float16)
@@ -99,11 +81,7 @@ def bf16_ready(device: torch.device | str | None = None) -> Readiness:
 
 
 def check_precision(plan: Plan, device: torch.device) -> None:
-    """Raise for a policy that the model or the hardware cannot follow. Local.
-
-    Raises:
-        PrecisionError: names the field, its value, and what to use.
-    """
+    """Raise for a policy that the model or the hardware cannot follow. Local."""
     precision = plan.precision
     for field in FIELDS:
         dtype = getattr(precision, field)
@@ -113,8 +91,12 @@ def check_precision(plan: Plan, device: torch.device) -> None:
             )
     if precision == Precision():
         return
-    other = {info.dtype: name for name, info in plan.parameters.items() if _is_number(info.dtype)}
-    other = {dtype: name for dtype, name in other.items() if dtype not in (torch.float32, torch.complex64)}
+    other = {info.dtype: name for name, info in plan.parameters.items()}
+    other = {
+        dtype: name
+        for dtype, name in other.items()
+        if (dtype.is_floating_point or dtype.is_complex) and dtype not in (torch.float32, torch.complex64)
+    }
     if other:
         found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in other.items())
         raise PrecisionError(
@@ -123,10 +105,6 @@ def check_precision(plan: Plan, device: torch.device) -> None:
         )
     if torch.bfloat16 in (precision.param, precision.reduce) and not (answer := bf16_ready(device)):
         raise PrecisionError(f"mixed_precision with bfloat16: {answer.reason}; use 'fp16' with fsshard.GradScaler")
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 # ------------------------------------------------------------------------------------------------ parameters
@@ -176,11 +154,7 @@ def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Calla
 
 
 def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Casts, **kwargs: Any) -> Any:
-    """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones.
-
-    Raises:
-        ModelError: it has written to one, which is lost; through ``.data`` that is not noticed.
-    """
+    """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones."""
     cast: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
@@ -231,9 +205,7 @@ _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "privateuseone")
 def cast_unit_inputs_and_outputs(modules: Mapping[str, nn.Module], plan: Plan) -> None:
     """Cast what enters and what leaves each unit. After the engine has put its own hooks there.
 
-    Args:
-        modules: the model's by name, before an engine put wrappers between them.
-        plan: which units compute in which dtype.
+    ``modules`` are the model's by name, before an engine put wrappers between them.
     """
     precision = plan.precision
     if precision.is_full and precision.output is None:
@@ -250,7 +222,7 @@ def cast_unit_inputs_and_outputs(modules: Mapping[str, nn.Module], plan: Plan) -
 
 
 def _around(units: Mapping[str, Unit], name: str) -> Unit:
-    """The unit that holds unit ``name``."""
+    """Return the unit that holds unit ``name``."""
     while name:
         name = name.rpartition(".")[0]
         if name in units:
@@ -259,7 +231,7 @@ def _around(units: Mapping[str, Unit], name: str) -> Unit:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors cast; what holds none that change is itself."""
+    """Return ``value`` with its floating-point tensors cast; what holds none that change is itself."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -285,11 +257,7 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 def check_buffers(model: nn.Module, plan: Plan) -> None:
-    """Raise for a buffer that would have to be in two dtypes. Local.
-
-    Raises:
-        PrecisionError: names both places.
-    """
+    """Raise for a buffer that would have to be in two dtypes. Local."""
     held: dict[int, dict[bool, str]] = {}
     for name, buffer, fp32 in _floating_buffers(model, plan):
         if plan.precision.buffer in (None, buffer.dtype):
@@ -304,11 +272,7 @@ def check_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def cast_buffers(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
-    """Hold floating-point buffers outside of fp32 units in ``Precision.buffer``; shared ones stay shared.
-
-    Returns:
-        The dtypes that they had, by name.
-    """
+    """Hold floating-point buffers outside of fp32 units in ``Precision.buffer``; return the dtypes that they had."""
     dtype, before, cast = plan.precision.buffer, dict[str, torch.dtype](), dict[int, Tensor]()
     if dtype is None:
         return before
@@ -321,7 +285,7 @@ def cast_buffers(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
 
 
 def _floating_buffers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every name of every floating-point buffer, with whether it belongs to an fp32 unit."""
+    """Yield every name of every floating-point buffer, with whether it belongs to an fp32 unit."""
     units = {unit.name: unit for unit in plan.units}
     within = {id(m): units[name] if name in units else _around(units, name) for name, m in model.named_modules()}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -31,8 +31,6 @@ from fsshard.torch_private.autograd import saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.tensors import lazy_clone, version_of
 
-__all__ = ["HOST", "RecomputationError", "RecomputedForward", "adopt_fairscale", "offloading_to"]
-
 
 class RecomputationError(ModelError, CheckpointError):
     """Activations could not be computed again as they were; the message names the block. torch's kind, too.
@@ -57,9 +55,7 @@ def adopt_fairscale(module: nn.Module, name: str) -> None:
 
 
 class RecomputedForward(RecomputingForward):
-    """Stands where a module's ``forward`` is looked up, and belongs to that module only.
-
-    It holds the module weakly (the module holds it), and finds its new owner when the module is copied or unpickled.
+    """Stands where a module's ``forward`` is looked up; copied or unpickled with it, it belongs to the copy.
 
     Attributes:
         original: the ``forward`` that was set on the instance before, or None: the one of its class.
@@ -155,13 +151,12 @@ class _Recomputation:
     """Is called by :func:`torch.utils.checkpoint.checkpoint`, in the forward and again in the backward pass.
 
     The first call gets the caller's arguments themselves, containers included. The second gets new containers with
-    what was in them at the start, so that what a module does to a list or a dict it does once. Every tensor in them is
-    an argument of its own for torch, keyword arguments too: torch 2.13 keeps those in a closure, where it sees neither
-    their device (random numbers of the GPU are then not restored) nor a change in place.
-
-    Attributes:
-        kept: the arguments to hand to ``checkpoint`` with this object.
+    what was in them at the start, so that what a module does to a list or a dict it does once.
     """
+
+    # Every tensor is an argument of its own for checkpoint, keyword arguments too: torch 2.13 keeps those in a closure,
+    # where it sees neither their device (random numbers of the GPU are then not restored) nor a change in place.
+    kept: list[Any]
 
     def __init__(self, owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._module, self._forward = owner.module, owner.forward
@@ -316,7 +311,7 @@ def _can_leave(leaf: Any) -> bool:
 
 
 def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:
-    """Empty tensors on every device of the call: torch restores random numbers of the devices of its arguments only."""
+    """Return empty tensors on every device of the call: torch restores random numbers of its arguments' devices."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tensors += [parameter for parameter in (next(module.parameters(), None),) if parameter is not None]
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
@@ -370,7 +365,7 @@ def _noting(module: nn.Module, changed: list[_Buffer]) -> Iterator[None]:
 
 
 def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    """All buffers with their values."""
+    """Yield all buffers with their values."""
     copies: dict[int, Tensor] = {}
     for owner in module.modules():
         if hasattr(owner, "disable_patch_batchnorm"):

@@ -19,8 +19,6 @@ from torch.autograd import forward_ad
 from fsshard.nested import map_containers
 from fsshard.torch_private.autograd import functorch_transforms_active
 
-__all__ = ["is_write_to_unit_input", "mark_unit_inputs"]
-
 
 class _UnitInputs(torch.autograd.Function):
     """The identity on several tensors, as one node: gradients pass when all of them have arrived."""
@@ -55,7 +53,7 @@ class _TransformedUnitInputs(_UnitInputs):
 
 
 def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """``tensors`` through one node."""
+    """Pass ``tensors`` through one node."""
     is_dual = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
     transformed = is_dual or functorch_transforms_active()
     found: tuple[Tensor, ...] = (_TransformedUnitInputs if transformed else _UnitInputs).apply(*tensors)

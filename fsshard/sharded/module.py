@@ -221,7 +221,7 @@ class ShardedModule(nn.Module):
         output = self._run(args, kwargs)
         if torch.is_grad_enabled():
             if backend.facts.hooks_outputs:
-                check_output(output, "the model")
+                check_output(output)
             self._watch_backward(output, since)
         return output
 

@@ -16,7 +16,6 @@ from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.pairs import Form
 from fsshard.complex_params.replaced import MARKS
 from fsshard.complex_params.shown import even_gradient, moving, show_stored, stand_for
-from fsshard.complex_params.views import export_stored
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR
@@ -148,7 +147,7 @@ class _ShapeOnly(nn.Parameter):
 
 def _gradient(view: Any) -> Tensor | None:
     gradient = even_gradient(view._fsshard_entry.parameter)
-    return None if gradient is None else cast(Tensor, export_stored(gradient, view._fsshard_entry.kind))
+    return None if gradient is None else cast(Tensor, view._fsshard_entry.kind.to_user(gradient))
 
 
 class _Listed(_ShapeOnly):

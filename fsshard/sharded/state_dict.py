@@ -14,8 +14,8 @@ from fsshard.backends.base import Backend
 from fsshard.backends.whole import raw_state_dict, stream
 from fsshard.comm.agreement import broadcast_tensors, per_rank
 from fsshard.comm.watchdog import meet
+from fsshard.complex_params.pairs import is_dtensor
 from fsshard.complex_params.slots import public_name
-from fsshard.complex_params.views import is_dtensor
 from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
 from fsshard.model.checks import is_managed
 from fsshard.patches import STATE_DICT_TYPE

@@ -132,16 +132,14 @@ class Held:
         return self.model.out(self.value)  # type: ignore[no-any-return]
 
 
-class Slots:
-    __slots__ = ("value",)
-
+class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class HeldChild(Child):
     def forward(self, x: Tensor) -> Any:
-        return Slots(super().forward(x) @ self.weight)
+        return Holder(super().forward(x) @ self.weight)
 
 
 class UnitReturnsHeld(Base):

@@ -50,8 +50,6 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "data = a plain one": (lambda p: assign(p, plain(p)), plain),
     "vector_to_parameters": (lambda p: nn.utils.vector_to_parameters(plain(p).reshape(-1), [p]), plain),
     "copy_": (lambda p: p.copy_(like(p)), like),
-    "init": (lambda p: nn.init.constant_(p, 0.25), like),
-    "detach": (lambda p: p.detach().fill_(0.25), like),
     "out": (lambda p: torch.mul(like(p), 1.0, out=p.data), like),
     "an element": (lambda p: put(p, (0,) * p.dim()), with_first),
     "all elements": (lambda p: put(p, ...), like),

@@ -17,17 +17,6 @@ from tests.zoo import ZOO, ComplexAffine, ToReal, number
 pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
 
 
-def test_there_and_back_and_there_again() -> None:
-    model = ComplexAffine()
-    old = model.w
-    stored = tensorfy(model).w__real
-    tensorfy(untensorfy(model))
-    assert model.w__real is not stored
-    with pytest.raises(StaleParameter):
-        old.real.sum().backward()
-    assert untensorfy(model).w is old
-
-
 def test_untensorfy_when_nobody_holds_the_old_parameters() -> None:
     model = ZOO["tied"].build()
     model.first.w.mark = "kept"

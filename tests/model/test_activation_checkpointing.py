@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import fairscale.nn.checkpoint
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as torchs_wrapper
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.utils.checkpoint import CheckpointError
 
@@ -61,7 +61,6 @@ def gradients(net: nn.Module) -> list[Tensor]:
 
 CHOICES: list[tuple[Any, list[str]]] = [
     ({Block}, ["0", "2"]),
-    (Block, ["0", "2"]),
     ([Block, nn.Dropout], ["0", "2"]),
     (lambda module: isinstance(module, Block) and module.linear.in_features == 4, ["0", "2"]),
     (ModuleWrapPolicy({Block}), ["0", "2"]),
@@ -93,11 +92,9 @@ def test_explain_says_how_many_and_which() -> None:
     ("choice", "text"),
     [
         ({nn.LSTM}, r"activation_checkpointing: the model has no LSTM; it has Block, Dropout, Linear, Sequential"),
-        ({"Blok"}, r"the model has no Blok; it has Block"),
         (True, r"the root as its only unit; name the classes .*The model has Block, Dropout, Linear, Sequential"),
         (lambda module: False, "matches no block"),
         (3, "expected None, True"),
-        ({3}, "a set must hold module classes"),
     ],
 )
 def test_bad_choices(choice: Any, text: str) -> None:
@@ -106,8 +103,6 @@ def test_bad_choices(choice: Any, text: str) -> None:
 
 
 def test_a_module_that_is_never_called_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="picked a ModuleList, which is never called"):
-        fsshard.plan(stack(), activation_checkpointing={nn.ModuleList})
     attention = nn.Sequential(nn.MultiheadAttention(4, 2))
     with pytest.raises(ConfigurationError, match="matches no block"):  # its Linear is read, not called
         fsshard.plan(attention, activation_checkpointing=lambda module: isinstance(module, nn.Linear))
@@ -164,17 +159,6 @@ def test_fewer_bytes_are_saved(ranks: Any, backend: str) -> None:
         assert 0 < recomputed < plain / 2
 
 
-def job_offload_on_cpu(backend: str) -> None:
-    fsshard.wrap(stack(), backend=backend, activation_checkpointing=Checkpointing({HardBlock}, offload_to_cpu=True))
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "none"])
-def test_offloading_to_where_it_is_already_is_refused(ranks: Any, backend: str) -> None:
-    for error in ranks.run_expecting_errors(job_offload_on_cpu, ranks_of(backend), backend):
-        assert isinstance(error, ConfigurationError)
-        assert "in host memory already" in str(error)
-
-
 # ------------------------------------------------------------------------------------------ random numbers
 
 
@@ -187,14 +171,10 @@ def test_without_random_state_dropout_is_another(caplog: pytest.LogCaptureFixtur
 
 # ------------------------------------------------------------------------------------------ wrapped before
 
-WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
-    "FairScale's": (fairscale.nn.checkpoint.checkpoint_wrapper, "FairScale's checkpoint_wrapper"),
-    "FairScale's with offloading": (
-        functools.partial(fairscale.nn.checkpoint.checkpoint_wrapper, offload_to_cpu=True),
-        "FairScale's checkpoint_wrapper",
-    ),
-    "ours": (front.checkpoint_wrapper, "checkpoint_wrapper"),
-    "torch's": (torchs_wrapper, "torch's checkpoint_wrapper"),
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "FairScale's": fairscale.nn.checkpoint.checkpoint_wrapper,
+    "FairScale's with offloading": functools.partial(fairscale.nn.checkpoint.checkpoint_wrapper, offload_to_cpu=True),
+    "ours": front.checkpoint_wrapper,
 }
 
 
@@ -202,7 +182,7 @@ def wrapped_before(wrapper: str) -> nn.Module:
     """The second block of each pair is wrapped by hand."""
     module = stack()
     for pair in module.pairs:
-        pair.two = WRAPPERS[wrapper][0](pair.two)
+        pair.two = WRAPPERS[wrapper](pair.two)
     return module
 
 
@@ -251,11 +231,8 @@ def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
         return net
 
     said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fsshard").addHandler(handler)
     traces = []
-    try:
+    with mock.patch.object(logging.getLogger("fsshard"), "warning", lambda text, *_: said.append(text)):
         for choice in (None, True):
             net = fsshard.wrap(build(), backend=backend, activation_checkpointing=choice)
             optimizer = fsshard.build_optimizer(net, torch.optim.Adam, lr=1e-2)
@@ -263,8 +240,6 @@ def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
             loss.backward()
             optimizer.step()
             traces.append({"loss": loss.item(), **net.state_dict()})
-    finally:
-        logging.getLogger("fsshard").removeHandler(handler)
     configs = [net.config.use_cache, net.encoder.config.use_cache, net.decoder.config.use_cache]
     return configs, [text for text in said if "use_cache" in text], list(differences(*traces))
 
@@ -365,6 +340,3 @@ def test_torchs_error_names_the_block() -> None:
     ) as e:
         loss.backward()
     assert isinstance(e.value, RecomputationError)
-
-
-# ------------------------------------------------------------------------------------------ torch.compile

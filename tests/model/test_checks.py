@@ -116,22 +116,6 @@ def test_raw_ddp_lets_replicas_with_max_norm_go_apart(ranks: Any) -> None:
     assert not torch.equal(one, other)
 
 
-def job_max_norm_alone() -> list[bool]:
-    found = []
-    for backend in ("none", "ddp"):
-        model = fsshard.wrap(Words(nn.Embedding, max_norm=0.5), backend=backend)
-        model(torch.arange(6))
-        found.append(bool((model.state_dict()["embed.weight"].norm(dim=1) < 0.51).all()))
-    for settings in ({"backend": "fsdp2"}, {"backend": "ddp", "mixed_precision": "bf16"}):
-        with pytest.raises(ModelError, match="max_norm"):
-            fsshard.wrap(Words(nn.Embedding, max_norm=0.5), **settings)
-    return found
-
-
-def test_one_rank_with_whole_weights_keeps_max_norm(ranks: Any) -> None:
-    assert ranks.run(job_max_norm_alone, 1) == [[True, True]]
-
-
 def test_memory_that_tensors_share() -> None:
     """Columns of a table share none; 2,000 of them are looked through once, and not in pairs (that took a minute)."""
     table, pair = torch.randn(8, 2000), torch.randn(6, 2)

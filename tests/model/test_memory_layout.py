@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import RankMismatch
+from tests.by_hand import train
 from tests.training_runs import DISTRIBUTED, differences, gradients, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -60,11 +60,6 @@ def convolutions(dims: int) -> nn.Module:
     return made.to(memory_format=memory)  # type: ignore[no-any-return]
 
 
-def images(dims: int) -> Callable[[Tensor], Tensor]:
-    """What a convolution takes, of the common input."""
-    return lambda x: x[:, : 2 * 4**dims].reshape(-1, 2, *[4] * dims)
-
-
 LAYOUTS: dict[str, Callable[[], nn.Module]] = {
     "channels_last": lambda: convolutions(2),
     "channels_last_3d": lambda: convolutions(3),
@@ -91,7 +86,8 @@ def made(layout: str) -> nn.Module:
 def batch(layout: str, rank: int, step: int) -> Tensor:
     """A rank's input."""
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(10 * rank + step))
-    return images(3 if layout.endswith("3d") else 2)(x) if layout.startswith("channels") else x
+    dims = 3 if layout.endswith("3d") else 2
+    return x[:, : 2 * 4**dims].reshape(-1, 2, *[4] * dims) if layout.startswith("channels") else x
 
 
 def packed(layout: str) -> nn.Module:
@@ -105,16 +101,11 @@ def packed(layout: str) -> nn.Module:
 def by_hand(model: nn.Module, layout: str, ranks: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Replicas of the bare model, averaged by hand."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(steps):
-        replicas: list[list[Tensor | None]] = []
-        for rank in range(ranks):
-            optimizer.zero_grad()
-            model(batch(layout, rank, step)).square().mean().backward()
-            replicas.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-        for parameter, *found in zip(model.parameters(), *replicas, strict=True):
-            known = [g for g in found if g is not None]
-            parameter.grad = sum(known[1:], known[0]).div_(ranks) if known else None
-        optimizer.step()
+
+    def loss(replica: Any, rank: int, step: int) -> Tensor:
+        return replica(batch(layout, rank, step)).square().mean()  # type: ignore[no-any-return]
+
+    train(model, optimizer, loss, steps=steps, ranks=ranks)
     return model, optimizer
 
 
@@ -193,25 +184,6 @@ def test_every_layout_comes_and_goes_as_in_the_bare_model(ranks: Any, tmp_path: 
     size = ranks_of(backend)
     for found in ranks.run(job_table, size, backend, str(tmp_path), size):
         assert not found, "\n".join(found)
-
-
-def job_hybrid(folder: str) -> list[str]:
-    """Two copies of two parts each, saved and loaded under another engine."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
-    found: list[str] = []
-    for layout in ("channels_last", "transposed"):
-        known = dict(made(layout).state_dict())
-        model, _ = wrapped(layout, "fsdp", device_mesh=mesh, sharding_strategy="HYBRID_SHARD")
-        fsshard.save(f"{folder}/{layout}", model)
-        other, _ = wrapped(layout, "ddp", zero=True)
-        fsshard.load(f"{folder}/{layout}", other)
-        for got in (model.state_dict(), other.state_dict()):
-            found += differences(known, got)
-    return found
-
-
-def test_copies_of_parts_are_saved_once(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(job_hybrid, 4, str(tmp_path)) == [[]] * 4
 
 
 def job_one_rank_in_another_layout(backend: str) -> str:

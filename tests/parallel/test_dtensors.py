@@ -275,7 +275,7 @@ def job_refused() -> None:
     with torch.device("meta"):
         hollow = Perceptron()
     parallelize_module(hollow, tp, {"up": ColwiseParallel()})
-    with pytest.raises(ModelError, match="a DTensor on the meta device"):
+    with pytest.raises(ModelError, match="on device meta: expected"):
         fsshard.wrap(hollow, backend="fsdp2", device_mesh=data)
     # a parameter that is named, too
     with pytest.raises(ConfigurationError, match="is a DTensor, which says itself what it is along"):
