@@ -36,19 +36,12 @@ __all__ = ["Bounds", "Circumstances", "bounds_of", "sent"]
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Lower bounds, all in bytes.
-
-    Attributes:
-        peak: of a rank's peak.
-        by_kind: of the highest of each kind; kinds without a bound are left out.
-        payloads: of the payload per step of each kind of collective.
-        sent: of what a rank sends per step, on average over the ranks.
-    """
+    """Lower bounds, all in bytes."""
 
     peak: int
-    by_kind: Mapping[str, int]
-    payloads: Mapping[str, int] = field(default_factory=dict)
-    sent: int = 0
+    by_kind: Mapping[str, int]  # of the highest of each kind; kinds without a bound are left out
+    payloads: Mapping[str, int] = field(default_factory=dict)  # per step, of each kind of collective
+    sent: int = 0  # by a rank per step, on average over the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +75,7 @@ def _replicas(plan: Plan, given: Circumstances) -> Bounds:
     trainable = sum(_trainable(plan).values())
     state = round(given.state_ratio * trainable)
     kinds = {"parameters": plan.nbytes, "optimizer state": state, "gradients": trainable}
-    payload = given.reduces * _travelling(plan, trainable)
+    payload = given.reduces * _scaled(trainable, plan.precision.reduce_dtype)
     return Bounds(
         peak=plan.nbytes + state + max(given.activations, trainable),
         by_kind={**kinds, "activations": given.activations},
@@ -97,7 +90,7 @@ def _owners(plan: Plan, given: Circumstances) -> Bounds:
     owned = max(-(-trainable // given.shards), *sizes.values())
     state = round(given.state_ratio * owned)
     kinds = {"parameters": plan.nbytes, "optimizer state": state, "gradients": owned}
-    reduced = given.reduces * _travelling(plan, trainable)
+    reduced = given.reduces * _scaled(trainable, plan.precision.reduce_dtype)
     over = reduced // given.shards if given.replicas > 1 else 0
     return Bounds(
         peak=plan.nbytes + state + max(given.activations, owned),
@@ -179,10 +172,6 @@ def _as_gathered(plan: Plan, given: Circumstances) -> list[_Gathered]:
 def _scaled(nbytes: int, dtype: torch.dtype | None) -> int:
     """Return the bytes in ``dtype`` of what is float32 at rest: under mixed precision all weights are."""
     return nbytes if dtype is None else nbytes * dtype.itemsize // torch.float32.itemsize
-
-
-def _travelling(plan: Plan, nbytes: int) -> int:
-    return _scaled(nbytes, plan.precision.reduce_dtype)
 
 
 def sent(kind: str, nbytes: int, ranks: int) -> float:

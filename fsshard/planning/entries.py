@@ -176,9 +176,7 @@ class Entry:
 def collect_entries(module: nn.Module, layouts: Mapping[str, tuple[Layout, ...]] | None = None) -> dict[str, Entry]:
     """Return the distinct parameters of ``module`` by first name, in the model's order.
 
-    Args:
-        module: the model.
-        layouts: first name -> what was said of the parameter along other mesh dimensions than data.
+    ``layouts`` are, by first name, what was said of a parameter along other mesh dimensions than data.
     """
     found: dict[int, Entry] = {}
     for slot in parameter_slots(module):

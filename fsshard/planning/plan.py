@@ -100,7 +100,7 @@ class Plan:
     parameters: Mapping[str, ParameterInfo]
     ties: tuple[tuple[str, ...], ...]
     fp32_units: tuple[str, ...]
-    dropped: Mapping[str, str]
+    dropped: Mapping[str, str] = field(default_factory=dict)
     precision: Precision = field(default_factory=Precision)
     recomputed: Mapping[str, str] = field(default_factory=dict)
     recomputed_before: Mapping[str, str] = field(default_factory=dict)
@@ -136,20 +136,19 @@ def plan(
             * ``"auto"``: modules that own complex weights (for an FNO: the spectral convolutions), HF's
               ``_no_split_modules``, ``nn.TransformerEncoderLayer`` / ``DecoderLayer``; if there are none of these,
               subtrees of at least 100 MB;
-            * a set of module classes or class names;
+            * a module class, or a set of classes or their names;
             * an int: subtrees of at least that many bytes;
             * a callable ``module -> bool``, or torch's ``(module, recurse, nonwrapped_numel) -> bool``;
             * torch's ``ModuleWrapPolicy``, ``CustomPolicy``, ``transformer_auto_wrap_policy``,
               ``size_based_auto_wrap_policy``;
             * ``None``: the root is the only unit.
         mixed_precision: see :func:`fsshard.wrap`. Below float32, modules that own complex weights and BatchNorms become
-            units whatever the policy, since they go on computing in float32; where such a module cannot be a unit (its
-            weights are tied to others, or the root owns them), the unit that holds it computes in float32.
+            units whatever the policy, since they go on computing in float32; where such a module cannot be a unit, the
+            unit that holds it computes in float32.
         activation_checkpointing: which blocks compute their activations again in the backward pass: None or False,
             none; True, the units below the root; a module class, a set of classes or class names, a callable
-            ``module -> bool``, one of torch's wrap policies; or :class:`fsshard.Checkpointing` with one of these. The
-            block itself is recomputed, never its children in its place, and once: a block within another one is
-            recomputed with it.
+            ``module -> bool``, one of torch's wrap policies; or :class:`fsshard.Checkpointing` with one of these. A
+            block within another one is recomputed with it, once.
 
     Returns:
         A :class:`Plan`. Parameters tied between units live in the root unit: a picked module that holds one of them
@@ -160,19 +159,13 @@ def plan(
         ConfigurationError: a policy has no meaning for this model.
         ModelError: the model has no parameters, or lazy ones.
     """
-    return make_plan(
-        model,
-        list(parameter_slots(model)),
-        auto_wrap_policy=auto_wrap_policy,
-        mixed_precision=mixed_precision,
-        activation_checkpointing=activation_checkpointing,
-    )
+    slots = list(parameter_slots(model))
+    return make_plan(model, slots, auto_wrap_policy, mixed_precision, activation_checkpointing)
 
 
 def make_plan(
     model: nn.Module,
     slots: list[ParameterSlot],
-    *,
     auto_wrap_policy: object,
     mixed_precision: object,
     activation_checkpointing: object,
@@ -195,8 +188,8 @@ def make_plan(
     kept, dropped = _keep(model, picked, names, leaks, mixed=not precision.is_full)
     kept = _split_dtypes(model, kept, names, leaks)
     recomputed, before = _recomputed(model, activation_checkpointing, kept)
-    made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped, precision)
-    return replace(made, recomputed=recomputed, recomputed_before=before)
+    made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, precision)
+    return replace(made, dropped=dropped, recomputed=recomputed, recomputed_before=before)
 
 
 def _recomputed(
@@ -279,9 +272,7 @@ def is_fairscale_forward(forward: object) -> bool:
 def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Module]:
     """Called modules that own complex weights: the nearest ancestor of each that is no mere container.
 
-    For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``:
-    FactorList, FactorizedTensor and ModuleList are never called, and ``fno_blocks`` is called once per layer with an
-    index, so as a unit it would be gathered that many times.
+    For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``.
     """
     modules: dict[str, nn.Module] = {}  # a checkpoint wrapper goes before what it wraps
     for name, module in model.named_modules(remove_duplicate=False):
@@ -406,7 +397,6 @@ def _assemble(
     names: Mapping[int, str],
     ties: tuple[tuple[str, ...], ...],
     fp32_units: set[str],
-    dropped: Mapping[str, str],
     precision: Precision,
 ) -> Plan:
     reasons = {names[id(module)]: reason for module, reason in kept.items()}
@@ -434,10 +424,9 @@ def _assemble(
     own: dict[str, list[ParameterInfo]] = {}
     for info in infos.values():
         own.setdefault(info.unit, []).append(info)
-    order = ["", *(name for name in names.values() if name in reasons)]
     bare = {names[id(m)] for m in kept if isinstance(m, BatchNorm) and mixed}
     units = []
-    for name in order:
+    for name in ["", *(name for name in names.values() if name in reasons)]:
         held = own.get(name, [])
         fp32 = name in bare or any(info.name in numbers for info in held)
         compute = None if precision.is_full else torch.float32 if fp32 else precision.param
@@ -453,9 +442,12 @@ def _assemble(
             reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype,
         )
         units.append(unit)
-    ordered = tuple(name for name in names.values() if name in fp32_units)
     return Plan(
-        units=tuple(units), parameters=infos, ties=ties, fp32_units=ordered, dropped=dropped, precision=precision
+        units=tuple(units),
+        parameters=infos,
+        ties=ties,
+        fp32_units=tuple(name for name in names.values() if name in fp32_units),
+        precision=precision,
     )
 
 
@@ -498,23 +490,14 @@ def _unit_rows(plan: Plan, *, narrow: bool) -> list[list[str]]:
     mixed = not plan.precision.is_full
     cast = ["computes" if narrow else "computes in"] if mixed else []
     rows = [["unit", "bytes", *([] if narrow else ["share"]), "dtypes", *cast]]
-    depths, total = _depths(plan), plan.nbytes
+    names, total = {unit.name for unit in plan.units}, plan.nbytes
     for unit in plan.units:
         dtypes = "+".join(_short(d) for d in unit.dtypes) or "-"
         share = [] if narrow else [f"{100 * unit.nbytes / total:.1f}%" if total else "-"]
         computes = [_short(unit.compute or torch.float32)] if mixed else []
-        rows.append(["  " * depths[unit.name] + (unit.name or "(root)"), size(unit.nbytes), *share, dtypes, *computes])
+        depth = sum(above in names for above in _above(unit.name)) if unit.name else 0
+        rows.append(["  " * depth + (unit.name or "(root)"), size(unit.nbytes), *share, dtypes, *computes])
     return rows
-
-
-def _depths(plan: Plan) -> dict[str, int]:
-    """Return in how many other units each one is."""
-    names = {unit.name for unit in plan.units}
-    found = {}
-    for name in names:
-        parts = name.split(".") if name else []
-        found[name] = sum(".".join(parts[:length]) in names for length in range(len(parts)))
-    return found
 
 
 def _explain_precision(plan: Plan) -> str:

@@ -76,12 +76,7 @@ class Precision:
 def resolve_precision(value: object) -> Precision:
     """Return the :class:`Precision` that ``mixed_precision=`` names.
 
-    Args:
-        value: None, ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype; gradients are sent and outputs
-            come in float32), a :class:`Precision`, or torch's ``MixedPrecision`` / ``MixedPrecisionPolicy``.
-
-    Raises:
-        PrecisionError: anything else, or a torch policy with more settings than dtypes changed from their defaults.
+    With ``"bf16"`` or ``"fp16"`` units compute in that dtype; gradients are sent and outputs come in float32.
     """
     names = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if value is None or value == "fp32":
@@ -107,12 +102,12 @@ def resolve_precision(value: object) -> Precision:
 def _refuse_other_settings(value: Any) -> None:
     dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
     known = {field.name: field.default for field in fields(value)} if is_dataclass(value) else {}
-    changed = [name for name, default in known.items() if name not in dtypes and getattr(value, name) != default]
-    if changed:
-        raise PrecisionError(
-            f"mixed_precision={type(value).__name__}({', '.join(f'{n}={getattr(value, n)!r}' for n in changed)}): "
-            f"fsshard.Precision has dtypes only, so no backend would honour {', '.join(changed)}; leave the default"
-        )
+    for name, default in known.items():
+        if name not in dtypes and getattr(value, name) != default:
+            raise PrecisionError(
+                f"mixed_precision={type(value).__name__}({name}={getattr(value, name)!r}): no backend would honour it, "
+                "since fsshard.Precision has dtypes only; leave the default"
+            )
 
 
 @dataclass(frozen=True)
@@ -131,13 +126,6 @@ class Checkpointing:
     offload_to_cpu: bool = False
     preserve_rng_state: bool = True
 
-    def __post_init__(self) -> None:
-        for name in ("offload_to_cpu", "preserve_rng_state"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"Checkpointing({name}={getattr(self, name)!r}): expected a bool")
-        if isinstance(self.policy, Checkpointing):
-            raise ConfigurationError("Checkpointing(policy=Checkpointing(...)): give one of them")
-
 
 def resolve_checkpointing(value: object) -> Checkpointing:
     """Return the :class:`Checkpointing` that ``activation_checkpointing=`` means; only its form is checked."""
@@ -153,13 +141,9 @@ def resolve_checkpointing(value: object) -> Checkpointing:
 
 
 def resolve_blocks(model: nn.Module, policy: object) -> dict[nn.Module, str]:
-    """Return the modules that ``activation_checkpointing`` picks, without the root, and why.
-
-    Raises:
-        ConfigurationError: a class set matches nothing.
-    """
+    """Return the modules that ``activation_checkpointing`` picks, without the root, and why."""
     try:
-        return resolve_units(model, {policy} if isinstance(policy, type) else policy, ())
+        return resolve_units(model, policy, ())
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("auto_wrap_policy", "activation_checkpointing")) from None
 
@@ -167,13 +151,7 @@ def resolve_blocks(model: nn.Module, policy: object) -> dict[nn.Module, str]:
 def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
     """Return the modules that ``auto_wrap_policy`` picks as units, without the root, and why.
 
-    Args:
-        model: the root.
-        policy: see :func:`fsshard.plan`.
-        complex_owners: the called modules that own complex weights.
-
-    Raises:
-        ConfigurationError: the policy is of no accepted form, or a class set matches nothing.
+    ``complex_owners`` are the called modules that own complex weights.
     """
     picked = {} if policy is None else _picked(model, policy, complex_owners)
     picked.pop(model, None)
@@ -181,21 +159,19 @@ def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[n
 
 
 def _picked(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
-    if policy == "tuned":
-        raise ConfigurationError(
-            "auto_wrap_policy='tuned': expected settings that were found before; write "
-            "fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
-        )
     if isinstance(policy, str):
         if policy != "auto":
-            raise ConfigurationError(f"auto_wrap_policy={policy!r}: the only string is 'auto'; see fsshard.plan")
+            raise ConfigurationError(
+                f"auto_wrap_policy={policy!r}: the only string is 'auto'; settings of fsshard.tune are passed as "
+                "fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
+            )
         return _auto(model, complex_owners)
     if isinstance(policy, int):
         if policy is True or policy <= 0:
             raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
         return _by_size(model, policy)
     if isinstance(policy, type):
-        raise ConfigurationError(f"auto_wrap_policy={policy.__name__}: put the class in a set, {{{policy.__name__}}}")
+        return _by_class(model, {policy})
     if is_policy(policy):  # torch's ModuleWrapPolicy and CustomPolicy
         return _torch_policy(model, policy)
     if isinstance(policy, Collection):
@@ -203,8 +179,8 @@ def _picked(model: nn.Module, policy: object, complex_owners: Collection[nn.Modu
     if callable(policy):
         return _by_callable(model, policy)
     raise ConfigurationError(
-        f"auto_wrap_policy={policy!r}: expected 'auto', None, a set of module classes or their names, a number of "
-        "bytes, a callable module -> bool, or one of torch's wrap policies"
+        f"auto_wrap_policy={policy!r}: expected 'auto', None, a module class, a set of classes or their names, a "
+        "number of bytes, a callable module -> bool, or one of torch's wrap policies"
     )
 
 

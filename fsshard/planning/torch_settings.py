@@ -1,7 +1,6 @@
 """Translates the arguments of torch's wrappers (FSDP1, ``fully_shard``, DDP) into those of fsshard.wrap.
 
-docs/migration.md has the table. What means a setting of :func:`fsshard.wrap` becomes that setting, what asks for what
-is done anyway is dropped, and everything else raises with what to do.
+docs/migration.md has the table; what no setting of ours means raises with what to do.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ def takes_torchs_words(wrap: Wrap) -> Wrap:
 
 
 def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with torch's words replaced by those of :func:`fsshard.wrap`.
-
-    Raises:
-        ConfigurationError: a value that no backend has, or one setting by two names.
-    """
+    """Return ``settings`` with torch's words replaced by those of :func:`fsshard.wrap`."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         ours, meant = _meaning(name, value)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-import fsshard
 from examples.mesh_layers import sharded_parameters, split_sequence, split_tensors
 from examples.vit import ViT
 
@@ -69,19 +68,3 @@ def test_a_split_model_has_the_loss_and_the_gradients_of_the_whole(ranks: Any, c
     for loss, gradient in ranks.run(split_and_compare, cp * tp, cp, tp):
         # float32 sums of at most 64 products in another order: 64 * 2^-24 = 4e-6 of their size, a few layers deep.
         assert loss < 1e-6 and gradient < 1e-4
-
-
-def refusals() -> list[str]:
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("any",))
-    told = []
-    for split in (split_tensors, split_sequence):
-        try:
-            split(build(), mesh)
-        except fsshard.ConfigurationError as error:
-            told.append(str(error))
-    return told
-
-
-def test_what_cannot_be_shared_out_is_refused(ranks: Any) -> None:
-    heads = "4 heads cannot be shared out among 3 ranks evenly"
-    assert ranks.run(refusals, 3) == [[heads, "8 tokens cannot be shared out among 3 ranks evenly"]] * 3

@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler
 import fsshard
 from fsshard.launching.pool import RankPool
 from tests.conftest import PATIENCE
-from tests.forked import run_script
+from tests.examples.test_parity_ci import lend
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "minimal"
@@ -80,15 +80,6 @@ def test_one_short_file(script: Path) -> None:
 def test_the_readme_has_all() -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\(([\w.]+)\)", text)) == {script.name for script in SCRIPTS}
-
-
-def test_as_a_command_in_another_folder(tmp_path: Path) -> None:
-    script = tmp_path / "accumulate_and_clip.py"
-    shutil.copy(FOLDER / script.name, script)
-    done = run_script(script, ["--steps", "3"], {})
-    assert done.returncode == 0, done.stderr
-    lines = [re.sub(r"[\d.]+", "N", line) for line in done.stdout.splitlines()]
-    assert lines == ["step N: loss N, gradient norm N"] * 3
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -295,26 +286,10 @@ def test_launched(ranks: RankPool) -> None:
 
 def test_parity_in_pytest(pytester: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(FOLDER / "test_parity.py", pytester.path / "test_copied_parity.py")  # a name of its own on the pool
-    pytester.makeconftest(
-        """
-        import pytest, fsshard_pytest
-        @pytest.fixture(scope="session")
-        def _fsshard_ranks(): return fsshard_pytest.lent
-        """
-    )
-    monkeypatch.setattr(sys.modules["fsshard_pytest"], "lent", ranks, raising=False)
+    lend(pytester, ranks, monkeypatch)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1)
     assert "fairscale exact, fsdp exact, fsdp2 exact, ddp exact (2 ranks)" in "\n".join(result.outlines)
-
-
-REFUSED = """
-def of_a_cell(ctx): ...
-try:
-    fsshard.launch(of_a_cell, nprocs=2)
-except fsshard.LaunchError as error:
-    print(error)
-"""
 
 
 @pytest.mark.long
@@ -332,7 +307,7 @@ def test_the_notebook(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     cells[0].source = cells[0].source.replace("n_train=200, n_test=20", "n_train=16, n_test=4")
-    cells[1].source = cells[1].source.replace("n_train=200, n_test=20", "n_train=16, n_test=4") + REFUSED
+    cells[1].source = cells[1].source.replace("n_train=200, n_test=20", "n_train=16, n_test=4")
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(tmp_path / "kernel"))
@@ -341,5 +316,4 @@ def test_the_notebook(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     texts = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "largest difference in loss, fsdp2 - ddp: 0.0\n" in texts
     assert "backend 'fsdp2', 2 ranks" in texts and "backend 'ddp', 2 ranks" in texts
-    assert "of_a_cell lives in an interactive session" in texts and "%%writefile" in texts, "as the notebook says"
     assert [output for output in outputs if "image/png" in output.get("data", {})]

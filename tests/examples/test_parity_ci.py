@@ -15,12 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "examples" / "parity_ci"
 
 
-@pytest.fixture
-def copy(pytester: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to change, which pytester runs in this process and on the pool of this session."""
-    shutil.copytree(
-        REPOSITORY, pytester.path, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"), dirs_exist_ok=True
-    )
+def lend(pytester: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pytester's tests, which run in this process, have the ranks of this session."""
     pytester.makeconftest(
         """
         import pytest, fsshard_pytest
@@ -29,6 +25,15 @@ def copy(pytester: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyP
         """
     )
     monkeypatch.setattr(sys.modules["fsshard_pytest"], "lent", ranks, raising=False)
+
+
+@pytest.fixture
+def copy(pytester: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to change, which pytester runs in this process and on the pool of this session."""
+    shutil.copytree(
+        REPOSITORY, pytester.path, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"), dirs_exist_ok=True
+    )
+    lend(pytester, ranks, monkeypatch)
     ranks.run(forget_the_last_copy, 2)
     return pytester.path
 

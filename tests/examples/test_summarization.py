@@ -1,30 +1,20 @@
-"""What the summarization example is made of: tokens, batches, the checkpoint file, gauges, the picture."""
+"""The parts of the summarization example: tokens, batches, the checkpoint file, the data."""
 
 from __future__ import annotations
 
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from examples import docstrings
 from examples import summarization as parts
-from fsshard import RankMismatch
 
 PAIRS = [("abc def", "xyz"), ("a", "é")]
 
 # Batches ----------------------------------------------------------------------------------------------------------
-
-
-def test_texts_become_bytes_and_an_end() -> None:
-    (text, summary), (short, accented) = parts.encode(PAIRS, 5, 64)
-    assert bytes(text[:-1] - 3) == b"abc " and text[-1] == 1  # cut to five, end included
-    assert bytes(summary[:-1] - 3) == b"xyz"
-    assert len(short) == 2 and bytes(accented[:-1] - 3).decode() == "é"
-    assert max(int(t.max()) for pair in parts.encode(PAIRS, 5, 64) for t in pair) < parts.VOCABULARY
 
 
 def test_subwords_are_learned_from_the_texts() -> None:
@@ -70,14 +60,16 @@ def test_a_checkpoint_comes_back_as_it_was(state: dict[str, torch.Tensor], tmp_p
     assert stat.S_IMODE(os.stat(file).st_mode) & 0o044, "others could not read it"
 
 
-# Gauges and agreement ---------------------------------------------------------------------------------------------
+# The data -----------------------------------------------------------------------------------------------------------
 
 
-def job_agree(differ: bool) -> None:
-    parts.check_same(f"digest {dist.get_rank() if differ else 0}", "the data")
-
-
-def test_ranks_agree_on_the_data(ranks: Any) -> None:
-    assert ranks.run(job_agree, 2, False) == [None, None]
-    for error in ranks.run_expecting_errors(job_agree, 2, True):
-        assert type(error) is RankMismatch and str(error) == "ranks [1] differ from rank 0 in the data"
+@pytest.mark.long
+def test_the_installed_library_has_about_two_thousand_pairs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    data = docstrings.load()
+    assert len(data.train) > 1000 and len(data.validation) > 100
+    assert len(set(data.train + data.validation)) == len(data.train + data.validation)
+    for text, summary in data.train + data.validation:
+        assert len(text) >= 80 and 15 <= len(summary) <= 100
+        assert "\n" not in text + summary
+    assert docstrings.load() == data

@@ -1,4 +1,4 @@
-"""Windows of shallow water and of ERA5's files, their normalisation, weights of rows, and who is fed what."""
+"""Windows of shallow water and of ERA5's files, their normalisation, weights of rows, errors, and who is fed what."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from examples.weather_data import era5_weather, make_loader, shallow_water_weather
+from examples import weather
+from examples.weather_data import era5_weather, latitude_weights, make_loader, shallow_water_weather
 
 SOLVED = {"n_train": 3, "n_validation": 2, "n_steps": 6, "shape": (8, 16), "progress": False}
 
@@ -35,15 +36,12 @@ def write_era5(folder: Path, rows: int = 9, channels: int = 2) -> np.ndarray:
 
 def test_fields_are_normalised_and_runs_to_judge_by_are_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    weather = shallow_water_weather(leads=2, **SOLVED)
-    assert (len(weather.train), len(weather.validation)) == (3 * 5, 2 * 4)
-    assert weather.train[0].shape == (2, 3, 8, 16) and weather.validation[0].shape == (3, 3, 8, 16)
-    std, mean = torch.std_mean(weather.train.runs, dim=(0, 1, 3, 4))
+    found = shallow_water_weather(leads=2, **SOLVED)
+    assert (len(found.train), len(found.validation)) == (3 * 5, 2 * 4)
+    assert found.train[0].shape == (2, 3, 8, 16) and found.validation[0].shape == (3, 3, 8, 16)
+    std, mean = torch.std_mean(found.train.runs, dim=(0, 1, 3, 4))
     assert torch.allclose(std, torch.ones(3), atol=1e-5) and torch.allclose(mean, torch.zeros(3), atol=1e-5)
-    assert not any(torch.equal(a, b) for a in weather.train.runs for b in weather.validation.runs)
-    more = shallow_water_weather(leads=2, **{**SOLVED, "n_train": 4})
-    assert torch.allclose(more.validation.runs, weather.validation.runs, atol=0.5), "but for the normalisation"
-    assert weather.row_weights.tolist() == [[1.0]] * 8
+    assert not any(torch.equal(a, b) for a in found.train.runs for b in found.validation.runs)
 
 
 # ERA5 -------------------------------------------------------------------------------------------------------------
@@ -51,15 +49,15 @@ def test_fields_are_normalised_and_runs_to_judge_by_are_others(cache: Path, monk
 
 def test_nerscs_layout(tmp_path: Path) -> None:
     first = write_era5(tmp_path)
-    weather = era5_weather(tmp_path, leads=3, patch=4)
-    assert weather.shape == (8, 8) and len(weather.channels) == 2, "the row at the south pole is left out"
-    assert (len(weather.train), len(weather.validation)) == (4 + 3, 3), "no window goes from one year to the next"
+    found = era5_weather(tmp_path, leads=3, patch=4)
+    assert found.shape == (8, 8) and len(found.channels) == 2, "the row at the south pole is left out"
+    assert (len(found.train), len(found.validation)) == (4 + 3, 3), "no window goes from one year to the next"
     scale = np.array([2.0, 4.0]).reshape(1, 2, 1, 1)
     expected = (first[2:4, :, :8] - np.array([1.0, 2.0]).reshape(1, 2, 1, 1)) / scale
-    assert np.allclose(weather.train[2].numpy(), expected, atol=1e-6)
-    assert weather.train[6].shape == (2, 2, 8, 8) and weather.validation[2].shape == (4, 2, 8, 8)
-    equator = weather.row_weights.argmax()
-    assert equator == 4 and weather.row_weights[0] < 1e-6, "from 90 to -90 in nine rows"
+    assert np.allclose(found.train[2].numpy(), expected, atol=1e-6)
+    assert found.train[6].shape == (2, 2, 8, 8) and found.validation[2].shape == (4, 2, 8, 8)
+    equator = found.row_weights.argmax()
+    assert equator == 4 and found.row_weights[0] < 1e-6, "from 90 to -90 in nine rows"
 
 
 # Feeding ----------------------------------------------------------------------------------------------------------
@@ -76,3 +74,13 @@ def test_a_step_has_the_same_windows_on_any_number_of_data_ranks(ranks: int) -> 
     first = [batch.tolist() for batch in whole]
     whole.sampler.set_epoch(1)  # type: ignore[attr-defined]
     assert [batch.tolist() for batch in whole] != first
+
+
+def test_the_error_is_weighted_by_rows() -> None:
+    truth = torch.zeros(1, 2, 3, 4)
+    forecast = torch.zeros(1, 2, 3, 4)
+    forecast[0, 0, 0] = 3.0  # wrong at a pole, which is a point
+    forecast[0, 1, 1] = 3.0  # wrong at the equator
+    weights = latitude_weights(torch.tensor([90.0, 0.0, -90.0]))
+    assert weather.squared_error(forecast, truth, weights)[0].tolist() == pytest.approx([0, 9.0], abs=1e-5)
+    assert weather.squared_error(forecast, truth, torch.ones(3, 1))[0].tolist() == pytest.approx([3.0, 3.0])

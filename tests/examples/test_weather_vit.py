@@ -156,18 +156,6 @@ def test_as_a_script_with_a_picture_and_a_trace(cache: Path, tmp_path: Path) -> 
     assert {"data", "forward", "backward", "optimizer"} <= {event.get("name") for event in events}
 
 
-def test_tensorboard_gets_losses_errors_fields_and_memory(ranks: Any, cache: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    ranks.run(train, 2, cache, [*SIZE, *DATA, "--steps", "2", "--tensorboard", str(tmp_path)])
-    events = EventAccumulator(str(tmp_path / "fsdp2"))
-    events.Reload()
-    tags = events.Tags()
-    assert {"loss/train", "rmse/1_step", "lr", "memory/rank0/total", "memory/rank1/total"} <= set(tags["scalars"])
-    assert {"h/truth", "h/forecast", "h/error"} <= set(tags["images"])
-
-
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_slurm_script_starts_it_with_flags_that_there_are(launcher: str, tmp_path: Path) -> None:
     """With commands of SLURM's that say what they were given."""

@@ -165,7 +165,7 @@ def test_none_is_the_root_alone() -> None:
 
 @pytest.mark.parametrize("kind", [set, list])
 def test_classes_and_their_subclasses(kind: Any) -> None:
-    assert picked(blocks(), kind([Block])) == {"0.0", "0.1", "0.2", "1.x"}
+    assert picked(blocks(), kind([Block])) == picked(blocks(), Block) == {"0.0", "0.1", "0.2", "1.x"}
     assert reasons(blocks(), kind([Wide])) == {"0.2": "is a Wide"}
 
 
@@ -194,7 +194,6 @@ def test_absent_classes_of_torchs_policies_are_named_too(name: str, classes: Any
         resolve_blocks(blocks(), policy)
 
 
-BARE = r"put the class in a set, \{Block\}"  # it is callable: it would be called once per module, as a constructor
 SET = "a set must hold module classes or class names"
 SIZE = "a size must be a positive number of bytes"
 
@@ -203,7 +202,6 @@ SIZE = "a size must be a positive number of bytes"
     ("policy", "text"),
     [
         *((policy, SET) for policy in (set(), [], {3}, [Block, None], [nn.Linear(1, 1)])),
-        (Block, BARE),
         *((policy, "auto_wrap_policy=") for policy in ("all", "", 1e8, object(), b"auto")),
         *((policy, SIZE) for policy in (0, -1, True, False)),
         ("tuned", r"wrap\(model, \*\*fsshard\.tune\(.*\)\.settings\)"),
