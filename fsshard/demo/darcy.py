@@ -31,16 +31,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load as parse
+from safetensors.numpy import save_file
 from scipy.fft import dstn, idctn, idstn  # type: ignore[import-untyped, unused-ignore]
 
 from fsshard.demo import common
-
-if TYPE_CHECKING:
-    import torch
 
 FORCING = 50.0
 """The right-hand side of the equation."""
@@ -275,8 +276,6 @@ def load(
 
 
 def _as_pictures(arrays: Arrays) -> DarcyData:
-    import torch
-
     def images(name: str, step: int = 1) -> torch.Tensor:
         return torch.from_numpy(arrays[name][:, None, ::step, ::step].astype(np.float32, order="C"))
 
@@ -285,8 +284,6 @@ def _as_pictures(arrays: Arrays) -> DarcyData:
 
 
 def _write_cache(file: Path, arrays: Arrays) -> None:
-    from safetensors.numpy import save_file
-
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         common.replace_file(file, functools.partial(save_file, arrays))
@@ -296,9 +293,6 @@ def _write_cache(file: Path, arrays: Arrays) -> None:
 
 def _read_cache(file: Path) -> Arrays | None:
     """Return the cached arrays, or None where there are none or the file is not whole."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load as parse
-
     try:
         return parse(file.read_bytes())
     except FileNotFoundError:
@@ -310,7 +304,6 @@ def _read_cache(file: Path) -> Arrays | None:
 
 def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
     """Read neuraloperator's own files."""
-    import torch
 
     def read(part: str, side: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         file = folder / f"darcy_{part}_{side}.pt"

@@ -300,15 +300,6 @@ def test_interrupted(fake: Any, capfd: Any) -> None:
     assert "all agree" in out and f"fsshard: {HERE}:other: interrupted" in err
 
 
-def test_output_comes_back_when_something_unforeseen_is_raised(fake: Any, capfd: Any) -> None:
-    fake(ZeroDivisionError("a bug"))
-    with pytest.raises(ZeroDivisionError):
-        run(f"{HERE}:tiny", "-q")
-    assert "a rank on stderr" in capfd.readouterr().err
-    os.write(1, b"open again")
-    assert capfd.readouterr().out == "open again"
-
-
 def test_for_real(tmp_path: Path) -> None:
     """`python -m fsshard` in another process, from a folder with a recipe in it, on one rank."""
     (tmp_path / "mine.py").write_text(

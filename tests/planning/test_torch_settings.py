@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
+import unittest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from fsshard.planning.torch_settings import in_our_words
 from tests.models import batch, net
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, ranks_of
-from tests.zoo import ZOO
 
 ALL = ("none", *DISTRIBUTED)
 
@@ -191,40 +190,14 @@ def test_an_engines_own_option_names_the_engine(ranks: Any) -> None:
         assert "has no option resharding, which no backend has" in unknown
 
 
-def size_policy(minimum: int) -> Any:
-    return functools.partial(size_based_auto_wrap_policy, min_num_params=minimum)
-
-
-def job_size_policy(backend: str) -> list[str]:
-    model = fsshard.wrap(ZOO["tfno_tucker"].build(), backend=backend, auto_wrap_policy=size_policy(60))
-    return [unit.name for unit in model.plan.units if "convs" in unit.name]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_torchs_size_policy_under_every_engine(ranks: Any, backend: str) -> None:
-    """torch's recursion would wrap the factors themselves."""
-    for units in ranks.run(job_size_policy, ranks_of(backend), backend):
-        assert units and all(re.fullmatch(r"fno_blocks\.convs\.\d+", name) for name in units)
+def job_says() -> list[str]:
+    with unittest.TestCase().assertLogs("fsshard", "INFO") as logs:
+        fsshard.wrap(net(), backend="none", forward_prefetch=True, limit_all_gathers=True)
+    return [record.getMessage() for record in logs.records if "no use" in record.getMessage()]
 
 
 def test_no_use_is_said_once(ranks: Any) -> None:
-    assert ranks.run(job_says, 1, "none") == [["backend 'none' has no use for forward_prefetch, limit_all_gathers"]]
-
-
-def job_says(backend: str) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("fsshard")
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        fsshard.wrap(net(), backend=backend, forward_prefetch=True, limit_all_gathers=True)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
-    return [text for text in told if "no use" in text]
+    assert ranks.run(job_says, 1) == [["backend 'none' has no use for forward_prefetch, limit_all_gathers"]]
 
 
 def test_the_documented_table_has_every_word() -> None:
