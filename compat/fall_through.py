@@ -46,7 +46,7 @@ def is_installed() -> bool:
 
 
 def _find_root() -> ModuleSpec | None:
-    """FairScale's own spec. Not by importlib.util.find_spec, which answers from sys.modules and from the redirect."""
+    """Find FairScale's own spec. importlib.util.find_spec would answer from sys.modules and from the redirect."""
     for finder in sys.meta_path:
         if getattr(finder, "served", None) is None and hasattr(finder, "find_spec"):
             spec = finder.find_spec("fairscale", None)
@@ -62,7 +62,7 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:
-    """``__import__`` of the real library's modules."""
+    """Import as ``__import__`` does, in the real library's modules."""
     if level or name.partition(".")[0] != "fairscale":
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     if fromlist:

@@ -71,7 +71,7 @@ def distributions(context: Any = None) -> Iterator[Any]:
 
 
 def _run_the_next_sitecustomize() -> None:
-    """Python runs one; this file stands before the one that the environment may have."""
+    """Run the environment's own, if it has one: Python runs one only, and this file stands before it."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     spec = PathFinder.find_spec("sitecustomize", sys.path)

@@ -149,7 +149,7 @@ def lacking(taken: Taken, *, with_states: bool) -> str:
 
 
 def free_memory() -> float:
-    """Bytes that this process may still take of its host, or its container (cgroup 2); infinite where nobody says."""
+    """Return the bytes that are left of the host, or the container (cgroup 2); infinite where nobody says."""
     found = math.inf
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -66,7 +66,7 @@ class ThroughEngine:
         return type(base)(base.__name__, (base,), {"__call__": call, **named})
 
     def _toggle(self, optimizer: Any) -> None:
-        """Until :meth:`_untoggle`, leave the gradients of all others' parameters as they are. Collective."""
+        """Leave, until :meth:`_untoggle`, the gradients of all others' parameters as they are. Collective."""
         if self._wrapped.is_silenced:
             raise ConfigurationError(
                 "toggle_model(sync_grad=False), or toggle_optimizer without synchronisation: what is toggled needs the "
@@ -95,7 +95,7 @@ class ThroughEngine:
                 now.copy_(before)
 
     def check_may_step(self, optimizer: Any) -> None:
-        """Raises ConfigurationError where another optimizer is toggled."""
+        """Raise ConfigurationError where another optimizer is toggled."""
         if self._toggled is not None and _bare(optimizer) is not self._toggled:
             raise ConfigurationError(
                 "an optimizer steps while another one is toggled, and has no gradients then; call untoggle_optimizer "

@@ -63,12 +63,10 @@ def test_a_checkpoint_goes_on_under_any_engine_and_under_lightnings_own(ranks: A
 def test_refused_on_every_rank(ranks: Any) -> None:
     words = {
         "precision": "ConfigurationError: precision plugin HalfPrecision",
-        "by value": "ConfigurationError: clipping by value: parameter 'weight' is complex",
         "devices": "ValueError: You set `devices=1` and `num_nodes=1` in Lightning, but the product",
         "averaged in parts": "ConfigurationError: callback EMAWeightAveraging puts the average, which each rank has",
         "without": "ConfigurationError: configure_optimizers gave no optimizer, so that fit() would change nothing",
         "wrapped": "ConfigurationError: fit() of a module that fsshard.wrap, or Fabric, has put under an engine",
-        "stepped": "OptimizerError: AdamW belonged to an engine that fit() has ended",
         "states": "StateDictError: the checkpoint has states of 0 optimizers, and configure_optimizers gave 1",
         "scaler": "ConfigurationError: scaler OwnScaler(...)",
         "averaged at the end": "ConfigurationError: callback StochasticWeightAveraging averages whole real",
@@ -80,7 +78,11 @@ def test_a_file_written_after_fit_goes_on_and_another_module_is_tested_bare(rank
     theirs = ranks.run(trainings.after_fit, 2, "lightning", str(tmp_path / "lightning.ckpt"))
     assert len(theirs[0]["losses"]) == 4 and theirs[0]["tested"] != theirs[0]["own"]
     assert theirs[0]["copied"]
-    assert ranks.run(trainings.after_fit, 2, "fsdp2", str(tmp_path / "fsdp2.ckpt")) == theirs
+    for ours, other in zip(
+        ranks.run(trainings.after_fit, 2, "fsdp2", str(tmp_path / "fsdp2.ckpt")), theirs, strict=True
+    ):
+        assert ours.pop("stepped").startswith("OptimizerError: AdamW belonged to an engine that fit() has ended")
+        assert ours == {name: value for name, value in other.items() if name != "stepped"}
 
 
 @pytest.mark.parametrize("parts", [False, True])

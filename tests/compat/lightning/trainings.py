@@ -340,18 +340,6 @@ def _without_optimizer() -> Module:
     return module  # type: ignore[no-any-return]
 
 
-def _wrapped() -> Module:
-    module = Module()
-    fsshard.wrap(module, backend="fsdp2")
-    return module
-
-
-def _step_after_fit() -> None:
-    trainer = trainer_of("fsdp2")
-    trainer.fit(Module(), loader())
-    trainer.optimizers[0].step()
-
-
 def _load_no_states() -> None:
     trainer = trainer_of("fsdp2", 1, {"save_distributed_checkpoint": True})  # so that it stays
     trainer.fit(Module(), loader())
@@ -368,11 +356,9 @@ def refused() -> dict[str, str]:
     own_scaler: Any = type("OwnScaler", (torch.amp.GradScaler,), {})
     tried: dict[str, Any] = {
         "precision": fit_with(precision="bf16-true"),
-        "by value": lambda: fit("fsdp2", CASES["by value"]),
         "devices": fit_with(devices=1),
         "without": fit_with(_without_optimizer),
-        "wrapped": fit_with(_wrapped),
-        "stepped": _step_after_fit,
+        "wrapped": fit_with(lambda: fsshard.wrap(Module(), backend="fsdp2").module),
         "states": _load_no_states,
         "scaler": lambda: fit_with(plugins=[scaled(own_scaler("cpu"))])(),
         "averaged in parts": fit_with(parts=True, callbacks=[EMAWeightAveraging()]),
@@ -393,7 +379,8 @@ def after_fit(engine: str, path: str) -> dict[str, Any]:
     copied = pickle.loads(pickle.dumps(optimizer))  # as of a Trainer that torch.save writes
     told = [(type(each).__name__, each.state_dict().get("param_groups")) for each in (optimizer, copied)]
     losses = fit(engine, {}, 3, ckpt_path=path)["losses"]
-    return {"losses": losses, "tested": tested, "own": own, "copied": told[0] == told[1]}
+    stepped = "" if engine == "lightning" else told_by(optimizer.step)
+    return {"losses": losses, "tested": tested, "own": own, "copied": told[0] == told[1], "stepped": stepped}
 
 
 class Later(Module):
