@@ -22,6 +22,13 @@ class Counter:
         self.count = 0
 
 
+class Notes:
+    """What a module has seen, for the same reason kept outside of its own attributes."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
 class Inner(nn.Module):
     """Complex weights and dropout."""
 
