@@ -177,15 +177,6 @@ def test_json_on_stdout_and_nothing_else_there(fake: Any, capfd: Any) -> None:
     assert str(made) in err
 
 
-def test_json_of_several_recipes_is_a_list(fake: Any, tmp_path: Path) -> None:
-    first, second = report(exact("ddp")), report(different())
-    fake(first, second)
-    file = tmp_path / "parity.json"
-    assert run(f"{HERE}:tiny", f"{HERE}:other", "--json", str(file)) == 1
-    found = json.loads(file.read_text())
-    assert [ParityReport.from_json(json.dumps(item)) for item in found] == [first, second]
-
-
 def test_pictures(fake: Any, tmp_path: Path) -> None:
     fake(report(exact("ddp")), report(exact("ddp")), report(exact("ddp")))
     assert run(f"{HERE}:tiny", "--plot", str(tmp_path / "one.png")) == 0
