@@ -89,7 +89,7 @@ def command(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that each trial on ranks may take.")] = 20.0,
     json_file: Json = None,
 ) -> None:
-    """Try out what this machine can do: torch, devices, collectives, backends; say what missing extras would add.
+    """Try out what this machine can do: torch, devices, backends; say which packages missing extras would add.
 
     The exit code is 0 if training on the CPU works, 1 if not, 2 for bad input.
     """
@@ -183,7 +183,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", "nccl", WORKS, "collectives of GPUs")
 
 
-# ------------------------------------------------------------------------------------------------ collectives, engines
+# ------------------------------------------------------------------------------------------------ ranks, engines
 
 
 def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
