@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsshard import tensorfy
-from fsshard.complex_params.pairs import is_odd, kind_for, viewable
+from fsshard.complex_params.pairs import kind_for
 from fsshard.complex_params.shown import raw_state
 from fsshard.complex_params.slots import parameter_slots
 from tests.complex_params.training import allocated, equal, gradients
@@ -43,15 +43,6 @@ def test_there_and_back(value: torch.Tensor) -> None:
     assert torch.equal(seen, value) and seen.stride() == value.stride() and seen.data_ptr() == value.data_ptr()
     assert kind.user_shape(stored.shape) == value.shape
     assert kind.user_dtype(stored.dtype) is value.dtype
-
-
-def test_odd_offsets_and_strides_are_copied_to_be_viewed() -> None:
-    even, odd = torch.arange(8.0)[2:].view(3, 2), torch.arange(7.0)[1:].view(3, 2)
-    assert not is_odd(even) and viewable(even) is even
-    assert is_odd(odd)
-    with pytest.raises(RuntimeError, match="storage_offset divisible by 2"):
-        torch.view_as_complex(odd)
-    assert torch.equal(torch.view_as_complex(viewable(odd)), torch.complex(odd[:, 0], odd[:, 1]))
 
 
 @pytest.mark.parametrize("name", STORED_COMPLEX)
