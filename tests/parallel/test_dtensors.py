@@ -310,7 +310,7 @@ def test_what_is_refused(ranks: Any) -> None:
 def job_estimate() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     net = in_parts(mesh["tp"])
-    with pytest.raises(ConfigurationError, match=r"other parameters are DTensors, and their mesh is this job"):
+    with pytest.raises(ConfigurationError, match=r"other parameters are DTensors; pass a recipe"):
         fsshard.estimate(net, batch=batch(1, 0))
     planned = fsshard.plan(net, auto_wrap_policy={Block})
     parts, whole = (
