@@ -21,7 +21,7 @@ LINES = {
     "fsshard + compat": 51_645,
     "fsshard/backends": 4_165,
     "fsshard/checkpoint": 4_883,
-    "fsshard/parity": 4_389,
+    "fsshard/parity": 4_378,
     "fsshard/sharded": 4_049,
     "fsshard/comm + fsshard/launching": 3_410,
     "fsshard/simulation": 3_100,

@@ -115,13 +115,6 @@ def test_a_session_without_parity_tests_pays_nothing(pytester: pytest.Pytester) 
     assert "= fsshard parity =" not in output(result)
 
 
-def test_the_marker_and_the_fixture_are_listed(session: pytest.Pytester) -> None:
-    session.runpytest_inprocess("--markers").stdout.fnmatch_lines(
-        ["@pytest.mark.fsshard_parity(backends, world_size=2*"]
-    )
-    session.runpytest_inprocess("--fixtures").stdout.fnmatch_lines(["fsshard_ranks *session scope*"])
-
-
 # A project that has nothing to do with us -----------------------------------------------------------------------------
 
 STRANGERS = {
@@ -301,22 +294,6 @@ def test_fixtures_parameters_and_methods(session: pytest.Pytester, made_up: Made
     assert [recipe.name for recipe in recipes] == ["test_it[SGD]", "test_it[Adam]", "test_method"]
     assert [recipe.optimizer.__name__ for recipe in recipes[:2]] == ["SGD", "Adam"]
     assert recipes[0].hyper == {"lr": 0.5}
-
-
-def test_a_choice_of_tests_and_a_skip(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile(
-        """
-        import pytest, model
-        pytestmark = pytest.mark.fsshard_parity(backends=["fsdp2"])
-        def test_one(): return model.recipe()
-        def test_two(): return model.recipe()
-        def test_three(): pytest.skip("not today")
-        """
-    )
-    session.runpytest_inprocess("-k", "two or three").assert_outcomes(passed=1, skipped=1, deselected=1)
-    assert [recipe.__name__ for recipe, _ in made_up.calls] == ["test_two"]
-    made_up.verdicts = {"fsdp2": "different"}
-    session.runpytest_inprocess("-x").assert_outcomes(failed=1)
 
 
 def test_ranks_find_a_test_that_was_imported_by_its_path(session: pytest.Pytester, made_up: MadeUp) -> None:

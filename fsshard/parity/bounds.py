@@ -21,7 +21,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves, map_leaves
 from fsshard.parity.one_process import Draw, Shadow, perturbed
 from fsshard.parity.sketch import digest, real_view, sketch
-from fsshard.parity.trace import RankTrace, Rounding, Step
+from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe, RecipeLike, resolve
 
@@ -30,7 +30,6 @@ __all__ = [
     "measure",
     "measured_bound",
     "note_batches",
-    "recorded_batches",
     "reduction_bound",
     "spread_factor",
 ]
@@ -242,24 +241,3 @@ def note_batches(step: Step, batches: list[list[Any]], *, sketched: bool = True)
         step.sketches["batch"] = {
             f"{start}.{n}": sketch(torch.as_tensor(x)) for start, each in arrays for n, x in enumerate(each)
         }
-
-
-def recorded_batches(source: RecipeLike, world_size: int, steps: int, device: str) -> RankTrace:
-    """Return the batches of ``world_size`` ranks in each step. On one rank.
-
-    Raises:
-        NotComparable: other numbers of ranks train something else on the same samples.
-    """
-    recipe, trace = resolve(source), RankTrace()
-
-    def batches(step: int) -> list[list[Any]]:
-        numbers = range(step * recipe.accumulate, (step + 1) * recipe.accumulate)
-        return [[recipe.batches(rank, world_size, number) for rank in range(world_size)] for number in numbers]
-
-    shadow = Shadow(recipe, device)
-    shadow.load(dict(shadow.module.named_parameters()).items(), shadow.module.named_buffers())
-    measure(shadow, recipe, lambda: batches(0), 0)
-    for number in range(steps):
-        trace.steps.append(Step(batches=[], loss=0.0, norm=0.0))
-        note_batches(trace.steps[-1], batches(number))
-    return trace

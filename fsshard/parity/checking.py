@@ -14,16 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
-from fsshard.parity.bounds import NotComparable, measure, reduction_bound, reduction_roundings, underflow
+from fsshard.parity.bounds import NotComparable, measure, note_batches, reduction_bound, reduction_roundings, underflow
 from fsshard.parity.comparing import Found, StepComparison, all_batches
 from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
-from fsshard.parity.one_process import perturbed
+from fsshard.parity.one_process import Shadow, perturbed
 from fsshard.parity.report import Difference, RankStep, difference, worst_of
 from fsshard.parity.sketch import Sketch, real_view, sketch
-from fsshard.parity.trace import INITIAL, RankTrace, Rounding, environment, read_tensors, write_tensors
+from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Step, environment, read_tensors, write_tensors
 from fsshard.parity.training import Job, Training
+from fsshard.recipes.recipe import resolve
 
-__all__ = ["REFERENCE", "observe", "observe_perturbed", "rerun"]
+__all__ = ["REFERENCE", "observe", "observe_perturbed", "recorded_batches", "rerun"]
 
 REFERENCE = "reference"
 """A detail beside :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
@@ -85,17 +86,30 @@ def _rounding(run: Training, step: int) -> Rounding:
     return rounding
 
 
+def recorded_batches(job: Job) -> RankTrace:
+    """Return the batches of a job's ranks in each step, or raise NotComparable where others train something else."""
+    recipe, trace = resolve(job.source), RankTrace()
+
+    def batches(step: int) -> list[list[Any]]:
+        numbers = range(step * recipe.accumulate, (step + 1) * recipe.accumulate)
+        return [[recipe.batches(rank, job.world_size, number) for rank in range(job.world_size)] for number in numbers]
+
+    shadow = Shadow(recipe, job.device)
+    shadow.load(dict(shadow.module.named_parameters()).items(), shadow.module.named_buffers())
+    measure(shadow, recipe, lambda: batches(0), 0)
+    for number in range(job.steps):
+        trace.steps.append(Step(batches=[], loss=0.0, norm=0.0))
+        note_batches(trace.steps[-1], batches(number))
+    return trace
+
+
 # ------------------------------------------------------------------------------------------ beside the reference
 
 
 def rerun(job: Job, reference: list[RankTrace]) -> list[RankStep]:
     """Train and compare with the reference, step by step. On every rank."""
     comparison = _RunComparison(Training(job), reference)
-    steps = []
-    for number in range(job.steps):
-        steps.append(comparison.step(number))
-        tell((number + 1) / job.steps)
-    return steps
+    return [comparison.step(number) for number in range(job.steps)]
 
 
 class _RunComparison(StepComparison):
@@ -143,6 +157,7 @@ class _RunComparison(StepComparison):
         self.lost |= self._verdict() == "different"
         self._restore()
         self.gradients, self.replayed = {}, None  # their memory is needed for the next step
+        tell((number + 1) / job.steps)
         return result
 
     def _read(self, step: int, quantity: str) -> dict[str, Tensor]:

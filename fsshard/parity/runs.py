@@ -29,8 +29,8 @@ from fsshard.errors import (
     UnsupportedByBackend,
 )
 from fsshard.launching.pool import RankPool
-from fsshard.parity.bounds import ORDERS, NotComparable, at_world_size, recorded_batches
-from fsshard.parity.checking import REFERENCE, observe, observe_perturbed, rerun
+from fsshard.parity.bounds import ORDERS, NotComparable, at_world_size
+from fsshard.parity.checking import REFERENCE, observe, observe_perturbed, recorded_batches, rerun
 from fsshard.parity.comparing import (
     all_batches,
     cell_of,
@@ -299,21 +299,17 @@ class _Runner:
         self.total, self._done = 0, 0.0
 
     def run(self, function: Callable[..., Any], job: Job, *arguments: Any, text: str = "") -> list[Any]:
-        """Return the results of ``function(job, *arguments)``, one of each rank of the job."""
+        """Return the results of ``function(job, *arguments)`` of each rank; a user's mistake is raised as it is."""
         samples = "the samples of " if job.engine is Bare else ""
         count = 1 if _in_one_process(job.engine) else job.world_size
         where = f"{samples}{job.world_size} rank{'s' * (job.world_size > 1)}"
         if job.mesh is not None:
             count, where = math.prod(job.mesh.values()), mesh_text(job.mesh)
         shown = f"{engine_name(job.engine)} on {where}{f' ({text})' if text else ''}"
-        return self.call(function, count, job, *arguments, text=shown)
-
-    def call(self, function: Callable[..., Any], count: int, *arguments: Any, text: str) -> list[Any]:
-        """Return the results of a function, one of each rank; what the user did wrong is raised as it is."""
 
         def show(done: float) -> None:
             if self._progress is not None:
-                self._progress(min(self._done + done, float(self.total)), float(self.total), text)
+                self._progress(min(self._done + done, float(self.total)), float(self.total), shown)
 
         def hear(rank: int, part: float) -> None:
             if rank == 0:
@@ -321,7 +317,7 @@ class _Runner:
 
         show(0.0)
         try:
-            found = self._ranks.run(function, count, *arguments, timeout=self._timeout, on_message=hear)
+            found = self._ranks.run(function, count, job, *arguments, timeout=self._timeout, on_message=hear)
         except RankFailed as error:
             if isinstance(error.__cause__, USERS_MISTAKES):
                 raise error.__cause__ from error
@@ -554,8 +550,8 @@ class _Record:
         """Return the recorded ranks' batches, once it is known that other ranks train the same on them."""
         if self._batches is None:
             self.runner.total += 1
-            given = self._recipe, self._trace.world_size, job.steps, job.device
-            self._batches = self.runner.call(recorded_batches, 1, *given, text="other ranks?")[0]
+            job = replace(job, source=self._recipe, engine=Bare, world_size=self._trace.world_size)
+            self._batches = self.runner.run(recorded_batches, job, text="other ranks?")[0]
         return self._batches
 
     def _drawn(self, job: Job, one_process: bool) -> list[list[RankTrace]]:

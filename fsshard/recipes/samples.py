@@ -60,10 +60,8 @@ def words(rank: int, world_size: int, number: int) -> Batch:
 
 
 def heat(height: int, width: int, rank: int, world_size: int, number: int) -> Batch:
-    """Random fields ``x`` (samples, 1, height, width), periodic, and the same after a time of diffusion, ``y``.
-
-    In Fourier space diffusion multiplies wave number k by exp(-t |k|^2): solved exactly.
-    """
+    """Random fields ``x`` (samples, 1, height, width), periodic, and the same after a time of diffusion, ``y``."""
+    # In Fourier space diffusion multiplies wave number k by exp(-t |k|^2): solved exactly.
     x = torch.randn(SAMPLES, 1, height, width, generator=random_numbers(rank, number))
     rows, columns = torch.fft.fftfreq(height, 1 / height), torch.fft.rfftfreq(width, 1 / width)
     damping = torch.exp(-0.1 * (rows[:, None] ** 2 + columns[None, :] ** 2))
@@ -71,10 +69,7 @@ def heat(height: int, width: int, rank: int, world_size: int, number: int) -> Ba
 
 
 def waves(rank: int, world_size: int, number: int) -> Batch:
-    """Sums of three plane waves at the points where they are known, ``x``, and at those where they are asked, ``y``.
-
-    Shapes (samples, points, 1).
-    """
+    """Sums of three plane waves (samples, points, 1): ``x`` at the points where they are known, ``y`` where asked."""
     generator = random_numbers(rank, number)
     amplitude = torch.randn(SAMPLES, 1, 3, generator=generator)
     phase = 2 * math.pi * torch.rand(SAMPLES, 1, 3, generator=generator)

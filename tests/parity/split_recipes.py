@@ -94,42 +94,39 @@ class Dropping(nn.Module):
         return found
 
 
-def dropping() -> Recipe:
-    return dataclasses.replace(right(), build=Dropping, loss=_square, split=_whole)
-
-
 def _square(model: Any, x: Tensor) -> Tensor:
     found: Tensor = model(x).square().mean()
     return found
 
 
-def _whole(model: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-    return {"device_mesh": mesh["data"], "replicated": {".": mesh["tp"]}}
+def dropping() -> Recipe:
+    return dataclasses.replace(
+        right(),
+        build=Dropping,
+        loss=_square,
+        split=lambda model, mesh: {"device_mesh": mesh["data"], "replicated": {".": mesh["tp"]}},
+    )
 
 
 def returning_nothing() -> Recipe:
-    return dataclasses.replace(right(), split=_nothing)
-
-
-def _nothing(model: nn.Module, mesh: DeviceMesh) -> Any:
-    return None
+    nothing: Any = lambda model, mesh: None  # noqa: E731
+    return dataclasses.replace(right(), split=nothing)
 
 
 def adding_unknown() -> Recipe:
-    return dataclasses.replace(right(), split=_adding_unknown)
-
-
-def _adding_unknown(model: nn.Module, mesh: DeviceMesh) -> Split:
-    return Split(settings={"device_mesh": mesh["data"]}, adds=("sp",))
+    return dataclasses.replace(
+        right(), split=lambda model, mesh: Split(settings={"device_mesh": mesh["data"]}, adds=("sp",))
+    )
 
 
 def slabs() -> Recipe:
     """Every rank of domain has a slab of the same samples, and wrap averages over all ranks."""
-    return dataclasses.replace(right(), build=_pointwise, loss=_square, split=_slabs)
-
-
-def _pointwise() -> nn.Module:
-    return nn.Sequential(nn.Linear(CHANNELS, 8), nn.Tanh(), nn.Linear(8, CHANNELS))
+    return dataclasses.replace(
+        right(),
+        build=lambda: nn.Sequential(nn.Linear(CHANNELS, 8), nn.Tanh(), nn.Linear(8, CHANNELS)),
+        loss=_square,
+        split=_slabs,
+    )
 
 
 def _slabs(model: nn.Module, mesh: DeviceMesh) -> Split:

@@ -202,11 +202,8 @@ class Dropping(Sabotaged):
             yield name, None if gradient is None else torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
 
 
-def _overflowing(model: Any, batch: Tensor) -> Tensor:
-    return loss(model, batch) * 1e38 * 1e38
-
-
-overflow = functools.partial(recipe, loss=_overflowing, optimizer=torch.optim.SGD)
+def overflow() -> Recipe:
+    return recipe(loss=lambda model, batch: loss(model, batch) * 1e38 * 1e38, optimizer=torch.optim.SGD)
 
 
 def test_an_overflow_excuses_nothing(ranks: Any) -> None:
@@ -214,12 +211,9 @@ def test_an_overflow_excuses_nothing(ranks: Any) -> None:
     assert [cell.verdict for cell in report] == ["different", "exact"], str(report)
 
 
-def _double_loss(model: Any, batch: Tensor) -> Tensor:
-    return loss(model, batch.double())
-
-
 def clipped_double() -> Recipe:
-    return recipe(build=lambda: real_mlp().double(), loss=_double_loss, clip=0.05)
+    loss_of = lambda model, batch: loss(model, batch.double())  # noqa: E731
+    return recipe(build=lambda: real_mlp().double(), loss=loss_of, clip=0.05)
 
 
 def test_a_norm_in_float64_shows_the_order_of_its_sum(ranks: Any) -> None:
@@ -259,16 +253,11 @@ def test_without_gradients_nobody_can_tell_at_three_ranks(ranks: Any) -> None:
 # ------------------------------------------------------------------------------------------ mistakes
 
 needs_closure = functools.partial(recipe, optimizer=torch.optim.LBFGS)
-
-
 misspelt = functools.partial(recipe, hyper={"lrr": 1})
 
 
-def _no_loss(model: Any, batch: Tensor) -> None:
-    model(batch)
-
-
-no_loss = functools.partial(recipe, loss=_no_loss)
+def no_loss() -> Recipe:
+    return recipe(loss=lambda model, batch: None)
 
 
 @pytest.mark.parametrize(
@@ -290,26 +279,18 @@ def test_mistakes_are_told_as_they_are(
 # ------------------------------------------------------------------------------- recipes with which all agree
 
 
-def _same(rank: int, world_size: int, number: int) -> Any:
-    return normal(4, 6)(0, world_size, number)
+def same_batches() -> Recipe:
+    return recipe(batches=lambda rank, world_size, number: x(0, number), accumulate=2)
 
 
-same_batches = functools.partial(recipe, batches=_same, accumulate=2)
+def sometimes_other_batches() -> Recipe:
+    return recipe(batches=lambda rank, world_size, number: x(rank if number == 3 else 0, number), accumulate=2)
 
 
-def _sometimes_other(rank: int, world_size: int, number: int) -> Any:
-    return normal(4, 6)(rank if number == 3 else 0, world_size, number)
-
-
-sometimes_other_batches = functools.partial(recipe, batches=_sometimes_other, accumulate=2)
-
-
-def _diverging(model: Any, batch: Tensor) -> Tensor:
-    return loss(model, batch) * 1e30
-
-
-# finite at first; the update is so large that the next loss is not
-diverging = functools.partial(recipe, loss=_diverging, optimizer=torch.optim.SGD, hyper={"lr": 1.0})
+def diverging() -> Recipe:
+    """Finite at first; the update is so large that the next loss is not."""
+    loss_of = lambda model, batch: loss(model, batch) * 1e30  # noqa: E731
+    return recipe(loss=loss_of, optimizer=torch.optim.SGD, hyper={"lr": 1.0})
 
 
 standing = functools.partial(recipe, hyper={"lr": 0.0})
