@@ -117,31 +117,23 @@ def results(row: Combination = ROW, verdict: str = "exact", detail: str = "") ->
     return [Result(row, backend, verdict, detail) for backend in matrix.BACKENDS]
 
 
-class Compare:
-    """Stands in for fsshard.parity.compare: all exact, but for what it is told."""
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of backends, in place of real comparisons of three combinations; what is not in it is exact."""
+    found: dict[str, str] = {}
 
-    def __init__(self) -> None:
-        self.verdicts: dict[str, str] = {}
-
-    def __call__(self, source: Any, *, backends: Any, world_sizes: Any, steps: int, **_: Any) -> ParityReport:
-        (size,) = world_sizes
-        cells = [Cell(backend=b, world_size=size, verdict=self.verdicts.get(b, "exact")) for b in backends]
+    def compare(source: Any, *, backends: Any, world_sizes: Any, steps: int, **_: Any) -> ParityReport:
         first = Divergence(step=1, quantity="gradient", name="w", rank=0, difference=Difference(verdict="different"))
+        cells = [Cell(backend=b, world_size=world_sizes[0], verdict=found.get(b, "exact")) for b in backends]
         cells = [replace(cell, first_divergence=None if cell.ok else first) for cell in cells]
         return ParityReport(recipe=source().name, reference="ddp", steps=steps, cells=cells)
 
-
-@pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Compare:
-    """In place of the real one, over three combinations."""
-    stand_in = Compare()
-    monkeypatch.setattr("fsshard.parity.compare", lambda *a, **k: stand_in(*a, **k))
-    rows = [Combination("mlp", size, "plain", "SGD") for size in WORLD_SIZES]
-    monkeypatch.setattr(matrix, "covering", lambda: rows)
-    return stand_in
+    monkeypatch.setattr("fsshard.parity.compare", compare)
+    monkeypatch.setattr(matrix, "covering", lambda: [Combination("mlp", size, "plain", "SGD") for size in WORLD_SIZES])
+    return found
 
 
-def test_all_agree(compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_agree(verdicts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.md"
     assert matrix.main(["--table", str(table)]) == 0
     text = table.read_text()
@@ -152,8 +144,8 @@ def test_all_agree(compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("verdict", ["different", "failed"])
-def test_a_fault_is_named_and_fails(compare: Compare, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
-    compare.verdicts["fsdp2"] = verdict
+def test_a_fault_is_named_and_fails(verdicts: dict[str, str], verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts["fsdp2"] = verdict
     assert matrix.main([]) == 1
     assert f"mlp-2-plain-SGD under fsdp2: {verdict}: step 1, gradient of w" in " ".join(capsys.readouterr().out.split())
 
