@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from fsshard.planning.plan import Plan, plan
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.grad_scaler import GradScaler
-    from fsshard.sharded.memory_report import MemoryReport
     from fsshard.sharded.module import ShardedModule, register_forward_method
     from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
+    from fsshard.sharded.reports import MemoryReport
     from fsshard.simulation.estimating import estimate
     from fsshard.simulation.memory_tracker import MemoryTracker
     from fsshard.simulation.tuning.tuning import tune
@@ -123,7 +123,7 @@ _NAMES = {
     "planning.plan": "Plan plan",
     "planning.policies": "Checkpointing Precision",
     "sharded.grad_scaler": "GradScaler",
-    "sharded.memory_report": "MemoryReport",
+    "sharded.reports": "MemoryReport",
     "sharded.module": "ShardedModule register_forward_method",
     "sharded.optimizer": "ShardedOptimizer build_optimizer",
     "simulation.estimating": "estimate",

@@ -22,7 +22,7 @@ LINES = {
     "fsshard/backends": 4_165,
     "fsshard/checkpoint": 4_883,
     "fsshard/parity": 4_378,
-    "fsshard/sharded": 4_049,
+    "fsshard/sharded": 3_602,
     "fsshard/comm + fsshard/launching": 3_410,
     "fsshard/simulation": 3_100,
     "fsshard/model": 2_080,

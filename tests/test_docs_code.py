@@ -225,7 +225,7 @@ RUNS_IN = {
     "README.md 0": "tests/test_docs.py",
     "docs/checkpoints.md 2": "tests/tools/test_mend_layout.py",
     "docs/estimate.md 1": "tests/test_docs.py",
-    "docs/estimate.md 2": "tests/sharded/test_explaining.py",
+    "docs/estimate.md 2": "tests/sharded/test_reports.py",
     "docs/how-it-works.md 0": "tests/backends/test_sixth_backend.py",
 }
 """Blocks that other tests run: in each, what the block calls, with files or models that it needs."""

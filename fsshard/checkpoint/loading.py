@@ -30,7 +30,7 @@ from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
 from fsshard.sharded.module import ShardedModule
-from fsshard.sharded.optimizer import ShardedOptimizer, counters_on_device, groups_by_name, placed
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.torch_private.modules import EXTRA_STATE
 
@@ -439,12 +439,10 @@ class _Load:
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        devices = counters_on_device(optimizer)
         for entry in optimizer.entries:
-            held, local, state = state_of(optimizer.inner, entry), entry.local(), dict[str, Any]()
+            held, device, state = state_of(optimizer.inner, entry), entry.local().device, dict[str, Any]()
             for key, (part, value) in self.states[name][entry.name].items():
-                beside = devices[entry.name]
-                state[key] = value.to(local.device) if part else placed(value, held.get(key), local, beside)
+                state[key] = value.to(device) if part else optimizer.placed(entry, value, held.get(key))
             set_state(self.model.backend, optimizer.inner, entry, state)
 
     def result(self) -> Loaded:

@@ -138,7 +138,7 @@ def _is_shown_by(stored: Any, other: Any) -> Any:
     return True if other is not stored and stored_of(other) is stored else Tensor.__eq__(stored, other)
 
 
-class _AsParameter:
+class AsParameter:
     """Makes a view a parameter to its user."""
 
     _fsshard_stored: Tensor
@@ -216,7 +216,7 @@ class _AsParameter:
         Tensor.__setattr__(self if own else self.__dict__.get("_fsshard_stored", self), name, value)
 
 
-class Shown(_AsParameter, nn.Parameter):  # type: ignore[misc]
+class Shown(AsParameter, nn.Parameter):  # type: ignore[misc]
     """A parameter of the user's shape and dtype over the memory of a stored one."""
 
     grad_dtype: Any = property(lambda shown: shown.dtype)
@@ -238,7 +238,7 @@ class Shown(_AsParameter, nn.Parameter):  # type: ignore[misc]
 def _shown_dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
-    class ShownDTensor(_AsParameter, DTensor):  # type: ignore[misc]
+    class ShownDTensor(AsParameter, DTensor):  # type: ignore[misc]
         __setitem__ = _set_item
 
         # The engine's parameter says whether it is a part, which may not be copied.

@@ -11,19 +11,15 @@ import torch
 
 from fsshard.backends.base import Backend
 from fsshard.backends.forward_guards import READS_SHARD
-from fsshard.errors import ConfigurationError, FsshardError, ModelError, PrecisionError, UnsupportedByBackend
+from fsshard.errors import FsshardError, ModelError, PrecisionError
 from fsshard.model.unit_inputs import is_write_to_unit_input
 
-__all__ = ["ForwardMethod", "explain_forward_error", "explained"]
+__all__ = ["ForwardMethod", "explain_forward_error"]
 
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
 """Messages of torch 2.13 about operands in two dtypes: linear, convolution, RNN."""
 SHARD = "got mixed torch.Tensor and DTensor"
 """Messages of torch 2.13 where a forward computes with the weights of another unit under FSDP2."""
-NO_HOOKS = "don't yet support saved tensor hooks"
-"""The message of torch.func's reverse transforms (torch 2.13) about checkpoints."""
-NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jvp function")
-"""The message of torch 2.13 where dual numbers come to a node of FSDP2's or DDP's."""
 
 
 def explain_forward_error(error: BaseException, backend: Backend) -> FsshardError | None:
@@ -31,17 +27,6 @@ def explain_forward_error(error: BaseException, backend: Backend) -> FsshardErro
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
-    if NO_HOOKS in text:
-        return ConfigurationError(
-            "torch.func's reverse-mode transforms (grad, vjp) through recomputed blocks, which torch does not "
-            "support; use torch.autograd.grad(..., create_graph=True), or leave activation_checkpointing off"
-        )
-    if any(part in text for part in NO_TANGENTS):
-        return UnsupportedByBackend(
-            "torch.autograd.forward_ad through its units",
-            backend.name,
-            "use torch.func.jvp (under 'ddp' without find_unused_parameters), or backend='fairscale'",
-        )
     if SHARD in text and backend.facts.has_dtensors:
         return ModelError(READS_SHARD)
     param = backend.settings.precision.param
@@ -104,23 +89,3 @@ def _in_place_of(forward: Any, once: Callable[..., Any]) -> Callable[..., Any]:
         inner = _in_place_of(forward.args[0], once)
         return functools.partial(forward.func, inner, *forward.args[1:], **forward.keywords)
     return once
-
-
-def explained(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, which says how to see whole weights where torch meets a part of one."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except RuntimeError as error:
-            if owner.runs_user_code or type(error) is not RuntimeError:
-                raise
-            name = method.__name__
-            raise ModelError(
-                f"{name}() failed, outside of the model's forward, where a rank has a part of each weight: {error}. If "
-                f"it computes with weights, write fsshard.register_forward_method(model, {name!r}) after "
-                "fsshard.wrap, on every rank: it then runs under the engine as the forward does"
-            ) from error
-
-    return call

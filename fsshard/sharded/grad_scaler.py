@@ -46,7 +46,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
 
     Raises:
-        OptimizerError: ``model`` is not wrapped, or a factor is on the wrong side of 1.
+        OptimizerError: ``model`` is not wrapped.
+        AssertionError: a factor is on the wrong side of 1.
     """
 
     def __init__(
@@ -62,10 +63,6 @@ class GradScaler(torch.amp.GradScaler):
             raise OptimizerError(
                 f"GradScaler(model): expected what fsshard.wrap returned, got {type(model).__name__}; "
                 "for a plain model use torch.amp.GradScaler"
-            )
-        if growth_factor <= 1.0 or backoff_factor >= 1.0:
-            raise OptimizerError(
-                f"growth_factor={growth_factor} must be above 1 and backoff_factor={backoff_factor} below 1"
             )
         settings = model.backend.settings
         super().__init__(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _ABSENT = object()
 
 
 class Bare:
-    """A model's modules before :func:`fsshard.wrap`, which are looked at and not kept alive."""
+    """A model's modules before :func:`fsshard.wrap`; their parameters are not kept alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parts = [_Part(m) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -60,28 +60,19 @@ class Bare:
             raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
         backend.reshard()
         values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
-        whole: dict[str, Tensor] = {}
-        for entry, stored in zip(backend.all, values, strict=True):
-            whole[entry.name] = entry.kind.to_user(stored.detach().to("cpu", copy=True))
+        whole = [e.kind.to_user(v.detach().to("cpu", copy=True)) for e, v in zip(backend.all, values, strict=True)]
         dtypes = {name: model.buffers_held.dtypes.get(name, buffer.dtype) for name, buffer in module.named_buffers()}
-        slots = [(entry, slot) for entry in backend.all for slot in entry.slots]
         backend.retire()
         for part in self._parts:
             part.restore()
-        memo: dict[str, nn.Parameter] = {}
-        entries = {(id(slot.owner), slot.attribute): entry for entry, slot in slots}
-        for part in self._parts:
-            for name, original in part.parameters.items():
-                entry_there = entries.get((id(part.module), name))
-                if not original.was_there:
-                    continue
-                if entry_there is None:  # no engine has had it
-                    part.module._parameters[name] = original.alive
-                    continue
-                if entry_there.name not in memo:
-                    value = whole.pop(entry_there.name)
-                    memo[entry_there.name] = original.with_value(value, entry_there.parameter)
-                part.module._parameters[name] = memo[entry_there.name]
+        parts = {id(part.module): part for part in self._parts}
+        for entry, value in zip(backend.all, whole, strict=True):
+            places = [(parts[id(slot.owner)], slot.attribute) for slot in entry.slots if id(slot.owner) in parts]
+            if places:
+                part, name = places[0]
+                parameter = part.parameters[name].with_value(value, entry.parameter)
+                for part, name in places:
+                    part.module._parameters[name] = parameter
         for name, buffer in module.named_buffers():
             buffer.data = buffer.to(dtypes.get(name, buffer.dtype))
         unmark_managed(module)
@@ -91,41 +82,25 @@ class _Part:
     """One module: what it was like, then what has been changed."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._class = type(module)
-        self._members = {k: v for k, v in vars(module).items() if k not in _HELD}
-        self._children = self._wrapped_children = dict(module._modules)
+        self.module, self._class = module, type(module)
+        self._before, self._children = _members(module), dict(module._modules)
+        self._names = set(self._before)
         self.parameters = {name: _Original(value) for name, value in module._parameters.items()}
-        self._names = set(self._members)
-        self._stored: set[str] = set()  # names of parameters while an engine has it
-        self._changed: dict[str, tuple[Any, Any]] = {}  # name -> what it was, and became by wrap
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, which its model keeps alive."""
-        module = self._module()
-        assert module is not None, "its model holds it"
-        return module
 
     def look_again(self) -> None:
         """Keep the differences only: the user may let go of the rest."""
-        module, before = self.module, self._members
-        now = {k: v for k, v in vars(module).items() if k not in _HELD}
-        pairs = {key: (before.get(key, _ABSENT), now.get(key, _ABSENT)) for key in {**before, **now}}
-        hooks = {key for key, _ in _hook_tables(module)}
-        self._changed = {key: pair for key, pair in pairs.items() if pair[0] is not pair[1] and key not in hooks}
-        self._wrapped_children, self._stored = dict(module._modules), set(stored_in(module))
-        self._members = {}
+        before, now = self._before, _members(self.module)
+        hooks = {key for key, _ in _hook_tables(self.module)}
+        self._changed = {k for k in {**before, **now} if before.get(k, _ABSENT) is not now.get(k, _ABSENT)} - hooks
+        self._before, self._after = ({k: v for k, v in each.items() if k in self._changed} for each in (before, now))
+        self._wrapped_children = dict(self.module._modules)
+        self._stored = set(stored_in(self.module))  # names of parameters while an engine has it
 
     def restore(self) -> None:
-        """Restore all but parameters, whose places are empty then. What the user has changed since stays."""
-        module = self.module
-        members = module.__dict__
-        for key, (before, after) in self._changed.items():
-            if members.get(key, _ABSENT) is after:
-                members.pop(key, None)
-                if before is not _ABSENT:
-                    members[key] = before
+        """Restore all but the parameters that an engine has had. What the user has changed since stays."""
+        module, members = self.module, vars(self.module)
+        now = {key: members.pop(key) for key in self._changed & members.keys()}
+        members.update(_taken_back(self._before, self._after, now))
         stored = {*self.parameters, *module._parameters}
         for key in [k for k in members if (k.startswith(_MARKS) or k in stored) and k not in self._names]:
             del members[key]  # made by a forward
@@ -136,41 +111,35 @@ class _Part:
         for table in tables:  # those beside a table of hooks have the same numbers
             for number in gone & set(table):
                 del table[number]
-        children = self._children_of_now()
+        children = _taken_back(self._children, self._wrapped_children, dict(module._modules))
         module._modules.clear()
         module._modules.update(children)
         users = {k: v for k, v in module._parameters.items() if k not in self.parameters and k not in self._stored}
-        module._parameters.clear()
-        module._parameters.update({**dict.fromkeys(self.parameters), **users})
+        module._parameters.clear()  # those that an engine has had are put here later
+        module._parameters.update({**{name: original.alive() for name, original in self.parameters.items()}, **users})
 
-    def _children_of_now(self) -> dict[str, nn.Module | None]:
-        """Return the child modules to restore: those from before ``wrap``, with what the user has changed since."""
-        before, wrapped, now = self._children, self._wrapped_children, self.module._modules
-        children = {}
-        for name in {**before, **now}:
-            if name in now and now[name] is not wrapped.get(name):
-                children[name] = now[name]
-            elif name in before and (name in now or name not in wrapped):
-                children[name] = before[name]
-        return children
+
+def _members(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _HELD}
+
+
+def _taken_back(before: dict[str, Any], after: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return ``now`` with what became ``after`` of ``before`` taken back, where it was not changed since."""
+    is_ours = {key: now.get(key, _ABSENT) is after.get(key, _ABSENT) for key in (*before, *now)}
+    sources = ((key, before if ours else now) for key, ours in is_ours.items())
+    return {key: source[key] for key, source in sources if key in source}
 
 
 class _Original:
     """A parameter before ``wrap``; not kept alive, as an engine lets go of whole ones."""
 
     def __init__(self, parameter: nn.Parameter | None) -> None:
-        self.was_there = parameter is not None
         self._class = type(parameter)
-        self._reference = None if parameter is None else weakref.ref(parameter)
-
-    @property
-    def alive(self) -> nn.Parameter | None:
-        """The parameter itself, where somebody still holds it."""
-        return None if self._reference is None else self._reference()
+        self.alive: Callable[[], nn.Parameter | None] = (lambda: None) if parameter is None else weakref.ref(parameter)
 
     def with_value(self, value: Tensor, engines: nn.Parameter) -> nn.Parameter:
         """Return the parameter with its whole value, and with the user's attributes of the engine's."""
-        parameter: Any = self.alive
+        parameter: Any = self.alive()
         trainable = engines.requires_grad
         extra = {key: item for key, item in vars(engines).items() if not _is_mark(key, item)}
         if parameter is None or parameter.is_meta or parameter.dtype != value.dtype:

@@ -25,12 +25,7 @@ from fsshard.comm.watchdog import lost_ranks, meet, speaks_of_a_lost_rank, takin
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import stored_of
 from fsshard.complex_params.slots import public_name
-from fsshard.errors import (
-    ConfigurationError,
-    FsshardError,
-    ModelError,
-    OptimizerError,
-)
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, RankMismatch
 from fsshard.model.meta import no_numbers_yet
 from fsshard.model.outputs import bases, check_output, forward_begins, hidden_tensors
 from fsshard.nested import grad_tensors
@@ -38,13 +33,12 @@ from fsshard.parallel.replicas import SameGradients
 from fsshard.parallel.shared_gradients import SharedGradients
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Plan
-from fsshard.sharded.buffers import ModelBuffers
-from fsshard.sharded.changes import ModelWatch
-from fsshard.sharded.forward_methods import ForwardMethod, explain_forward_error, explained
+from fsshard.sharded.contents import ModelBuffers, ModelWatch
+from fsshard.sharded.forward_methods import ForwardMethod, explain_forward_error
 from fsshard.sharded.grad_norm import clip_by_norm, norm_of
-from fsshard.sharded.memory_report import MemoryReport, memory_report
 from fsshard.sharded.parameters import ParameterViews, refuse_hooks
-from fsshard.sharded.state_dict import asked_for, check_asked_alike, gather_state_dict, load_whole
+from fsshard.sharded.reports import MemoryReport, explain, memory_report
+from fsshard.sharded.state_dict import asked_for, gather_state_dict, load_whole
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.modules import IncompatibleKeys
 
@@ -69,13 +63,7 @@ class ShardedModule(nn.Module):
     module: nn.Module
     _requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        broadcast_buffers: bool = True,
-        buffer_dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, *, broadcast_buffers: bool, buffer_dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.module = backend.module
         self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
@@ -96,7 +84,7 @@ class ShardedModule(nn.Module):
         )
         backend.on_move = weakref.WeakMethod(self._views.moving)
         self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
-        self._optimizers: list[weakref.ref[Any]] = []
+        self._optimizers = weakref.WeakSet[Any]()
         if any(counts_all_ranks(backend, entry) for entry in backend.all):
             count_all_ranks(self)
         object.__setattr__(self, "_watch", ModelWatch(self, backend, self.buffers_held))
@@ -138,12 +126,7 @@ class ShardedModule(nn.Module):
 
         Args:
             estimate: the result of :func:`fsshard.estimate` for this training, which is shown below: peak by kind.
-
-        Raises:
-            ConfigurationError: the estimate is of another model, backend or mesh.
         """
-        from fsshard.sharded.explaining import explain
-
         return explain(self.backend, estimate)
 
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
@@ -167,8 +150,7 @@ class ShardedModule(nn.Module):
             value = getattr(self.module, name)
         if name in self.backend.facts.needs_whole and self._whole is None:
             return functools.partial(_refuse_on_parts, name, type(self.module).__name__)
-        parts = self.backend.guard is not None and getattr(value, "__self__", None) is self.module
-        return explained(self, value) if parts and isinstance(value, MethodType) else value
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_modules", {}).get("module")
@@ -196,29 +178,26 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward under the engine."""
-        try:
-            return self._forward(args, kwargs)
-        except RuntimeError as error:
-            group = self.backend.settings.group
-            if group is None or not speaks_of_a_lost_rank(error):
-                raise
-            raise lost_ranks(group, error, "the forward of a wrapped model") from error
-
-    def _forward(self, args: Any, kwargs: Any) -> Any:
         if self._whole is not None:
             raise FsshardError("forward inside full_parameters(); leave the context first")
         self.check_filled()
         backend, training = self.backend, self.module.training
-        if training or torch.is_grad_enabled() or backend.facts.divides == "elements":  # DDP's second one is collective
-            check_not_inherited(backend.settings.group, "the forward of a wrapped model")
-        if backend.facts.divides == "elements" and torch.is_grad_enabled():
-            self._step_counts.forward_begins()
-        backend.before_forward(training=training)
-        self.buffers_held.sync(then_differ=training or self.buffers_held.are_trained())
-        if backend.engine.training != training:
-            backend.engine.training = training  # some frameworks set the mode of the inner module only
-        since = forward_begins()
-        output = self._run(args, kwargs)
+        divided, group = backend.facts.divides == "elements", backend.settings.group
+        if training or torch.is_grad_enabled() or divided:  # DDP's second one is collective
+            check_not_inherited(group, "the forward of a wrapped model")
+        try:
+            if divided and torch.is_grad_enabled():
+                self._step_counts.forward_begins()
+            backend.before_forward(training=training)
+            self.buffers_held.sync(then_differ=training or self.buffers_held.are_trained())
+            if backend.engine.training != training:
+                backend.engine.training = training  # some frameworks set the mode of the inner module only
+            since = forward_begins()
+            output = self._run(args, kwargs)
+        except RuntimeError as error:
+            if group is None or not speaks_of_a_lost_rank(error):
+                raise
+            raise lost_ranks(group, error, "the forward of a wrapped model") from error
         if torch.is_grad_enabled():
             if backend.facts.hooks_outputs:
                 check_output(output)
@@ -361,10 +340,6 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
         self.backend.zero_grad(self.backend.all, set_to_none=set_to_none)
-        self.forget_gradients()
-
-    def forget_gradients(self) -> None:
-        """Note that gradients were dropped."""
         self.has_local_gradients = False
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
@@ -438,34 +413,15 @@ class ShardedModule(nn.Module):
 
     # ------------------------------------------------------------------------------------------ optimizers
 
-    def register_optimizer(self, optimizer: Any) -> None:
-        """Remember an optimizer built over this model."""
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
-        self._optimizers.append(weakref.ref(optimizer))
-
-    def warn_of_uncovered(self) -> None:
-        """Log the trainable parameters that no optimizer updates."""
-        covered = {id(p) for ref in self._optimizers if (o := ref()) for g in o.param_groups for p in g["params"]}
-        entries = self.backend.all
-        left = [e.name for e in entries if e.parameter.requires_grad and id(e.parameter) not in covered]
-        if left:
-            log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
-
     def find_entry(self, item: Any) -> Entry:
         """Return the entry for a name, a parameter or view of this model, or a (name, parameter) pair."""
         if isinstance(item, tuple) and len(item) == 2:
             item = item[0]
+        entry = self._entry_of.get(item if isinstance(item, str) else id(stored_of(item)))
+        if entry is not None:
+            return entry
         if isinstance(item, str):
-            if item in self._entry_of:
-                return self._entry_of[item]
             raise OptimizerError(f"the model has no parameter {item!r}")
-        stored = stored_of(item)
-        known = self._entry_of.get(id(stored))
-        if known is not None and known.parameter is stored:
-            return known
-        for entry in self.backend.all:  # the engine may have put another in its place since the table was made
-            if entry.parameter is stored:
-                return entry
         stale = getattr(item, "_fsshard_stale", None)
         shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
         raise OptimizerError(str(stale) if stale else f"not a parameter of this model: {shape}; pass its name instead")
@@ -590,7 +546,8 @@ class ShardedModule(nn.Module):
         rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
         self.check_filled()
         with taking_part(self.backend.settings.group, "state_dict()"):
-            check_asked_alike(self.backend, rank0_only, offload_to_cpu)
+            if len(set(meet(self.backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
+                raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same")
             self._step_counts.compare()
             self.buffers_held.sync()
             flags = {"rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
@@ -620,9 +577,10 @@ class ShardedModule(nn.Module):
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
         with taking_part(self.backend.settings.group, "load_state_dict()"):
             flags = {"strict": strict, "from_rank0": broadcast_from_rank0}
-            loaded = load_whole(self.backend, state_dict, self.buffers_held, **flags)
-        self.note_filled(loaded.filled)
-        return IncompatibleKeys(loaded.missing, loaded.unexpected)
+            result = load_whole(self.backend, state_dict, self.buffers_held, **flags)
+        keys, loaded = self.backend.keys, set(self.backend.key_order) - set(result.missing_keys)
+        self.note_filled(loaded | {keys[key] for key in loaded & keys.keys()})
+        return result
 
     # ------------------------------------------------------------------------------------------ moves
 
@@ -635,13 +593,6 @@ class ShardedModule(nn.Module):
                 f"the model is on {probe.device} in its own dtype under backend {self.backend.name!r}; "
                 f"move or cast it (here: to {moved.device}, {moved.dtype}) before fsshard.wrap"
             )
-        for dims in (4, 5):  # channels_last is for tensors of so many
-            image = torch.empty([2] * dims, device=probe.device)
-            if fn(image).stride() != image.stride():
-                raise FsshardError(
-                    f"the memory format of a model under backend {self.backend.name!r} stays as it is; call "
-                    "model.to(memory_format=...) before fsshard.wrap"
-                )
         return self
 
 
@@ -664,11 +615,7 @@ def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
     """
 
     def forwarded(name: str) -> Any:
-        def method(self: ShardedModule, *args: Any) -> Any:
-            return getattr(self.module, name)(*args)
-
-        method.__name__ = name
-        return method
+        return lambda self, *args: getattr(self.module, name)(*args)
 
     # A class without __contains__, and a Sequential is one, is searched by iteration.
     found = {name: forwarded(name) for name in names}
@@ -704,4 +651,4 @@ def register_forward_method(model: ShardedModule, method_name: str) -> None:
 
 def live_optimizers(model: ShardedModule) -> list[Any]:
     """Return the optimizers that were built over ``model`` and are still used."""
-    return [optimizer for reference in model._optimizers if (optimizer := reference()) is not None]
+    return list(model._optimizers)

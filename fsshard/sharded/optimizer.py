@@ -28,15 +28,7 @@ from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_optimizer
 from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
-from fsshard.sharded.optimizer_checks import (
-    WHOLE_TENSOR_OPTIMIZERS,
-    ProbedGroup,
-    asked_of,
-    begins_with_closure,
-    check_asked_alike,
-    check_separable,
-    check_settings,
-)
+from fsshard.sharded.optimizer_checks import WHOLE_TENSOR_OPTIMIZERS, OptimizerRequest, check_asked_alike
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
@@ -48,11 +40,8 @@ __all__ = [
     "ShardedOptimizer",
     "build_optimizer",
     "check_unstepped",
-    "counters_on_device",
     "groups_by_name",
-    "placed",
     "refuse_foreign_optimizers",
-    "resolve_groups",
     "retire",
 ]
 
@@ -64,24 +53,14 @@ class ShardedOptimizer(Optimizer):
     was built of. ``state_dict`` is by parameter name, whole and complex on every backend, and loads under any.
     """
 
-    def __init__(
-        self,
-        model: ShardedModule,
-        inner: Optimizer,
-        optimizer_class: type[Optimizer],
-        arguments: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.inner = inner
-        self.optimizer_class = optimizer_class
-        self._arguments = dict(arguments or {})
-        self._closure_first: bool | None = None
+    def __init__(self, model: ShardedModule, inner: Optimizer, request: OptimizerRequest) -> None:
+        self.inner, self.request, self.optimizer_class = inner, request, request.optimizer_class
         self._number = model._step_counts.new_optimizer()
         self.model = model
-        self._checked_after: int | None = None  # how many moves of the engine's memory
         self._under_scaler = False
         defaults = dict(local_optimizer(inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
-        self._by_id = _by_id(model)
+        self._by_id = {id(entry.parameter): entry for entry in model.backend.all}
         self._list_entries()
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +93,8 @@ class ShardedOptimizer(Optimizer):
             UnsupportedByBackend: under ``fairscale``, as for :meth:`add_param_group`.
         """
         self._check_groups_may_change("param_groups = ...")
-        resolved, defaults = resolve_groups(self.model, groups), local_optimizer(self.inner).defaults
+        resolved = with_parameters(self.model, _resolved(self.model, groups))
+        defaults = local_optimizer(self.inner).defaults
         members = [id(parameter) for group in resolved for parameter in group["params"]]
         if not members or len(set(members)) < len(members):
             how = "some parameters are given twice" if members else "there is no group"
@@ -130,7 +110,7 @@ class ShardedOptimizer(Optimizer):
                 some parameters on no rank (FairScale 0.4.13).
         """
         self._check_groups_may_change("add_param_group")
-        (group,) = resolve_groups(self.model, [param_group])
+        (group,) = with_parameters(self.model, _resolved(self.model, [param_group]))
         self.inner.add_param_group(group)
         self._list_entries()
 
@@ -141,7 +121,7 @@ class ShardedOptimizer(Optimizer):
     def _list_entries(self) -> None:
         # Kept, because a closure looks at it while the groups hold views.
         self.entries = [self._by_id[id(p)] for group in self.param_groups for p in group["params"]]
-        self._names = [entry.name for entry in self.entries]
+        self._group_of = {self._by_id[id(p)].name: group for group in self.param_groups for p in group["params"]}
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -163,7 +143,7 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, or zero them."""
         self.model.backend.zero_grad(self.entries, set_to_none=set_to_none)
-        self.model.forget_gradients()
+        self.model.has_local_gradients = False
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -177,9 +157,8 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             RankMismatch: in a later forward, on every rank: a rank has skipped a step (``fsdp``, ``fsdp2``).
-            OptimizerError: a trainable parameter received no gradient and ``find_unused_parameters`` is off; the
-                parameters are not the model's any more; or the gradients are local, from backward passes under
-                ``no_sync`` only, and the optimizer would look at them.
+            OptimizerError: a trainable parameter received no gradient and ``find_unused_parameters`` is off; or the
+                gradients are local, from backward passes under ``no_sync`` only, and the optimizer would look at them.
         """
         model = self.model
         if model.plan.precision.param == torch.float16 and not model.scaled:
@@ -195,20 +174,15 @@ class ShardedOptimizer(Optimizer):
                 return self._step_with(closure, kwargs)
             self.finish_gradients()
             self._check_unused()
-            self._check_parameters()
             return self.inner.step(**kwargs)
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """Step with gradients that the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
-        if self._closure_first is None:
-            groups = probed_groups(self.model, self.param_groups)
-            self._closure_first = begins_with_closure(self.optimizer_class, groups, self._arguments)
-        local.begins_with_closure = self._closure_first
+        local.begins_with_closure = self.request.begins_with_closure
         local.gradients_are_local = self.model.has_local_gradients
         if not local.gradients_are_local or not local.begins_with_closure:
             self.finish_gradients()  # they are looked at before the closure runs
-        self._check_parameters()
         try:
             return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
         finally:
@@ -218,22 +192,12 @@ class ShardedOptimizer(Optimizer):
         backend = self.model.backend
         if backend.settings.find_unused_parameters:
             return
-        unused = [name for name in backend.unused(self._names) if name not in backend.drops]
+        unused = [name for name in backend.unused(entry.name for entry in self.entries) if name not in backend.drops]
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
             raise OptimizerError(
                 f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
-
-    def _check_parameters(self) -> None:
-        """Check what the optimizer steps: at the first step, and at the first one after parameters have moved."""
-        if self._checked_after == self.model._views.moves:
-            return
-        self._checked_after = self.model._views.moves
-        for entry in self.model.backend.all:
-            if id(entry.parameter) not in self._by_id:
-                raise OptimizerError(f"the engine replaced parameter {entry.name!r} after the optimizer was built")
-        self.model.warn_of_uncovered()
 
     def finish_gradients(self) -> None:
         """Make this optimizer's gradients final; they may be read then. Collective."""
@@ -304,19 +268,30 @@ class ShardedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.model.backend.reshard()
-        state, on_device = state_dict["state"], counters_on_device(self)
+        state = state_dict["state"]
         # Keys of one number for a whole parameter: of a 0-dim parameter the number's shape does not tell.
         shaped = [state[entry.name] for entry in self.entries if entry.shape.numel() > 1 and entry.name in state]
         counters = {"step"} | {k for saved in shaped for k, v in saved.items() if isinstance(v, Tensor) and not v.dim()}
         for entry in self.entries:
-            mine, local = state_of(self.inner, entry), entry.local()
+            mine, saved = state_of(self.inner, entry), state.get(entry.name, {})
             whole = {
-                key: placed(value, mine.get(key), local, on_device[entry.name])
-                if key in counters
-                else _to_stored(entry, value)
-                for key, value in state.get(entry.name, {}).items()
+                key: self.placed(entry, value, mine.get(key)) if key in counters else _to_stored(entry, value)
+                for key, value in saved.items()
             }
             scatter_state(self.model.backend, self.inner, entry, whole)
+
+    def placed(self, entry: Entry, value: Any, held: Any) -> Any:
+        """Put state where the optimizer keeps it: where ``held`` is now, else beside the parameter.
+
+        Counters lie on the host, unless the step is fused or captured, which reads them beside the parameter.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(held, Tensor):
+            return value.to(held.device)
+        group = self._group_of[entry.name]
+        beside = value.dim() or group.get("fused") or group.get("capturable")
+        return value.to(entry.local().device if beside else "cpu")
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise unless :meth:`load_state_dict` would take it. Local.
@@ -358,24 +333,6 @@ class ShardedOptimizer(Optimizer):
         raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
 
 
-def counters_on_device(optimizer: ShardedOptimizer) -> dict[str, bool]:
-    """Map names to whether the step counter lies beside the parameter: what is fused or captured reads it there."""
-    return {
-        optimizer._by_id[id(p)].name: bool(group.get("fused") or group.get("capturable"))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-
-
-def placed(value: Any, held: Any, local: Tensor, on_device: bool) -> Any:
-    """Put state where the optimizer keeps it: where it is now, else counters as said, the rest beside."""
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(held, Tensor):
-        return value.to(held.device)
-    return value.to(local.device if value.dim() or on_device else "cpu")
-
-
 def _to_user(entry: Entry, value: Any) -> Any:
     """Return the user's whole value. Collective where other mesh dimensions divide the parameter."""
     same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.stored_shape
@@ -392,16 +349,9 @@ def _to_stored(entry: Entry, value: Any) -> Any:
 
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters."""
-    groups = _named(optimizer.param_groups, optimizer._by_id)
-    return [{**{key: group[key] for key in sorted(group) if key != "params"}, **group} for group in groups]
-
-
-def _named(groups: Iterable[dict[str, Any]], by_id: Mapping[int, Entry]) -> list[dict[str, Any]]:
-    return [{**group, "params": [by_id[id(parameter)].name for parameter in group["params"]]} for group in groups]
-
-
-def _by_id(model: ShardedModule) -> dict[int, Entry]:
-    return {id(entry.parameter): entry for entry in model.backend.all}
+    names = ([optimizer._by_id[id(parameter)].name for parameter in g["params"]] for g in optimizer.param_groups)
+    groups = zip(optimizer.param_groups, names, strict=True)
+    return [{**{key: g[key] for key in sorted(g) if key != "params"}, "params": n} for g, n in groups]
 
 
 # ------------------------------------------------------------------------------------------------ building
@@ -445,72 +395,44 @@ def build_optimizer(
     if not isinstance(model, ShardedModule):
         raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; wrap it first")
     backend = model.backend
-    kept: list[Any] = []
+    requests: list[OptimizerRequest] = []
 
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
-        groups = resolve_groups(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
+        groups = _resolved(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
-        by_id = _by_id(model)
-        entries = (by_id[id(parameter)] for group in groups for parameter in group["params"])
-        shapes = ((entry.name, entry.full_shape, entry.kind.is_complex) for entry in entries)
-        has_complex = see_complex and any(entry.kind.is_complex for entry in backend.all)
-        check_settings(optimizer_class, defaults, shapes, has_complex=has_complex)
-        settings = {**defaults, "see_complex": see_complex, "separable": separable}
-        kept[:] = groups, asked_of(optimizer_class, _named(groups, by_id), settings)
-        return hashlib.sha256(repr(kept[1]).encode()).hexdigest()
+        parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
+        requests.append(OptimizerRequest(optimizer_class, groups, defaults, parameters, see_complex, separable))
+        requests[0].check_settings()
+        return hashlib.sha256(repr(requests[0].asked()).encode()).hexdigest()
 
     group = backend.settings.everyone
     with taking_part(group, "build_optimizer"):
         digests = exchange(group, prepare)
-    groups, asked = kept
-    check_asked_alike(group, "build_optimizer", asked, digests)
-
-    probed = probed_groups(model, groups, see_complex)
-    agree(
-        group,
-        lambda: check_separable(type(backend), backend.settings, optimizer_class, probed, defaults, separable),
-    )
-    return new_optimizer(model, optimizer_class, groups, defaults, see_complex=see_complex)
+    (request,) = requests
+    check_asked_alike(group, request, digests)
+    agree(group, lambda: request.check_separable(type(backend), backend.settings))
+    return new_optimizer(model, request)
 
 
-def new_optimizer(
-    model: ShardedModule,
-    optimizer_class: type[Optimizer],
-    groups: list[dict[str, Any]],
-    defaults: dict[str, Any],
-    *,
-    see_complex: bool = True,
-) -> ShardedOptimizer:
-    """Build an optimizer over groups of the engine's own parameters, after all checks, alike on every rank."""
-    fused = any(settings.get("fused") for settings in (defaults, *groups))
-    viewing = viewing_class(optimizer_class, model.backend, see_complex, fused=fused)
+def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOptimizer:
+    """Build an optimizer over the engine's own parameters, after all checks, alike on every rank."""
+    viewing = viewing_class(request, model.backend)
     if model._whole is None:
         model.backend.reshard()  # a constructor that keeps views of parameters must not keep those of gathered ones
-    inner = model.backend.new_optimizer(viewing, groups, defaults)
+    inner = model.backend.new_optimizer(viewing, with_parameters(model, request.groups), dict(request.defaults))
     # State made by a constructor (Adagrad's) is shaped like its parameter; at rest state is local.
     for state in states_at_rest(inner).values():
         state.update({key: value.to_local() for key, value in state.items() if hasattr(value, LOCAL_TENSOR)})
-    optimizer = ShardedOptimizer(model, inner, optimizer_class, defaults)
-    model.register_optimizer(optimizer)
+    optimizer = ShardedOptimizer(model, inner, request)
+    model._optimizers.add(optimizer)
     return optimizer
 
 
-def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_complex: bool = True) -> list[ProbedGroup]:
-    """Return the groups as an optimizer's trial needs them."""
-    by_id = _by_id(model)
-    entries = ([by_id[id(parameter)] for parameter in group["params"]] for group in groups)
-    kinds = (
-        [(len(e.shape), e.kind.is_complex) if see_complex else (len(e.stored_shape), False) for e in group]
-        for group in entries
-    )
-    return list(map(ProbedGroup.of, groups, kinds))
-
-
-def resolve_groups(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return groups of the engine's parameters for what torch's optimizers take: parameters, names, pairs, or dicts."""
+def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return groups of names for what torch's optimizers take: parameters, names, pairs, or dicts of them."""
     if isinstance(given, (str, Tensor)):
         raise OptimizerError(f"param_groups must be an iterable of parameters, names or dicts, got {type(given)}")
     groups = list(given)
@@ -523,10 +445,15 @@ def resolve_groups(model: ShardedModule, given: Iterable[Any]) -> list[dict[str,
         members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
         if not members:
             raise OptimizerError(f"param_groups[{index}] has no parameters; leave the group out")
-        resolved.append({**group, "params": [model.find_entry(member).parameter for member in members]})
+        resolved.append({**group, "params": [model.find_entry(member).name for member in members]})
         if isinstance(members[0], tuple):  # as torch does since 2.6
             resolved[-1]["param_names"] = [member[0] for member in members]
     return resolved
+
+
+def with_parameters(model: ShardedModule, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups of names as groups of the engine's parameters."""
+    return [{**group, "params": [model.find_entry(name).parameter for name in group["params"]]} for group in groups]
 
 
 # ------------------------------------------------------------------------------------------------ handing one over

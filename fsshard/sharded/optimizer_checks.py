@@ -2,7 +2,7 @@
 
 Engines give a rank some of the parameters (FairScale's OSS), or a part of each (FSDP1, FSDP2). That is the same
 training only for an algorithm that treats every number, or every parameter, by itself. torch's own classes are known;
-another class takes two steps over small tensors, once on all of them and once on parts.
+another class takes two steps over small tensors, once on all of them and once on what a rank would have.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import copy
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,26 +27,13 @@ from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
-from fsshard.nested import leaves as tree_leaves
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
 
-__all__ = [
-    "WHOLE_TENSOR_OPTIMIZERS",
-    "ProbedGroup",
-    "Untried",
-    "asked_of",
-    "begins_with_closure",
-    "check_asked_alike",
-    "check_separable",
-    "check_settings",
-    "rank_independent_text",
-    "try_on_parts",
-]
+__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "OptimizerRequest", "check_asked_alike", "rank_independent_text"]
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
 """Known to use the shape, a norm or a factorisation of each parameter."""
-VOUCH = "fsshard.build_optimizer(model, {name}, ..., separable=True)"
 BOUND = 1e-9
 """Largest difference between updates, of the largest update. In float64, and with cuts where torch's kernels begin a
 vector, what works number by number differs by a few roundings of 2e-16; another norm or mean moves one by 1e-3."""
@@ -56,108 +44,44 @@ SHAPE = (160, 144)
 32768 numbers, which torch gives to one thread."""
 
 
-class ProbedGroup(NamedTuple):
-    """One group of an optimizer: its settings, and of what numbers of dims its parameters are, complex or not."""
+@dataclass(frozen=True)
+class OptimizerRequest:
+    """An optimizer that is asked for, by the user's names of parameters; the model may be wrapped or not yet.
 
-    options: Mapping[str, Any]
-    kinds: frozenset[tuple[int, bool]]
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any], kinds: Iterable[tuple[int, bool]]) -> ProbedGroup:
-        """Make it of a group, and of the number of dims of each of its parameters and whether that is complex."""
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        return cls(options, frozenset(kinds))
-
-
-def check_separable(
-    backend: type[Backend],
-    settings: Settings,
-    optimizer_class: type[Optimizer],
-    groups: Sequence[ProbedGroup],
-    defaults: Mapping[str, Any],
-    separable: bool | None,
-) -> None:
-    """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
-
-    Args:
-        backend: what divides.
-        settings: among which ranks; other mesh dimensions than data divide parameters under whatever backend.
+    Attributes:
         optimizer_class: the user's.
-        groups: as it will have them.
+        groups: as the optimizer will have them, with names in place of parameters.
         defaults: keyword arguments of its constructor.
-        separable: True vouches for it, False refuses it, None finds out.
-
-    Raises:
-        UnsupportedByBackend: names the nearest backend that works.
+        parameters: name -> shape that its user sees, and whether it is complex, of all of the model's.
+        see_complex: complex parameters are shown as such, and not as pairs of reals.
+        separable: True vouches that it works on parts, False refuses it there, None finds out.
     """
-    name, of_torch = optimizer_class.__name__, optimizer_class.__module__.startswith("torch.optim")
-    divides = backend.facts.divides if settings.world_size > 1 else "nothing"
-    on_mesh = settings.model_mesh is not None and settings.model_mesh.divides
-    if (separable and not of_torch) or (divides == "nothing" and not on_mesh):
-        return
-    ancestry = {base.__name__ for base in optimizer_class.__mro__}
-    needs, why = "numbers", ""
-    if separable is False:
-        needs, why = "everything", "separable=False: it needs all parameters, whole"
-    elif ancestry & GLOBAL_OPTIMIZERS:
-        needs, why = "everything", "its line search needs all parameters on every rank"
-    elif ancestry & WHOLE_TENSOR_OPTIMIZERS:
-        needs, why = "parameters", "it needs each parameter whole"
-    elif not of_torch and type(torch.empty(0)) is Tensor:  # tensors of an estimate have no values to try it on
-        try:
-            needs = try_on_parts(optimizer_class, groups, defaults)
-        except Untried as error:
-            _warn_of_untried(name, backend, error, is_first=settings.is_first)
-        some, whole = ("parts of a parameter", "the whole one") if needs != "everything" else ("some", "all parameters")
-        why = f"tried on small tensors, its step on {some} is not its step on {whole}; if that is wrong: "
-        why += VOUCH.format(name=name)
-    if on_mesh and needs != "numbers":
-        raise UnsupportedByBackend(
-            f"{name}, which needs each parameter whole, where another mesh dimension divides some",
-            backend.name,
-            "use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone",
-        )
-    if (needs == "everything" and divides != "nothing") or (needs == "parameters" and divides == "elements"):
-        alternative = "use backend='ddp'" if needs == "everything" else "use backend='fairscale' or 'ddp'"
-        raise UnsupportedByBackend(f"{name} ({why})", backend.name, alternative)
 
+    optimizer_class: type[Optimizer]
+    groups: Sequence[Mapping[str, Any]]
+    defaults: Mapping[str, Any]
+    parameters: Mapping[str, tuple[torch.Size, bool]]
+    see_complex: bool = True
+    separable: bool | None = None
 
-def _warn_of_untried(name: str, backend: type[Backend], error: Exception, *, is_first: bool) -> None:
-    if is_first:
-        warnings.warn(
-            f"{name} could not be tried on small tensors ({error}), so it is unknown whether it works under "
-            f"backend {backend.name!r}, whose ranks see parts of the parameters. If it treats each element by "
-            f"itself, say so: {VOUCH.format(name=name)}; otherwise use backend='ddp'",
-            stacklevel=4,
-        )
+    @property
+    def of_torch(self) -> bool:
+        """Return whether the class is torch's own."""
+        return self.optimizer_class.__module__.startswith("torch.optim")
 
+    def check_settings(self) -> None:
+        """Raise OptimizerError for fused kernels over complex numbers, and for torch's Muon over other than matrices.
 
-def check_settings(
-    optimizer_class: type[Optimizer],
-    defaults: Mapping[str, Any],
-    parameters: Iterable[tuple[str, torch.Size, bool]],
-    *,
-    has_complex: bool,
-) -> None:
-    """Raise for fused kernels over complex numbers, and for torch's Muon over anything but real matrices. Local.
-
-    Args:
-        optimizer_class: the user's.
-        defaults: keyword arguments of its constructor.
-        parameters: the name, the shape and whether it is complex, of each.
-        has_complex: whether the optimizer is shown complex numbers.
-
-    Raises:
-        OptimizerError: says what to use.
-    """
-    if defaults.get("fused") and has_complex:
-        raise OptimizerError(
-            "fused=True: torch's fused kernels take no complex numbers; use foreach=True, or see_complex=False, which "
-            "shows the optimizer real pairs"
-        )
-    # torch's Muon raises by itself, but under OSS on the rank alone that owns the parameter: the others would wait.
-    if optimizer_class.__name__ == "Muon" and optimizer_class.__module__.startswith("torch.optim"):
-        for name, shape, is_complex in parameters:
+        Local.
+        """
+        if self.defaults.get("fused") and self.see_complex and any(c for _, c in self.parameters.values()):
+            raise OptimizerError(
+                "fused=True: torch's fused kernels take no complex numbers; use foreach=True, or see_complex=False, "
+                "which shows the optimizer real pairs"
+            )
+        # torch's Muon raises by itself, but under OSS on the rank alone that owns the parameter: the others would wait.
+        for name in (n for g in self.groups for n in g["params"]) if self.optimizer_class is torch.optim.Muon else ():
+            shape, is_complex = self.parameters[name]
             if is_complex or len(shape) != 2:
                 raise OptimizerError(
                     f"Muon takes real matrices, and {name!r} is {'complex' if is_complex else 'real'}, of shape "
@@ -165,42 +89,88 @@ def check_settings(
                     "[...]), and another optimizer the rest"
                 )
 
+    def check_separable(self, backend: type[Backend], settings: Settings) -> None:
+        """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
 
-# ------------------------------------------------------------------------------------------------ trying a class
+        Args:
+            backend: what divides.
+            settings: among which ranks; other mesh dimensions than data divide parameters under whatever backend.
 
+        Raises:
+            UnsupportedByBackend: names the nearest backend that works.
+        """
+        name, ancestry = self.optimizer_class.__name__, {base.__name__ for base in self.optimizer_class.__mro__}
+        divides = backend.facts.divides if settings.world_size > 1 else "nothing"
+        on_mesh = settings.model_mesh is not None and settings.model_mesh.divides
+        if on_mesh:
+            divides = "elements"
+        if (self.separable and not self.of_torch) or divides == "nothing":
+            return
+        instead, vouch = "use backend='ddp'", f"fsshard.build_optimizer(model, {name}, ..., separable=True)"
+        if self.separable is False:
+            why = "separable=False: it needs all parameters, whole"
+        elif ancestry & GLOBAL_OPTIMIZERS:
+            why = "its line search needs all parameters on every rank"
+        elif ancestry & WHOLE_TENSOR_OPTIMIZERS:
+            why, instead = "it needs each parameter whole", "use backend='fairscale' or 'ddp'"
+            if divides == "owners":
+                return
+        elif self.of_torch or type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values to try it on
+            return
+        else:
+            try:
+                if self._agrees_on_parts(divides):
+                    return
+            except Exception as error:
+                if settings.is_first:
+                    warnings.warn(
+                        f"{name} could not be tried on small tensors ({type(error).__name__}: {error}), so it is "
+                        f"unknown whether it works under backend {backend.name!r}, whose ranks see parts of the "
+                        f"parameters. If it treats each element by itself, say so: {vouch}; otherwise use "
+                        "backend='ddp'",
+                        stacklevel=4,
+                    )
+                return
+            why = "tried on small tensors, its step on a rank's part is not its step on the whole; if that is wrong: "
+            why += vouch
+            if divides == "elements":
+                instead = "use backend='ddp', or 'fairscale' if it needs no more than each parameter whole"
+        if on_mesh:
+            instead = (
+                "use an optimizer that works number by number, as AdamW does, or a mesh of data alone: another mesh "
+                "dimension divides some parameters"
+            )
+        raise UnsupportedByBackend(f"{name} ({why})", backend.name, instead)
 
-class Untried(Exception):
-    """Raised for a class that cannot be tried on small tensors; the text says what it raised."""
+    # ------------------------------------------------------------------------------------------ trying a class
 
+    def _samples(self) -> list[_Sample]:
+        """Return two tensors of each kind that a group has, since algorithms treat filters otherwise than matrices."""
+        generator, samples = torch.Generator().manual_seed(1), []
+        for number, group in enumerate(self.groups):
+            shown = (self.parameters[name] for name in group["params"])
+            kinds = {(len(s), c) if self.see_complex else (len(s) + c, False) for s, c in shown}  # (dims, complex)
+            for at_end, (dims, is_complex) in itertools.product((False, True), sorted(kinds)):
+                dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
+                # As a matrix whether the first dim stands against the others, or the last two are taken.
+                shape = (*ones, *SHAPE) if at_end else (SHAPE[0], *ones, SHAPE[1])
+                shape = shape if dims > 1 else (SHAPE[0] * SHAPE[1],)
+                # The gradients have a direction in common: algorithms that look for one shall find it.
+                value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
+                gradients = [scale * (common + 0.5 * noise) for scale, noise in zip(SCALES, own, strict=True)]
+                samples.append((number, torch.stack([value, *gradients])))
+        return samples
 
-class _Sample(NamedTuple):
-    """A small parameter: the number of its group, its value, and its gradient in each step."""
-
-    group: int
-    value: Tensor
-    gradients: Sequence[Tensor]
-
-    def half(self, rank: int) -> _Sample:
-        """Return a rank's part, a vector that begins at a multiple of 64 numbers: FSDP1 cuts anywhere."""
-        return _Sample(self.group, _half(self.value, rank), [_half(gradient, rank) for gradient in self.gradients])
-
-
-class _Trial(NamedTuple):
-    """An optimizer class with the settings that were asked for."""
-
-    optimizer_class: type[Optimizer]
-    groups: Sequence[ProbedGroup]
-    defaults: Mapping[str, Any]
-
-    def build(self, samples: Sequence[_Sample]) -> tuple[Optimizer, list[nn.Parameter]]:
-        """Return the optimizer over copies of the samples, and these."""
+    def _build(self, samples: Sequence[_Sample]) -> tuple[Optimizer, list[nn.Parameter]]:
+        """Return the optimizer over copies of the samples' values, and these."""
         torch.default_generator.manual_seed(0)
-        parameters = [nn.Parameter(sample.value.clone()) for sample in samples]
+        parameters = [nn.Parameter(stacked[0].clone()) for _, stacked in samples]
         given = []
         for number, group in enumerate(self.groups):
-            mine = [parameter for parameter, sample in zip(parameters, samples, strict=True) if sample.group == number]
-            given += [{**_own_copy(group.options), "params": mine}] if mine else []
-        optimizer = self.optimizer_class(given, **_own_copy(self.defaults))
+            mine = [parameter for parameter, sample in zip(parameters, samples, strict=True) if sample[0] == number]
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            given += [{**copy.deepcopy(options), "params": mine}] if mine else []
+        optimizer = self.optimizer_class(given, **copy.deepcopy(dict(self.defaults)))
         for each in optimizer.param_groups:
             rate = each.get("lr")
             # A warm-up begins with a rate of 0, where no algorithm does anything.
@@ -208,89 +178,96 @@ class _Trial(NamedTuple):
                 each["lr"] = rate * 0 + 0.01
         return optimizer, parameters
 
-    def train(self, samples: Sequence[_Sample], closure: bool) -> list[Tensor]:
-        """Return the samples as they are after all steps."""
-        optimizer, parameters = self.build(samples)
-        for step in range(len(SCALES)):
-            give = partial(_give_gradients, parameters, [sample.gradients[step] for sample in samples])
+    def _trained(self, samples: Sequence[_Sample], closure: bool) -> list[Tensor]:
+        """Return the samples' values as they are after all steps."""
+        optimizer, parameters = self._build(samples)
+        for step in range(1, 1 + len(SCALES)):
+            give = partial(_give_gradients, parameters, [stacked[step] for _, stacked in samples])
             give()
             # Without hooks: a user's hooks for all optimizers are not for this one.
             unhooked_step(self.optimizer_class)(optimizer, *([give] if closure else []))
         return [parameter.detach() for parameter in parameters]
 
-    def agrees(self, samples: Sequence[_Sample], wanted: Sequence[Tensor], closure: bool) -> bool:
-        """Return whether a rank with these samples alone computes what is wanted, but for rounding."""
-        try:
-            trained = self.train(samples, closure)
-        except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
-            return False
-        for sample, one, other in zip(samples, wanted, trained, strict=True):
-            moved, size = float((one - sample.value).nan_to_num(0, 0, 0).abs().max()), float(sample.value.abs().max())
-            bound = BOUND * moved + 8 * torch.finfo(torch.float64).eps * (moved + size)
-            if not torch.allclose(one, other, rtol=0, atol=bound, equal_nan=True):
-                return False
-        return True
+    def _agrees_on_parts(self, divides: str) -> bool:
+        """Return whether ranks with parts compute what one with everything does, but for rounding. Raises what it does.
 
-
-def try_on_parts(
-    optimizer_class: type[Optimizer], groups: Sequence[ProbedGroup], defaults: Mapping[str, Any]
-) -> Literal["numbers", "parameters", "everything"]:
-    """Return what an optimizer can be given by itself: any numbers, whole parameters, or only everything. Local.
-
-    Raises:
-        Untried: it raises on whole tensors.
-    """
-    trial = _Trial(optimizer_class, groups, defaults)
-    with _surroundings():
-        samples, closure = _samples(groups), False
-        try:
-            whole = trial.train(samples, closure)
-        except Exception as error:
-            closure = True  # SAM's step takes nothing else
-            try:
-                whole = trial.train(samples, closure)
-            except Exception:
-                raise Untried(f"{type(error).__name__}: {error}") from error
-        if not all(trial.agrees(samples[rank::2], whole[rank::2], closure) for rank in range(2)):
-            return "everything"
-        for rank in range(2):
-            parts = [sample.half(rank) for sample in samples]
-            if not trial.agrees(parts, [_half(one, rank) for one in whole], closure):
-                return "parameters"
-        return "numbers"
-
-
-def begins_with_closure(
-    optimizer_class: type[Optimizer], groups: Sequence[ProbedGroup], defaults: Mapping[str, Any]
-) -> bool:
-    """Return whether ``step(closure)`` neither uses a gradient nor changes a parameter before it calls the closure.
-
-    Local. False where that cannot be found out: it takes no closure, or raises on small tensors.
-    """
-    if optimizer_class.__module__.startswith("torch.optim"):
-        return True
-    untouched: list[bool] = []
-    trained: list[list[nn.Parameter]] = []
-    try:
+        A rank's part is some whole parameters; or a run of each, which begins at a multiple of 64 numbers, and as a
+        vector, since FSDP1 cuts anywhere; the second rank has none of the first one.
+        """
         with _surroundings():
-            samples = _samples(groups)
+            samples, closure = self._samples(), False
+            try:
+                whole = self._trained(samples, closure)
+            except Exception as error:
+                closure = True  # SAM's step takes nothing else
+                try:
+                    whole = self._trained(samples, closure)
+                except Exception:
+                    raise error from None
+            for rank in range(2):
+                mine = slice(rank, None, 2) if divides == "owners" else slice(rank, None)
+                parts, wanted = samples[mine], whole[mine]
+                if divides == "elements":
+                    parts = [(number, _half(stacked.flatten(1), rank)) for number, stacked in parts]
+                    wanted = [_half(one.flatten(), rank) for one in wanted]
+                try:
+                    trained = self._trained(parts, closure)
+                except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
+                    return False
+                if not all(map(_is_near, parts, wanted, trained)):
+                    return False
+        return True
+
+    @cached_property
+    def begins_with_closure(self) -> bool:
+        """Return whether ``step(closure)`` neither uses a gradient nor changes a parameter before it calls the closure.
+
+        Local. False where that cannot be found out: it takes no closure, or raises on small tensors.
+        """
+        if self.of_torch:
+            return True
+        untouched: list[bool] = []
+        trained: list[list[nn.Parameter]] = []
+        with contextlib.suppress(Exception), _surroundings():
+            samples = self._samples()
             for factor in (1.0, -1e3):  # other gradients before the closure, which gives both the same
-                optimizer, parameters = _Trial(optimizer_class, groups, defaults).build(samples)
+                optimizer, parameters = self._build(samples)
                 trained.append(parameters)
 
                 def closure() -> Tensor:
-                    untouched.append(all(torch.equal(p, s.value) for p, s in zip(trained[-1], samples, strict=True)))
-                    return _give_gradients(trained[-1], [sample.gradients[0] for sample in samples])
+                    untouched.append(all(torch.equal(p, s[0]) for p, (_, s) in zip(trained[-1], samples, strict=True)))
+                    return _give_gradients(trained[-1], [stacked[1] for _, stacked in samples])
 
-                _give_gradients(parameters, [factor * sample.gradients[0] for sample in samples])
-                unhooked_step(optimizer_class)(optimizer, closure)
-    except Exception:
+                _give_gradients(parameters, [factor * stacked[1] for _, stacked in samples])
+                unhooked_step(self.optimizer_class)(optimizer, closure)
+            return bool(untouched) and untouched[0] and all(map(torch.equal, *trained))
         return False
-    return bool(untouched) and untouched[0] and all(map(torch.equal, *trained))
+
+    # ------------------------------------------------------------------------------------------ asked alike
+
+    def asked(self) -> list[tuple[str, str]]:
+        """Return what a rank asks for: (name of the argument, text that is the same on every rank)."""
+        settings = {**self.defaults, "see_complex": self.see_complex, "separable": self.separable}
+        asked = [("optimizer", f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}")]
+        asked += [(key, rank_independent_text(value)) for key, value in sorted(settings.items())]
+        for index, group in enumerate(self.groups):
+            asked += [(f"param_groups[{index}][{k!r}]", rank_independent_text(v)) for k, v in sorted(group.items())]
+        return asked
+
+
+_Sample = tuple[int, Tensor]
+"""A small parameter: the number of its group; its value and its gradient in each step, stacked."""
 
 
 def _half(whole: Tensor, rank: int) -> Tensor:
-    return whole.reshape(-1).chunk(2)[rank].clone()
+    return whole.chunk(2, -1)[rank].clone()
+
+
+def _is_near(sample: _Sample, wanted: Tensor, trained: Tensor) -> bool:
+    """Return whether two results of training a sample differ by rounding at most."""
+    moved, size = float((wanted - sample[1][0]).nan_to_num(0, 0, 0).abs().max()), float(sample[1][0].abs().max())
+    bound = BOUND * moved + 8 * torch.finfo(torch.float64).eps * (moved + size)
+    return torch.allclose(wanted, trained, rtol=0, atol=bound, equal_nan=True)
 
 
 def _give_gradients(parameters: list[nn.Parameter], gradients: Sequence[Tensor]) -> Tensor:
@@ -300,55 +277,12 @@ def _give_gradients(parameters: list[nn.Parameter], gradients: Sequence[Tensor])
     return torch.ones((), dtype=torch.float64, requires_grad=True)
 
 
-def _samples(groups: Sequence[ProbedGroup]) -> list[_Sample]:
-    """Return two tensors of each kind that a group has, since algorithms treat filters otherwise than matrices."""
-    generator, samples = torch.Generator().manual_seed(1), []
-    for number, group in enumerate(groups):
-        for at_end, (dims, is_complex) in itertools.product((False, True), sorted(group.kinds)):
-            dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
-            # As a matrix whether the first dim stands against the others, or the last two are taken.
-            shape = (*ones, *SHAPE) if at_end else (SHAPE[0], *ones, SHAPE[1])
-            shape = shape if dims > 1 else (SHAPE[0] * SHAPE[1],)
-            # The gradients have a direction in common: algorithms that look for one shall find it.
-            value, common, *own = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(4))
-            gradients = [scale * (common + 0.5 * noise) for scale, noise in zip(SCALES, own, strict=True)]
-            samples.append(_Sample(number, value, gradients))
-    return samples
-
-
-def _own_copy(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that the trial may use and change."""
-    for value in tree_leaves(dict(settings)):
-        if isinstance(value, (nn.Module, Optimizer)) or (isinstance(value, Tensor) and value.numel() > 1):
-            raise Untried(f"a {type(value).__name__} is among its settings")
-    return copy.deepcopy(dict(settings))
-
-
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
     """Context that is as in training, whatever surrounds the call, and leaves torch's random numbers as they were."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        state = torch.default_generator.get_state()
-        try:
+        with torch.random.fork_rng(devices=()):
             yield
-        finally:
-            torch.default_generator.set_state(state)
-
-
-# ------------------------------------------------------------------------------------------------ asked alike
-
-
-def asked_of(
-    optimizer_class: type[Optimizer], groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """Return what a rank asks for, with names in place of parameters: (what, text that is the same on every rank)."""
-    asked = [("optimizer", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}")]
-    asked += [(key, rank_independent_text(value)) for key, value in sorted(defaults.items())]
-    for index, group in enumerate(groups):
-        asked += [
-            (f"param_groups[{index}][{key!r}]", rank_independent_text(value)) for key, value in sorted(group.items())
-        ]
-    return asked
 
 
 def rank_independent_text(value: object) -> str:
@@ -367,25 +301,16 @@ def rank_independent_text(value: object) -> str:
     return type(value).__name__
 
 
-def check_asked_alike(
-    group: dist.ProcessGroup | None, what: str, asked: Sequence[tuple[str, str]], digests: Sequence[str]
-) -> None:
-    """Raise on every rank unless all ask for the same; a collective only where they do not.
-
-    Args:
-        group: the ranks.
-        what: the call, for the text.
-        asked: this rank's, from :func:`asked_of`.
-        digests: every rank's digest of it, in rank order.
-    """
+def check_asked_alike(group: dist.ProcessGroup | None, request: OptimizerRequest, digests: Sequence[str]) -> None:
+    """Raise on every rank unless all ask for the same; a collective only where ``digests``, one a rank, differ."""
     if group is None or len(set(digests)) == 1:
         return
-    tables = [dict(table) for table in per_rank(group, list(asked))]
+    tables = [dict(table) for table in per_rank(group, request.asked())]
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     here, there = tables[0], tables[other]
     names = [name for name in dict.fromkeys((*here, *there)) if here.get(name) != there.get(name)]
     told = [f"{name} is {here.get(name, 'not given')} and {there.get(name, 'not given')}"[:200] for name in names[:3]]
     raise RankMismatch(
-        f"{what}: ranks 0 and {other} were asked for different things: {'; '.join(told)}; pass the same on every "
-        "rank, since each updates a part of one model"
+        f"build_optimizer: ranks 0 and {other} were asked for different things: {'; '.join(told)}; pass the same on "
+        "every rank, since each updates a part of one model"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from fsshard.errors import OptimizerError
 from fsshard.nested import has_arrays
 from fsshard.oss.partitioned import unhooked_step
 from fsshard.planning.entries import Entry
+from fsshard.sharded.optimizer_checks import OptimizerRequest
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 __all__ = ["blocks_of", "is_stepping", "viewing_class"]
@@ -35,11 +37,6 @@ GRID = 64
 
 GRAIN = 32768
 """``at::internal::GRAIN_SIZE``: a thread of an elementwise kernel has at least as many elements, or all of them."""
-
-READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
-"""Take ``view_as_real`` of everything complex before any arithmetic but that of weight decay (torch 2.13). They are
-shown the pairs at once: the same numbers without the way there and back."""
-
 
 # ------------------------------------------------------------------------------------------------ blocks
 
@@ -98,23 +95,14 @@ def _evenly(block: _Block, by: int, threads: int) -> list[_Block]:
     return [_Block(start, start + even, 0, 0), *_evenly(_Block(start + even, stop, 0, 0), 0, threads)]
 
 
-def _blocks_within(start: int, stop: int, total: int) -> list[_Block]:
+def _blocks_within(start: int, stop: int, total: int) -> Iterator[_Block]:
     """Cut the part [start, stop) of one thread's ``total`` elements at multiples of GRID."""
-    cuts: list[_Block] = []
-    first, last = -(-start // GRID) * GRID, stop // GRID * GRID
-    position = start
-    while position < stop:
-        if position == first and first < last:
-            cuts.append(_Block(first - start, last - start, 0, 0))
-            position = last
-            continue
-        origin = position // GRID * GRID
-        end = min(origin + GRID, total)
-        upto = min(end, stop)
-        whole = position == origin and upto == end
-        cuts.append(_Block(position - start, upto - start, position - origin, 0 if whole else end - origin))
-        position = upto
-    return cuts
+    inner = {-(-start // GRID) * GRID, stop // GRID * GRID}
+    for first, last in itertools.pairwise(sorted({start, stop, *(edge for edge in inner if start < edge < stop)})):
+        origin = first // GRID * GRID
+        in_place = first == origin and (last % GRID == 0 or last == total)
+        size = 0 if in_place else min(origin + GRID, total) - origin
+        yield _Block(first - start, last - start, first - origin, size)
 
 
 # ------------------------------------------------------------------------------------------------ one parameter
@@ -233,8 +221,6 @@ class _View:
             self._write([part for part in parts if part is not None], gradient.detach())
 
     def _write(self, pieces: Sequence[Tensor], local: Tensor) -> None:
-        if self.blocks is None and pieces[0].data_ptr() == local.data_ptr():
-            return
         seen = self._seen(local) if pieces and pieces[0].is_complex() == self.is_complex else local
         places = [(seen, piece) for piece in pieces]
         if self.blocks is not None:
@@ -312,6 +298,9 @@ def _per_element(value: object, local: Tensor) -> bool:
 
 # ------------------------------------------------------------------------------------------------ one optimizer
 
+_Held = list[tuple[nn.Parameter, Tensor]]
+"""Parameters that are shown themselves, and their memory, which is the engine's."""
+
 
 class _Shards:
     """All parameters of a model as one optimizer is shown them.
@@ -322,19 +311,11 @@ class _Shards:
         resting: the state lies under the engine's parameters, and not under what was shown.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, fused: bool) -> None:
-        self.backend, self.foreign = backend, not optimizer_class.__module__.startswith("torch.optim")
-        self._views = {id(entry.parameter): self._view_of(entry, see_complex, fused) for entry in backend.all}
-        self._undecayed = self._views
-        self._shown: dict[int, _View] = {}  # those of the latest step
+    def __init__(self, request: OptimizerRequest, backend: Backend) -> None:
+        self.backend, self.foreign = backend, not request.of_torch
+        fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
+        self._views = {id(entry.parameter): self._view_of(entry, request.see_complex, fused) for entry in backend.all}
         self.resting, self._has_stepped = True, False
-        if optimizer_class in READS_PAIRS:
-            self._undecayed = {
-                key: (_View(view.entry, False) if hasattr(view.entry.parameter, LOCAL_TENSOR) or view.turned else None)
-                if view is not None and view.is_complex
-                else view
-                for key, view in self._views.items()
-            }
 
     def _view_of(self, entry: Entry, see_complex: bool, fused: bool) -> _View | None:
         """Return how a parameter is shown; None: as it is."""
@@ -356,31 +337,20 @@ class _Shards:
         """Put in the groups what the optimizer is to see, and return the views among it."""
         views = []
         for group in optimizer.param_groups:
-            # Weight decay is a product with a complex number in torch, of other zeros and infinities than a real one.
-            known = self._undecayed if group.get("weight_decay") == 0 else self._views
             shown: list[nn.Parameter] = []
             for parameter in group["params"]:
-                if id(parameter) not in known:
+                if id(parameter) not in self._views:
                     raise OptimizerError(
                         "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                     )
-                view, before = known[id(parameter)], self._shown.get(id(parameter))
-                if before is not None and before is not view:  # weight decay was set for its group, or is 0 now
-                    self._shown.pop(id(parameter)).rest(optimizer, self.backend)
+                view = self._views[id(parameter)]
                 if view is None:
                     shown.append(parameter)
                 else:
-                    self._shown[id(parameter)] = view
                     shown += view.begin(optimizer, self.backend, gradients=gradients)
                     views.append(view)
             group["params"][:] = shown  # in place: LBFGS keeps the list
         return views
-
-    def hold(self, optimizer: Optimizer, views: list[_View]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the parameters that are shown themselves, with their memory, which is the engine's."""
-        pieces = {id(piece) for view in views for piece in view.pieces}
-        shown = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [(parameter, parameter.data) for parameter in shown if id(parameter) not in pieces]
 
     def build(self, optimizer: Any, constructor: Any, groups: Sequence[dict[str, Any]], defaults: Any) -> None:
         """Run the constructor of the user's class over what ``step`` shows.
@@ -409,20 +379,19 @@ class _Shards:
         """Put the state of all parameters under the engine's, for who reads it, saves it or replaces it."""
         self.resting = True
         with torch.no_grad():
-            if self.foreign:
-                pieces = (piece for view in self._shown.values() for piece in view.pieces)
-                _take_state_back(optimizer, [*pieces, *(p for g in optimizer.param_groups for p in g["params"])])
-            for view in self._shown.values():
-                view.rest(optimizer, self.backend)
+            for view in self._views.values():
+                if view is not None and view.pieces:  # it was shown
+                    view.rest(optimizer, self.backend)
 
     def step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run the step of the user's class over what it is shown."""
         groups = [list(group["params"]) for group in optimizer.param_groups]
         with torch.no_grad():
             views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
-            held = self.hold(optimizer, views) if self.foreign else []
+            held: _Held = []
             if self.foreign:
-                _lend_state(optimizer)
+                pieces = {id(piece) for view in views for piece in view.pieces}
+                held = [(p, p.data) for group in optimizer.param_groups for p in group["params"] if id(p) not in pieces]
         given = () if closure is None else (self._refreshing(optimizer, closure, views, held, groups),)
         self.resting = False
         try:
@@ -436,8 +405,7 @@ class _Shards:
                 _put_back(held)
                 for view in views:
                     view.end(optimizer, self.backend, foreign=self.foreign)
-        # The first time it raises where the state cannot be sharded. Optimizers inside may have theirs for a step only.
-        if not self._has_stepped or (self.foreign and _inner(optimizer)):
+        if not self._has_stepped:  # the first time: it raises where the state cannot be sharded
             self._has_stepped = True
             self.rest(optimizer)
         return result
@@ -447,7 +415,7 @@ class _Shards:
         optimizer: Any,
         closure: Callable[[], Any],
         views: list[_View],
-        held: list[tuple[nn.Parameter, Tensor]],
+        held: _Held,
         groups: list[list[nn.Parameter]],
     ) -> Callable[[], Any]:
         """Return the closure, before which the engine sees what the optimizer has done, and which shows new gradients.
@@ -490,8 +458,6 @@ class _Shards:
                 if view.pieces:
                     optimizer.state.pop(view.entry.parameter, None)
             optimizer.state.update(states)
-            if self.foreign:
-                _lend_state(optimizer)
 
 
 def _regroup(optimizer: Any, groups: list[list[nn.Parameter]]) -> None:
@@ -499,11 +465,10 @@ def _regroup(optimizer: Any, groups: list[list[nn.Parameter]]) -> None:
         group["params"][:] = members  # in place: LBFGS keeps the list
 
 
-def viewing_class(
-    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, *, fused: bool = False
-) -> type[Optimizer]:
-    """Make a subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts, fused or not."""
-    shards, base_step = _Shards(optimizer_class, backend, see_complex, fused), unhooked_step(optimizer_class)
+def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer]:
+    """Make a subclass of the requested class whose ``step`` works on views of this rank's parts."""
+    optimizer_class = request.optimizer_class
+    shards, base_step = _Shards(request, backend), unhooked_step(optimizer_class)
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
         gradients_are_local = False  # no optimizer may see them then; only a closure can make others
@@ -536,29 +501,7 @@ def is_stepping() -> bool:
     return bool(_under_way)
 
 
-def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers that the user's keeps inside of it, by attribute: SAM's base optimizer."""
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
-
-
-def _lend_state(optimizer: Optimizer) -> None:
-    """Give optimizers inside what is theirs. At rest it lies in the outer one's state, as ``"base/momentum_buffer"``,
-    since they are in nobody's state dict."""
-    for name, inner in _inner(optimizer).items():
-        for parameter, state in optimizer.state.items():
-            theirs = [key for key in state if isinstance(key, str) and key.startswith(f"{name}/")]
-            if theirs:
-                inner.state[parameter] = {key.removeprefix(f"{name}/"): state.pop(key) for key in theirs}
-
-
-def _take_state_back(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    for name, inner in _inner(optimizer).items():
-        for parameter in parameters:
-            for key, value in inner.state.pop(parameter, {}).items():
-                optimizer.state[parameter][f"{name}/{key}"] = value
-
-
-def _put_back(held: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _put_back(held: _Held) -> None:
     """Write into the engine's memory what ``p.data = ...`` has put elsewhere (SAM does): it sends and cuts its own."""
     for parameter, memory in held:
         if parameter.data_ptr() != memory.data_ptr():

@@ -14,8 +14,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.part_guards import refuse_parameter
 from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.pairs import Form
-from fsshard.complex_params.replaced import MARKS
-from fsshard.complex_params.shown import even_gradient, moving, show_stored, stand_for
+from fsshard.complex_params.shown import AsParameter, even_gradient, moving, show_stored, stand_for
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR
@@ -23,15 +22,11 @@ from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR
 __all__ = ["ParameterViews", "refuse_hooks"]
 
 
-ASKS_FORM = frozenset((
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr", "type",
-    "get_device", "untyped_storage", "__len__", "__hash__", "__repr__", "__format__", "requires_grad_", "detach_",
-    "share_memory_", "rename_", "retain_grad", "register_hook", "detach", "clone", "view", "reshape", "flatten", "t",
-    "transpose", "permute", "squeeze", "unsqueeze", "__getitem__",
-))  # fmt: skip
-"""Attributes of a parameter without values: its shape, dtype and device, and views, which have none either."""
-GIVES_NEW_VALUES = re.compile(r".*_like|new_.*|.*_as|_?is_.*")
-"""Functions that ask a parameter for the same, and have values of their own."""
+HAS_FORM = re.compile(
+    r"size|dim|numel|stride|type|__len__|__hash__|__repr__|__format__|requires_grad_|detach|clone|view|reshape|flatten"
+    r"|data_ptr|untyped_storage|.*_like|new_.*|.*_as|_?is_.*"
+)
+"""Functions that tell a parameter's form, give views, which have no values either, or new values of the same form."""
 NO_VALUES = (
     "parameters of the model that this engine has cut have no values here (they are on the meta device): nothing can "
     "be computed with them, or written to them, outside of the forward. Compute a penalty in the forward and return "
@@ -74,14 +69,14 @@ class _Hollow(Tensor):
         is_attribute = name in ("__get__", "__set__", "__delete__")
         if name == "__set__" and func.__self__ is DATA:
             is_attribute, name = False, ".data = ..."
-        if not (is_attribute or name in ASKS_FORM or GIVES_NEW_VALUES.fullmatch(name)):
+        if not (is_attribute or HAS_FORM.fullmatch(name)):
             raise FsshardError(f"{'torch.autograd.grad' if func is torch.autograd.grad else name}: {NO_VALUES}")
         with torch.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return result.as_subclass(_Hollow) if type(result) is Tensor and result.is_meta else result
 
 
-class _ShapeOnly(nn.Parameter):
+class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
     """Stands for a parameter whose part on this rank has no shape of its own (FSDP1's flat shards).
 
     It is on the meta device: shape, dtype and ``requires_grad`` are right, there are no values, and none can be
@@ -91,6 +86,7 @@ class _ShapeOnly(nn.Parameter):
 
     __torch_function__ = _Hollow.__torch_function__
     __reduce_ex__ = refuse_parameter
+    data: Any = Tensor.data
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -100,13 +96,6 @@ class _ShapeOnly(nn.Parameter):
         _refuse_hook(self._fsshard_entry.name, self._fsshard_backend.name)
 
     register_post_accumulate_grad_hook = register_hook
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze or unfreeze the engine's parameter."""
-        self._fsshard_entry.parameter.requires_grad_(requires_grad)
-        return self
-
-    requires_grad = property(lambda view: view._fsshard_entry.parameter.requires_grad, requires_grad_)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -134,16 +123,6 @@ class _ShapeOnly(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    def __getattr__(self, name: str) -> Any:
-        entry = None if name.startswith(MARKS) else vars(self).get("_fsshard_entry")
-        if entry is None or name not in vars(entry.parameter):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return vars(entry.parameter)[name]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        own = name.startswith(MARKS) or hasattr(type(self), name)
-        Tensor.__setattr__(self if own else self._fsshard_entry.parameter, name, value)
-
 
 def _gradient(view: Any) -> Tensor | None:
     gradient = even_gradient(view._fsshard_entry.parameter)
@@ -166,11 +145,9 @@ class ParameterViews:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._views: dict[str, Any] = {}
-        self.moves = 0  # how often the engine has put parameters into other memory, the same on every rank
 
     def moving(self) -> AbstractContextManager[None]:
         """Return the context in which the engine moves its parameters to other memory."""
-        self.moves += 1
         return moving((entry.parameter for entry in self._backend.all), self._views.values())
 
     def show(self, entry: Entry) -> nn.Parameter:

@@ -5,28 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import raw_state_dict, stream
-from fsshard.comm.agreement import broadcast_tensors, per_rank
-from fsshard.comm.watchdog import meet
+from fsshard.comm.agreement import broadcast_tensors, exchange
 from fsshard.complex_params.pairs import is_dtensor
 from fsshard.complex_params.slots import public_name
-from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
-from fsshard.model.checks import is_managed
+from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.patches import STATE_DICT_TYPE
 from fsshard.planning.entries import Entry
-from fsshard.sharded.buffers import ModelBuffers
-from fsshard.torch_private.modules import load_state_dict_post_hooks, load_state_dict_pre_hooks
+from fsshard.sharded.contents import ModelBuffers
+from fsshard.torch_private.modules import IncompatibleKeys, load_state_dict_post_hooks, load_state_dict_pre_hooks
 
 __all__ = [
     "NEURALOP_ARGUMENTS",
     "asked_for",
-    "check_asked_alike",
     "check_keys",
     "gather_state_dict",
     "honour_state_dict_type",
@@ -73,25 +70,13 @@ def _request(
     module: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> Callable[[], None] | None:
     """Have the next ``state_dict()`` give what is asked for; return what undoes that, or None for others' models."""
-    torchs: Any = sys.modules["torch.distributed.fsdp"]
     if not hasattr(type(module), "_requested_state_dict"):
-        inner = isinstance(module, nn.Module) and is_managed(module)
-        if inner and not torchs.FullyShardedDataParallel.fsdp_modules(module):
-            raise ConfigurationError(
-                f"FSDP.state_dict_type: {type(module).__name__} is a module within a model that was wrapped, and "
-                "holds no FSDP unit; pass what fsshard.wrap returned, and call its state_dict()"
-            )
         return None
     names = {"FULL_STATE_DICT": "FullStateDictConfig", "SHARDED_STATE_DICT": "ShardedStateDictConfig"}
-    config = state_dict_config or getattr(torchs, names.get(state_dict_type.name, "LocalStateDictConfig"))()
+    configs = sys.modules["torch.distributed.fsdp"]
+    config = state_dict_config or getattr(configs, names.get(state_dict_type.name, "LocalStateDictConfig"))()
     before, module._requested_state_dict = module._requested_state_dict, config
     return partial(setattr, module, "_requested_state_dict", before)
-
-
-def check_asked_alike(backend: Backend, rank0_only: bool, offload_to_cpu: bool) -> None:
-    """Wait for all ranks to ask for a state dict, and raise where they ask for different things."""
-    if len(set(meet(backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
-        raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same everywhere")
 
 
 def gather_state_dict(
@@ -130,17 +115,9 @@ def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch
 # ----------------------------------------------------------------------------------------------- loading it
 
 
-class LoadedStateDict(NamedTuple):
-    """The keys that the dict has not, those that the model has not, and the names and keys that have numbers now."""
-
-    missing: list[str]
-    unexpected: list[str]
-    filled: set[str]
-
-
 def load_whole(
     backend: Backend, state_dict: Mapping[str, Any] | None, buffers: ModelBuffers, *, strict: bool, from_rank0: bool
-) -> LoadedStateDict:
+) -> IncompatibleKeys:
     """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective then."""
     from_rank0 = from_rank0 and backend.settings.all_ranks > 1
     backend.reshard()
@@ -159,7 +136,7 @@ def load_whole(
             module.load_state_dict(others, strict=False)
     if from_rank0:
         buffers.send()
-    return LoadedStateDict(missing, unexpected, given | {name for key, name in backend.keys.items() if key in given})
+    return IncompatibleKeys(missing, unexpected)
 
 
 def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
@@ -186,7 +163,7 @@ def _load_code(module: nn.Module) -> Iterator[str]:
 
 def _load_by_modules(
     backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
-) -> LoadedStateDict:
+) -> IncompatibleKeys:
     """Load as the bare model does, into whole parameters, of which each rank then takes its part. Collective."""
     whole: dict[str, Tensor] = {}
     for entry in backend.all:
@@ -213,36 +190,29 @@ def _load_by_modules(
     with torch.no_grad():
         for name, entry in backend.entries.items():
             entry.put(whole[name])
-    loaded = {key for key in (*raw, *backend.keys) if key not in missing}
-    return LoadedStateDict(missing, unexpected, loaded | {backend.keys[key] for key in loaded if key in backend.keys})
+    return IncompatibleKeys(missing, unexpected)
 
 
 def _agreed_keys(
     backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
 ) -> tuple[list[str], list[str], set[str]]:
     """Return missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
-    told: Any = {key: tuple(v.shape) for key, v in raw.items() if key not in backend.keys and isinstance(v, Tensor)}
-    if not from_rank0 or backend.settings.is_first:
-        try:
-            if not isinstance(state_dict, Mapping):
-                raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
-            given = {key: tuple(v.shape) if isinstance(v, Tensor) else None for key, v in state_dict.items()}
-            told = (*check_keys(backend, state_dict, raw, strict), given)
-        except StateDictError as error:
-            if not from_rank0:
-                raise
-            told = error
-    if from_rank0:
-        assert backend.settings.everyone is not None
-        told, *others = per_rank(backend.settings.everyone, told)
-        for rank, shapes in enumerate(others if not isinstance(told, StateDictError) else [], start=1):
-            unlike = {k: (shape, told[-1][k]) for k, shape in shapes.items() if told[-1].get(k, shape) != shape}
-            if unlike:  # another rank holds a buffer in another shape
-                raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
-    if isinstance(told, StateDictError):
-        raise told
-    missing, unexpected, shapes = told
-    return missing, unexpected, set(shapes)
+
+    def look() -> Any:
+        if from_rank0 and not backend.settings.is_first:
+            return {key: tuple(v.shape) for key, v in raw.items() if key not in backend.keys and isinstance(v, Tensor)}
+        if not isinstance(state_dict, Mapping):
+            raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
+        given = {key: tuple(v.shape) if isinstance(v, Tensor) else None for key, v in state_dict.items()}
+        return (*check_keys(backend, state_dict, raw, strict), given)
+
+    told, *others = exchange(backend.settings.everyone, look) if from_rank0 else [look()]
+    missing, unexpected, given = told
+    for rank, shapes in enumerate(others, start=1):
+        unlike = {k: (shape, given[k]) for k, shape in shapes.items() if given.get(k, shape) != shape}
+        if unlike:  # another rank holds a buffer in another shape
+            raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
+    return missing, unexpected, set(given)
 
 
 def check_keys(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
 from fsshard.nested import leaves
-from fsshard.sharded.memory_report import (
+from fsshard.sharded.module import ShardedModule, live_optimizers
+from fsshard.sharded.reports import (
     MemoryReport,
     RankMemory,
     check_writer,
@@ -23,7 +24,6 @@ from fsshard.sharded.memory_report import (
     held_tensors,
     summary_writer,
 )
-from fsshard.sharded.module import ShardedModule, live_optimizers
 from fsshard.simulation.tracking import GRANULARITY, Tracker
 from fsshard.torch_private.modules import is_compiled
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.complex_params.flattened import stored_in
 from fsshard.nested import leaves as tree_leaves
-from fsshard.sharded.memory_report import HELD
+from fsshard.sharded.reports import HELD
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.simulation.fakes import storage_of
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number

@@ -40,7 +40,6 @@ ELSEWHERE = {
     "must return keyword arguments of fsshard.wrap": "parity/test_mesh_comparison.py",
     "use backend='fsdp2' or 'fairscale'": "parity/test_second_derivatives.py",
     "expected a backend's name, a dict of fsshard.wrap's arguments": "parity/test_unusual_recipes.py",
-    "Give fsshard.estimate the settings of fsshard.wrap": "sharded/test_explaining.py",
     'under `if __name__ == "__main__":`; and it does not have': "simulation/test_estimating.py",
     "pass real=True (--real on the command line)": "simulation/test_estimating.py",
 }

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import fsshard
 from tests.advice.following import (
@@ -38,8 +37,6 @@ def case_schedulers() -> None:
     module, decay = plain(), torch.optim.lr_scheduler.ExponentialLR
     first, second = Adam(module[0].parameters()), Adam(module[2].parameters())
     rates = [decay(first, 0.5), decay(second, 0.5)]
-    with refused("hand over its optimizer, too: fsshard.wrap(model, optimizer, scheduler)"):
-        fsshard.wrap(module, scheduler=rates[0], backend="fsdp2")
     with refused("pass it to fsshard.wrap, too: wrap(model, [optimizer, other], [scheduler, ...])"):
         fsshard.wrap(module, first, rates[1], backend="fsdp2")
     model, optimizers, rates = fsshard.wrap(module, [first, second], rates, backend="fsdp2")
@@ -98,10 +95,6 @@ def case_loss_scales() -> None:
     scaled(model)
 
 
-def images() -> Any:
-    return nn.Sequential(nn.Conv2d(1, 1, 1))
-
-
 def case_copies_and_moves() -> None:
     for backend in ENGINES:
         model: Any = fsshard.wrap(plain(), backend=backend)
@@ -117,10 +110,6 @@ def case_copies_and_moves() -> None:
         with refused("use assign=False"):
             model.load_state_dict(plain().state_dict(), assign=True)
         model.load_state_dict(plain().state_dict(), assign=False)
-        wrapped: Any = fsshard.wrap(images(), backend=backend)
-        with refused("model.to(memory_format=...) before fsshard.wrap"):
-            wrapped.to(memory_format=torch.channels_last)
-        fsshard.wrap(images().to(memory_format=torch.channels_last), backend=backend)
 
 
 def case_trackers() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsshard
-from fsshard.errors import FsshardError, OptimizerError
+from fsshard.errors import FsshardError, ModelError, OptimizerError
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
 from tests.parity.bare import average
@@ -36,7 +35,6 @@ def job_attributes(backend: str) -> list[Any]:
     assert want == got and [n for n, _ in model.named_buffers()] == ["steps"]
     messages = [model.explain().splitlines()[0]]
     acts: list[Any] = [lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: model.to(torch.float64)]
-    acts += [lambda: model.to(memory_format=torch.channels_last)]
     for act in acts:
         with pytest.raises(FsshardError) as error:
             act()
@@ -47,11 +45,11 @@ def job_attributes(backend: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_attributes_and_names_are_the_users_and_copying_says_what_to_do(ranks: Any, backend: str) -> None:
-    head, copied, pickled, cast, laid = ranks.run(job_attributes, ranks_of(backend), backend)[0]
+    head, copied, pickled, cast = ranks.run(job_attributes, ranks_of(backend), backend)[0]
     whose = " (FairScale 0.4.13, patched)" if backend == "fairscale" else ""
     assert head.startswith(f"backend {backend!r}{whose} on {ranks_of(backend)} rank")
     assert "state_dict()" in copied and "state_dict()" in pickled
-    assert "before fsshard.wrap" in cast and "memory_format" in laid
+    assert "before fsshard.wrap" in cast
 
 
 # ------------------------------------------------------------------------------------------------ full parameters
@@ -138,42 +136,7 @@ def test_attribute_writes_reach_the_units(ranks: Any, backend: str) -> None:
     assert ranks.run(job_writes, ranks_of(backend), backend)[0] == 4
 
 
-# ------------------------------------------------------------------------------------------------ views of parameters
-
-
-def frozen(model: Any, _: Any) -> Any:
-    model.requires_grad_(False)
-    return {"trainable": [n for n, p in model.named_parameters() if p.requires_grad]}
-
-
-def partly_frozen(model: Any, optimizer: Any) -> Any:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith("middle.0"))
-    train(model, optimizer, range(2))
-    assert torch.equal(model.state_dict()["middle.0.weight"], net().state_dict()["middle.0.weight"])
-    return model.state_dict()
-
-
-def dropped(model: Any, optimizer: Any) -> Any:
-    for step in range(3):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        for parameter in model.parameters():
-            parameter.grad = None
-    return model.state_dict()
-
-
-def job_views(backend: str, use: Callable[[Any, Any], Any]) -> list[str]:
-    models = [fsshard.wrap(net(), backend=name) for name in ("ddp", backend)]
-    one, other = (use(m, fsshard.build_optimizer(m, torch.optim.SGD, lr=0.1, momentum=0.9)) for m in models)
-    return list(differences(one, other))
-
-
-@pytest.mark.parametrize("use", [frozen, partly_frozen, dropped])
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_views_freeze_and_drop_gradients(ranks: Any, backend: str, use: Any) -> None:
-    if backend != "fsdp" or use is dropped:  # which fixes requires_grad at wrap
-        assert ranks.run(job_views, 2, backend, use) == [[], []]
+# ------------------------------------------------------------------------------------------------ dropped gradients
 
 
 def job_drops_one(backend: str, folder: str) -> list[str]:
@@ -254,3 +217,40 @@ def job_drops(backend: str, kind: str) -> list[str]:
 def test_a_dropped_model_is_freed(ranks: Any, backend: str, kind: str) -> None:
     """With its shards, whatever it was in the middle of."""
     assert ranks.run(job_drops, 2, backend, kind) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ containers
+
+
+class Named(nn.ModuleDict):
+    """A container that is called; FSDP2 takes no others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self["a"](x)  # type: ignore[no-any-return]
+
+
+def job_containers(backend: str) -> list[bool]:
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+    model: Any = fsshard.wrap(nn.Sequential(*layers), backend=backend)
+    found = [isinstance(model, fsshard.ShardedModule), isinstance(model.module, nn.Sequential)]
+    found += [len(model) == 3, len(list(model)) == 3, model[1] is layers[1], model[-1] is model.module[-1], bool(model)]
+    found += [len(model[:2]) == 2, layers[1] in model, nn.Tanh() not in model, type(model).__name__ == "ShardedModule"]
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    found.append(model(torch.ones(1, 4)).shape == (1, 2))
+    model[1] = nn.ReLU()
+    found.append(model(torch.ones(1, 4)).shape == (1, 2))
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match=r"added: 3\.weight"):
+        model(torch.ones(1, 4))
+    plain: Any = fsshard.wrap(net(), backend=backend)
+    found += [bool(plain), not hasattr(type(plain), "__len__"), type(plain) is fsshard.ShardedModule]
+    for use in (lambda: plain[0], lambda: len(plain), lambda: iter(plain)):
+        with pytest.raises(TypeError):
+            use()
+    named: Any = fsshard.wrap(Named({"a": nn.Linear(2, 2)}), backend=backend)
+    return [*found, "a" in named, list(named) == ["a"], named["a"] is named.module["a"]]
+
+
+@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+def test_a_container_is_one_when_wrapped(ranks: Any, backend: str) -> None:
+    assert all(all(found) for found in ranks.run(job_containers, ranks_of(backend), backend))

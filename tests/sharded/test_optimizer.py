@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,92 +9,65 @@ import torch
 from torch import nn
 
 import fsshard
-from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
+from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
 from tests.models import Net, batch, net, two_heads
+from tests.sharded.training import ALL, train
 from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, ranks_of, wrapped
-
-ALL = (*DISTRIBUTED, "none")
 
 
 def step(model: Any, optimizer: Any, number: int = 0) -> float:
-    loss = model(batch(number)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
+    return train(model, optimizer, [number])[0]
 
 
 # ------------------------------------------------------------------------------------------------ handing one over
 
 
-def job_hand_over(backend: str) -> list[Any]:
-    def groups(module: nn.Module) -> list[dict[str, Any]]:
-        parameters = list(module.parameters())
-        return [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.003, "weight_decay": 0.1}]
+HANDED = [{"lr": 0.01, "weight_decay": 0.01}, {"lr": 0.003, "weight_decay": 0.1}]
 
+
+def job_hand_over(backend: str) -> list[str]:
+    """Groups that keep their settings, beside the same optimizer built afterwards."""
     module = net()
-    old = torch.optim.AdamW(groups(module), lr=0.01, betas=(0.8, 0.95))
+    parameters = list(module.parameters())
+    halves = [parameters[:3], parameters[3:]]
+    old = torch.optim.AdamW(
+        [{"params": half, **kept} for half, kept in zip(halves, HANDED, strict=True)], betas=(0.8, 0.95)
+    )
     model, optimizer = fsshard.wrap(module, old, backend=backend)
     reference = fsshard.wrap(net(), backend="ddp" if backend != "none" else "none")
     names = [name for name, _ in reference.named_parameters()]
-    built = fsshard.build_optimizer(
-        reference,
-        torch.optim.AdamW,
-        [{"params": names[:3]}, {"params": names[3:], "lr": 0.003, "weight_decay": 0.1}],
-        lr=0.01,
-        betas=(0.8, 0.95),
-    )
+    groups = [{"params": half, **kept} for half, kept in zip((names[:3], names[3:]), HANDED, strict=True)]
+    built = fsshard.build_optimizer(reference, torch.optim.AdamW, groups, betas=(0.8, 0.95))
     for number in range(3):
         step(model, optimizer, number)
         step(reference, built, number)
-    try:
+    with pytest.raises(OptimizerError, match="use the one that wrap returned"):
         old.step()
-        used = "stepped"
-    except OptimizerError as error:
-        used = str(error)
-    kept = [{k: g[k] for k in ("lr", "weight_decay", "betas")} for g in optimizer.param_groups]
-    return [list(differences(reference.state_dict(), model.state_dict())), kept, used]
+    assert [{key: group[key] for key in HANDED[0]} for group in optimizer.param_groups] == HANDED
+    return list(differences(reference.state_dict(), model.state_dict()))
 
 
 @pytest.mark.parametrize("backend", ALL)
 def test_a_live_optimizer_is_repointed(ranks: Any, backend: str) -> None:
-    for found, kept, used in ranks.run(job_hand_over, ranks_of(backend), backend):
-        assert found == []
-        assert kept == [
-            {"lr": 0.01, "weight_decay": 0.01, "betas": (0.8, 0.95)},
-            {"lr": 0.003, "weight_decay": 0.1, "betas": (0.8, 0.95)},
-        ]
-        assert "use the one that wrap returned" in used
+    assert ranks.run(job_hand_over, ranks_of(backend), backend) == [[]] * ranks_of(backend)
 
 
-def job_stepped() -> None:
+def job_wrong() -> None:
     module = net()
     optimizer = torch.optim.Adam(module.parameters())
     module(batch(0)).sum().backward()
     optimizer.step()
-    fsshard.wrap(module, optimizer, backend="ddp")
+    for given, text in (
+        (optimizer, "has taken steps already"),
+        (torch.optim.Adam(Net().parameters()), "are not the model's"),
+        ("adam", "must be a torch.optim.Optimizer"),
+    ):
+        with pytest.raises(OptimizerError, match=text):
+            fsshard.wrap(module, given, backend="ddp")  # type: ignore[call-overload]
 
 
-def job_of_another_model() -> None:
-    fsshard.wrap(net(), torch.optim.Adam(Net().parameters()), backend="ddp")
-
-
-def job_not_an_optimizer() -> None:
-    fsshard.wrap(net(), "adam", backend="ddp")  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize(
-    ("job", "text"),
-    [
-        (job_stepped, "has taken steps already"),
-        (job_of_another_model, "are not the model's"),
-        (job_not_an_optimizer, "must be a torch.optim.Optimizer"),
-    ],
-)
-def test_what_cannot_be_handed_over(ranks: Any, job: Any, text: str) -> None:
-    for error in ranks.run_expecting_errors(job, 2):
-        assert isinstance(error, OptimizerError)
-        assert text in str(error)
+def test_what_cannot_be_handed_over(ranks: Any) -> None:
+    ranks.run(job_wrong, 2)
 
 
 def job_adagrad() -> float:
@@ -146,7 +118,7 @@ def job_names(backend: str) -> list[Any]:
     bare = torch.optim.Adam([{"params": list(net().named_parameters())[:2]}])
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, groups)
     step(model, optimizer)
-    held = fsshard.build_optimizer(model, torch.optim.Adam, model.parameters())
+    held = fsshard.build_optimizer(model, torch.optim.Adam, [{"params": model.parameters(), "note": object()}])
     saved = [group["param_names"] for group in optimizer.state_dict()["param_groups"]]
     first = [group["param_names"] for group in optimizer.param_groups]
     every = [name for name, _ in named]
@@ -167,23 +139,19 @@ class Averaging(torch.optim.SGD):
         """Swap them."""
 
 
-def job_own_methods() -> list[Any]:
+def job_own_methods() -> None:
     model = fsshard.wrap(nn.Linear(2, 2), backend="fsdp2")
     optimizer: Any = fsshard.build_optimizer(model, Averaging, lr=0.1)
-    told: list[Any] = [hasattr(optimizer, "eval"), hasattr(optimizer, "fresh")]
-    for name in ("eval", "fresh"):
-        try:
-            getattr(optimizer, name)()
-        except AttributeError as error:
-            told += [type(error).__name__, str(error)]
-    return told
+    assert not hasattr(optimizer, "eval")
+    with pytest.raises(NotPassedOn, match=r"^Averaging.eval is not passed on"):
+        optimizer.eval()
+    with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'fresh'"):
+        optimizer.fresh()
 
 
 def test_methods_of_the_users_class_are_refused_by_name(ranks: Any) -> None:
     """They would act on parts; transformers' AdafactorSchedule calls ``_get_lr``, schedule-free ones have ``eval``."""
-    found = ranks.run(job_own_methods, 2)[0]
-    assert found[:3] == [False, False, "NotPassedOn"] and found[3].startswith("Averaging.eval is not passed on")
-    assert found[4:] == ["AttributeError", "'ShardedOptimizer' object has no attribute 'fresh'"]
+    ranks.run(job_own_methods, 2)
 
 
 # ------------------------------------------------------------------------------------------------ groups and schedulers
@@ -208,28 +176,6 @@ def job_groups_given_as(form: str) -> list[str]:
 
     reference = build("ddp").state_dict()
     return [d for backend in DISTRIBUTED[1:] for d in differences(reference, build(backend).state_dict())]
-
-
-def job_many_names() -> int:
-    """How often the slots of an entry among 100 are looked at, or its parameter, while others are found."""
-    model: Any = fsshard.wrap(nn.ParameterList(torch.zeros(1) for _ in range(100)), backend="none")
-    names, parameters = list(model.backend.entries), [entry.parameter for entry in model.backend.all]
-
-    class Watched(type(model.backend.all[0])):  # type: ignore[misc]
-        looks = 0
-
-        def __getattribute__(self, name: str) -> Any:
-            Watched.looks += name in ("slots", "parameter")
-            return super().__getattribute__(name)
-
-    model.backend.all[0].__class__ = Watched
-    assert [model.find_entry(name).name for name in names] == names
-    assert [model.find_entry(parameter).name for parameter in parameters] == names
-    return Watched.looks
-
-
-def test_names_are_found_without_a_search_for_each(ranks: Any) -> None:
-    assert ranks.run(job_many_names, 1)[0] < 10
 
 
 @pytest.mark.parametrize("form", ["pairs", "parameters", "groups"])
@@ -269,50 +215,21 @@ def test_groups_are_put_in_place_of_others(ranks: Any, backend: str) -> None:
         assert same and not differ and not refused
 
 
-def job_put_wrong_groups(given: list[Any]) -> tuple[str, list[str]]:
+def job_put_wrong_groups() -> tuple[list[str], list[str]]:
     model = fsshard.wrap(net(), backend="fsdp2")
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1)
-    try:
-        optimizer.param_groups = [{"params": names} for names in given]
-    except OptimizerError as error:
-        return str(error), optimizer.state_dict()["param_groups"][0]["params"]
-    return "", []
+    told = []
+    for given in ([], [["first.weight"], ["middle.0.weight", "first.weight"]], [["first.weight"], []], [["nowhere"]]):
+        with pytest.raises(OptimizerError) as error:
+            optimizer.param_groups = [{"params": names} for names in given]
+        told.append(str(error.value))
+    return told, optimizer.state_dict()["param_groups"][0]["params"]
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ([], "there is no group"),
-        ([["first.weight"], ["middle.0.weight", "first.weight"]], "given twice"),
-        ([["first.weight"], []], "has no parameters"),
-        ([["nowhere"]], "nowhere"),
-    ],
-)
-def test_groups_that_cannot_be_put_there_change_nothing(ranks: Any, given: list[Any], words: str) -> None:
-    for told, kept in ranks.run(job_put_wrong_groups, 2, given):
-        assert words in told and kept == ["first.weight"]
-
-
-def job_uncovered() -> list[str]:
-    records: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    handler = Keep()
-    logging.getLogger("fsshard").addHandler(handler)
-    try:
-        model = fsshard.wrap(net(), backend="ddp")
-        step(model, fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1))
-    finally:
-        logging.getLogger("fsshard").removeHandler(handler)
-    return [r for r in records if "in no optimizer" in r]
-
-
-def test_uncovered_parameters_are_logged(ranks: Any) -> None:
-    (message,) = ranks.run(job_uncovered, 2)[0]
-    assert "middle.0.weight" in message and "first.weight" not in message
+def test_groups_that_cannot_be_put_there_change_nothing(ranks: Any) -> None:
+    for told, kept in ranks.run(job_put_wrong_groups, 2):
+        words = ("there is no group", "given twice", "has no parameters", "nowhere")
+        assert all(map(str.__contains__, told, words)) and kept == ["first.weight"]
 
 
 # ------------------------------------------------------------------------------------------------ frozen and unused

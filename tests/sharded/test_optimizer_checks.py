@@ -13,12 +13,13 @@ from torch import nn
 
 import fsshard
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
-from fsshard.sharded.optimizer_checks import ProbedGroup, Untried, begins_with_closure, try_on_parts
+from fsshard.sharded.optimizer_checks import OptimizerRequest
 from tests import optimizers as written
-from tests.models import batch, net
+from tests.models import net
 from tests.training_runs import DISTRIBUTED
 
-HERE = "use backend='fairscale' or 'ddp'"
+WHOLE = "use backend='fairscale' or 'ddp'"
+HERE = "use backend='ddp', or 'fairscale' if it needs no more than each parameter whole"
 
 
 def job_build(backend: str, name: str, settings: dict[str, Any], handed_over: bool = False) -> Any:
@@ -42,14 +43,15 @@ def real_or_net(name: str) -> nn.Module:
     return nn.Linear(4, 4) if name == "Adafactor" else net()  # it takes no complex numbers
 
 
+ALONE = {"fsdp": HERE, "fsdp2": HERE, "fairscale": "use backend='ddp'"}
 REFUSED = {
     "MyMuon": {"fsdp": HERE, "fsdp2": HERE},
     "MyLars": {"fsdp": HERE, "fsdp2": HERE},
-    "ClipsInside": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
-    "Sam": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
-    "Noisy": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
+    "ClipsInside": ALONE,
+    "Sam": ALONE,
+    "Noisy": ALONE,
     "MyLion": {},
-    "Adafactor": {"fsdp": HERE, "fsdp2": HERE},
+    "Adafactor": {"fsdp": WHOLE, "fsdp2": WHOLE},
     "LBFGS": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
 }
 
@@ -78,28 +80,36 @@ def test_what_cannot_be_tried_warns(ranks: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------ the trial
 
-BOTH = frozenset({(2, False), (2, True)})
+
+def requested(optimizer_class: Any, *options: dict[str, Any], dims: tuple[int, ...] = (2,), **settings: Any) -> Any:
+    """A request for groups with these options, of a real and a complex parameter of each number of dims."""
+    kinds = [(number, is_complex) for number in dims for is_complex in (False, True)]
+    parameters = {str(kind): (torch.Size([2] * kind[0]), kind[1]) for kind in kinds}
+    groups = [{**group, "params": list(parameters)} for group in options or ({},)]
+    return OptimizerRequest(optimizer_class, groups, settings, parameters)
 
 
-def neuraloperators() -> Any:
-    training: Any = importlib.import_module("neuralop.training")
-    return training.AdamW
+def agrees(optimizer_class: Any, *options: dict[str, Any], **settings: Any) -> tuple[bool, bool]:
+    """Whether it works on some of the parameters, and on parts of them."""
+    request = requested(optimizer_class, *options, **settings)
+    return request._agrees_on_parts("owners"), request._agrees_on_parts("elements")
 
 
-def found(optimizer_class: Any, **settings: Any) -> str:
-    return try_on_parts(optimizer_class, [ProbedGroup({}, BOTH)], settings)
+NUMBERS, PARAMETERS, EVERYTHING = (True, True), (True, False), (False, False)
 
 
 @pytest.mark.parametrize(
     ("needs", "optimizer_class"),
     [
-        *[("parameters", each) for each in (written.Rowwise, written.LargeOnly)],
-        *[("everything", each) for each in (written.Sam, torch.optim.LBFGS)],
-        *[("numbers", each) for each in (written.InSingle, written.SignAscent, written.AscentFirst, neuraloperators())],
+        *[(PARAMETERS, each) for each in (written.Rowwise, written.LargeOnly)],
+        *[(EVERYTHING, each) for each in (written.Sam, torch.optim.LBFGS)],
+        *[(NUMBERS, each) for each in (written.InSingle, written.SignAscent, written.AscentFirst)],
+        (NUMBERS, importlib.import_module("neuralop.training").AdamW),
+        *[(NUMBERS, each) for each in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop)],
     ],
 )
-def test_what_an_algorithm_needs(optimizer_class: Any, needs: str) -> None:
-    assert found(optimizer_class) == needs
+def test_what_an_algorithm_needs(optimizer_class: Any, needs: Any) -> None:
+    assert agrees(optimizer_class) == needs
 
 
 class OfFilters(written.Written):
@@ -111,44 +121,13 @@ class OfFilters(written.Written):
 
 
 def test_an_algorithm_is_tried_on_as_many_dims_as_the_group_has() -> None:
-    def tried(optimizer_class: Any, *dims: int) -> str:
-        return try_on_parts(optimizer_class, [ProbedGroup({}, frozenset((number, False) for number in dims))], {})
-
-    assert [tried(OfFilters, *dims) for dims in ((1, 2), (1, 3), (4,))] == ["numbers", "parameters", "parameters"]
-    assert [tried(written.MyMuon, *dims) for dims in ((0, 1), (1, 2))] == ["numbers", "parameters"]
-
-
-def job_filters(kernel: int) -> str:
-    model = fsshard.wrap(nn.Conv1d(2, 2, 3) if kernel else nn.Linear(2, 2), backend="fsdp2")
-    try:
-        return type(fsshard.build_optimizer(model, OfFilters)).__name__
-    except UnsupportedByBackend as error:
-        return str(error.alternative)
-
-
-def test_a_model_is_asked_for_its_dims(ranks: Any) -> None:
-    assert [ranks.run(job_filters, 2, kernel) for kernel in (0, 3)] == [["ShardedOptimizer"] * 2, [HERE] * 2]
-
-
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("Adagrad", {"lr_decay": 0.1}),
-    ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
-    ("Adam", {"lr": 0.0}),
-    ("NAdam", {"decoupled_weight_decay": True}),
-    ("RMSprop", {"centered": True, "momentum": 0.9}),
-    ("Rprop", {}),
-    ("SGD", {"lr": torch.tensor(0.1)}),
-]
-
-
-@pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=lambda value: str(value)[:40])
-def test_torchs_own_work_number_by_number(name: str, settings: dict[str, Any]) -> None:
-    assert found(getattr(torch.optim, name), **settings) == "numbers"
+    assert [agrees(OfFilters, dims=dims)[1] for dims in ((1, 2), (1, 3), (4,))] == [True, False, False]
+    assert [agrees(written.MyMuon, dims=dims)[1] for dims in ((0, 1), (1, 2))] == [True, False]
 
 
 def test_a_rate_of_zero_hides_nothing() -> None:
     """A warm-up begins with it."""
-    assert found(written.MyLars, lr=0.0) == found(written.MyLars, lr=torch.zeros(())) == "parameters"
+    assert agrees(written.MyLars, lr=0.0) == agrees(written.MyLars, lr=torch.zeros(())) == PARAMETERS
 
 
 def test_settings_of_each_group_count() -> None:
@@ -157,18 +136,7 @@ def test_settings_of_each_group_count() -> None:
             grad: torch.Tensor = parameter.grad
             return grad / grad.norm() if group["whole"] else grad
 
-    def tried(whole: bool) -> Any:
-        groups = [ProbedGroup({"whole": False}, BOTH), ProbedGroup({"whole": whole}, BOTH)]
-        return try_on_parts(Mixed, groups, {})
-
-    assert (tried(False), tried(True)) == ("numbers", "parameters")
-
-
-def test_what_cannot_be_tried_says_why() -> None:
-    with pytest.raises(Untried, match="no kernel for CPU tensors"):
-        found(written.NeedsGpu)
-    with pytest.raises(Untried, match="a Linear is among its settings"):
-        found(written.MyLion, model=torch.nn.Linear(2, 2))
+    assert [agrees(Mixed, {"whole": False}, {"whole": whole}) for whole in (False, True)] == [NUMBERS, PARAMETERS]
 
 
 def test_nothing_is_disturbed() -> None:
@@ -184,7 +152,7 @@ def test_nothing_is_disturbed() -> None:
     generator, seen = torch.Generator().manual_seed(5), [0]
     states = torch.get_rng_state(), generator.get_state()
     with torch.inference_mode():
-        assert found(Own, generator=generator, seen=seen) == "numbers"
+        assert agrees(Own, generator=generator, seen=seen) == NUMBERS
     assert seen == [0]
     assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], generator.get_state())
 
@@ -201,7 +169,7 @@ def test_nothing_is_disturbed() -> None:
     ],
 )
 def test_who_begins_with_the_closure(optimizer_class: Any, first: bool) -> None:
-    assert begins_with_closure(optimizer_class, [ProbedGroup({}, BOTH)], {}) is first
+    assert requested(optimizer_class).begins_with_closure is first
 
 
 # ------------------------------------------------------------------------------------------------ asked alike
@@ -215,12 +183,10 @@ def job_disagree(backend: str, how: str) -> None:
         fsshard.build_optimizer(model, [torch.optim.Adam, torch.optim.SGD][rank], lr=0.1)
     elif how == "lr":
         fsshard.build_optimizer(model, torch.optim.Adam, lr=[0.1, 0.2][rank])
-    elif how == "tensor lr":
-        fsshard.build_optimizer(model, torch.optim.Adam, lr=torch.tensor([0.1, 0.2][rank]))
     elif how == "groups":
         fsshard.build_optimizer(model, torch.optim.Adam, [{"params": names[:2]}, {"params": names[2:]}][: 2 - rank])
     elif how == "group's lr":
-        fsshard.build_optimizer(model, torch.optim.Adam, [{"params": names, "lr": [0.1, 0.2][rank]}])
+        fsshard.build_optimizer(model, torch.optim.Adam, [{"params": names, "lr": torch.tensor([0.1, 0.2][rank])}])
     elif how == "one raises":
         fsshard.build_optimizer(model, torch.optim.Adam, [names, ["nonsense"]][rank])
     elif how == "handed over":
@@ -233,9 +199,8 @@ def job_disagree(backend: str, how: str) -> None:
     [
         ("class", "optimizer is torch.optim.adam.Adam and torch.optim.sgd.SGD"),
         ("lr", "lr is 0.1 and 0.2"),
-        ("tensor lr", "lr is tensor(0.1"),
         ("groups", "param_groups[1]['params'] is"),
-        ("group's lr", "param_groups[0]['lr'] is 0.1 and 0.2"),
+        ("group's lr", "param_groups[0]['lr'] is tensor(0.1"),
         ("handed over", "lr"),
     ],
 )
@@ -250,21 +215,3 @@ def test_one_rank_that_raises_raises_on_all(ranks: Any) -> None:
     errors = ranks.run_expecting_errors(job_disagree, 2, "fsdp2", "one raises")
     assert all(isinstance(error, OptimizerError) and "'nonsense'" in str(error) for error in errors)
     assert str(errors[0]).startswith("rank 1: ")
-
-
-def job_alike(backend: str) -> float:
-    """What is no plain value compares by its type: nothing here differs between ranks."""
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(
-        model, torch.optim.Adam, [{"params": ["first.weight"], "note": object()}], betas=(0.8, 0.9), lr=0.1
-    )
-    for entry in ("first.bias", "middle.0.weight"):
-        optimizer.add_param_group({"params": [entry]})
-    loss = model(batch(0)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
-
-
-def test_what_is_alike_is_taken(ranks: Any) -> None:
-    assert len(ranks.run(job_alike, 2, "fsdp2")) == 2

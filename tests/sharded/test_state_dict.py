@@ -108,20 +108,6 @@ def test_it_is_the_models_own(ranks: Any, case: str, backend: str, world_size: i
     assert ranks.run(job_case, world_size, case, backend) == [[]] * world_size
 
 
-def job_replicas(backend: str) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    model = fsshard.wrap(layers(), backend=backend, device_mesh=mesh, sharding_strategy="HYBRID_SHARD")
-    state = model.state_dict(rank0_only=True, offload_to_cpu=True)
-    return list(differences({} if dist.get_rank() else layers().state_dict(), state))
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_replicas_of_shards(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_replicas, 4, backend) == [[]] * 4
-
-
 # ------------------------------------------------------------------------------------------ torch's own ways to ask
 
 
@@ -166,20 +152,6 @@ def test_fsdps_context_is_honoured(ranks: Any, backend: str) -> None:
         assert "give one of them" in both
         for told in others:
             assert "expected torch's FullStateDictConfig" in told and "fsshard.save" in told
-
-
-def job_of_a_part(backend: str) -> list[str]:
-    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy=None)  # FSDP1's root is not in the tree
-    kinds = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT)
-    contexts = (FullyShardedDataParallel.state_dict_type(model.module, kind) for kind in kinds)
-    told = [refusal(context.__enter__) for context in contexts]
-    return [*told, refusal(lambda: FullyShardedDataParallel.set_state_dict_type(model.module, kinds[0]))]
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp", "ddp"])
-def test_a_module_from_within_is_refused(ranks: Any, backend: str) -> None:
-    for told in ranks.run(job_of_a_part, 2, backend):
-        assert len(told) == 3 and all("pass what fsshard.wrap returned" in text for text in told)
 
 
 def job_torchs_function(backend: str) -> list[str]:
@@ -274,17 +246,6 @@ def test_modules_read_state_dicts_as_their_code_says(ranks: Any, backends: list[
 
 
 # ------------------------------------------------------------------------------------------------ loading
-
-
-def job_rank0_only(backend: str) -> tuple[int, int]:
-    model, optimizer = trained(backend)
-    return len(model.state_dict(rank0_only=True, offload_to_cpu=True)), len(optimizer.state_dict(rank0_only=True))
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_rank0_only(ranks: Any, backend: str) -> None:
-    """FSDP1's own ``offload_to_cpu`` crashes on CPU (pytorch issue #188989)."""
-    assert ranks.run(job_rank0_only, 2, backend) == [(9, 2), (0, 0)]
 
 
 def job_bad_state(backend: str) -> tuple[list[Any], bool]:

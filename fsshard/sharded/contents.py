@@ -1,0 +1,221 @@
+"""The contents of a wrapped model's modules: buffers, which are rank 0's on every rank, and a watch over changes.
+
+A module or parameter that is added, replaced or removed after wrap would be trained by no engine.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend
+from fsshard.comm.agreement import per_rank
+from fsshard.complex_params.flattened import stored_in
+from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
+from fsshard.errors import ModelError
+from fsshard.torch_private.tensors import foreach_copy_
+
+__all__ = ["ModelBuffers", "ModelWatch"]
+
+_Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
+
+
+class ModelBuffers:
+    """The buffers of one model: whether the ranks' may differ, and which dtypes users gave them.
+
+    Attributes:
+        differ: a forward in training may have made them differ since they were last sent.
+        dtypes: the user's, by name, of those that mixed precision holds in another one.
+    """
+
+    def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._module, self._group, self._device = backend.module, backend.settings.group, backend.settings.device
+        self._broadcast = broadcast
+        self.look_again()
+        self._changed = False  # modules have come or gone since it was wrapped
+        self.dtypes = dict(dtypes)
+        self.differ = False
+        self._simulated = False
+        self._layout = _layout_of(self._now())  # of rank 0's, as every rank knows it; ``wrap`` has compared them
+
+    def look_again(self) -> None:
+        """Find the modules again, since some without trainable parameters have come or gone."""
+        self._changed = True
+        self._parts = {public_name(name): module for name, module in self._module.named_modules()}
+
+    def _now(self) -> dict[tuple[str, str], Tensor]:
+        """Return the distinct buffers of the model's modules as they are now, by module and name, without a walk."""
+        found = {id(b): ((part, key), b) for part, module in self._parts.items() for key, b in module._buffers.items()}
+        return {place: buffer for place, buffer in found.values() if buffer is not None and not buffer.is_meta}
+
+    def are_trained(self) -> bool:
+        """Return whether a module that has buffers is in training mode, whatever mode the model is in."""
+        return any(part.training and part._buffers for part in self._parts.values())
+
+    def sync(self, *, then_differ: bool = False) -> None:
+        """Send rank 0's buffers to all where a training forward may have made them differ, as DDP does. Collective."""
+        if self.differ and self._broadcast:
+            self.send()
+        self.differ = then_differ
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Give each rank rank 0's value of every buffer that both have in one shape and dtype. Collective.
+
+        Other buffers (a mask that one rank has made longer) stay as they are. A model without buffers sends none,
+        as under DDP, until modules are put into it.
+        """
+        group = self._group
+        if group is None or group.size() == 1 or not (self._layout or self._changed):
+            return
+        mine, is_first = self._now(), group.rank() == 0
+        layout = _layout_of(mine)
+        # The first byte says whether rank 0 has other buffers than the ranks know of. Then the rest means nothing, and
+        # none of it may be written into anybody's buffers: rank 0 says what it has, and sends again.
+        changed = is_first and layout != self._layout
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
+        message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._device)
+        if is_first and not changed and sizes:
+            torch.cat([_bytes_of(mine[place]) for place in self._layout], out=message[1:])
+        dist.broadcast(message, group=group, group_src=0)
+        if changed or (not (is_first or self._simulated) and message[0]):
+            self._layout = per_rank(group, layout)[0]
+            self.send()
+        elif not is_first:
+            parts = dict(zip(self._layout, message[1:].split(sizes), strict=True))
+            same = [place for place, kind in self._layout.items() if layout.get(place) == kind]
+            _write([mine[place] for place in same], [parts[place] for place in same])
+
+    def simulate(self) -> None:
+        """Read nothing that another rank has sent."""
+        self._simulated = True
+
+    def for_user(self, key: str, value: Any, *, offload_to_cpu: bool = False) -> Any:
+        """Return a copy of a buffer, or an extra state itself, as a state dict has it under ``key``."""
+        if not isinstance(value, Tensor):
+            return value
+        kept = value.detach().to("cpu" if offload_to_cpu else value.device, copy=True)
+        return kept.to(self.dtypes[key]) if key in self.dtypes else kept
+
+
+def _layout_of(buffers: Mapping[tuple[str, str], Tensor]) -> _Layout:
+    return {place: (buffer.shape, buffer.dtype) for place, buffer in buffers.items()}
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    # ``.data`` has a version counter of its own. Raised by what is sent, the buffer's would make the backward of an
+    # earlier forward fail: "modified by an inplace operation" (pytorch 22095). torch 2.13's DDP leaves it alone, too.
+    return buffer.data.contiguous().view(-1).view(torch.uint8)
+
+
+def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
+    """Copy the bytes that rank 0 has sent to where the buffers are."""
+    dense, sent = [], []
+    for buffer, part in zip(buffers, parts, strict=True):
+        if buffer.is_contiguous():
+            dense.append(_bytes_of(buffer))
+            sent.append(part)
+        else:
+            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+    if dense:
+        foreach_copy_(dense, sent)
+
+
+# ------------------------------------------------------------------------------------------------ changes
+
+
+class ModelWatch:
+    """Compares the modules and parameters of a wrapped model with those that were wrapped.
+
+    The look before each forward compares keys and values of the modules' dicts with those of before, by identity and
+    in C: a tenth of a microsecond a module. Only where they differ is the tree walked. ``buffers`` is told of modules
+    that have come or gone.
+    """
+
+    def __init__(self, owner: nn.Module, backend: Backend, buffers: ModelBuffers) -> None:
+        self._owner, self._backend, self._buffers = owner._modules, backend, buffers
+        self._wrapped = {(id(slot.owner), slot.stored): (e, slot) for e in backend.all for slot in e.slots}
+        self._remember()
+
+    def _remember(self) -> None:
+        modules = list(self._backend.module.modules())
+        self._others = [slot.parameter for _, slot in self._find_others()]
+        self._tree = _Contents([self._owner, *(module._modules for module in modules)])
+        self._stored = [stored_in(module) for module in modules]
+        self._lengths = [*map(len, self._stored)]
+        self._at_rest: _Contents | None = None  # with the engine's own parameters, not what it shows for a while
+
+    def check(self) -> None:
+        """Raise if the model is not the one that was wrapped. Local.
+
+        Modules without parameters, parameters without gradient and buffers may come and go.
+
+        Raises:
+            ModelError: names what was added, replaced or removed.
+        """
+        trained = any(parameter.requires_grad for parameter in self._others)
+        if not trained and self._tree.are_same() and self._holds_the_same():
+            return
+        there = {id(module) for module in self._backend.module.modules()}
+        changes = {
+            "added": [name for name, slot in self._find_others() if slot.parameter.requires_grad],
+            "replaced": self._replaced(),
+            "removed": [slot.name for _, slot in self._wrapped.values() if id(slot.owner) not in there],
+        }
+        told = [f"{what}: {', '.join(n[:5])}{', ...' if len(n) > 5 else ''}" for what, n in changes.items() if n]
+        if told:
+            raise ModelError(
+                "parameters were added, replaced or removed after fsshard.wrap, which the engine does not see "
+                f"({'; '.join(told)}): it would keep training the old ones only. Change the model first and wrap it "
+                "then; to change values, use model.load_state_dict, or write in place"
+            )
+        self._buffers.look_again()
+        self._remember()
+
+    def _holds_the_same(self) -> bool:
+        """Return whether the modules hold the engine's parameters, or what it shows in their place, and no others."""
+        if self._at_rest is not None and self._at_rest.are_same():
+            return True
+        if any(map(operator.gt, map(len, self._stored), self._lengths)) or self._replaced():
+            return False
+        held = (stored_in(slot.owner).get(slot.stored) is e.parameter for e, slot in self._wrapped.values())
+        self._at_rest = _Contents(self._stored) if all(held) else None
+        return True
+
+    def _find_others(self) -> Iterator[tuple[str, ParameterSlot]]:
+        """Yield the parameters in places that were not wrapped, by name."""
+        for name, module in self._owner.items():
+            prefix = "" if module is self._backend.module else f"{name}."
+            for slot in parameter_slots(module) if module is not None else ():
+                if (id(slot.owner), slot.stored) not in self._wrapped and isinstance(slot.parameter, nn.Parameter):
+                    yield prefix + slot.name, slot
+
+    def _replaced(self) -> list[str]:
+        found = ((e, slot, stored_in(slot.owner).get(slot.stored)) for e, slot in self._wrapped.values())
+        return [s.name for e, s, held in found if held is not e.parameter and not self._backend.shows(e, held)]
+
+
+class _Contents:
+    """A snapshot of what dicts hold, to be compared with what they hold later."""
+
+    def __init__(self, dicts: Sequence[Any]) -> None:
+        self._dicts, self._lengths = dicts, [*map(len, dicts)]
+        filled = [held for held in dicts if isinstance(held, dict) and held]  # torch.jit's are none, and do not change
+        self._live_keys: list[Any] = [held.keys() for held in filled]
+        self._live_values: list[Any] = [held.values() for held in filled]
+        self._keys = [*chain.from_iterable(self._live_keys)]
+        self._values = [*chain.from_iterable(self._live_values)]
+
+    def are_same(self) -> bool:
+        # Lengths: what moved from the end of one to the beginning of the next is in the same order.
+        return (
+            [*map(len, self._dicts)] == self._lengths
+            and [*chain.from_iterable(self._live_keys)] == self._keys
+            and all(map(operator.is_, chain.from_iterable(self._live_values), self._values))
+        )
