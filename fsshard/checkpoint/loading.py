@@ -20,7 +20,7 @@ from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.tensors_file import dtype_name
-from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
+from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign
 from fsshard.checkpoint.parts import class_name, counters
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
@@ -122,12 +122,11 @@ def load(
 
         def opened(kind: str | None, place: Path) -> str:
             job.optimizers = name_optimizers(sharded, optimizer, "fsshard.load")
-            job.reader = (
-                Reader(place)
-                if kind is None  # it is ours
-                else open_foreign(place, kind, sharded, job.optimizers, strict=strict, trust_pickle=trust_pickle)
-            )
-            until_done.push(job.reader.__exit__)
+            if kind is None:  # it is ours
+                job.reader = until_done.enter_context(Reader(place))
+            else:
+                job.reader = until_done.enter_context(ForeignReader(place, kind, trust_pickle=trust_pickle))
+                job.reader.add_for(sharded, job.optimizers, strict=strict)
             job.reader.check_headers()  # from here on all files are open, and no save takes them away
             return job.reader.index.id
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import read_unreplaced
-from fsshard.checkpoint.format.index import Index, Range, cover, read_index, some, steps
+from fsshard.checkpoint.format.index import Index, Piece, Range, cover, read_index, some, steps
 from fsshard.checkpoint.format.tensors_file import STORED, Item, TensorsFile
 from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
@@ -60,7 +60,22 @@ class TensorReader(ABC):
         return Item(key, info.kind, info.shape, lambda: self.chunks(name))
 
 
-class Reader(TensorReader):
+class PieceReader(TensorReader):
+    """Reads tensors whose pieces the index lists."""
+
+    def read(self, name: str, wanted: Range) -> Tensor:
+        info, start = self.index.tensors[name], wanted[0]
+        out = torch.empty(wanted[1] - start, dtype=info.kind, device="cpu")
+        for piece, low, high in cover(info.pieces, wanted):
+            self.fill(out[low - start : high - start], name, piece, low, high)
+        return out
+
+    @abstractmethod
+    def fill(self, out: Tensor, name: str, piece: Piece, low: int, high: int) -> None:
+        """Read elements [low, high) of a tensor, which are in that piece."""
+
+
+class Reader(PieceReader):
     """An open checkpoint of ours."""
 
     def __init__(self, directory: Path) -> None:
@@ -122,11 +137,6 @@ class Reader(TensorReader):
         if faults:
             raise CorruptCheckpoint("\n".join(faults))
 
-    def read(self, name: str, wanted: Range) -> Tensor:
-        info = self.index.tensors[name]
-        start, stop = wanted
-        out = torch.empty(stop - start, dtype=info.kind, device="cpu")
-        for piece, low, high in cover(info.pieces, wanted):
-            place = out[low - start : high - start]
-            self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=place, dtype=info.kind)
-        return out
+    def fill(self, out: Tensor, name: str, piece: Piece, low: int, high: int) -> None:
+        kind = self.index.tensors[name].kind
+        self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=out, dtype=kind)

@@ -120,12 +120,11 @@ def save(
 
 
 def _check_arguments(keep: object, name: str, objects: Mapping[str, Any]) -> None:
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
-        raise ConfigurationError(f"keep={keep!r}: at least 2, since a crash may leave the last one unfinished")
-    if keep is not None and not any(character.isdigit() for character in name):
+    numbered = any(character.isdigit() for character in name)
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2 or not numbered):
         raise ConfigurationError(
-            f"keep={keep}: the name {name!r} has no number, so it is always replaced, and the one before is kept as "
-            "'.previous'; save to a name such as 'step-000100', or leave keep out"
+            f"keep={keep!r} for {name!r}: at least 2, since a crash may leave the last one unfinished, and a name that "
+            "has a number, such as 'step-000100': another one is always replaced, and the one before is '.previous'"
         )
     for name, value in objects.items():
         if name in OF_LOAD:

@@ -310,16 +310,11 @@ def _index(value: Any, whole: bool) -> Index:
 
 def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorInfo:
     info = TensorInfo(value["dtype"], tuple(value["shape"]), tuple(Piece(*node) for node in value["pieces"]))
-    elements, itemsize, position = info.numel, info.kind.itemsize, 0
     for piece in info.pieces:
-        if piece.start != position or not (piece.start < piece.stop <= elements or piece.stop == elements == 0):
-            raise ValueError(
-                f"tensors, {name!r:.100}: elements {piece.start} to {piece.stop} of {elements} follow {position}: "
-                "pieces overlap, leave a gap, are out of order or reach beyond the shape"
-            )
-        if (piece.stop - piece.start) * itemsize > files[piece.file].bytes:  # before anybody makes room for them
+        if (piece.stop - piece.start) * info.kind.itemsize > files[piece.file].bytes:  # before anybody makes room
             raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
-        position = piece.stop
-    if position != elements or min(info.shape, default=0) < 0:
-        raise ValueError(f"tensors, {name!r:.100}: pieces cover {position} of {elements} elements")
+    ends = [0, *(piece.stop for piece in info.pieces)]
+    in_a_row = [piece.start for piece in info.pieces] == ends[:-1] and ends == sorted(ends)
+    if not in_a_row or ends[-1] != info.numel or min(info.shape, default=0) < 0:
+        raise ValueError(f"tensors, {name!r:.100}: pieces overlap, leave a gap or do not end at {info.numel} elements")
     return info

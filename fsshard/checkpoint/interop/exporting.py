@@ -19,9 +19,9 @@ from torch import Tensor
 from fsshard.checkpoint import parts
 from fsshard.checkpoint.arguments import TIMEOUT, name_optimizers
 from fsshard.checkpoint.format.directory import sync
-from fsshard.checkpoint.format.index import Index, Range, cover, rank_of
+from fsshard.checkpoint.format.index import Index, Piece, rank_of
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
-from fsshard.checkpoint.reader import Reader, TensorReader
+from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
@@ -124,16 +124,10 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
 def _format(path: Path, given: str | None) -> str:
     of_suffix = SUFFIXES.get(path.suffix)
     format = given if given is not None else of_suffix
-    if format is None:
+    if format not in FORMATS or of_suffix not in (None, format):
         raise ConfigurationError(
-            f"{os.fspath(path)!r} does not say which format; pass format= one of {', '.join(FORMATS)}, or a file that "
-            f"ends in {', '.join(SUFFIXES)}"
-        )
-    if format not in FORMATS:
-        raise ConfigurationError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
-    if of_suffix not in (None, format):
-        raise ConfigurationError(
-            f"format={format!r} into {os.fspath(path)!r}, whose name says {of_suffix!r}; change one"
+            f"format={given!r} into {os.fspath(path)!r}: expected one of {', '.join(FORMATS)} that the suffix does not "
+            f"contradict; without format= a file that ends in {', '.join(SUFFIXES)}"
         )
     return format
 
@@ -183,11 +177,7 @@ class _Export:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _replaced(self, names: list[str], pattern: str) -> list[Path]:
-        """Return files of an earlier export beside those that will be written: other shards of the model.
-
-        Raises:
-            CheckpointError: there are such files already, and nothing said to overwrite them.
-        """
+        """Return files of an earlier export that stay beside those written now; raise if nothing may be overwritten."""
         there = sorted(name for name in os.listdir(self.directory) if name in names or re.fullmatch(pattern, name))
         if there and not self.overwrite:
             raise CheckpointError(
@@ -288,11 +278,7 @@ class _Export:
 
 
 def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Map keys to tensors with each tensor once, and further keys of it to the first one, as safetensors has ties.
-
-    Raises:
-        CheckpointError: something that safetensors has no place for.
-    """
+    """Map keys to tensors with each tensor once, and further keys of it to the first one, as safetensors has ties."""
     first: dict[str, str] = {}
     tied: dict[str, str] = {}
     for key, tensor in index.model.keys.items():
@@ -345,7 +331,7 @@ def _config(given: Any) -> dict[str, Any]:
     return config
 
 
-class LiveReader(TensorReader):
+class LiveReader(PieceReader):
     """Reads a wrapped model, and optimizers over it, in the memory of all ranks as if it were a checkpoint.
 
     Collective to make. Rank 0 reads and closes; the others :meth:`serve` till then.
@@ -376,20 +362,16 @@ class LiveReader(TensorReader):
         ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
         self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
 
-    def read(self, name: str, wanted: Range) -> Tensor:
-        info = self.index.tensors[name]
-        out = torch.empty(wanted[1] - wanted[0], dtype=info.kind)
-        for piece, low, high in cover(info.pieces, wanted):
-            place, rank = out[low - wanted[0] : high - wanted[0]], rank_of(piece.file)
-            if rank == 0:
-                place.copy_(self._slice(name, low, high))
-                continue
-            self._send([self._numbers[name], low, high], rank)
-            buffer = place if self._device.type == "cpu" else torch.empty_like(place, device=self._device)
-            dist.recv(_bytes(buffer), group=self._group, group_src=rank)
-            if buffer is not place:
-                place.copy_(buffer)
-        return out
+    def fill(self, out: Tensor, name: str, piece: Piece, low: int, high: int) -> None:
+        rank = rank_of(piece.file)
+        if rank == 0:
+            out.copy_(self._slice(name, low, high))
+            return
+        self._send([self._numbers[name], low, high], rank)
+        buffer = out if self._device.type == "cpu" else torch.empty_like(out, device=self._device)
+        dist.recv(_bytes(buffer), group=self._group, group_src=rank)
+        if buffer is not out:
+            out.copy_(buffer)
 
     def _slice(self, name: str, low: int, high: int) -> Tensor:
         part = self._parts[name]

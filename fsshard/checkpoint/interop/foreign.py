@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,13 +134,11 @@ def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) 
 def _weight_map(index: Path) -> dict[str, str]:
     with os.fdopen(open_regular(index, follow=True), "rb") as stream:
         value = parse_json(stream.read(MAX_INDEX), str(index))
-    files = value.get("weight_map") if isinstance(value, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files")
-    outside = [name for name in files.values() if name != os.path.basename(name) or name in ("", ".", "..")]
-    if outside:
-        raise CorruptCheckpoint(f"{index}: {outside[0]!r} is not a file next to it")
-    return files
+    files: Any = value.get("weight_map") if isinstance(value, dict) else None
+    for name in files.values() if isinstance(files, dict) else [None]:
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
+            raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files next to it, but {name!r:.100}")
+    return cast(dict[str, str], files)
 
 
 def _neuralop(path: Path, trust_pickle: bool) -> Tree:

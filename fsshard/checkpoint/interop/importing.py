@@ -41,7 +41,7 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
-__all__ = ["UNKNOWN_CLASS", "ForeignReader", "foreign", "import_checkpoint", "open_foreign"]
+__all__ = ["UNKNOWN_CLASS", "ForeignReader", "foreign", "import_checkpoint"]
 
 UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say
 FILE = rank_file(0, 1)
@@ -58,29 +58,6 @@ TELL_NOTHING |= {"initial_lr", "max_lr", "min_lr"}
 """Hyper-parameters that came with some release of torch, or that schedulers add: they do not tell a class."""
 
 Place = tuple[Any, ...]  # the keys that lead to a node of the tree
-
-
-def open_foreign(
-    path: Path,
-    kind: str,
-    model: ShardedModule,
-    optimizers: Mapping[str, ShardedOptimizer],
-    *,
-    strict: bool,
-    trust_pickle: bool,
-) -> ForeignReader:
-    """Open what :func:`foreign` recognised, for a model and its optimizers. Local; nothing of them changes.
-
-    ``strict`` raises where trainable parameters have no optimizer state while others do.
-    """
-    with ExitStack() as unless_whole:
-        reader = unless_whole.enter_context(ForeignReader(path, kind, trust_pickle=trust_pickle))
-        reader.add_model(model)
-        reader.add_optimizers_for(optimizers, strict)
-        reader.add_objects()
-        reader.make_index()
-        unless_whole.pop_all()
-        return reader
 
 
 def import_checkpoint(
@@ -179,16 +156,19 @@ class ForeignReader(TensorReader):
             return type(node)(self.tree(item) for item in node)
         return {key: self.tree(item) for key, item in node.items()} if isinstance(node, dict) else node
 
+    def add_for(self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], *, strict: bool) -> None:
+        """Add all, by a model's names; ``strict`` raises where trainable parameters lack state that others have."""
+        self.add_model(model)
+        self.add_optimizers_for(optimizers, strict)
+        self.add_objects()
+        self.make_index()
+
     # -- the model
 
     def add_model(self, model: ShardedModule | None = None) -> None:
         """Add the state dict in the tree that fits the model best, under the model's keys.
 
         Without a model: the one that scripts call so, or the largest.
-
-        Raises:
-            CheckpointError: there is none.
-            StateDictError: it is none of a whole model.
         """
         expected = set(model.backend.key_order) if model is not None else set()
         candidates = [
@@ -250,11 +230,7 @@ class ForeignReader(TensorReader):
         self.optimizers[name] = OptimizerInfo(kind, groups, small)
 
     def add_named_optimizers(self) -> None:
-        """Add optimizer states that name their parameters, where there is no model to say what numbers mean.
-
-        Raises:
-            CheckpointError: one numbers them.
-        """
+        """Add optimizer states that name their parameters, where there is no model to say what numbers mean."""
         for place, node in self._optimizer_nodes.items():
             name = str(place[-1]).replace("/", ".") if place else "optimizer"
             if not _is_nested(node) or not all(isinstance(m, str) for g in node["param_groups"] for m in _members(g)):

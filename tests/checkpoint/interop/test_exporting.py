@@ -255,9 +255,9 @@ def test_complex128(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "arguments", "text"),
     [
-        ("model", {}, "does not say which format; pass format= one of safetensors, torch, dcp, hf"),
-        ("model.pt", {"format": "onnx"}, "unknown format 'onnx'"),
-        ("model.pt", {"format": "safetensors"}, "whose name says 'torch'"),
+        ("model", {}, "expected one of safetensors, torch, dcp, hf"),
+        ("model.pt", {"format": "onnx"}, "format='onnx' into"),
+        ("model.pt", {"format": "safetensors"}, "that the suffix does not contradict"),
         ("model.safetensors", {"optimizer": True}, "has no place for optimizer="),
         ("model.pt", {"optimizer": "other"}, "the checkpoint has 'optimizer'"),
         ("model.safetensors", {"max_shard_bytes": "5GB"}, "expected a positive number of bytes"),

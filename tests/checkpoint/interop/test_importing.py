@@ -300,7 +300,10 @@ def test_an_index_that_leads_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     index = folder / "model.safetensors.index.json"
-    for name, text in (("../outside.safetensors", "is not a file next to it"), ("missing.safetensors", "missing")):
+    for name, text in (
+        ("../outside.safetensors", "no weight_map of keys to files next to it"),
+        ("missing.safetensors", "missing"),
+    ):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(CorruptCheckpoint, match=text):
             import_checkpoint(folder, tmp_path / "ours")
