@@ -28,7 +28,6 @@ class Inspection:
     """A checkpoint, and what is wrong with it.
 
     Attributes:
-        path: of the checkpoint.
         problems: what is wrong with it; each names a file and what it holds.
         verified: whether checksums were compared.
         contents: its index as plain values, empty where that cannot be read: ``id``, ``ordinal``, ``saved_at``,

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from fsshard.backends.whole import owned, raw_state_dict, set_state, state_of
+from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign
-from fsshard.checkpoint.parts import class_name, counters
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
@@ -73,7 +72,7 @@ def load(
     verify: bool = False,
     rng: bool = True,
     trust_pickle: bool = False,
-    timeout: float = TIMEOUT,
+    timeout: float = parts.TIMEOUT,
     **objects: Any,
 ) -> Loaded:
     """Load what :func:`fsshard.save` wrote, under any engine and at any world size. All or nothing, and collective.
@@ -107,21 +106,21 @@ def load(
         CheckpointError: there is no checkpoint, or a rank did not call this or could not read.
         CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
     """
-    path, call = check_call(
+    path, call = parts.check_call(
         "fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle
     )
-    sharded = check_model(model, "fsshard.load")
+    sharded = parts.check_model(model, "fsshard.load")
     channel = Channel.of(sharded.backend.settings.everyone)
     wait_for_saves()
-    given = named_objects(scheduler, scaler, objects)
-    channel.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
+    given = parts.named_objects(scheduler, scaler, objects)
+    channel.arrive(parts.as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
         job = _Load(sharded, given, strict, call)
 
         def opened(kind: str | None, place: Path) -> str:
-            job.optimizers = name_optimizers(sharded, optimizer, "fsshard.load")
+            job.optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.load")
             if kind is None:  # it is ours
                 job.reader = until_done.enter_context(Reader(place))
             else:
@@ -162,9 +161,6 @@ def _open_together(channel: Channel, path: str, opened: Callable[[str | None, Pa
     _open_together(channel, path, opened, call)
 
 
-# ------------------------------------------------------------------------------------------------ one load
-
-
 @dataclass
 class _Load:
     """One load on one rank: checked, read, and only then put in place."""
@@ -187,8 +183,6 @@ class _Load:
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     random: Any = None
-
-    # -- does it fit?
 
     def check(self) -> None:
         """Raise for everything that does not fit. Local; reads headers only."""
@@ -278,7 +272,7 @@ class _Load:
         if saved is None:
             known = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
             raise CheckpointError(f"{self.call}: no optimizer was saved as {name!r}; saved were: {known}")
-        kind = class_name(optimizer.optimizer_class)
+        kind = parts.class_name(optimizer.optimizer_class)
         same_name = saved.kind.rpartition(".")[2] == kind.rpartition(".")[2]
         if saved.kind not in (kind, UNKNOWN_CLASS) and (self.strict or not same_name):
             offer = ", or pass strict=False if they are the same" if same_name else ""
@@ -298,8 +292,6 @@ class _Load:
                 {} if len(mine) == len(groups) else {"number of param_groups": (len(mine), len(groups))},
             )
 
-    # -- read
-
     def read(self) -> None:
         """Read this rank's slices beside what it has. Local."""
         index, backend, reader = self.reader.index, self.model.backend, self.reader
@@ -311,7 +303,7 @@ class _Load:
         for name, optimizer in self.optimizers.items():
             small, tensors = index.optimizers[name].state, index.optimizer_tensors(name)
             own = [(entry, small.get(entry.name, {}), tensors.get(entry.name, {})) for entry in optimizer.entries]
-            single = counters(
+            single = parts.counters(
                 (entry, {key: index.tensors[tensor].shape for key, tensor in its.items()}) for entry, _, its in own
             )
             self.states[name] = {entry.name: self._state(entry, trees, its, single) for entry, trees, its in own}
@@ -376,8 +368,6 @@ class _Load:
         else:
             self.per_rank[name] = [self.reader.tree(tree) for tree in trees]
 
-    # -- put in place
-
     def commit(self, channel: Channel, rng: bool) -> None:
         """Put in place first what can refuse: objects, the model's own code, generators; then memory. Collective."""
         undo: list[tuple[str, Callable[[], Any]]] = []
@@ -408,6 +398,10 @@ class _Load:
             except Exception as error:
                 raise CheckpointError(f"{self.call}: {what}: {type(error).__name__}: {error}") from error
 
+        def put(rest: Mapping[str, Any]) -> None:  # buffers and extra state, through the model's own method
+            with self.model.backend.bare() as module:
+                module.load_state_dict(rest, strict=False)
+
         for name, value in self.given.items():
             if name in self.objects:
                 if hasattr(value, "state_dict"):
@@ -418,8 +412,8 @@ class _Load:
         if self.rest:
             raw = raw_state_dict(self.model.backend)
             rest = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
-            undo.append(("the model", functools.partial(self._commit_rest, rest)))
-            taken("the model refuses its buffers or extra state", self._commit_rest, self.rest)
+            undo.append(("the model", functools.partial(put, rest)))
+            taken("the model refuses its buffers or extra state", put, self.rest)
         if rng and self.random is not None:
             device = self.model.backend.settings.device
             undo.append(("a generator", functools.partial(generators.restore, generators.capture(device), device)))
@@ -429,11 +423,6 @@ class _Load:
                     log.warning("%s: not restored on rank %d: %s", self.call, rank, left)
             else:
                 generators.derive(self.random, rank, device)
-
-    def _commit_rest(self, rest: Mapping[str, Any]) -> None:
-        """Buffers and extra state, through the model's own method."""
-        with self.model.backend.bare() as module:
-            module.load_state_dict(rest, strict=False)
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):

@@ -19,8 +19,7 @@ from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
 from fsshard.planning.text import printable
 
-__all__ = ["Reader", "TensorReader"]
-
+__all__ = ["PieceReader", "Reader", "TensorReader"]
 Itself = TypeVar("Itself", bound="TensorReader")
 
 

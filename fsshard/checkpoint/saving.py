@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
 from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, rank_file, write_index
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
@@ -51,7 +50,7 @@ def save(
     block: bool = True,
     keep: int | None = None,
     rng: bool = True,
-    timeout: float = TIMEOUT,
+    timeout: float = parts.TIMEOUT,
     **state: Any,
 ) -> SaveHandle:
     """Write a checkpoint that any engine loads at any world size. Collective: call it on every rank.
@@ -85,13 +84,13 @@ def save(
             an earlier save with ``block=False``. On every rank.
         ConfigurationError: an argument without meaning.
     """
-    path, call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
-    sharded = check_model(model, "fsshard.save")
+    path, call = parts.check_call("fsshard.save", path, timeout, block=block, rng=rng)
+    sharded = parts.check_model(model, "fsshard.save")
     settings = sharded.backend.settings
     channel = Channel.of(settings.everyone)
-    objects = named_objects(scheduler, scaler, state)
+    objects = parts.named_objects(scheduler, scaler, state)
     wait_for_saves()
-    channel.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
+    channel.arrive(parts.as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     sharded.buffers_held.sync()  # rank 0's count, as in a state dict
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
@@ -101,7 +100,7 @@ def save(
     def collected() -> parts.Collected:
         _check_arguments(keep, Path(path).name, objects)
         sharded.backend.reshard()
-        optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
+        optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.save")
         random = generators.capture(settings.device) if rng else None
         mine = parts.collect(sharded, optimizers, objects, settings.overall_rank, random)
         job.place = CheckpointTarget(path)
@@ -136,9 +135,6 @@ def _check_arguments(keep: object, name: str, objects: Mapping[str, Any]) -> Non
             )
 
 
-# ------------------------------------------------------------------------------------------------ one save
-
-
 class _Arrangement(NamedTuple):
     """Who writes what."""
 
@@ -147,8 +143,8 @@ class _Arrangement(NamedTuple):
     tensors: dict[str, TensorInfo]  # all of them with their pieces
 
 
+# The arrangement of the last save of each group: most saves are like the one before.
 _arrangements: WeakKeyDictionary[Channel, _Arrangement] = WeakKeyDictionary()
-"""The arrangement of the last save of each group: most saves are like the one before."""
 
 
 def _digest(value: Any) -> str:
@@ -209,8 +205,6 @@ class _Save:
         except Exception as error:  # the other ranks do not wait for this one here
             self.uncopied, self.items = error, []
         self.collected = dataclasses.replace(self.collected, parts={}, own={})
-
-    # -- on the disk
 
     def run(self) -> None:
         """Write, and make it the checkpoint. Collective, and in any thread."""
@@ -275,9 +269,6 @@ def seen_ordinal(directory: Path, ordinal: int) -> None:
     _ordinals[directory] = max(ordinal, _ordinals.get(directory, 0))
 
 
-# ------------------------------------------------------------------------------------------------ the handle
-
-
 class SaveHandle:
     """A save that is running or has ended, and the ``path`` where the checkpoint will be."""
 
@@ -300,9 +291,8 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is complete on every rank; ``timeout`` in seconds, None as long as it takes.
 
-        Raises:
-            CheckpointError: it failed; what stood there before is as it was. On every rank.
-            TimeoutError: it goes on.
+        Raises CheckpointError on every rank if it failed (what stood there before is as it was), TimeoutError if it
+        goes on.
         """
         if self._thread is not None:
             self._thread.join(timeout)

@@ -1,6 +1,6 @@
 """fsshard.save and fsshard.load: what ranks must agree on, and what a checkpoint takes.
 
-Tests fsshard/checkpoint/arguments.py and fsshard/checkpoint/rng.py too.
+Tests fsshard/checkpoint/rng.py too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fsshard
 from fsshard.checkpoint import parts, saving
-from fsshard.checkpoint.arguments import as_one
+from fsshard.checkpoint.parts import as_one
 from fsshard.checkpoint.rng import capture, derive, restore
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
 from fsshard.launching.leaving import finish_before_leaving

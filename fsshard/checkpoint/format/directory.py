@@ -43,17 +43,13 @@ Value = TypeVar("Value")
 
 
 class CheckpointTarget:
-    """The path to which checkpoints are saved, again and again. A later chdir does not change it.
+    """The ``path`` to which checkpoints are saved, again and again, and that of the ``previous`` one.
 
     A symbolic link to a checkpoint in the same directory is replaced by the new checkpoint; what it points to stays.
-
-    Attributes:
-        path: absolute; its parents are no links.
-        previous: where the checkpoint before lies.
     """
 
     def __init__(self, path: StrPath) -> None:
-        given = _absolute(path)
+        given = _absolute(path)  # a later chdir does not change it
         if given.name in ("", ".."):
             given = Path(os.path.realpath(given))
         self._parent = Path(os.path.realpath(given.parent))
@@ -182,9 +178,6 @@ class CheckpointTarget:
         return True
 
 
-# --------------------------------------------------------------------------------------------------------- clearing
-
-
 def clear(directory: Path, *, but: str = "") -> None:
     """Remove what dead processes of this host have left of saves in a directory; leave the name ``but`` alone."""
     with suppress(OSError):
@@ -241,9 +234,6 @@ def _linked(directory: Path) -> Iterator[Path]:
         for entry in os.scandir(directory):
             if entry.is_symlink():
                 yield Path(os.path.realpath(entry))
-
-
-# ---------------------------------------------------------------------------------------------------------- finding
 
 
 def latest(directory: StrPath) -> Path | None:
@@ -371,9 +361,6 @@ def leftovers(parent: Path) -> list[Path]:
     """List what saves under any name write or remove in a directory, or did when their processes died."""
     names = sorted(os.listdir(parent)) if parent.is_dir() else []
     return [parent / name for name in names if STRAY.fullmatch(name)]
-
-
-# ---------------------------------------------------------------------------------------------------------- paths
 
 
 def _absolute(path: StrPath) -> Path:

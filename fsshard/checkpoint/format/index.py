@@ -33,9 +33,7 @@ WROTE_IN_MEMORY_ORDER = "fsdp"  # format 1, as Index.may_be_permuted says; no cl
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
-RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
-"""The files of a checkpoint beside its index."""
-
+RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")  # the files of a checkpoint beside its index
 STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
@@ -43,8 +41,7 @@ _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
 
 
-Range = tuple[int, int]
-"""[start, stop) of the elements of a flattened tensor."""
+Range = tuple[int, int]  # [start, stop) of the elements of a flattened tensor
 
 
 class Piece(NamedTuple):
@@ -265,8 +262,7 @@ def check_files(directory: str | os.PathLike[str], index: Index) -> None:
 
 def some(names: list[str]) -> str:
     """List a few names for a message."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return (", ".join(map(printable, names[:8])) + more) or "no tensor"
+    return ", ".join([*map(printable, names[:8]), *(["..."] if len(names) > 8 else [])]) or "no tensor"
 
 
 def _index(value: Any, whole: bool) -> Index:

@@ -32,9 +32,6 @@ _METADATA = "__metadata__"
 Progress = Callable[[int], None]
 
 
-# ------------------------------------------------------------------------------------------------ dtypes
-
-
 class Stored(NamedTuple):
     """The form in which elements of a dtype lie in a file."""
 
@@ -84,9 +81,6 @@ BY_NAME = {dtype_name(dtype): dtype for dtype in STORED}
 """The index's name of a dtype -> the dtype."""
 
 
-# ------------------------------------------------------------------------------------------------ writing
-
-
 class Item(NamedTuple):
     """A tensor to write under a key."""
 
@@ -111,11 +105,7 @@ def write(
     *,
     progress: Progress | None = None,
 ) -> FileEntry:
-    """Write a new file, through to the disk; ``progress`` is told the bytes of each chunk.
-
-    Raises a CheckpointError, and leaves no file behind, where it exists, cannot be written, or an item is not what it
-    says or has a dtype that checkpoints do not hold.
-    """
+    """Write a new file, through to the disk; ``progress`` is told the bytes of each chunk. An error leaves no file."""
     for item in items:
         if item.dtype not in STORED:
             known = ", ".join(map(dtype_name, STORED))
@@ -230,9 +220,6 @@ def _view(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
-# ------------------------------------------------------------------------------------------------ reading
-
-
 def open_regular(path: Path, *, follow: bool = False, flags: int = os.O_RDONLY) -> int:
     """Open a regular file; what else has its name, or that there is nothing, is a CorruptCheckpoint.
 
@@ -271,14 +258,10 @@ class TensorEntry(NamedTuple):
 
 
 class TensorsFile:
-    """A safetensors file open for reading slices; close it, or use it as a context.
+    """A safetensors file open for reading slices, with its header's ``entries`` and ``metadata``.
 
     Raises a CorruptCheckpoint where it is missing, no regular file, of another size than ``expected_bytes``, or no
     sound safetensors file; a CheckpointError where the system does not let it be read.
-
-    Attributes:
-        entries: key -> what the header says of the tensor, in the order of their bytes.
-        metadata: text of the header.
     """
 
     def __init__(self, path: str | os.PathLike[str], expected_bytes: int | None = None) -> None:
@@ -336,14 +319,9 @@ class TensorsFile:
     def read(
         self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Read elements ``[start, stop)`` of the flattened tensor.
+        """Read elements ``[start, stop)`` of the flattened tensor, into ``out``, contiguous and on the CPU, if given.
 
-        Args:
-            key: of the tensor; a CorruptCheckpoint is raised where it has no such elements.
-            start: the first element.
-            stop: one past the last.
-            out: where to; contiguous, on the CPU, ``stop - start`` elements of the dtype. None makes a tensor.
-            dtype: complex128 or complex32 where the entry is the pairs of these, and elements are counted in it.
+        ``dtype``: complex128 or complex32 where the entry is the pairs of these, and elements are counted in it.
         """
         entry = self.entries.get(key)
         if entry is None:

@@ -26,9 +26,7 @@ __all__ = ["MAX_DEPTH", "decode", "encode"]
 Put = Callable[[str, Tensor], str]
 Get = Callable[[str], Tensor]
 
-MAX_DEPTH = 64
-"""Containers within containers that are encoded: Python reads JSON that is nested some hundred times deep."""
-
+MAX_DEPTH = 64  # containers within containers; Python reads JSON that is nested some hundred times deep
 _KIND = "$"
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NUMPY = {
@@ -54,13 +52,9 @@ _LEAVES: dict[str, Callable[[Any], Any]] = {
 
 
 def encode(value: Any, put: Put, path: str = "state") -> Any:
-    """Return the JSON tree of a value. Order of dictionaries is kept; that two places hold the same object is not.
+    """Return the JSON tree of a value; ``put`` is told the path of each tensor and the tensor, and gives its name.
 
-    Args:
-        value: of Python's plain kinds and containers, torch.Size, torch.dtype, torch.device, numpy's scalars and arrays
-            of numbers, tensors. Anything else is a CheckpointError.
-        put: told the path of each tensor and the tensor; gives the name that stands for it.
-        path: of the value, for messages and ``put``.
+    Order of dictionaries is kept; that two places hold the same object is not. What has no tree is a CheckpointError.
     """
     return _node(value, put, path, 0)
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.checkpoint import parts
-from fsshard.checkpoint.arguments import TIMEOUT, name_optimizers
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.index import Index, Piece, rank_of
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
@@ -31,9 +30,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 __all__ = ["FORMATS", "MAX_SHARD_BYTES", "export"]
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
-MAX_SHARD_BYTES = 5_000_000_000
-"""Above it a model is divided into several files, as on the Hugging Face Hub."""
-
+MAX_SHARD_BYTES = 5_000_000_000  # above it a model is divided into several files, as on the Hugging Face Hub
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
 
@@ -47,7 +44,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
     overwrite: bool = False,
-    timeout: float = TIMEOUT,
+    timeout: float = parts.TIMEOUT,
 ) -> list[Path]:
     """Write whole weights under the state dict's keys, for other programs to read.
 
@@ -82,10 +79,8 @@ def export(
     format = _format(path, format)
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: expected a positive number of bytes")
-    if optimizer is not False and format not in ("torch", "dcp"):
-        raise ConfigurationError(f"format={format!r} has no place for optimizer=; use 'torch' or 'dcp'")
-    if config is not None and format != "hf":
-        raise ConfigurationError(f"config= goes with format='hf', not with {format!r}")
+    if (optimizer is not False and format not in ("torch", "dcp")) or (config is not None and format != "hf"):
+        raise ConfigurationError(f"format={format!r}: optimizer= goes with 'torch' and 'dcp', config= with 'hf'")
     job = _Export(path, format, max_shard_bytes, overwrite)
     if isinstance(source, ShardedModule):
         return _of_model(source, job, config, optimizer, timeout)
@@ -107,7 +102,7 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
         if job.format == "hf":
             own = config if config is not None else getattr(model.module, "config", None)
             job.config = {"architectures": [type(model.module).__name__], **_config(own)}
-        return {} if optimizer is False else name_optimizers(model, optimizer, "fsshard.export")
+        return {} if optimizer is False else parts.name_optimizers(model, optimizer, "fsshard.export")
 
     live = LiveReader(model, prepared, channel, call)
 

@@ -30,17 +30,14 @@ NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"
 READER = "_fsshard_reader"  # attribute of a tensor of the tree that is still to be read: a function of a range
-Tree = dict[Any, Any]
-"""Dicts and lists of values and tensors, as they were saved."""
+Tree = dict[Any, Any]  # dicts and lists of values and tensors, as they were saved
 
 
 def foreign(path: str | os.PathLike[str]) -> str | None:
     """Tell the kind of a checkpoint that fsshard did not write, by names and first bytes; nothing is unpickled.
 
-    Returns:
-        ``"safetensors"``, a file; ``"hf"``, a directory as on the Hugging Face Hub; ``"torch"``, a file of
-        ``torch.save``; ``"dcp"``, a directory of ``torch.distributed.checkpoint``; ``"neuralop"``, a folder of
-        neuraloperator's trainer; None for ours and for what nobody knows.
+    ``"safetensors"`` and ``"torch"`` are files; ``"hf"``, ``"dcp"`` and ``"neuralop"`` directories, as on the Hugging
+    Face Hub, of ``torch.distributed.checkpoint`` and of neuraloperator's trainer. None: ours, or not known.
     """
     try:
         path = Path(path)
@@ -88,12 +85,8 @@ def awaited(dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], 
 def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) -> tuple[Tree, dict[str, str]]:
     """Open another program's checkpoint, of the ``kind`` that :func:`foreign` said; ``files`` closes what stays open.
 
-    Returns:
-        The tree; and key -> the key under which the same tensor was saved, where the format ties keys by name.
-
-    Raises:
-        CheckpointError: it must be unpickled, which runs whatever code it asks for, and is not trusted.
-        CorruptCheckpoint: it is damaged.
+    Returns the tree; and key -> the key under which the same tensor was saved, where the format ties keys by name.
+    A CheckpointError says that it must be unpickled, which runs whatever code it asks for, and is not trusted.
     """
     tied: dict[str, str] = {}
     try:
@@ -180,8 +173,10 @@ def _unpickled(path: Path, trust_pickle: bool) -> Tree:
             value = torch.load(os.fspath(path), weights_only=True, map_location="cpu", mmap=zipped)
         except pickle.UnpicklingError as error:
             if not trust_pickle:
+                unknown = re.search(r"GLOBAL ([\w.]+)", str(error))
+                reason = unknown[1] if unknown else str(error).strip()[-200:]
                 raise CheckpointError(
-                    f"{path} holds more than tensors and plain values ({_reason(error)}): reading it runs whatever "
+                    f"{path} holds more than tensors and plain values ({reason}): reading it runs whatever "
                     "code the file asks for. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
                 ) from None
             value = torch.load(os.fspath(path), weights_only=False, map_location="cpu", mmap=zipped)
@@ -193,8 +188,3 @@ def _unpickled(path: Path, trust_pickle: bool) -> Tree:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
     return value
-
-
-def _reason(error: Exception) -> str:
-    unknown = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return unknown[1] if unknown else (str(error).strip().splitlines() or ["a bad pickle"])[-1][:200]

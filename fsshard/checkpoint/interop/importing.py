@@ -67,19 +67,10 @@ def import_checkpoint(
     trust_pickle: bool = False,
     optimizer: bool = True,
 ) -> Path:
-    """Convert another program's checkpoint to fsshard's, without its model. In one process.
+    """Convert another program's checkpoint, of any kind that :func:`foreign` knows, to one of ours. In one process.
 
-    Args:
-        source: a safetensors file, a directory of the Hugging Face Hub or of ``torch.distributed.checkpoint``, a file
-            of ``torch.save``, or a folder of neuraloperator's trainer.
-        destination: the directory to write.
-        trust_pickle: unpickle what cannot be read otherwise.
-        optimizer: take optimizer states along, which must name their parameters.
-
-    Raises:
-        CheckpointError: it is none of these, must be unpickled and is not trusted, or has optimizer states that number
-            their parameters (load them with the model, by ``fsshard.load``).
-        CorruptCheckpoint: it is damaged.
+    Optimizer states come along unless ``optimizer`` is False, and must name their parameters: those that number them
+    need the model, and are loaded by ``fsshard.load``. ``trust_pickle``: unpickle what cannot be read otherwise.
     """
     source = Path(os.path.expanduser(source))
     kind = foreign(source)
@@ -104,8 +95,7 @@ def import_checkpoint(
 class ForeignReader(TensorReader):
     """Reads another program's checkpoint as :class:`~fsshard.checkpoint.reader.Reader` reads ours.
 
-    Its contents are added one after the other, under our names; :meth:`make_index` comes last. What is no tensor is a
-    value there, until :meth:`encode_values`.
+    Its contents are added under our names, :meth:`make_index` last. What is no tensor is a value there, not a tree.
     """
 
     def __init__(self, path: Path, kind: str, *, trust_pickle: bool) -> None:
@@ -163,8 +153,6 @@ class ForeignReader(TensorReader):
         self.add_objects()
         self.make_index()
 
-    # -- the model
-
     def add_model(self, model: ShardedModule | None = None) -> None:
         """Add the state dict in the tree that fits the model best, under the model's keys.
 
@@ -198,8 +186,6 @@ class ForeignReader(TensorReader):
         for key, first in self._tied.items() if model is None else ():
             if self.keys.get(first) is not None:
                 self.keys.setdefault(key, self.keys[first])
-
-    # -- optimizers
 
     def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
         """Add the state of each optimizer, by the names of the model's parameters."""
@@ -246,8 +232,6 @@ class ForeignReader(TensorReader):
                 groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
                 state |= {m: node["state"].get(n, {}) for n, m in zip(group["params"], members, strict=True)}
             self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
-
-    # -- the rest
 
     def add_objects(self) -> None:
         """Add what is beside the model's state dict and the optimizers' states."""

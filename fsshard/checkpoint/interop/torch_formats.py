@@ -53,8 +53,7 @@ class Placeholder:
 def write_torch(path: Path, value: Any, read: Callable[[str], Iterable[Tensor]]) -> None:
     """Write what ``torch.save(value, path)`` would, through to the disk.
 
-    ``value`` has :class:`Placeholder` in place of tensors; small tensors may stand there themselves. ``read`` gives the
-    elements of a tensor by its name, flat and in order, in any number of pieces.
+    :class:`Placeholder` stands for tensors, whose elements ``read`` gives by name, flat and in order, in any pieces.
     """
     # The format is a zip archive: a pickle that says which tensor lies in which record, and one record per storage.
     # Checksums are true; torch.serialization.skip_data leaves room for the bytes too, but checksums of zeros.
@@ -65,15 +64,11 @@ def write_torch(path: Path, value: Any, read: Callable[[str], Iterable[Tensor]])
         _record(archive, "data.pkl", len(buffer.getvalue()), [buffer.getvalue()])
         _record(archive, "byteorder", len(sys.byteorder), [sys.byteorder.encode()])
         for number, (name, info) in pickler.storages.items():
-            _record(archive, f"data/{number}", info.nbytes, _memory(pickler.held.get(name) or read(name)))
+            pieces = (piece.contiguous().view(torch.uint8).numpy() for piece in pickler.held.get(name) or read(name))
+            _record(archive, f"data/{number}", info.nbytes, pieces)
         _record(archive, "version", 2, [b"3\n"])
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())
-
-
-def _memory(pieces: Iterable[Tensor]) -> Iterator[Any]:
-    for piece in pieces:
-        yield memoryview(piece.contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _record(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterable[Any]) -> None:
@@ -142,9 +137,6 @@ class _Pickler(pickle.Pickler):
         if legacy is None:
             return "storage", torch.UntypedStorage, str(obj.number), "cpu", obj.info.nbytes
         return "storage", getattr(torch, legacy), str(obj.number), "cpu", obj.info.numel
-
-
-# ------------------------------------------------------------------------------------------------ writing DCP
 
 
 def write_dcp(path: Path, value: dict[str, Any], reader: TensorReader) -> None:
@@ -220,9 +212,6 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, .
         step = PIECE_BYTES // row
         for start in range(0, shape[0], step):
             yield (start, *(0,) * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:])
-
-
-# ------------------------------------------------------------------------------------------------ reading DCP
 
 
 class DcpDirectory:
