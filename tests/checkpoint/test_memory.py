@@ -1,9 +1,14 @@
-"""The memory that a save and a load take beside the state itself: none, and this rank's part once."""
+"""The memory that a save and a load take beside the state itself: none, and this rank's part once; and that of copies.
+
+Tests fsshard/checkpoint/staging.py too.
+"""
 
 from __future__ import annotations
 
 import itertools
+import mmap
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +17,8 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.backends.whole import state_of
+from fsshard.checkpoint import staging
+from fsshard.checkpoint.staging import Staging
 from fsshard.launching.pool import RankPool
 from tests.memory import LiveBytes
 from tests.models import Spectral
@@ -81,3 +88,51 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_load_takes_its_own_part_and_a_piece(ranks: RankPool, folder: str, backend: str, world: int) -> None:
     for found in ranks.run(job_memory, world, folder, backend, False):
         assert 0.3 * found["own"] < found["loaded"] <= 1.1 * found["own"] + found["piece"], found
+
+
+# ------------------------------------------------------------------------------------------------ copies
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    staging._spare.clear()
+
+
+def tensors() -> list[Tensor]:
+    return [
+        torch.randn(3, 5),
+        torch.randn(7, dtype=torch.complex64),
+        torch.randn(4, 6).bfloat16().T,
+        torch.tensor(2),
+        torch.empty(0, 3),
+        torch.rand(9) > 0.5,
+        torch.randn(2, 2, dtype=torch.complex64).conj(),
+    ]
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_copies_are_equal_and_apart() -> None:
+    given = tensors()
+    copies = Staging().copy(given)
+    for one, copy in zip(given, copies, strict=True):
+        assert (copy.dtype, copy.shape) == (one.dtype, one.shape) and torch.equal(copy, one)
+        assert copy.is_contiguous() and not copy.is_conj()
+    before = [copy.clone() for copy in copies]
+    for one in given:
+        one.zero_()
+    assert all(torch.equal(copy, kept) for copy, kept in zip(copies, before, strict=True))
+    assert len({address(copy) for copy in copies}) == 1  # one mapping
+    assert all(copy.data_ptr() % staging.ALIGNMENT == 0 for copy in copies)
+
+
+def test_the_memory_serves_again() -> None:
+    room = Staging()
+    first = address(room.copy(tensors())[0])
+    with mock.patch.object(mmap, "mmap", side_effect=AssertionError("another mapping")):
+        room.give_back()
+        given = tensors()
+        again = Staging().copy(given)
+    assert address(again[0]) == first and all(torch.equal(a, b) for a, b in zip(again, given, strict=True))

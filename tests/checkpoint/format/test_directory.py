@@ -300,25 +300,6 @@ def test_what_another_host_or_nobody_signed_is_left(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ other processes
 
 
-def test_a_save_waits_for_who_removes_what_is_left(tmp_path: Path) -> None:
-    """Its lock must not make a save fail."""
-    path = save(tmp_path / "last", 1)
-    with CheckpointTarget(path).lock():
-        (held,) = module._held
-        module._sign(held, "sweeper")
-        asked, slept = [], module.time.sleep
-
-        def released(seconds: float) -> None:
-            asked.append(seconds)
-            module._sign(held, "sweeper" if len(asked) < 3 else "process")
-            slept(0)
-
-        with mock.patch.object(module.time, "sleep", released):
-            with pytest.raises(CheckpointError, match=f"another process is saving to .*process {os.getpid()} on"):
-                save(path, 2)
-        assert len(asked) >= 3
-
-
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_locks(tmp_path: Path, code: int) -> None:
     path = save(tmp_path / "last", 1)

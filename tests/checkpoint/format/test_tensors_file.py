@@ -227,14 +227,3 @@ def test_a_size_that_was_not_written_and_a_file_that_shrinks(small: bytes, tmp_p
         os.truncate(tmp_path / "small", len(small) - 10)
         with pytest.raises(CorruptCheckpoint, match="cut short"):
             file.read("w", 0, 6)
-
-
-def test_reading_what_is_not_there(small: bytes, tmp_path: Path) -> None:
-    with TensorsFile(tmp_path / "small") as file:
-        for key, start, stop in [("none", 0, 1), ("w", 0, 7), ("w", -1, 2), ("w", 3, 2)]:
-            with pytest.raises(CorruptCheckpoint, match="has no"):
-                file.read(key, start, stop)
-        with pytest.raises(CorruptCheckpoint, match=r"not torch\.complex128"):
-            file.read("w", 0, 1, dtype=torch.complex128)
-    with pytest.raises(CheckpointError, match="cannot read"):
-        file.read("w", 0, 6)

@@ -272,17 +272,6 @@ def test_questions_without_meaning(saved: Any, tmp_path: Path, file: str, argume
     assert not list(tmp_path.iterdir())
 
 
-def test_places_that_cannot_be_written(saved: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for file in (tmp_path / "file" / "model.pt", tmp_path / "file" / "model.safetensors"):
-        with pytest.raises(CheckpointError, match="cannot write"):
-            fsshard.export(saved[0], file)
-    with pytest.raises(CheckpointError, match="holds no DCP checkpoint"):
-        fsshard.export(saved[0], tmp_path / "file", "dcp", overwrite=True)
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        fsshard.export(tmp_path / "nothing", tmp_path / "model.pt")
-
-
 def job_fails(path: Path) -> str:
     model = fsshard.wrap(everything(), backend="fsdp")
     (path / "file").touch()
