@@ -317,3 +317,28 @@ def toggled(kind: str) -> Any:
 @on_ranks()
 def test_parameters_that_are_frozen_and_unfrozen_in_turn() -> None:
     assert both(toggled)
+
+
+# ------------------------------------------------------------------------------------------------ loss scaling
+
+
+class Stepping(OSS):
+    """A subclass whose step takes no scaler."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [OSS, Stepping])
+@on_ranks()
+def test_a_rank_without_gradients_takes_part(kind: Any) -> None:
+    """It owns nothing; and gradients are unscaled for a step that takes no scaler, too."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    if dist.get_rank() == 0 or kind is Stepping:
+        parameter.grad = torch.full((3,), 2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [0.5] * 3

@@ -181,27 +181,3 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name() -> None:
     assert "2.weight: exp_avg_sq: expected (16, 15), got (3,)" in text
     assert "missing: param_groups" in told(lambda state: state.pop("param_groups"))
     assert len(optimizer.optim.state) == 0
-
-
-# ------------------------------------------------------------------------------------------------ what it costs
-
-TFNO = [(32, 3), (32,)] + 4 * [(32, 8, 2), (8, 8), (6, 6), (4, 4, 2), (32, 32), (32,)]
-T5 = [(512, 64)] + 4 * ([(64, 64)] * 4 + [(64,)] + [(128, 64), (64, 128), (64,)]) + [(32, 4), (64,)]
-
-
-def state_bytes(cls: Any, shapes: list[tuple[int, ...]]) -> int:
-    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer = cls(parameters, optim=torch.optim.AdamW, lr=0.1)
-    fill(parameters)
-    optimizer.step()
-    states = optimizer.optim.state.values()
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
-def test_no_rank_keeps_more_state_than_under_the_real_oss(world_size: int) -> None:
-    from fairscale.optim.oss import OSS as Raw
-
-    for shapes in (T5, TFNO):
-        assert state_bytes(OSS, shapes) <= 1.02 * state_bytes(Raw, shapes)

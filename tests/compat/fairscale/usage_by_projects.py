@@ -231,14 +231,6 @@ def hugging_face_simple(fairscale: Any) -> Outcome:
     return outcome(run, [optimizer], losses=losses, norms=norms)
 
 
-def engine(fairscale: Any, model: nn.Module, params: Any, optim: Any, settings: Any, **options: Any) -> tuple[Any, Any]:
-    """ShardedDDP and its OSS, or DDP and the plain optimizer."""
-    if fairscale is None:
-        return DistributedDataParallel(model), optim(params, **settings)
-    optimizer = fairscale.optim.oss.OSS(params=params, optim=optim, **settings)
-    return fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer, **options), optimizer
-
-
 class Gan(nn.Module):
     """A generator and a discriminator in one module; each step uses the gradients of one."""
 
@@ -273,59 +265,10 @@ def espnet_gan(fairscale: Any) -> Outcome:
     return outcome(run, optimizers)
 
 
-def mmf(fairscale: Any) -> Outcome:
-    """MMF: ``isinstance`` before clipping, an evaluation between steps, the optimizer's state where it can be had."""
-    model = nn.Sequential(net(), nn.BatchNorm1d(3))
-    run, optimizer = engine(fairscale, model, two_groups(model), torch.optim.AdamW, {"lr": 0.03})
-    assert fairscale is None or isinstance(optimizer, fairscale.optim.oss.OSS)
-    norms, evaluations = [], []
-    for x in batches():
-        run.train()
-        optimizer.zero_grad()
-        loss_of(run(x)).backward()
-        norms.append(clip(optimizer, model.parameters(), 0.25))
-        optimizer.step()
-        run.eval()
-        with torch.no_grad():
-            evaluations.append(loss_of(run(x)).item())
-    return outcome(run, [optimizer], norms=norms, evaluations=evaluations)
-
-
-def oss_subclass(fairscale: Any) -> Outcome:
-    """mmcv's and mmengine's way: a class of the project that is OSS with a fixed optimizer, built by its own name."""
-    model = net()
-    optimizer: Any
-    if fairscale is None:
-        optimizer = torch.optim.AdamW(two_groups(model), lr=0.02)
-        run: Any = DistributedDataParallel(model)
-    else:
-
-        class OSSAdamW(fairscale.optim.oss.OSS):  # type: ignore[misc]
-            def __init__(self, params: Any, **settings: Any) -> None:
-                self.steps = 0
-                super().__init__(params, optim=torch.optim.AdamW, **settings)
-
-            def step(self, closure: Any = None, **kwargs: Any) -> Any:
-                self.steps += 1
-                return super().step(closure, **kwargs)
-
-        optimizer = OSSAdamW(two_groups(model), lr=0.02)
-        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
-        assert isinstance(optimizer, fairscale.optim.OSS) and isinstance(optimizer, torch.optim.Optimizer)
-    for x in batches():
-        run.zero_grad()
-        loss_of(run(x)).backward()
-        optimizer.step()
-    assert fairscale is None or optimizer.steps == STEPS
-    return outcome(run, [optimizer])
-
-
 USAGES: dict[str, Callable[[Any], Outcome]] = {
     "Lightning, Adam, one node": lambda f: lightning(f, torch.optim.Adam, **({"reduce_buffer_size": 0} if f else {})),
     "Lightning, AdamW": lambda f: lightning(f, torch.optim.AdamW),
     "Lightning, two optimizers": lightning_manual,
     "Hugging Face, simple": hugging_face_simple,
     "ESPnet, GAN": espnet_gan,
-    "MMF": mmf,
-    "mmcv": oss_subclass,
 }

@@ -102,17 +102,17 @@ class InnerFSDP(TorchFSDP):
 
     @property
     def wrapped(self) -> nn.Module:
-        """The user's module; ``module`` would skip torch's activation wrappers."""
+        """Return the user's module; ``module`` would skip torch's activation wrappers."""
         return fsdp1.wrapped_by(self)
 
     @property
     def flat(self) -> Any:
-        """The flat parameter, or None where inner wrappers have all."""
+        """Return the flat parameter, or None where inner wrappers have all."""
         handle = fsdp1.handle_of(self)
         return handle.flat_param if handle else None
 
     def own(self) -> list[Own]:
-        """The parameters in the flat one, in its order."""
+        """Return the parameters in the flat one, in its order."""
         flat = self.flat
         if flat is None:
             return []
@@ -125,7 +125,7 @@ class InnerFSDP(TorchFSDP):
         ]
 
     def ties(self) -> list[tuple[str, str]]:
-        """Names of a tied parameter: the one it is kept under, and another."""
+        """Return the names of tied parameters: the one it is kept under, and another."""
         infos = fsdp1.shared_infos_of(self.flat) if self.flat is not None else []
         return [(_name(i.prim_module_name, i.prim_param_name), _name(i.module_name, i.param_name)) for i in infos]
 
@@ -235,7 +235,7 @@ class InnerFSDP(TorchFSDP):
         fsdp1.write_back(fsdp1.handle_of(self))
 
     def gather(self, local: Tensor) -> Tensor:
-        """The whole of something that is cut as the flat parameter is, without padding. Collective."""
+        """Return the whole of something that is cut as the flat parameter is, without padding. Collective."""
         handle = fsdp1.handle_of(self)
         assert handle is not None
         local = local.detach().contiguous()
@@ -246,7 +246,7 @@ class InnerFSDP(TorchFSDP):
         return parts[: fsdp1.offsets_of(handle)[-1][1] + 1]  # the last place, of padding between parameters too
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The own parameters' parts of something as long as the whole flat parameter, in their shapes."""
+        """Return the own parameters' parts of something as long as the whole flat parameter, in their shapes."""
         flat = self.flat
         pieces = [whole[start : stop + 1] for start, stop in fsdp1.offsets_of(fsdp1.handle_of(self))]
         kept = [piece for piece, padding in zip(pieces, fsdp1.is_padding(flat), strict=True) if not padding]

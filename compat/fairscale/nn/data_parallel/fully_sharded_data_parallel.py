@@ -193,7 +193,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> Any:
-        """The engine around the wrapped module; what it has not, the wrapped module is asked for."""
+        """Return the engine around the wrapped module; what it has not, the wrapped module is asked for."""
         return self._fsdp_wrapped_module
 
     @property
@@ -325,7 +325,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """Parameters that have a gradient, of all wrappers inside."""
+        """Return the parameters that have a gradient, of all wrappers inside."""
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

@@ -185,26 +185,28 @@ def test_a_new_scale() -> None:
 # -- with OSS and ShardedDataParallel --------------------------------------------------------------------------------
 
 
-def trained(sharded: bool, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
-    """Five steps with clipping, the third of which overflows on rank 1 alone; two optimizers."""
+def trained(sharded: bool, kind: str, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
+    """Five steps, the third of which overflows on rank 1 alone; two optimizers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5, dtype=dtype), nn.Linear(5, 2, dtype=dtype))
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    if kind == "ours":
+        scaler = (Scaler if sharded else ours.GradScaler)(init_scale=64.0, growth_interval=2)
     if sharded:
         optimizers: list[Any] = [OSS(half.parameters(), torch.optim.Adam, lr=0.01) for half in model]
         wrapped: Any = ShardedDataParallel(model, optimizers)
-        scaler: Any = Scaler(init_scale=64.0, growth_interval=2)
     else:
         optimizers = [torch.optim.Adam(half.parameters(), lr=0.01) for half in model]
         wrapped = nn.parallel.DistributedDataParallel(model)
-        scaler = ours.GradScaler(init_scale=64.0, growth_interval=2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     scales = []
     for step in range(5):
         loss = wrapped(torch.randn(3, 4, generator=generator).to(dtype)).abs().square().mean()
         scaler.scale(loss * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
         for optimizer, half in zip(optimizers, model, strict=True):
-            scaler.unscale_(optimizer)
-            clip(optimizer, half, 0.05)
+            if kind != "torch's, which unscales in step":
+                scaler.unscale_(optimizer)
+                clip(optimizer, half, 0.05)
             scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -213,8 +215,17 @@ def trained(sharded: bool, dtype: torch.dtype) -> tuple[list[float], list[Tensor
     return scales, weights(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=["real", "complex"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("ours", torch.float32),
+        ("ours", torch.complex64),
+        ("torch's", torch.float32),
+        ("torch's, which unscales in step", torch.float32),
+    ],
+    ids=str,
+)
 @on_ranks()
-def test_sharded_training_is_ddps(dtype: torch.dtype) -> None:
-    (scales, values), (ddp_scales, ddp_values) = (trained(sharded, dtype) for sharded in (True, False))
+def test_all_ranks_step_or_none_as_under_ddp(kind: str, dtype: torch.dtype) -> None:
+    (scales, values), (ddp_scales, ddp_values) = (trained(sharded, kind, dtype) for sharded in (True, False))
     assert scales == ddp_scales == [64.0, 128.0, 64.0, 64.0, 128.0] and same(values, ddp_values)
