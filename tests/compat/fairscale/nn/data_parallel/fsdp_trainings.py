@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsshard.compat.fairscale.nn import checkpoint_wrapper
 from fsshard.compat.fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP
 from fsshard.compat.fairscale.nn.data_parallel import auto_wrap_bn
 
@@ -121,6 +122,13 @@ def nested(bn: bool = True, wrap_bn: bool = False, kind: Any = FSDP, **options: 
         model[1] = auto_wrap_bn(model[1])
     model[1] = kind(model[1], **options)
     return kind(model, **options)
+
+
+def around(kind: Callable[[nn.Module], nn.Module]) -> Any:
+    """The MLP in a wrapper, and its middle in another kind."""
+    model = mlp()
+    model[1] = kind(model[1])
+    return FSDP(model)
 
 
 def raw(module: nn.Module, group: Any = None, **options: Any) -> Any:
@@ -254,6 +262,8 @@ MODELS: dict[str, Callable[[], dict[str, float]]] = {
     "tied": lambda: against_ddp(FSDP(tied()), tied()),
     "tied, unflattened": lambda: against_ddp(FSDP(tied(), flatten_parameters=False), tied()),
     "twice": lambda: against_ddp(FSDP(Twice(FSDP)), Twice(plainly)),
+    "checkpointed": lambda: against_ddp(around(lambda m: FSDP(checkpoint_wrapper(m))), mlp()),
+    "checkpointed outside": lambda: against_ddp(around(lambda m: checkpoint_wrapper(FSDP(m))), mlp()),
     "in place": lambda: against_ddp(FSDP(Residual(FSDP)), Residual(plainly)),
     "no_sync": lambda: against_ddp(nested(bn=False), mlp(bn=False), without_sync),
     "two forwards": lambda: against_ddp(nested(bn=False), mlp(bn=False), two_forwards),
