@@ -11,21 +11,6 @@ from torch import Tensor
 
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "current_graph_task_id",
-    "current_node",
-    "disable_functorch",
-    "functorch_transforms_active",
-    "is_functorch_wrapped",
-    "keeps_graph",
-    "next_sequence_number",
-    "queue_callback",
-    "run_first",
-    "saved_tensors_hooks",
-    "sequence_number",
-    "will_execute",
-]
-
 AREA = Area("autograd", cpp="torch/csrc/autograd/init.cpp")
 MODULE = "torch/csrc/Module.cpp"
 

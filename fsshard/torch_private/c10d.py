@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,28 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.torch_private.fsdp2 import CLASSES
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.registry import Area
-
-__all__ = [
-    "AllgatherOptions",
-    "ProcessGroupGloo",
-    "all_groups",
-    "allgather_base",
-    "backend_of",
-    "broadcast_coalesced",
-    "collectives_replaced",
-    "device_types",
-    "fake_store",
-    "flattened",
-    "forget_meshes",
-    "group_named",
-    "set_timeout",
-    "store_of",
-    "takes_only_cuda",
-    "timeout_of_options",
-    "whole_mesh",
-]
 
 AREA = Area("c10d", cpp="torch/csrc/distributed/c10d/init.cpp")
 
@@ -151,32 +133,17 @@ def whole_mesh(mesh: Any) -> Any:
 
 
 _TENSOR = "torch.distributed.tensor"
+LRU_CACHE = type(functools.cache(print))
 _forget_meshes = AREA.later(
     f"{_TENSOR}.debug:_clear_sharding_prop_cache",
     source="torch/distributed/tensor/debug/__init__.py",
     use="lets DTensor forget the meshes of a world that is gone",
     otherwise="DTensors in a pool of ranks whose size changes",
 )
-_KEEPS_GROUPS = "a thread of gloo's goes on for each process group of a pool's earlier jobs, and takes CPU time"
-_transforms = AREA.later(
-    f"{_TENSOR}._redistribute:_gen_transform_infos",
-    use="a cache by meshes, which keep their process groups alive",
-    otherwise=_KEEPS_GROUPS,
-)
 _forget_planners = AREA.later(
     f"{_TENSOR}._redistribute:clear_redistribute_planner_cache",
-    use="empties another such cache",
-    otherwise=_KEEPS_GROUPS,
-)
-_topologies = AREA.later(
-    f"{_TENSOR}._collective_utils:MeshTopoInfo.build_from_mesh",
-    use="another such cache",
-    otherwise=_KEEPS_GROUPS,
-)
-_classes_of_fsdp2 = AREA.later(
-    "torch.distributed.fsdp._fully_shard._fully_shard:get_cls_to_fsdp_cls",
-    use="the classes that it has made, some of which know a mesh",
-    otherwise=_KEEPS_GROUPS,
+    use="empties a cache by meshes, which keep their process groups alive",
+    otherwise="a thread of gloo's goes on for each process group of a pool's earlier jobs, and takes CPU time",
 )
 
 
@@ -192,11 +159,14 @@ def forget_meshes() -> None:
     _forget_meshes.value()
     if _forget_planners.present:
         _forget_planners.value()
-    for cached in (_transforms, _topologies):
-        if cached.present and hasattr(cached.value, "cache_clear"):
-            cached.value.cache_clear()
-    if _classes_of_fsdp2.present:
-        _classes_of_fsdp2.value().clear()
+    for module in [module for name, module in sys.modules.items() if name.startswith(f"{_TENSOR}.")]:
+        values = list(vars(module).values())
+        members = [each for kind in values if isinstance(kind, type) for each in vars(kind).values()]
+        for cached in (*values, *(getattr(each, "__func__", each) for each in members)):
+            if isinstance(cached, LRU_CACHE):  # some are by meshes
+                cached.cache_clear()
+    if CLASSES.present:
+        CLASSES.value.clear()
 
 
 _resolve: Callable[[str], Any] = AREA.take(

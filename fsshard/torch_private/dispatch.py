@@ -8,13 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "LOCAL_SCALAR_DENSE",
-    "TorchDispatchMode",
-    "disable_current_modes",
-    "schema_of",
-]
-
 AREA = Area("dispatch")
 
 if TYPE_CHECKING:

@@ -12,16 +12,6 @@ import torch
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "copied_by",
-    "swapped_by",
-    "unset_fake_temporarily",
-]
-
 AREA = Area("fake_tensors", otherwise="estimates but by real=True")
 
 if TYPE_CHECKING:

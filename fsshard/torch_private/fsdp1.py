@@ -18,48 +18,6 @@ from torch import Tensor, nn
 
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "FLAT_NAME",
-    "HOOK_STATE",
-    "WRAPPED",
-    "abandon",
-    "accumulator_of",
-    "claim_orig_params",
-    "divide_factors",
-    "drop_whole",
-    "even_shards",
-    "free_with_its_handle",
-    "handle_of",
-    "held_by",
-    "infos_of",
-    "is_idle",
-    "is_padding",
-    "is_recomputing",
-    "is_root",
-    "is_summoned",
-    "lazy_init",
-    "let_go",
-    "needs_pre_backward_unshard",
-    "offsets_of",
-    "params_of",
-    "post_backward_hook",
-    "pre_backward_hook",
-    "reduce_by",
-    "reduces_gradients",
-    "reset_lazy_init",
-    "reshard",
-    "set_divide_factors",
-    "shapes_of",
-    "shard_infos_of",
-    "sharded_size",
-    "shared_infos_of",
-    "show",
-    "tensors_of",
-    "training_state_of",
-    "wrapped_by",
-    "write_back",
-]
-
 AREA = Area("fsdp1", otherwise="backend 'fsdp', and FairScale's FullyShardedDataParallel")
 _UNIT = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel."
 _RUNTIME = "torch.distributed.fsdp._runtime_utils:"
@@ -128,9 +86,6 @@ infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
 shared_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
     f"{_FLAT}_shared_param_infos", use="the other places of tied ones"
 )
-_INFOS = AREA.attribute(f"{_FLAT}_param_infos", use="is emptied when its handle is gone")
-_SHARED_INFOS = AREA.attribute(f"{_FLAT}_shared_param_infos", use="is emptied when its handle is gone")
-_MODULES = AREA.attribute(f"{_FLAT}_modules", use="is emptied when its handle is gone")
 shard_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
     f"{_FLAT}_shard_param_infos", use="which of them this rank holds a part of"
 )
@@ -301,12 +256,7 @@ def free_with_its_handle(flat: Any, handle: Any) -> None:
 
     They do after a pass that broke off, and without ``use_orig_params`` always (torch 2.13).
     """
-    weakref.finalize(handle, _forget_modules, flat).atexit = False
-
-
-def _forget_modules(flat: Any) -> None:
-    for name in (_INFOS, _SHARED_INFOS, _MODULES):
-        setattr(flat, name, ())
+    weakref.finalize(handle, vars(flat).clear).atexit = False
 
 
 # ------------------------------------------------------------------------------------------------ whole and shards

@@ -15,24 +15,6 @@ from torch import Tensor, nn
 
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "UNSHARDED_PARAM",
-    "abandon_forward",
-    "cut_by",
-    "forget_unit",
-    "forward_root_of",
-    "groups_of",
-    "hook_outputs_by",
-    "param_groups",
-    "place_of",
-    "pre_backward",
-    "prepare_class",
-    "reduce_at_end_of_backward",
-    "replace_pre_backward",
-    "sharded_data",
-    "state_of",
-]
-
 AREA = Area("fsdp2", otherwise="backend 'fsdp2'")
 _ROOT = "torch.distributed.fsdp._fully_shard"
 state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
@@ -56,9 +38,9 @@ _SEEN = AREA.take(
     otherwise="a model that was handed back cannot be wrapped again",
 )
 
-_CLASSES = AREA.later(
+CLASSES = AREA.later(
     f"{_ROOT}._fully_shard:cls_to_fsdp_cls",
-    use="the class of a unit, where the one that torch would make has another layout than the user's",
+    use="the classes of units: ours where torch's has another layout than the user's; some of torch's know a mesh",
     otherwise='"object layout differs" from fully_shard, of units whose class inherits from typing.Generic first',
 )
 
@@ -67,8 +49,8 @@ def prepare_class(kind: type, make: Callable[[type, dict[str, Any]], type]) -> N
     """Let ``fully_shard`` turn modules of a class into what ``make(FSDPModule, members)`` gives."""
     from torch.distributed.fsdp import FSDPModule
 
-    if kind not in _CLASSES.value:
-        _CLASSES.value[kind] = make(FSDPModule, {"__deepcopy__": _no_copy})
+    if kind not in CLASSES.value:
+        CLASSES.value[kind] = make(FSDPModule, {"__deepcopy__": _no_copy})
 
 
 def _no_copy(*_: Any) -> NoReturn:

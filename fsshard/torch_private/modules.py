@@ -10,29 +10,6 @@ from torch import nn
 
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "CHECKPOINTED",
-    "COMPILED",
-    "EXTRA_STATE",
-    "LOAD_STATE_DICT_PRE_HOOKS",
-    "BatchNorm",
-    "Dropout",
-    "IncompatibleKeys",
-    "call_hooks",
-    "classes_of_policy",
-    "compiled_within",
-    "has_call_hooks",
-    "is_compiled",
-    "is_policy",
-    "load_state_dict_post_hooks",
-    "load_state_dict_pre_hooks",
-    "metadata_of",
-    "non_persistent_buffers",
-    "run_policy",
-    "state_dict_hooks",
-    "state_dict_pre_hooks",
-]
-
 AREA = Area("modules")
 _HOOKS = "hooks on state dicts cannot be ordered: no watching of parts of states"
 

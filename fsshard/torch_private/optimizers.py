@@ -10,17 +10,6 @@ from torch.optim import Optimizer
 
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "mark_stepped",
-    "mark_tracked",
-    "scale_of",
-    "scales_itself",
-    "states_of_scaler",
-    "step_post_hooks",
-    "step_pre_hooks",
-    "steps_are_tracked",
-]
-
 AREA = Area("optimizers")
 _HOOKS = "OSS, which runs its hooks and those of the optimizer within it"
 Hooks = Callable[[Optimizer], MutableMapping[int, Callable[..., Any]]]

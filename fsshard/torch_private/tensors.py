@@ -10,27 +10,6 @@ from torch import Tensor
 
 from fsshard.torch_private.registry import Area
 
-__all__ = [
-    "DATA",
-    "IS_PARAMETER",
-    "LOCAL_TENSOR",
-    "POST_ACCUMULATE_HOOKS",
-    "amp_unscale",
-    "backward_hooks_of",
-    "base_of",
-    "dtensor_handlers",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_norm",
-    "lazy_clone",
-    "local_tensor",
-    "sparse_values",
-    "storage_key",
-    "version_of",
-]
-
 AREA = Area("tensors", cpp="torch/csrc/autograd/python_variable.cpp")
 KERNELS = "aten/src/ATen/native/native_functions.yaml"
 
