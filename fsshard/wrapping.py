@@ -49,8 +49,13 @@ from fsshard.model.precision import (
 )
 from fsshard.parallel.meshes import data_mesh
 from fsshard.parallel.model_mesh import ModelMesh, check_asked_alike, find_model_mesh
-from fsshard.parallel.replicas import check_even_dtensors, check_same_buffers, check_same_values, share_values
-from fsshard.parallel.split_fields import check_split_fields
+from fsshard.parallel.replicas import (
+    check_even_dtensors,
+    check_same_buffers,
+    check_same_values,
+    check_split_fields,
+    share_values,
+)
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_torchs_words

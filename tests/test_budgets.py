@@ -23,17 +23,17 @@ LINES = {
     "fsshard/checkpoint": 4_696,
     "fsshard/parity": 4_378,
     "fsshard/sharded": 3_602,
-    "fsshard/comm + fsshard/launching": 3_410,
+    "fsshard/comm + fsshard/launching": 3_100,
     "fsshard/simulation": 3_100,
     "fsshard/model": 2_080,
     "fsshard/oss": 1_950,
-    "fsshard/torch_private": 1_753,
+    "fsshard/torch_private": 1_560,
     "fsshard/complex_params": 1_600,
     "compat": 7_545,
     "tests": 53_353,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 129
+PRIVATE_NAMES = 124
 CONTRACT = 24
 FLOORS = 10
 """Of imports: lines of the layers in pyproject.toml."""

@@ -11,20 +11,6 @@ from typing import Any
 
 from fsshard.errors import ConfigurationError
 
-__all__ = [
-    "DATA",
-    "MODEL",
-    "REPLICAS",
-    "SHARDS",
-    "data_dimensions",
-    "data_mesh",
-    "data_slice",
-    "is_flattened_with_parts",
-    "role_of",
-    "shape_text",
-    "shares_samples",
-]
-
 REPLICAS = frozenset({"replicate", "replica", "replicas", "dp_replicate", "data_replicate", "ddp"})
 """Dimensions along which all ranks hold the same, and see other samples."""
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsshard.errors import LaunchError, RankFailed, UnsupportedByBackend
-from fsshard.launching.context import Context, init
+from fsshard.launching.context import Context, cores, init
 from fsshard.launching.processes import launch
 from tests.forked import forking
 from tests.launching.launched import NAMES, ON_LOOPBACK, PATIENCE, environment, listeners, nested, script
@@ -297,6 +297,8 @@ def test_more_processes_than_cuda_devices(bare: pytest.MonkeyPatch) -> None:
     for backend in (None, "nccl"):
         with pytest.raises(LaunchError, match="nprocs=2, but this machine has 1 CUDA device; pass nprocs=1"):
             launch(nested, 2, backend=backend)
+    with pytest.raises(LaunchError, match=f"has {cores()} CPU cores"):
+        launch(nested, 5000, backend="gloo")
 
 
 # ----------------------------------------------------------------------------------------------------- under launchers

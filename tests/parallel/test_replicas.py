@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.errors import CheckpointError, ConfigurationError, GradientError, ModelError, OptimizerError, RankMismatch
-from fsshard.parallel import replicas
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, split
 
 
@@ -76,33 +75,6 @@ def test_a_gradient_of_which_nothing_was_said_and_that_differs(ranks: Any) -> No
         for error in ranks.run_expecting_errors(job_forgotten, 2, clip):
             assert isinstance(error, GradientError)
             assert "the gradient of 'norm.bias' differs between the ranks along mesh dimension 'cp'" in str(error)
-
-
-def job_all_said() -> list[int]:
-    """How often gradients were compared after each of three steps: the first one is of zeros."""
-    mesh = mesh_of(1, 1, 2)
-    model = fsshard.wrap(split(mesh), backend="ddp", device_mesh=mesh["data"], **said_of(mesh))
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    before, looks, found = replicas._differing_norms, [0], []
-
-    def counted(*given: Any) -> Any:
-        looks[0] += 1
-        return before(*given)
-
-    replicas._differing_norms = counted
-    try:
-        for factor in (0.0, 1.0, 1.0):
-            optimizer.zero_grad()
-            (loss_of(model, batch(1, 0), None) * factor).backward()
-            optimizer.step()
-            found.append(looks[0])
-    finally:
-        replicas._differing_norms = before
-    return found
-
-
-def test_gradients_are_compared_until_they_have_told_something(ranks: Any) -> None:
-    assert ranks.run(job_all_said, 2) == [[1, 2, 2]] * 2
 
 
 def job_late() -> None:

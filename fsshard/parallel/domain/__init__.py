@@ -1,10 +1,9 @@
 """How does one field lie on several ranks, and an operator compute on its parts what it computes on the whole?
 
 :func:`~fsshard.parallel.domain.sharding.shard_domain` changes neuraloperator's FNO and TFNO in place, so that each rank
-of a group holds a slab of every sample. :mod:`~fsshard.parallel.domain.layouts` says where slabs begin and end,
-:mod:`~fsshard.parallel.domain.exchange` moves them between ranks with exact adjoints,
-:mod:`~fsshard.parallel.domain.slabs` keeps where activations lie, and
-:mod:`~fsshard.parallel.domain.domain` is what users hold. The layers are in
+of a group holds a slab of every sample. :mod:`~fsshard.parallel.domain.slabs` says where slabs begin and
+end, and where activations lie, :mod:`~fsshard.parallel.domain.exchange` moves them between ranks with exact adjoints,
+and :mod:`~fsshard.parallel.domain.domain` is what users hold. The layers are in
 :mod:`~fsshard.parallel.domain.spectral_convolution` and :mod:`~fsshard.parallel.domain.layers`; which modules are taken
 is written down in :mod:`~fsshard.parallel.domain.accepted`.
 

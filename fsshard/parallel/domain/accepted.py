@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,20 +24,6 @@ POINTWISE_FUNCTIONS = (
     *(F.softsign, F.hardtanh, F.hardswish, F.hardsigmoid, F.logsigmoid),
     *(torch.relu, torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.selu, torch.celu),
 )
-
-REASONS = {
-    "BatchNorm": "takes its statistics over the whole batch; use instance_norm or group_norm",
-    "UNO": "resamples by a function that would see slabs only",
-    "SFNO": "transforms on the sphere; torch_harmonics.distributed splits that",
-    "LocalNO": "has differences and integrals over neighbouring points",
-    "CODANO": "attends over the whole field",
-    "GINO": "works on points, not on a grid",
-    "FNOGNO": "works on points, not on a grid",
-    "UQNO": "holds two operators; split each of them",
-    "MultiheadAttention": "attends over the whole field",
-    "LayerNorm": "normalizes over dimensions that may be split; group_norm with one group is a layer norm of the field",
-}
-"""Why what people try is not taken, by class name."""
 
 
 def replacements() -> dict[type, type]:
@@ -113,8 +99,10 @@ def check_operator(model: nn.Module, split: int, pointwise: Sequence[Any]) -> No
     Raises:
         ModelError: names the first module that is not known to.
     """
+    from neuralop.layers import complex
+
     taken = (*_known(), *replacements(), *(kind for kind in pointwise if isinstance(kind, type)))
-    functions = (*POINTWISE_FUNCTIONS, *pointwise, *_complex_functions())
+    functions = (*POINTWISE_FUNCTIONS, *pointwise, complex.CGELU, complex.ctanh)
     left_out = {id(module) for module in _on_no_field(model)}
     for name, module in model.named_modules():
         if id(module) in left_out:
@@ -122,7 +110,12 @@ def check_operator(model: nn.Module, split: int, pointwise: Sequence[Any]) -> No
         if type(module) in CONVOLUTIONS:
             _check_convolution(name, module)
         elif type(module) not in taken:
-            _refuse(name, module, _reason(module))
+            _refuse(
+                name,
+                module,
+                "is not known to treat every point by itself; if it does, pass pointwise=(its class,), and if it only "
+                "contains an operator, split that (docs/domain.md lists what is taken)",
+            )
         _check_settings(name, module, functions, pointwise)
     order = order_of(model)
     if order <= split:
@@ -138,30 +131,9 @@ def _refuse(name: str, module: nn.Module, why: str) -> None:
     )
 
 
-def _reason(module: nn.Module) -> str:
-    for kind in type(module).__mro__:
-        for known, why in REASONS.items():
-            if kind.__name__.startswith(known):
-                return why
-    return (
-        "is not known to treat every point by itself; if it does, pass pointwise=(its class,), and if it only contains "
-        "an operator, split that"
-    )
-
-
 def _check_convolution(name: str, module: Any) -> None:
-    if {*module.kernel_size, *module.stride} != {1} or {*_tuple(module.padding)} - {0}:
+    if {*module.kernel_size, *module.stride} != {1} or any(part != 0 for part in module.padding):
         _refuse(name, module, "reads neighbouring points (kernel, stride or padding), which another rank may have")
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _complex_functions() -> tuple[Callable[..., Any], ...]:
-    from neuralop.layers import complex
-
-    return complex.CGELU, complex.ctanh
 
 
 def _check_settings(name: str, module: Any, functions: Sequence[Any], pointwise: Sequence[Any]) -> None:

@@ -149,7 +149,7 @@ def gathered(slab: Tensor, axis: Axis, parts: Parts) -> Tensor:
 
 
 class DomainGather(torch.autograd.Function):
-    """See :func:`gathered`. Its name is looked for in graphs, see :mod:`fsshard.parallel.domain.loss_guard`."""
+    """See :func:`gathered`. Its name is looked for in graphs, see :mod:`fsshard.parallel.domain.entering`."""
 
     @staticmethod
     def forward(ctx: Any, slab: Tensor, axis: Axis, parts: Parts) -> Tensor:

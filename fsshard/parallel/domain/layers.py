@@ -15,17 +15,7 @@ from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError
 from fsshard.parallel.domain.exchange import summed
-from fsshard.parallel.domain.layouts import Layout
-from fsshard.parallel.domain.slabs import FIRST, Slabs
-
-__all__ = [
-    "DomainAdaIN",
-    "DomainGridEmbedding2D",
-    "DomainGridEmbeddingND",
-    "DomainGroupNorm",
-    "DomainInstanceNorm",
-    "DomainPaddingOfSlabs",
-]
+from fsshard.parallel.domain.slabs import FIRST, Layout, Slabs
 
 
 class _GlobalGrid:

@@ -12,10 +12,9 @@ from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.parallel.domain.accepted import check_operator, order_of, replacements
 from fsshard.parallel.domain.domain import Domain
-from fsshard.parallel.domain.entering import Entrance, Exit
+from fsshard.parallel.domain.entering import Entrance, Exit, guard_losses
 from fsshard.parallel.domain.exchange import Axis
-from fsshard.parallel.domain.loss_guard import guard_losses
-from fsshard.parallel.domain.mode_slices import check_sliceable, shared_parameters, slice_weights
+from fsshard.parallel.domain.modes import check_sliceable, shared_parameters, slice_weights
 from fsshard.parallel.meshes import shape_text
 
 __all__ = ["domain_of", "shard_domain"]

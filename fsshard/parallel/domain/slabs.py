@@ -1,9 +1,10 @@
-"""A field in slabs: how it is cut and put together, and where the activations of a forward lie."""
+"""A field in slabs: where they begin and end, how it is cut and put together, where a forward's activations lie."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.parallel.domain.exchange import Axis, Parts, gathered
-from fsshard.parallel.domain.layouts import Layout, confusable, even_parts, whole_sizes
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["FIRST", "Mark", "Slabs", "checksum", "mark_of"]
+Layout = tuple[tuple[int, ...], ...]
+"""The number of points that each rank of a split dimension has, in rank order."""
+
+
+def even_parts(size: int, parts: int) -> tuple[int, ...]:
+    """The lengths that ``torch.tensor_split`` gives: the first ``size % parts`` have one more."""
+    return tuple(size // parts + (part < size % parts) for part in range(parts))
+
+
+def whole_sizes(layout: Layout) -> tuple[int, ...]:
+    """Return how many points each split dimension has on all ranks together."""
+    return tuple(map(sum, layout))
+
+
+def confusable(layouts: Iterable[Layout]) -> bool:
+    """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
+    return any(
+        all(any(map(int.__eq__, mine, theirs)) for mine, theirs in zip(one, other, strict=True))
+        for one, other in itertools.combinations(layouts, 2)
+    )
+
+
+def layout_text(layout: Sequence[Sequence[int]]) -> str:
+    """A layout for people: ``"5 + 4 + 4 + 4 rows"``."""
+    return " by ".join(" + ".join(map(str, sizes)) for sizes in layout) + " rows"
+
 
 CHUNK = 2**20
 """Elements that a checksum looks at together."""

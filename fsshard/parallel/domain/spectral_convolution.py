@@ -10,10 +10,8 @@ from neuralop.layers.spectral_convolution import SpectralConv, get_contract_fun
 from torch import Tensor
 
 from fsshard.parallel.domain.exchange import Axis, Parts, redealt
-from fsshard.parallel.domain.layouts import Layout, even_parts
-from fsshard.parallel.domain.mode_slices import has_slice, own_slice, slice_sizes
-from fsshard.parallel.domain.modes import Modes, keep, modes_of, place
-from fsshard.parallel.domain.slabs import FIRST, Slabs
+from fsshard.parallel.domain.modes import Modes, has_slice, keep, modes_of, own_slice, place, slice_sizes
+from fsshard.parallel.domain.slabs import FIRST, Layout, Slabs, even_parts
 
 __all__ = ["DomainSpectralConv"]
 

@@ -31,10 +31,10 @@ def uno() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "batch_norm": (lambda: operator({**TWO, "norm": "batch_norm"}), "'fno_blocks.norm.0', BatchNorm, takes its stat"),
+    "batch_norm": (lambda: operator({**TWO, "norm": "batch_norm"}), "'fno_blocks.norm.0', BatchNorm, is not known to"),
     "half": (lambda: operator({**TWO, "fno_block_precision": "half"}), "fno_block_precision='half'; only 'full'"),
     "softmax": (lambda: operator({**TWO, "non_linearity": torch.softmax}), "non_linearity=softmax, not known to be"),
-    "UNO": (uno, "'(the model)', UNO, resamples by a function"),
+    "UNO": (uno, "'(the model)', UNO, is not known to treat every point"),
     "kernel": (lambda: sequential(nn.Conv2d(1, 1, 3, padding=1)), "'1', Conv2d, reads neighbouring points"),
     "unknown": (lambda: sequential(Near()), "'1', Near, is not known to treat every point by itself; if it does, pass"),
     "no operator": (lambda: nn.Sequential(nn.GELU()), "no spectral convolution"),

@@ -1,7 +1,4 @@
-"""Losses of slabs against neuraloperator's of the whole field; neuraloperator's own refuse slabs.
-
-Tests fsshard/parallel/domain/loss_guard.py too.
-"""
+"""Losses of slabs against neuraloperator's of the whole field; neuraloperator's own refuse slabs."""
 
 from __future__ import annotations
 

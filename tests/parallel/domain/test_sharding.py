@@ -1,8 +1,7 @@
 """Split operators against neuraloperator's own in one process: outputs, gradients, trainings under every engine.
 
 So these are tested: fsshard/parallel/domain/exchange.py, fsshard/parallel/domain/layers.py,
-fsshard/parallel/domain/layouts.py, fsshard/parallel/domain/mode_slices.py, fsshard/parallel/domain/modes.py,
-fsshard/parallel/domain/slabs.py and fsshard/parallel/domain/spectral_convolution.py.
+fsshard/parallel/domain/modes.py, fsshard/parallel/domain/slabs.py and fsshard/parallel/domain/spectral_convolution.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fsshard
 from fsshard.errors import ConfigurationError, ModelError
@@ -115,12 +114,9 @@ def job_single() -> dict[str, Any]:
     for ranks in (1, 2, 4):
         model = operator(TWO)
         domain = shard_domain(model, mesh_of(4 // ranks, ranks)["domain"])
-        seen = watched(model) if ranks == 1 else {}
         out = one_step(model, domain.scatter(x), lambda out, of=domain: (of.gather(out) - y).square().mean(), {})
         averaged(model)
         found[f"{ranks}"] = domain.gather(out), gradients(model)
-        if seen:
-            found["absolute"] = {name: sums(*pair) for name, pair in seen.items()}
     line, plane = mesh_of(1, 4)["domain"], mesh_of(1, 2, 2)["dx", "dy"]
     blocks = FNOBlocks(3, 3, (4, 4), norm="ada_in", ada_in_features=2, n_layers=2)
     blocks.set_ada_in_embeddings(torch.tensor([0.5, -1.0]))
@@ -141,57 +137,8 @@ def apart_once(model: Any, x: Tensor, mesh: Any) -> float:
     return far(domain.gather(model(domain.scatter(x))).detach(), wanted)
 
 
-def job_nearer() -> dict[str, tuple[float, ...]]:
-    """By case, from float64: outputs and gradients of neuraloperator in float32, and of the split operator."""
-    found = {}
-    line = mesh_of(1, 4)["domain"]
-    for name, (settings, shape) in {
-        "dense": (TWO, (17, 15)),
-        "Tucker": ({**THREE, "tfno": True, "rank": 0.5}, (8, 9, 10)),
-        "group norm": ({**TWO, "norm": "group_norm"}, (16, 17)),
-    }.items():
-        x, y = field(*shape), field(*shape, seed=1)
-        plain, split = operator(settings), operator(settings)
-        out = one_step(plain, x, lambda out, y=y: (out - y).square().mean(), {})
-        with in_double():
-            exact = operator(settings)
-            exact.load_state_dict(plain.state_dict())
-            wide = one_step(exact, x.double(), lambda out, y=y: (out - y.double()).square().mean(), {})
-        domain = shard_domain(split, line)
-        mine = one_step(split, domain.scatter(x), lambda out, y=y, of=domain: (of.gather(out) - y).square().mean(), {})
-        averaged(split)
-        found[name] = (
-            far(out.double(), wide),
-            far(domain.gather(mine).double(), wide),
-            worst(gradients(plain), gradients(exact)),
-            worst(gradients(split), gradients(exact)),
-        )
-    return found
-
-
-def test_neither_is_nearer_to_float64(ranks: Any) -> None:
-    for found in ranks.run(job_nearer, 4):
-        assert {name: apart for name, apart in found.items() if not max(apart) <= SINGLE} == {}
-
-
-def watched(model: nn.Module) -> dict[str, list[Tensor]]:
-    """By name of a pointwise convolution: its input and the gradient of its output."""
-    seen: dict[str, list[Tensor]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv1d):
-            module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: [args[0].detach()]}))
-            module.register_full_backward_hook(lambda _, ins, outs, name=name: seen[name].append(outs[0].detach()))
-    return seen
-
-
-def sums(a: Tensor, d: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of the products that a weight's and a bias's gradients add up: sums of their absolute values, and how many."""
-    products = torch.einsum("boz,biz->oi", d.double().abs(), a.double().abs())[..., None]
-    return products, d.double().abs().sum((0, 2)), a.shape[0] * a.shape[2]
-
-
 def test_bits(ranks: Any) -> None:
-    """Of dense weights and equal slabs; gradients that are sums over space add in another order, and have its bound."""
+    """Of dense weights and equal slabs; gradients that are sums over space add in another order."""
     found = ranks.run(job_single, 4)[0]
     out, grads = found["1"]
     for count in (2, 4):
@@ -200,11 +147,6 @@ def test_bits(ranks: Any) -> None:
         assert all(
             torch.equal(split_grads[name], grads[name]) for name in grads if "convs" in name and "weight" in name
         )
-        for name, (of_weight, of_bias, terms) in found["absolute"].items():
-            unit = (terms + terms / count + count + 4) * 2.0**-24  # regrouped sums, and a mean of four in float64
-            assert ((split_grads[f"{name}.weight"] - grads[f"{name}.weight"]).abs() <= unit * of_weight).all()
-            if f"{name}.bias" in grads:
-                assert ((split_grads[f"{name}.bias"] - grads[f"{name}.bias"]).abs() <= unit * of_bias).all()
     assert max(found["in float32"]) <= SINGLE
 
 
