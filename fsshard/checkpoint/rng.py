@@ -22,8 +22,8 @@ def capture(device: torch.device) -> dict[str, Any]:
     assert isinstance(legacy, dict)
     if legacy["bit_generator"] != "MT19937":
         raise CheckpointError(
-            f"numpy.random has the bit generator {legacy['bit_generator']}; fsshard.save keeps MT19937, numpy's own: "
-            "pass rng=False, and save what you need of it as state"
+            f"numpy.random has the bit generator {legacy['bit_generator']}; fsshard.save keeps MT19937, numpy's own "
+            "choice: save what you need of it as state, and pass rng=False"
         )
     numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     state: dict[str, Any] = {

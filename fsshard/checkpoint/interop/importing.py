@@ -132,7 +132,8 @@ class ForeignReader(TensorReader):
             raise CorruptCheckpoint(f"{self.directory}: a tensor on the meta device, which has no numbers")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-            raise CheckpointError(f"{self.directory}: {what}; only plain ones are read: save it as such (.to_dense())")
+            advice = "only plain ones are read: save it as such (tensor.to_dense())"
+            raise CheckpointError(f"{self.directory}: {what}; {advice}")
         return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[slice(*wanted)].clone()
 
     def tree(self, node: Any) -> Any:
