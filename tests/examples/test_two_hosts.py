@@ -1,4 +1,4 @@
-"""Two hosts whose cable is cut during a save: the job ends, and goes on from a whole checkpoint.
+"""Two hosts whose cable is cut, during a save and between two: the job ends, and goes on from a whole checkpoint.
 
 The hosts are network namespaces; without the right to make them this is skipped. ``make hosts`` runs the elastic
 example on such hosts, for minutes.
@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
@@ -52,26 +53,34 @@ def trained(ctx: fsshard.Context, folder: Path, cut: Any = None) -> dict[str, Te
 
 
 class Scissors:
-    """Cuts the cable before step 9, while the save of step 8 goes on."""
+    """Cuts the cable before one step, after the save before it has ended or while it goes on."""
 
-    def __init__(self, pipe: Any) -> None:
-        self.pipe, self.write, self.is_cut = pipe, saving.write, threading.Event()
+    def __init__(self, when: str, folder: Path, pipe: Any) -> None:
+        self.when, self.folder, self.pipe = when, folder, pipe
+        self.write, self.is_cut = saving.write, threading.Event()
 
     def __call__(self, step: int) -> None:
-        if step == 9:
+        if step == 6 and self.when == "between":
+            fsshard.wait_for_saves()
+            dist.barrier()
+            self.cut()
+        if step == 9 and self.when == "during":
             self.is_cut.wait()
+
+    def cut(self) -> None:
+        self.pipe.send("cut")
+        assert self.pipe.recv() == "done"
+        self.is_cut.set()
 
     def written(self, path: Path, *args: Any, **kwargs: Any) -> Any:
         """In the thread that saves: its files are written, the ranks have not told each other yet."""
         info = self.write(path, *args, **kwargs)
         if path.parent.name.startswith(".step-8"):
-            self.pipe.send("cut")
-            assert self.pipe.recv() == "done"
-            self.is_cut.set()
+            self.cut()
         return info
 
 
-def mortal(host: int, namespaces: list[str], cut: bool, folder: Path, pipe: Any) -> None:
+def mortal(host: int, namespaces: list[str], when: str, folder: Path, pipe: Any) -> None:
     """A rank on its host."""
     for kind, name in zip((0x40000000, 0x00020000), namespaces, strict=True):  # CLONE_NEWNET, CLONE_NEWNS
         with open(name) as file:
@@ -80,23 +89,24 @@ def mortal(host: int, namespaces: list[str], cut: bool, folder: Path, pipe: Any)
     here = {"RANK": host, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29511}
     os.environ |= {name: str(value) for name, value in here.items()}
     os.environ |= {"MASTER_ADDR": Hosts.ADDRESSES[0], "GLOO_SOCKET_IFNAME": f"cable{host}"}
-    scissors = Scissors(pipe)
+    scissors = Scissors(when, folder, pipe)
+    during = mock.patch.object(saving, "write", scissors.written if when == "during" else saving.write)
     try:
-        with mock.patch.object(saving, "write", scissors.written if cut else saving.write):
-            weights = fsshard.launch(trained, args=(folder, scissors if cut else None), timeout=COLLECTIVE)
+        with during:
+            weights = fsshard.launch(trained, args=(folder, scissors), timeout=COLLECTIVE)
         pipe.send({name: value.tolist() for name, value in weights.items()})
     except Exception:
         pipe.send(f"failed: {traceback.format_exc()}")
 
 
 @contextmanager
-def job_over(hosts: Hosts, cut: bool, folder: Path) -> Iterator[tuple[list[Any], list[Any]]]:
+def job_over(hosts: Hosts, when: str, folder: Path) -> Iterator[tuple[list[Any], list[Any]]]:
     """A process per host, and a pipe to each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "fsshard.wrapping", "torch.distributed.fsdp", __name__])
     pipes = [context.Pipe() for _ in hosts.holders]
     processes = [
-        context.Process(target=mortal, args=(host, hosts.namespaces(host), cut, folder, pipes[host][1]))
+        context.Process(target=mortal, args=(host, hosts.namespaces(host), when, folder, pipes[host][1]))
         for host in range(len(pipes))
     ]
     for process in processes:
@@ -122,23 +132,29 @@ def job_undisturbed(folder: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_the_cable_is_cut_and_the_job_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    """Both cuts beside each other: what takes the time is waiting for collectives to give up."""
     with ExitStack() as until_done:
-        try:
-            hosts = Hosts(until_done, tmp_path)
-        except PermissionError as error:
-            pytest.skip(f"no right to make network namespaces here: {error}")
-        run = tmp_path / "run"
-        processes, pipes = until_done.enter_context(job_over(hosts, True, run))
+        hosts, jobs = {}, {}
+        for when in ("during", "between"):
+            (folder := tmp_path / when).mkdir()
+            try:
+                hosts[when] = Hosts(until_done, folder)
+            except PermissionError as error:
+                pytest.skip(f"no right to make network namespaces here: {error}")
+            jobs[when] = until_done.enter_context(job_over(hosts[when], when, folder / "run"))
         undisturbed = ranks.run(job_undisturbed, 2, str(tmp_path / "undisturbed"))
-        assert [heard(pipe) for pipe in pipes] == ["cut", "cut"]
-        hosts.link("down")
-        for pipe in pipes:
-            pipe.send("done")
-        for process, pipe in zip(processes, pipes, strict=True):
-            assert "failed: " in heard(pipe)
-            process.join(LONGEST)
-            assert process.exitcode == 0, "a rank does not end"
-        assert fsshard.latest(run) == run / "step-4"
-        hosts.link("up")
-        _, pipes = until_done.enter_context(job_over(hosts, False, run))
-        assert [heard(pipe) for pipe in pipes] == undisturbed
+        for when, (_, pipes) in jobs.items():
+            assert [heard(pipe) for pipe in pipes] == ["cut", "cut"]
+            hosts[when].link("down")
+            for pipe in pipes:
+                pipe.send("done")
+        for when, (processes, pipes) in jobs.items():
+            for process, pipe in zip(processes, pipes, strict=True):
+                assert "failed: " in heard(pipe), when
+                process.join(LONGEST)
+                assert process.exitcode == 0, f"{when}: a rank does not end"
+            assert fsshard.latest(tmp_path / when / "run") == tmp_path / when / "run" / "step-4"
+            hosts[when].link("up")
+            jobs[when] = until_done.enter_context(job_over(hosts[when], "", tmp_path / when / "run"))
+        for when, (_, pipes) in jobs.items():
+            assert [heard(pipe) for pipe in pipes] == undisturbed, when
