@@ -288,7 +288,7 @@ def job_refused() -> None:
         fsshard.wrap(normed, backend="fsdp2", device_mesh=data)
     # what needs whole parameters
     model = fsshard.wrap(in_parts(tp), backend="ddp", device_mesh=data)
-    with pytest.raises(UnsupportedByBackend, match="Adafactor, which needs each parameter whole"):
+    with pytest.raises(UnsupportedByBackend, match="it needs each parameter whole"):
         fsshard.build_optimizer(model, torch.optim.Adafactor)
     with pytest.raises(AlreadyWrapped):
         fsshard.wrap(model, backend="ddp", device_mesh=data)
