@@ -40,20 +40,6 @@ from fsshard.sharded.state_dict import check_keys
 
 from .trainers import by_number
 
-__all__ = [
-    "consolidate",
-    "fsdp_names",
-    "fsdp_optimizer_state",
-    "join_model_shards",
-    "join_optimizer_shards",
-    "load_model_state",
-    "load_optimizer_state",
-    "names_in_metadata",
-    "oss_state",
-    "sharded_ddp_state",
-]
-
-
 # ------------------------------------------------------------------------------------------------ models
 
 

@@ -18,8 +18,6 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-__all__ = ["EXPORTS", "FALL_THROUGH", "HERE", "falls_through", "is_installed", "spec_with_real_imports"]
-
 FALL_THROUGH = ("fairscale.nn.model_parallel", "fairscale.nn.moe", "fairscale.nn.pipe")
 # Where fairscale.nn has a name from a package that falls through.
 EXPORTS = {

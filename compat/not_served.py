@@ -15,8 +15,6 @@ from typing import NamedTuple, NoReturn
 
 from .errors import NotServed
 
-__all__ = ["BY_NAME", "FRONT", "SERVED", "Instead", "explain", "instead_of", "missing_from", "steps"]
-
 FRONT = "fsshard.compat.fairscale"
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 

@@ -24,8 +24,6 @@ from .children.sitecustomize import MARK, PATCHED, distributions
 from .errors import NotServed, RedirectError
 from .not_served import FRONT, explain
 
-__all__ = ["NotServed", "RedirectError", "active", "install", "uninstall"]
-
 CHILDREN = str(Path(__file__).parent.absolute() / "children")
 
 

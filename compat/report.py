@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 from .not_served import steps
 
-__all__ = ["Note", "called", "notes", "text"]
-
 FOLDER = "FSSHARD_REPORT"  # in the environment of a reported run
 
 

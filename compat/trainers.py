@@ -19,21 +19,6 @@ from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
-__all__ = [
-    "Taken",
-    "by_name",
-    "by_number",
-    "check_scaler",
-    "clip_by_value",
-    "data_rank_of",
-    "name_calls",
-    "sampler_arguments",
-    "scaler_like",
-    "split_over",
-    "taken_of",
-    "whole_states",
-]
-
 MARK = "_fsshard_taken"
 
 

@@ -13,9 +13,6 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-__all__ = ["grad_tensors", "has_arrays", "is_array", "leaves", "map_containers", "map_leaves"]
-
-
 Within = Literal["plain", "fsdp2", "all"]
 """Which containers are looked into: torch's and Python's plain ones, those that FSDP2 looks into (torch 2.13: all
 classes of dicts, lists, tuples and dataclasses), or other mappings and sequences too."""

@@ -44,18 +44,6 @@ from fsshard.torch_private.clip_grad import torchs_total_norm
 from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE
 from fsshard.torch_private.tensors import dtensor_handlers
 
-__all__ = [
-    "CLIP_GRAD_NORM",
-    "DTENSOR_ITEM",
-    "END_OF_PROCESS",
-    "FIELD_LOSSES",
-    "NEURALOP_FIELD_METHODS",
-    "OPTIMIZER_STEP",
-    "PATCHES",
-    "STATE_DICT_TYPE",
-    "Patch",
-]
-
 Undo = Callable[[], object]
 
 

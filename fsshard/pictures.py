@@ -11,8 +11,6 @@ from fsshard.errors import ConfigurationError, MissingExtra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["check_file", "check_picture", "save_picture"]
-
 
 def check_file(path: str | Path) -> Path:
     """Return ``path``, or raise ConfigurationError if no file can be written there. Asked before the runs."""

@@ -66,8 +66,6 @@ from fsshard.sharded.optimizer_checks import rank_independent_text
 from fsshard.sharded.state_dict import honour_state_dict_type
 from fsshard.torch_private.c10d import flattened, takes_only_cuda
 
-__all__ = ["check_wrap", "wrap"]
-
 _ONLY_CHECKS: ContextVar[bool] = ContextVar("_ONLY_CHECKS", default=False)
 
 _Scheduler = TypeVar("_Scheduler", bound=LRScheduler)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from tests.models import batch
 
-__all__ = ["PASSES", "Known", "run_pass"]
-
 PASSES = ("none", "no gradient", "forward", "whole", "broken")
 
 

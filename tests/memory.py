@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveBytes"]
-
 
 class LiveBytes(TorchDispatchMode):
     """Within it, counts the bytes of storages that operators make, until these are freed.

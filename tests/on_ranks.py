@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsshard.launching.pool import RankPool
 
-__all__ = ["on_ranks"]
-
 
 def on_ranks(world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a module's function that every rank of the session's pool runs, with the test's parameters.

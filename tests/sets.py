@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FAST", "often"]
-
 FAST = (
     "tests/test_architecture.py",
     "tests/test_docs.py",

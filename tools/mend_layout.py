@@ -25,8 +25,6 @@ from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, StateDictError
 from fsshard.model.memory_layout import Order, memory_order, packed
 
-__all__ = ["mend_layout"]
-
 FILE = rank_file(0, 1)
 
 

@@ -22,8 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
 
-__all__ = ["CASES", "build", "digests", "main"]
-
 CASES: dict[str, tuple[str, int, str, str]] = {
     "none": ("none", 1, "complex64", "AdamW"),
     "ddp": ("ddp", 2, "complex64", "SGD"),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COUNTED_ON", "CountedOn", "counted_on"]
-
 
 class CountedOn(NamedTuple):
     """Something of torch's that no area names, and whose behaviour one counts on all the same.

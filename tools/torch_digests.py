@@ -28,8 +28,6 @@ from fsshard.torch_private.registry import Private, everything
 from tools.torch_behaviour import CountedOn, counted_on
 from tools.torch_sources import Part, digest_of, parts_of
 
-__all__ = ["Change", "Comparison", "Ground", "Record", "compare", "ground", "unsigned", "users_of"]
-
 RECORDED = Path(__file__).with_name("torch_digests.json")
 SITE = Path(torch.__file__).parent.parent
 GONE = "gone"

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Part", "digest_of", "parts_of"]
-
 _UNCOUNTED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment"})
 _BLOCKS = ("body", "orelse", "handlers", "finalbody")
 

@@ -28,8 +28,6 @@ from .arguments import check_arguments, check_batches, check_samples, check_stat
 from .files import StateFiles, world
 from .preparing import Former, PreparedOptimizer, late, shares_of
 
-__all__ = ["Accelerator"]
-
 SAVE = "on every rank call accelerator.get_state_dict(model), or accelerator.save_model(model, folder)"
 LOAD = "load it before prepare(), or on every rank call accelerator.load_state(folder)"
 

@@ -18,11 +18,6 @@ from fsshard.errors import ConfigurationError
 
 from ..trainers import data_rank_of
 
-__all__ = [
-    *("check_arguments", "check_batches", "check_one_precision", "check_samples", "check_scaled", "check_settings"),
-    *("check_state", "wrap_settings"),
-]
-
 THEIRS = accelerate.Accelerator
 """As it is before anybody puts ours in its place."""
 

@@ -24,8 +24,6 @@ from fsshard.sharded.module import ShardedModule
 from ..trainers import by_name, by_number
 from .preparing import PreparedOptimizer
 
-__all__ = ["StateFiles", "world"]
-
 log = logging.getLogger("fsshard")
 PATIENCE = 300.0
 """Seconds that ranks wait for one another."""

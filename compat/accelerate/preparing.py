@@ -16,8 +16,6 @@ from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, name_gr
 
 from ..trainers import by_name, by_number, split_over
 
-__all__ = ["Former", "PreparedOptimizer", "Share", "late", "shares_of"]
-
 Share = tuple[nn.Module, list[Optimizer]]
 """A model and its optimizers, which go into one call of ``fsshard.wrap``."""
 Former = MutableMapping[Tensor, tuple["weakref.ref[ShardedModule]", str]]

@@ -23,8 +23,6 @@ from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from ..trainers import Taken as TakenModel
 from ..trainers import whole_states
 
-__all__ = ["Taken", "divided", "free_memory", "lacking", "named_after", "plain_scaler"]
-
 divided: WeakSet[nn.Module] = WeakSet()
 """Modules that an engine has had that keeps parts of weights: one device may have no room for them."""
 

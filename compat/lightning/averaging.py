@@ -11,8 +11,6 @@ from lightning.pytorch import callbacks
 
 from fsshard.sharded.module import ShardedModule
 
-__all__ = ["AVERAGING", "average_whole"]
-
 AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())
 """The base of ``EMAWeightAveraging``, since Lightning 2.5.6."""
 

@@ -19,8 +19,6 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from ..trainers import by_name, check_scaler, clip_by_value, name_calls, sampler_arguments, scaler_like, split_over
 from .plugins import check_place, lightnings, refuse_precision
 
-__all__ = ["FabricStrategy"]
-
 # The state dict of what fabric.setup() gives is that of the module within (2.6).
 SAVE = "on every rank write fabric.save(file, {'model': model}), whose file has the whole weights"
 LOAD = "on every rank write fabric.load(file, {'model': model})"

@@ -17,8 +17,6 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["ThroughEngine"]
-
 
 class ThroughEngine:
     """Sends a LightningModule's calls of itself to its wrapper while a training step runs outside of it.

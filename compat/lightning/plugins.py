@@ -22,20 +22,6 @@ from fsshard.sharded.module import ShardedModule
 
 from ..trainers import check_scaler
 
-__all__ = [
-    "Autocast",
-    "DividedState",
-    "Launched",
-    "WholeLauncher",
-    "check_place",
-    "lightnings",
-    "load_divided",
-    "plugin_for",
-    "read_others",
-    "refuse_precision",
-    "save_divided",
-]
-
 # ------------------------------------------------------------------------------------------------ ranks
 
 LIGHTNINGS = (

@@ -40,8 +40,6 @@ from .plugins import (
     save_divided,
 )
 
-__all__ = ["Strategy", "register"]
-
 log = logging.getLogger(__name__)
 
 ENGINES = ("fsdp2", "fsdp", "fairscale", "ddp")

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["EvaluationLoader", "Reduction", "distributed_sampler", "loss_reduction", "set_epoch", "undivided"]
-
 Reduction = Literal["sum", "mean"]
 
 

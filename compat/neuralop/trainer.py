@@ -26,8 +26,6 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from .batches import EvaluationLoader, Reduction, loss_reduction, set_epoch, undivided
 from .training_state import load_training_state, save_training_state
 
-__all__ = ["IncrementalFNOTrainer", "Trainer"]
-
 log = logging.getLogger("fsshard")
 
 

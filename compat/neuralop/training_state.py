@@ -25,8 +25,6 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 
 from ..trainers import by_name
 
-__all__ = ["load_training_state", "save_training_state"]
-
 log = logging.getLogger("fsshard")
 PLAIN = (str, bytes, int, float, complex, type(None), Tensor, torch.dtype, torch.device, torch.Size)
 

@@ -11,8 +11,6 @@ from fsshard.errors import ConfigurationError
 from ..accelerate.arguments import MESH, check_one_precision, check_scaled, check_settings
 from ..trainers import check_scaler
 
-__all__ = ["check_arguments", "check_launcher", "check_library"]
-
 OVERRIDDEN = (
     "_clip_grad_norm",
     "_get_grad_norm",

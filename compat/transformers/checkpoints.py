@@ -18,8 +18,6 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 
 from ..trainers import by_name, by_number
 
-__all__ = ["PARTS", "clear", "load_optimizer", "parts_of", "save_optimizer"]
-
 log = logging.getLogger("fsshard")
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 PARTS = "fsshard"

@@ -23,8 +23,6 @@ from fsshard.parity.one_process import kept_random_numbers
 from fsshard.parity.recipe import Configured, SampledBatches, optimizer_fields
 from fsshard.recipes.recipe import Recipe, join_batches
 
-__all__ = ["from_transformers"]
-
 INSTEAD = {
     "activation_checkpointing": "pass activation_checkpointing=True to from_transformers",
     "bf16": 'pass precision="bf16" to from_transformers, which casts units where this is autocast',

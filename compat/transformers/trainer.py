@@ -25,8 +25,6 @@ from ..trainers import Taken, name_calls, scaler_like, taken_of
 from .arguments import check_arguments, check_launcher, check_library
 from .checkpoints import PARTS, clear, load_optimizer, parts_of, save_optimizer
 
-__all__ = ["Seq2SeqTrainer", "Trainer"]
-
 SAVE = "on every rank call trainer.save_model(folder)"
 LOAD = "load it before train(), or call train(resume_from_checkpoint=folder)"
 

@@ -34,8 +34,6 @@ from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import HYBRIDS
 from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
 
-__all__ = ["Backend", "no_offload", "taking_gradients"]
-
 log = logging.getLogger("fsshard")
 
 

@@ -22,8 +22,6 @@ from fsshard.patches import CLIP_GRAD_NORM
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
 
-__all__ = ["count_all_ranks"]
-
 
 class _Member(NamedTuple):
     """A parameter that was given, of a wrapped model."""

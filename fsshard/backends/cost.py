@@ -15,9 +15,6 @@ from fsshard.planning.plan import Unit
 if TYPE_CHECKING:
     from fsshard.backends.base import Backend
 
-__all__ = ["CALLS", "Payload", "UnitCost", "divided_among", "unit_cost"]
-
-
 CALLS = "_fsshard_calls"
 """Attribute of a tensor: for how many calls of a collective the one over it stands, in a simulation."""
 

@@ -21,8 +21,6 @@ from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
 from fsshard.torch_private.ddp import SteadyReducer, rebuild_buckets
 
-__all__ = ["DDPBackend"]
-
 ALIGNMENT = 64
 """Bytes to which torch's CPU allocator aligns memory."""
 

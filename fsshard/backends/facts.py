@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from fsshard.planning.plan import Plan
 
-__all__ = ["OWN_FILES", "EngineFacts", "Joining", "Tunable"]
-
 OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
 """Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
 shards they write half of the numbers under FSDP1, without an error, and wait forever under FSDP2."""

@@ -32,8 +32,6 @@ from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry
 from fsshard.planning.torch_settings import KEEP_GATHERED
 
-__all__ = ["FairScaleBackend"]
-
 IMPLEMENTATIONS = {
     "real": "fsshard.backends.fairscale_patched:PatchedOSS",
     "native": "fsshard.backends.fairscale_native:NativeOSS",

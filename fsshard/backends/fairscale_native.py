@@ -21,8 +21,6 @@ from fsshard.oss.partitioned import step_under_hooks_of_another
 from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["EngineReduction", "NativeOSS", "Replicas"]
-
 
 class NativeOSS(OSS):
     """An OSS whose gradients, buffers and step hooks are the backend's care."""

@@ -18,8 +18,6 @@ from fairscale.optim.oss import OSS
 
 from fsshard.oss.partitioned import PartitionedOptimizer, step_under_hooks_of_another
 
-__all__ = ["PatchedOSS"]
-
 
 class PatchedOSS(OSS, PartitionedOptimizer):
     """OSS that packs evenly, keeps frozen layers equal on all ranks, and runs step hooks once."""

@@ -19,16 +19,6 @@ from torch.overrides import TorchFunctionMode
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ModelError
 
-__all__ = [
-    "READS_SHARD",
-    "LooksAtForwards",
-    "ReadsGuard",
-    "Watched",
-    "check_places",
-    "refuse_losses",
-    "written",
-]
-
 _ANSWERED = frozenset((
     "dtype", "device", "requires_grad", "grad", "grad_dtype", "is_leaf", "layout", "grad_fn", "is_cuda", "is_cpu",
     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_complex", "is_floating_point", "is_inference",

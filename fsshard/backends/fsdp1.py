@@ -58,8 +58,6 @@ from fsshard.torch_private.fsdp1 import (
 )
 from fsshard.torch_private.tensors import version_of
 
-__all__ = ["FSDP1Backend"]
-
 log = logging.getLogger("fsshard")
 
 

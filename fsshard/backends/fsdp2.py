@@ -50,8 +50,6 @@ from fsshard.torch_private.fsdp2 import (
 from fsshard.torch_private.modules import call_hooks, load_state_dict_post_hooks
 from fsshard.torch_private.tensors import version_of
 
-__all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
-
 MERGE_BELOW = 2**20
 """Bytes below which waiting for a unit takes longer than sending it: the default on gloo."""
 MANY_RANKS = 16

@@ -22,8 +22,6 @@ from fsshard.torch_private.fsdp2 import (
     state_of,
 )
 
-__all__ = ["ForwardPrefetch", "KeptGathered", "abandon", "gather_ahead"]
-
 
 class ForwardPrefetch:
     """Lets each unit gather the next one while it computes in forward, as FSDP2 itself does in backward only.

@@ -13,8 +13,6 @@ from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.errors import UnsupportedByBackend
 
-__all__ = ["SingleBackend"]
-
 
 @register_backend
 class SingleBackend(Backend):

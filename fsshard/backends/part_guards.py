@@ -22,8 +22,6 @@ from fsshard.errors import FsshardError
 from fsshard.patches import DTENSOR_ITEM
 from fsshard.torch_private.modules import load_state_dict_pre_hooks, state_dict_pre_hooks
 
-__all__ = ["PartsGuard", "refuse_numbers_of_parts", "refuse_parameter"]
-
 SAVE = (
     "on every rank write `state = model.state_dict(rank0_only=True, offload_to_cpu=True)`, where model is "
     "what fsshard.wrap returned, then torch.save(state, file) on rank 0; or fsshard.save(folder, model, optimizer). "

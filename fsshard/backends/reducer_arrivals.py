@@ -28,8 +28,6 @@ from fsshard.backends.base import taking_gradients
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 
-__all__ = ["Arrivals", "ReplicatedModel", "check_step"]
-
 _replicated: Any = WeakTensorKeyDictionary()  # by parameter; as an attribute of it torch.save would pickle them
 
 

@@ -18,17 +18,6 @@ from fsshard.backends.settings import HINTS, Settings
 from fsshard.errors import ConfigurationError, UnknownBackend, UnsupportedByBackend
 from fsshard.launching.supervisor import handed
 
-__all__ = [
-    "GROUP",
-    "REFERENCE",
-    "backend_class",
-    "backend_names",
-    "check_known",
-    "loaded_backends",
-    "register_backend",
-    "wrapper_classes",
-]
-
 log = logging.getLogger("fsshard")
 
 GROUP = "fsshard.backends"

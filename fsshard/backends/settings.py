@@ -15,9 +15,6 @@ from fsshard.parallel.model_mesh import ModelMesh
 from fsshard.planning.plan import Plan
 from fsshard.planning.policies import Precision
 
-__all__ = ["HINTS", "Settings"]
-
-
 HINTS = frozenset(
     {
         *("backward_prefetch", "forward_prefetch", "limit_all_gathers"),

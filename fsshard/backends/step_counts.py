@@ -18,8 +18,6 @@ from fsshard.comm.agreement import per_rank
 from fsshard.errors import RankMismatch
 from fsshard.torch_private.dispatch import disable_current_modes
 
-__all__ = ["StepCounts"]
-
 
 class StepCounts:
     """The steps that the optimizers of one model have taken on this rank, and the learning rates of the last of them.

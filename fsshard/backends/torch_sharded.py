@@ -18,9 +18,6 @@ from fsshard.errors import UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.planning.torch_settings import HYBRIDS
 
-__all__ = ["DIVIDED", "TorchShardedBackend", "UsageTracker"]
-
-
 DIVIDED = EngineFacts(
     divides="elements",
     strategies=("FULL_SHARD", "SHARD_GRAD_OP", *HYBRIDS),

@@ -26,28 +26,6 @@ from fsshard.planning.entries import Entry
 if TYPE_CHECKING:
     from fsshard.backends.base import Backend
 
-__all__ = [
-    "BATCH_BYTES",
-    "State",
-    "collective_batches",
-    "counts_all_ranks",
-    "from_owners",
-    "gather",
-    "gather_all",
-    "gather_grads",
-    "gather_owned",
-    "gather_states",
-    "gathered",
-    "has_no_shapes",
-    "owned",
-    "raw_state_dict",
-    "scatter_state",
-    "set_state",
-    "state_of",
-    "states_at_rest",
-    "stream",
-]
-
 State = dict[str, Any]
 BATCH_BYTES = 2**20
 """Of whole tensors that are sent together. What takes longer than this by itself gains nothing from company."""

@@ -20,8 +20,6 @@ from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import aligned, printable, size
 
-__all__ = ["Inspection", "Listing", "inspect"]
-
 
 @dataclass(frozen=True)
 class Inspection:

@@ -33,8 +33,6 @@ from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.torch_private.modules import EXTRA_STATE
 
-__all__ = ["Loaded", "load"]
-
 log = logging.getLogger("fsshard")
 _State = dict[str, tuple[bool, Any]]
 """State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?"""

@@ -41,8 +41,6 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
-__all__ = ["TIMEOUT", "Collected", "Part", "class_name", "collect_together", "counters", "divide", "make_index"]
-
 TIMEOUT = 300.0  # seconds to wait for ranks, where the caller does not say
 
 

@@ -19,7 +19,6 @@ from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
 from fsshard.planning.text import printable
 
-__all__ = ["PieceReader", "Reader", "TensorReader"]
 Itself = TypeVar("Itself", bound="TensorReader")
 
 

@@ -12,8 +12,6 @@ import torch
 
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["capture", "derive", "restore"]
-
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Return the state of every generator of this process, as tensors and numbers."""

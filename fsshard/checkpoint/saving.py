@@ -33,8 +33,6 @@ from fsshard.parallel.replicas import check_same_buffers
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-__all__ = ["SaveHandle", "save", "wait_for_saves"]
-
 log = logging.getLogger("fsshard")
 LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Staging"]
-
 ALIGNMENT = 64  # bytes, of torch's own allocations on the CPU
 STRIDE = 1 << 19  # bytes that are copied at once
 

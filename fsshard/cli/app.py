@@ -26,8 +26,6 @@ from fsshard.planning.text import printable
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["application", "main"]
-
 LAYOUT = "\n\t"  # control characters that errors may have
 ABOUT = "One interface over FairScale, FSDP, FSDP2 and DDP, and the proof that they train the same."
 

@@ -17,8 +17,6 @@ from fsshard.cli import options, output
 from fsshard.cli.options import DEFAULT_BACKENDS, Json, Progress, Quiet
 from fsshard.errors import ConfigurationError, MissingExtra
 
-__all__ = ["demo", "estimate", "export", "import_", "inspect", "top", "tune"]
-
 SWEEP = tuple(4**power for power in range(7))
 """World sizes of an estimate's picture."""
 

@@ -32,8 +32,6 @@ from fsshard.torch_private.registry import everything as private_torch
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["Diagnosis", "Finding", "command", "examine"]
-
 WORKS, MISSING, FAILS, NOTE = "works", "missing", "fails", "note"
 STYLES = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
 RANKS = 2

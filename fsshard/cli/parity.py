@@ -22,8 +22,6 @@ from fsshard.errors import ConfigurationError, FsshardError, MissingExtra
 if TYPE_CHECKING:
     from fsshard.parity import ParityReport
 
-__all__ = ["command"]
-
 DEFAULT_WORLD_SIZES = ("1", "2")
 GOLDEN_BACKENDS = ("ddp", "fsdp2")
 MEANINGLESS = {

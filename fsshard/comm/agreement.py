@@ -28,8 +28,6 @@ from fsshard.comm.watchdog import Watchdog, done_soon, hold_until_done
 from fsshard.errors import CheckpointError, FsshardError, RankMismatch
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base, broadcast_coalesced
 
-__all__ = ["Channel", "agree", "broadcast_tensors", "exchange", "per_rank"]
-
 LOOK_EVERY = 1.0  # seconds, while a rank waits for another, until it looks whether a third has lost one
 LAST_WORDS = 2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say so
 

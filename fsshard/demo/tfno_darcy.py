@@ -20,8 +20,6 @@ from fsshard.demo import darcy
 from fsshard.demo.common import held_bytes, largest_difference, mean_over_ranks, progress
 from fsshard.pictures import save_picture
 
-__all__ = ["Demo", "build_model", "run"]
-
 LEARNING_RATE, WEIGHT_DECAY = 8e-3, 1e-4  # the tutorial's Adam
 SHOWN = 3  # test samples in the picture
 

@@ -30,8 +30,6 @@ from fsshard.launching.context import check_count, cuda_devices
 from fsshard.launching.pool_worker import ENVIRONMENT, Job, Order, environment_of, folder, worker_main
 from fsshard.launching.supervisor import Outcome, Supervisor, check_importable, check_not_importing, handed
 
-__all__ = ["RankPool"]
-
 MOST_RANKS = 16
 START_SECONDS = 300.0  # for a new process to import torch; a cold disk can take a minute
 PATIENCE_SECONDS = 5.0  # after the first failure, for the other ranks to report theirs

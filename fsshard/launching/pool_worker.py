@@ -34,8 +34,6 @@ from fsshard.launching.supervisor import Failure, packed, say, take_over
 from fsshard.torch_private.c10d import all_groups, forget_meshes, set_timeout
 from fsshard.torch_private.compiling import import_dynamo
 
-__all__ = ["ENVIRONMENT", "Job", "Order", "environment_of", "tell", "worker_main"]
-
 COLLECTIVE_SHARE = 0.5  # of a job's time, until a collective gives up: an exception tells more than a killed rank
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "cpu": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -63,8 +63,6 @@ from fsshard.launching.supervisor import (
     take_over,
 )
 
-__all__ = ["launch"]
-
 logger = logging.getLogger(__name__)
 GRACE_SECONDS = 2.0  # after the first failure, for the other ranks to say what happened to them
 

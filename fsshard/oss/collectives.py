@@ -14,8 +14,6 @@ from fsshard.comm.agreement import broadcast_tensors
 from fsshard.errors import NotTogether, RankMismatch
 from fsshard.torch_private.c10d import device_types
 
-__all__ = ["all_reduced", "average", "come_together", "runs", "share_means", "used_anywhere"]
-
 MOST_BYTES = 25 * 2**20  # that are sent together, as by DDP
 
 

@@ -20,8 +20,6 @@ from fsshard.complex_params.pairs import real_dtype
 from fsshard.oss.partition import dense_strides
 from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
 
-__all__ = ["GradientBucket", "share_memory"]
-
 _ALIGNMENT = 16  # of a segment, in bytes: the largest element there is
 
 

@@ -26,18 +26,6 @@ from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
 from fsshard.torch_private.optimizers import scale_of, states_of_scaler
 from fsshard.torch_private.tensors import amp_unscale, foreach_norm
 
-__all__ = [
-    "agreed",
-    "combined",
-    "count_owners",
-    "exchanged",
-    "is_unscaled",
-    "owned_norms",
-    "scale",
-    "unscale",
-    "unscale_together",
-]
-
 
 def owned_norms(
     parameters: Sequence[Tensor], mine: Sequence[int], norm_type: float, group: dist.ProcessGroup, device: torch.device

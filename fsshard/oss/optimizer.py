@@ -26,8 +26,6 @@ from fsshard.oss.norm_and_scaling import agreed, combined, owned_norms, scale
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, step_without_global_hooks
 from fsshard.torch_private.c10d import device_types
 
-__all__ = ["OSS"]
-
 # State that the optimizers of torch 2.13 keep in the shape of the parameter. Others (Adafactor's) have shapes of their
 # own, about which nothing can be said here.
 SHAPED = frozenset(

@@ -15,19 +15,6 @@ from torch.optim import Optimizer
 
 from fsshard.errors import UnsupportedByBackend
 
-__all__ = [
-    "GLOBAL_OPTIMIZERS",
-    "NOT_SYNCED",
-    "ParameterBucket",
-    "as_bytes",
-    "assign_owners",
-    "build_inner",
-    "check_separable",
-    "dense_strides",
-    "group_of_owner",
-    "lay_out",
-]
-
 GLOBAL_OPTIMIZERS = frozenset({"LBFGS"})
 """Known to use inner products over all parameters (under FairScale's OSS: NaN)."""
 

@@ -13,16 +13,6 @@ from torch.optim import Optimizer
 from fsshard.oss.collectives import used_anywhere
 from fsshard.torch_private.optimizers import step_post_hooks, step_pre_hooks
 
-__all__ = [
-    "PartitionedOptimizer",
-    "finished_by",
-    "local_optimizer",
-    "partitioned_within",
-    "step_under_hooks_of_another",
-    "step_without_global_hooks",
-    "unhooked_step",
-]
-
 
 class PartitionedOptimizer:
     """An optimizer of all parameters whose ranks each update those that they own: ours, and FairScale's OSS.

@@ -25,8 +25,6 @@ from fsshard.oss.collectives import average, runs, share_means, used_anywhere
 from fsshard.oss.gradient_buckets import GradientBucket, share_memory
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback, will_execute
 
-__all__ = ["Reduction", "owners_of", "reduction_of"]
-
 log = logging.getLogger("fsshard")
 
 SLOTS = 4  # buckets in flight

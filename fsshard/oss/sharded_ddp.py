@@ -22,8 +22,6 @@ from fsshard.oss.partitioned import partitioned_within
 from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of, reduction_of
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["ShardedDataParallel"]
-
 log = logging.getLogger("fsshard")
 
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from fsshard.errors import ConfigurationError
 from fsshard.parallel.meshes import data_slice, is_flattened_with_parts, role_of, shape_text
 
-__all__ = ["DataRank", "data_rank"]
-
 
 class DataRank(NamedTuple):
     """A rank's place among those that see other samples."""

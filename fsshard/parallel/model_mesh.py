@@ -19,8 +19,6 @@ from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.parallel.meshes import shape_text, shares_samples
 from fsshard.torch_private.c10d import whole_mesh
 
-__all__ = ["Axis", "ModelMesh", "check_asked_alike", "find_model_mesh"]
-
 HOW_REPLICATED = 'a mesh dimension such as mesh["cp"], or (mesh["cp"], "mean") for gradients that are to be averaged'
 HOW_SHARDED = '(mesh["tp"], dim) with the dimension along which the parts lie, or mesh["tp"] where there is none'
 

@@ -19,8 +19,6 @@ from fsshard.complex_params.layouts import Shared
 from fsshard.errors import GradientError
 from fsshard.planning.entries import Entry
 
-__all__ = ["SharedGradients"]
-
 BUCKET_BYTES = 32 * 2**20
 IN_FLIGHT = 2
 """How many sums are under way while the next bucket is filled: copies of their gradients."""

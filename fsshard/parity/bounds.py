@@ -25,15 +25,6 @@ from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe, RecipeLike, resolve
 
-__all__ = [
-    "NotComparable",
-    "measure",
-    "measured_bound",
-    "note_batches",
-    "reduction_bound",
-    "spread_factor",
-]
-
 ORDERS = 8
 """Draws of a whole training that runs freely."""
 DRAWS = 32

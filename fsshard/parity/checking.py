@@ -24,8 +24,6 @@ from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Step, environment
 from fsshard.parity.training import Job, Training
 from fsshard.recipes.recipe import resolve
 
-__all__ = ["REFERENCE", "observe", "observe_perturbed", "recorded_batches", "rerun"]
-
 REFERENCE = "reference"
 """A detail beside :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
 

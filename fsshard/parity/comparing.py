@@ -37,8 +37,6 @@ from fsshard.parity.report import (
 from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, mean_loss, read_tensors
 
-__all__ = ["StepComparison", "cell_of", "check_deterministic", "compare_traces", "freedom", "merged", "needs_bounds"]
-
 ROUNDED = ("initial weight", "batch", "loss", "gradient", "norm", "weight", "state", "buffer")
 """Quantities that another kernel may give other last digits; of the rest nothing but equality is right."""
 Found = Iterator[tuple[str, Difference]]

@@ -20,8 +20,6 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
 from fsshard.wrapping import wrap
 
-__all__ = ["Engine", "WrappedEngine", "engine_name", "make_engine", "optimizer_of"]
-
 State = dict[str, Any]
 
 

@@ -23,8 +23,6 @@ from fsshard.planning.plan import plan
 from fsshard.recipes.recipe import Recipe, check_loss, seed_all
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 
-__all__ = ["ForwardWatch", "Shadow", "built", "first_difference", "kept_random_numbers", "perturbed", "random_state"]
-
 
 def random_state() -> str:
     """Return a digest of the state of every global generator that a training on this rank could draw from."""

@@ -11,8 +11,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fsshard.errors import ConfigurationError
 
-__all__ = ["WrongField", "plain", "read_as"]
-
 SPECIAL = ("nan", "inf", "-inf")
 """Numbers that JSON does not know."""
 SCALARS = {str: "a text", bool: "true or false", int: "a whole number that is not negative", float: "a number"}

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["ParityReport", "details", "figure", "head", "summary"]
-
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
 """Columns of the table; the other quantities get one where something differs in them."""
 WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refused": "refused", "failed": "FAILED"}

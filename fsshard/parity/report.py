@@ -12,22 +12,6 @@ from torch import Tensor
 
 from fsshard.parity.sketch import real_view
 
-__all__ = [
-    "QUANTITIES",
-    "SEVERITY",
-    "Cell",
-    "Difference",
-    "Divergence",
-    "RankStep",
-    "StepReport",
-    "difference",
-    "number_difference",
-    "place_of",
-    "ulps_between",
-    "unequal",
-    "value_differences",
-]
-
 QUANTITIES = (
     "initial weight",
     "batch",

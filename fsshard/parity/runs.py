@@ -58,8 +58,6 @@ from fsshard.parity.trace import (
 from fsshard.parity.training import Bare, Job
 from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text, resolve, splits
 
-__all__ = ["BACKENDS", "compare", "record"]
-
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
 """The backends that are compared unless others are named."""
 PERTURBED_ENGINE = "ddp"

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fsshard.errors import RecipeError
 
-__all__ = ["Sketch", "apart", "digest", "distance", "real_view", "sketch", "splitmix64"]
-
 PROJECTIONS = 12
 """Vectors of signs. Distances are estimated to about 20 percent (half of sqrt(2 / 12), by the root)."""
 CHUNK = 2**16  # elements at a time

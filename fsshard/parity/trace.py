@@ -34,8 +34,6 @@ from fsshard.parity.sketch import PROJECTIONS, Sketch, digest, real_view
 from fsshard.pictures import check_file
 from fsshard.recipes.recipe import Recipe
 
-__all__ = ["DETAILS", "INITIAL", "RankTrace", "Rounding", "Step", "Trace", "environment", "read_tensors"]
-
 FORMAT, VERSION = "fsshard parity trace", 1
 DETAILS = ("losses", "digests", "tensors")
 """How much a trace holds, each with what is before it."""

@@ -24,8 +24,6 @@ from fsshard.parity.sketch import digest, real_view
 from fsshard.parity.trace import Step
 from fsshard.recipes.recipe import Recipe, Split, check_loss, resolve, seed_all, split_by
 
-__all__ = ["Bare", "Job", "Training"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -31,8 +31,6 @@ import torch
 
 from fsshard.planning.plan import Plan
 
-__all__ = ["Bounds", "Circumstances", "bounds_of", "sent"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:

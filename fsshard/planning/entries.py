@@ -14,8 +14,6 @@ from fsshard.complex_params.pairs import Kind, viewable
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = ["Cut", "Entry", "collect_entries"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["aligned", "printable", "ratio", "size", "unit_of", "wrapped"]
-
 
 def printable(text: str, keep: str = "") -> str:
     """Spell what a terminal must not obey in somebody else's text: control characters, changes of direction.

@@ -9,22 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ComplexMLP",
-    "ConvBlock",
-    "DropoutBlock",
-    "convnet_model",
-    "dropout_model",
-    "fno_model",
-    "gino_model",
-    "sfno_model",
-    "small_t5",
-    "t5_model",
-    "tfno_model",
-    "uno_model",
-    "vit_model",
-]
-
 
 class ComplexMLP(nn.Module):
     """Real numbers in and out, one complex layer between."""

@@ -26,20 +26,6 @@ from fsshard.parallel.meshes import data_dimensions, is_flattened_with_parts, ro
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Recipe",
-    "Split",
-    "check_loss",
-    "check_mesh",
-    "data_ranks",
-    "join_batches",
-    "mesh_text",
-    "resolve",
-    "seed_all",
-    "split_by",
-    "splits",
-]
-
 UNLIKE_ANY = ("join", "name", "seed", "split")
 """Attributes whose names occur in names of anything, so that no misspelling is looked for."""
 RecipeLike = Any

@@ -10,21 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "SAMPLES",
-    "Batch",
-    "heat",
-    "image_error",
-    "images",
-    "random_numbers",
-    "sines",
-    "squared_error",
-    "wave_error",
-    "waves",
-    "word_error",
-    "words",
-]
-
 Batch = dict[str, Tensor]
 
 SAMPLES = 4

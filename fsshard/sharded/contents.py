@@ -21,8 +21,6 @@ from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_
 from fsshard.errors import ModelError
 from fsshard.torch_private.tensors import foreach_copy_
 
-__all__ = ["ModelBuffers", "ModelWatch"]
-
 _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
 

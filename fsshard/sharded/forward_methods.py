@@ -14,8 +14,6 @@ from fsshard.backends.forward_guards import READS_SHARD
 from fsshard.errors import FsshardError, ModelError, PrecisionError
 from fsshard.model.unit_inputs import is_write_to_unit_input
 
-__all__ = ["ForwardMethod", "explain_forward_error"]
-
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
 """Messages of torch 2.13 about operands in two dtypes: linear, convolution, RNN."""
 SHARD = "got mixed torch.Tensor and DTensor"

@@ -15,8 +15,6 @@ from fsshard.complex_params.pairs import viewable
 from fsshard.errors import FsshardError
 from fsshard.planning.entries import Entry
 
-__all__ = ["clip_by_norm", "norm_of"]
-
 NORM_CHUNK = 2**20
 
 

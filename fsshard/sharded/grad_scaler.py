@@ -20,8 +20,6 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.optimizers import scale_of
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a wrapped model: the same methods, one decision of all ranks.

@@ -25,8 +25,6 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.torch_private.fsdp2 import forget_unit
 from fsshard.torch_private.tensors import backward_hooks_of
 
-__all__ = ["Bare"]
-
 _OURS = ("fsshard.", "torch.distributed.")
 _MARKS = ("_fsshard", "_fsdp", "_is_fsdp")
 _HELD = ("_parameters", "_buffers", "_modules")

@@ -21,8 +21,6 @@ from fsshard.sharded.optimizer import check_unstepped, constructor_arguments, na
 from fsshard.sharded.optimizer_checks import OptimizerRequest
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked, steps_are_tracked
 
-__all__ = ["HandedOver", "point_at"]
-
 
 @dataclass
 class HandedOver:

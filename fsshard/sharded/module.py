@@ -42,8 +42,6 @@ from fsshard.sharded.state_dict import asked_for, gather_state_dict, load_whole
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.modules import IncompatibleKeys
 
-__all__ = ["ShardedModule", "live_optimizers", "register_forward_method"]
-
 log = logging.getLogger("fsshard")
 
 

@@ -36,15 +36,6 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
 if TYPE_CHECKING:
     from fsshard.sharded.module import ShardedModule
 
-__all__ = [
-    "ShardedOptimizer",
-    "build_optimizer",
-    "check_unstepped",
-    "groups_by_name",
-    "refuse_foreign_optimizers",
-    "retire",
-]
-
 
 class ShardedOptimizer(Optimizer):
     """A torch ``Optimizer`` over a :class:`~fsshard.sharded.module.ShardedModule`; made by :func:`build_optimizer`.

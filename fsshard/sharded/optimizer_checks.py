@@ -30,8 +30,6 @@ from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
 
-__all__ = ["WHOLE_TENSOR_OPTIMIZERS", "OptimizerRequest", "check_asked_alike", "rank_independent_text"]
-
 WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
 """Known to use the shape, a norm or a factorisation of each parameter."""
 BOUND = 1e-9

@@ -30,8 +30,6 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import OptimizerRequest
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-__all__ = ["blocks_of", "is_stepping", "viewing_class"]
-
 GRID = 64
 """A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
 

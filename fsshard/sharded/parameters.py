@@ -19,9 +19,6 @@ from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR
 
-__all__ = ["ParameterViews", "refuse_hooks"]
-
-
 HAS_FORM = re.compile(
     r"size|dim|numel|stride|type|__len__|__hash__|__repr__|__format__|requires_grad_|detach|clone|view|reshape|flatten"
     r"|data_ptr|untyped_storage|.*_like|new_.*|.*_as|_?is_.*"

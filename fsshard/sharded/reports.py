@@ -22,18 +22,6 @@ from fsshard.planning.plan import Plan, explain_plan
 from fsshard.planning.text import aligned, ratio, size, wrapped
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-__all__ = [
-    "HELD",
-    "MemoryReport",
-    "RankMemory",
-    "check_writer",
-    "cuda_bytes",
-    "explain",
-    "held_tensors",
-    "memory_report",
-    "summary_writer",
-]
-
 HELD = ("parameters", "buffers", "optimizer state", "gradients", "gathered units")
 
 

@@ -21,15 +21,6 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.contents import ModelBuffers
 from fsshard.torch_private.modules import IncompatibleKeys, load_state_dict_post_hooks, load_state_dict_pre_hooks
 
-__all__ = [
-    "NEURALOP_ARGUMENTS",
-    "asked_for",
-    "check_keys",
-    "gather_state_dict",
-    "honour_state_dict_type",
-    "load_whole",
-]
-
 NEURALOP_ARGUMENTS = "_metadata"
 """A key that neuralop's BaseModel adds to its state dicts, for its constructor's arguments: no weight, and left alone.
 

@@ -17,8 +17,6 @@ from fsshard.planning.bounds import sent
 from fsshard.torch_private.c10d import group_named
 from fsshard.torch_private.dispatch import schema_of
 
-__all__ = ["Collective", "Traffic", "collective_of", "traffic_of"]
-
 
 @dataclass
 class Collective:

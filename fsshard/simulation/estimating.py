@@ -32,8 +32,6 @@ from fsshard.simulation.simulation import Job, Measured
 from fsshard.simulation.worker import packed, simulate_all
 from fsshard.torch_private.modules import is_compiled
 
-__all__ = ["estimate", "estimate_of", "job_of", "mesh_shape", "optimizer_settings", "recipe_source"]
-
 Several = list[Any] | tuple[Any, ...]
 
 

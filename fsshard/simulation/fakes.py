@@ -31,9 +31,6 @@ from fsshard.torch_private.fake_tensors import (
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import storage_key
 
-__all__ = ["Fakes", "GlooBuffers", "UsedParameters", "fake_ranks", "storage_of"]
-
-
 FILL, RNN_LAYER = torch.ops.aten.fill_.Scalar, torch.ops.aten.mkldnn_rnn_layer.default
 KNOWN_NUMBERS = 2**16
 """Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""

@@ -27,8 +27,6 @@ from fsshard.sharded.reports import (
 from fsshard.simulation.tracking import GRANULARITY, Tracker
 from fsshard.torch_private.modules import is_compiled
 
-__all__ = ["MemoryTracker"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Estimate", "figure", "overview", "plot", "style_axes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:

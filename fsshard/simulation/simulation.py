@@ -39,8 +39,6 @@ from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 from fsshard.wrapping import wrap
 
-__all__ = ["Job", "Measured", "batches_of", "measure", "shared_fakes", "simulate", "under_backend"]
-
 STEPS = 2  # the optimizer makes its state in the first one; one step is enough after _make_state()
 
 

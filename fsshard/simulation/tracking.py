@@ -34,8 +34,6 @@ from fsshard.torch_private.modules import CHECKPOINTED
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-__all__ = ["GRANULARITY", "KINDS", "PHASES", "Moment", "Tracker", "Usage"]
-
 KINDS = (*HELD, "inputs", "activations", "temporaries")
 """A storage is of the first kind that fits.
 

@@ -25,8 +25,6 @@ from fsshard.errors import ConfigurationError, FsshardError, ModelError
 from fsshard.launching.supervisor import Handed, handed, take_over
 from fsshard.simulation.simulation import Job, Measured, simulate
 
-__all__ = ["Simulator", "SimulatorDied", "errors_in_words", "packed", "rebuilt", "run_job", "simulate_all"]
-
 
 def rebuilt(data: bytes) -> nn.Module:
     """Rebuild a model that was sent from another process, of fake tensors within a fake mode."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["grouped_by_device_and_dtype", "torchs_total_norm"]
-
 AREA = Area("clip_grad", otherwise="wrap(), which makes clip_grad_norm_ right for what ranks share")
 torchs_total_norm = AREA.later(
     "torch.nn.utils.clip_grad:_get_total_norm", use="where clip_grad_norm_ has its norm from"

@@ -11,8 +11,6 @@ from torch import nn
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["disable_dynamo", "import_dynamo", "keywords_of"]
-
 AREA = Area("compiling")
 F = TypeVar("F", bound=Callable[..., Any])
 

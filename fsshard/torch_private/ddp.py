@@ -6,8 +6,6 @@ from typing import Any
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["SteadyReducer", "rebuild_buckets"]
-
 AREA = Area("ddp", cpp="torch/csrc/distributed/c10d/init.cpp")
 
 _REBUILD = AREA.attribute(

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["AllGather", "ReduceScatter"]
-
 AREA = Area(
     "fsdp2_collectives", otherwise="backend 'fsdp2' on gloo but by torch's own collectives: fast_collectives=False"
 )

@@ -22,8 +22,6 @@ from typing import Any, NoReturn
 from fsshard.errors import PrivateTorchMissing
 from fsshard.torch_private.patching import replaced
 
-__all__ = ["Area", "Private", "everything"]
-
 _NOTHING: Any = object()
 
 

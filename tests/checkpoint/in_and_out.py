@@ -13,8 +13,6 @@ import fsshard
 from tests.models import Spectral
 from tests.training_runs import differences
 
-__all__ = ["Everything", "Planted", "everything", "job_live", "job_save", "optimizer_of", "same", "step", "train"]
-
 
 class Everything(nn.Module):
     """Complex weights, a tied one, an odd one, one without dimensions, a buffer."""

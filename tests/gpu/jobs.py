@@ -15,18 +15,6 @@ import fsshard
 from fsshard.simulation.simulation import Job, measure
 from tests.gpu.recipes import STEPS
 
-__all__ = [
-    "asynchronous_save",
-    "memory",
-    "native",
-    "on_one_gpu",
-    "over_a_group_of_the_users",
-    "overlap",
-    "scaled",
-    "train",
-    "where",
-]
-
 TRAINED = 3
 
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from fsshard.recipes.recipe import Recipe
 
-__all__ = ["STEPS", "t5", "vit"]
-
 
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration

@@ -25,8 +25,6 @@ from fsshard.checkpoint.staging import Staging
 from fsshard.simulation.fakes import Fakes, fake_ranks
 from fsshard.torch_private.patching import replaced
 
-__all__ = ["CASES"]
-
 RANK, RANKS = 3, 8
 HERE = torch.device("cuda", RANK)
 

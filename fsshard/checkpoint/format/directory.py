@@ -25,8 +25,6 @@ from fsshard.checkpoint.format.tensors_file import open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
 
-__all__ = ["CheckpointTarget", "latest", "leftovers", "newest_ordinal", "newest_whole", "resolve", "sync"]
-
 log = logging.getLogger("fsshard")
 
 PREVIOUS = ".previous"

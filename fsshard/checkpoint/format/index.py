@@ -24,8 +24,6 @@ from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
-__all__ = ["Index", "ModelInfo", "OptimizerInfo", "Origin", "Piece", "Range", "TensorInfo", "read_index", "write_index"]
-
 FORMAT = "fsshard-checkpoint"
 FORMAT_VERSION = 2
 READ_VERSIONS = (1, 2)

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["BY_NAME", "STORED", "FileEntry", "Item", "TensorsFile", "dtype_name", "new_file", "open_regular", "write"]
-
 MAX_HEADER = 100_000_000  # bytes; safetensors has the same bound
 CHUNK = 1 << 20  # Small enough that the checksum leaves the bytes in the cache for the write that follows.
 _AHEAD = 8 << 20  # What the disk is told to begin with while the next is written.

@@ -21,8 +21,6 @@ from torch import Tensor
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.errors import CheckpointError
 
-__all__ = ["MAX_DEPTH", "decode", "encode"]
-
 Put = Callable[[str, Tensor], str]
 Get = Callable[[str], Tensor]
 

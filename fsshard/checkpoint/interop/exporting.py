@@ -27,8 +27,6 @@ from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-__all__ = ["FORMATS", "MAX_SHARD_BYTES", "export"]
-
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 MAX_SHARD_BYTES = 5_000_000_000  # above it a model is divided into several files, as on the Hugging Face Hub
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}

@@ -19,8 +19,6 @@ from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Range
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["KINDS", "READER", "Tree", "foreign", "open_tree"]
-
 KINDS = ("safetensors", "hf", "torch", "dcp", "neuralop")
 
 MAX_INDEX = 100_000_000

@@ -17,8 +17,6 @@ from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.torch_private.fsdp1 import WRAPPED
 from fsshard.torch_private.modules import CHECKPOINTED, COMPILED
 
-__all__ = ["clean_path", "known_names", "path_below", "plain_names", "same_value", "unprefixed", "whole_state"]
-
 PREFIX = "module."  # before every name of DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel
 WRAPPERS = frozenset({WRAPPED, "_fpw_module", COMPILED, CHECKPOINTED})
 """Parts of names that FSDP1, FairScale's FSDP, torch.compile and activation checkpointing put in."""

@@ -41,8 +41,6 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
-__all__ = ["UNKNOWN_CLASS", "ForeignReader", "foreign", "import_checkpoint"]
-
 UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say
 FILE = rank_file(0, 1)
 DEPTH = 4  # of a state dict in the tree, at the most

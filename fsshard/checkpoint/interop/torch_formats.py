@@ -34,8 +34,6 @@ from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.torch_private.patching import replaced
 
-__all__ = ["DcpDirectory", "Placeholder", "write_dcp", "write_torch"]
-
 ALIGNMENT = 64  # bytes, where records of a file begin, so that it can be mapped (torch 2.13's own)
 PIECE_BYTES = 1 << 20  # of a tensor in one record of DCP, each of which costs DCP about a kilobyte
 FOLDER = "archive"

@@ -17,8 +17,6 @@ from torch import Tensor
 from fsshard.comm.watchdog import taking_part
 from fsshard.torch_private.fsdp2_collectives import AllGather, ReduceScatter
 
-__all__ = ["Gather", "Reduce"]
-
 
 class _Broadcasts(dist.Work):
     """One per rank, waited for together."""

@@ -11,8 +11,6 @@ from torch import nn
 
 from fsshard.errors import MissingExtra, ModelError
 
-__all__ = ["check_operator", "order_of", "replacements"]
-
 POINTWISE_MODULES = (
     *(nn.Identity, nn.Dropout, nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.Mish),
     *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid),

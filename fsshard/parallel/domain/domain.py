@@ -20,8 +20,6 @@ from fsshard.parallel.domain.exchange import summed
 from fsshard.parallel.domain.slabs import Slabs, mark_of
 from fsshard.torch_private.fake_tensors import FakeTensor
 
-__all__ = ["Domain"]
-
 
 class DomainLpLoss(LpLoss):
     """neuraloperator's ``LpLoss``: norms over the whole field; one sum over the domain's ranks."""

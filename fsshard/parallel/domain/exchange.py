@@ -18,8 +18,6 @@ from fsshard.comm.watchdog import taking_part
 from fsshard.errors import ConfigurationError
 from fsshard.torch_private.c10d import device_types
 
-__all__ = ["Axis", "Parts", "gathered", "redealt", "summed"]
-
 WHAT = "an exchange of slabs (shard_domain)"
 CALL = "the forward of a split model, or a loss of its domain"
 

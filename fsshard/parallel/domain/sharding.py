@@ -17,8 +17,6 @@ from fsshard.parallel.domain.exchange import Axis
 from fsshard.parallel.domain.modes import check_sliceable, shared_parameters, slice_weights
 from fsshard.parallel.meshes import shape_text
 
-__all__ = ["domain_of", "shard_domain"]
-
 
 def shard_domain(
     model: nn.Module,

@@ -13,8 +13,6 @@ from fsshard.parallel.domain.exchange import Axis, Parts, redealt
 from fsshard.parallel.domain.modes import Modes, has_slice, keep, modes_of, own_slice, place, slice_sizes
 from fsshard.parallel.domain.slabs import FIRST, Layout, Slabs, even_parts
 
-__all__ = ["DomainSpectralConv"]
-
 
 class DomainSpectralConv(SpectralConv):
     """Transforms the dimensions that a rank has whole, and keeps their modes; then, split dimension by split dimension,

@@ -16,8 +16,6 @@ from fsshard.simulation.tuning.search_space import Candidate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Tried", "TuneResult", "best", "figure"]
-
 HEAD = ["", "peak", "sent", "of P", "collectives", "recomputed", "peak at", "plan"]
 
 

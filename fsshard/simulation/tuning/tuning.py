@@ -24,8 +24,6 @@ from fsshard.simulation.tuning.result import Tried, TuneResult, best
 from fsshard.simulation.tuning.search_space import PLAIN, Candidate, code_of, plan_of, profile_of, recomputations, units
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
-__all__ = ["Search", "tune"]
-
 WORLDS_AHEAD = 3  # how often the ranks are doubled to find out how many would do
 PATIENCE, LESS = 2, 0.99  # finer units are tried until so many have not brought the peak down to this share of it
 WORK, FEWEST, MOST = 24_000, 12, 40

@@ -13,8 +13,6 @@ from typing import Literal
 
 from tests.parity import page
 
-__all__ = ["PAGE", "PART", "ROWS", "Row", "table"]
-
 PAGE, PART = Path(__file__).parents[3] / "docs/fairscale.md", "FairScale's faults"
 
 Severity = Literal["silent", "hang", "crash", "warning"]

@@ -29,8 +29,6 @@ from fsshard.torch_private.modules import (
 
 from ._fsdp_state import UnsupportedHere, clean
 
-__all__ = ["InnerFSDP", "Own"]
-
 
 @dataclass(frozen=True, eq=False)
 class Own:

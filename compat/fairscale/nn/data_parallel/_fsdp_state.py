@@ -26,24 +26,6 @@ from fsshard.torch_private.modules import IncompatibleKeys, metadata_of, non_per
 
 from ....errors import MisuseError
 
-__all__ = [
-    "INNER",
-    "NotAllowed",
-    "ProcessGroupName",
-    "UnsupportedHere",
-    "check_local",
-    "clean",
-    "cut",
-    "export",
-    "flat_name",
-    "gather",
-    "load_local",
-    "lower",
-    "metadata",
-    "padded_lengths",
-    "saved_buffers",
-]
-
 
 class ProcessGroupName(str, Enum):
     """The names of the groups in which FairScale reduces gradients."""
