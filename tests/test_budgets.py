@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_645,
-    "fsshard/backends": 4_165,
-    "fsshard/checkpoint": 4_697,
-    "fsshard/parity": 4_378,
-    "fsshard/sharded": 3_602,
-    "fsshard/comm + fsshard/launching": 3_100,
-    "fsshard/simulation": 3_100,
+    "fsshard + compat": 45_460,
+    "fsshard/backends": 4_080,
+    "fsshard/checkpoint": 4_670,
+    "fsshard/parity": 4_335,
+    "fsshard/sharded": 3_550,
+    "fsshard/comm + fsshard/launching": 3_090,
+    "fsshard/simulation": 3_080,
     "fsshard/model": 2_080,
-    "fsshard/oss": 1_950,
-    "fsshard/torch_private": 1_560,
+    "fsshard/oss": 1_905,
+    "fsshard/torch_private": 1_550,
     "fsshard/complex_params": 1_600,
-    "compat": 7_545,
-    "tests": 53_353,
+    "compat": 7_450,
+    "tests": 47_820,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124
