@@ -292,7 +292,7 @@ raises where the loss would be wrong."""
 
 
 def _put_end(patch: Patch) -> Undo:
-    before, process = sys.excepthook, os.getpid()
+    before, process, unregister, system = sys.excepthook, os.getpid(), atexit.unregister, sys
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         before(kind, error, trace)
@@ -306,10 +306,10 @@ def _put_end(patch: Patch) -> Undo:
     sys.excepthook = hook
     atexit.register(finished)
 
-    def undo() -> None:
-        atexit.unregister(finished)
-        if sys.excepthook is hook:
-            sys.excepthook = before
+    def undo() -> None:  # the last model may go with the interpreter, when this file's globals are gone
+        unregister(finished)
+        if system.excepthook is hook:
+            system.excepthook = before
 
     return undo
 

@@ -434,10 +434,8 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
         if not isinstance(group, dict) or "params" not in group:
             raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
         members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
-        if not members:
-            raise OptimizerError(f"param_groups[{index}] has no parameters; leave the group out")
         resolved.append({**group, "params": [model.find_entry(member).name for member in members]})
-        if isinstance(members[0], tuple):  # as torch does since 2.6
+        if members and isinstance(members[0], tuple):  # as torch does since 2.6
             resolved[-1]["param_names"] = [member[0] for member in members]
     return resolved
 

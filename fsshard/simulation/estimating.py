@@ -150,7 +150,7 @@ def _check_module(model: nn.Module) -> None:
     """Raise for a module that is wrapped or compiled, or that a mesh of this job divides."""
     check_not_wrapped(model, wrapper_classes())
     if any(map(is_compiled, model.modules())):
-        raise ConfigurationError("what compiled code allocates is not known; pass the model as before torch.compile")
+        raise ConfigurationError("what compiled code allocates is not known; pass it as it was before torch.compile")
     names = [name for name, *_ in dtensor_parameters(model)]
     if names:
         raise ConfigurationError(

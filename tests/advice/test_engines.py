@@ -23,9 +23,7 @@ def case_values_are_assigned() -> None:
     with refused("change the model before fsshard.wrap"):
         weight.data = torch.ones(2, 2)
     whole = distribute_tensor(torch.full((6, 4), 2.0), weight.device_mesh, [Replicate()])
-    with refused("give the whole tensor, or value.redistribute(...) to these"):
-        weight.data = whole
-    weight.data = whole.redistribute(weight.device_mesh, weight.placements)
+    weight.data = whole
     assert model.state_dict()["0.weight"].eq(2).all()
     weight.data = torch.full((6, 4), 3.0)
     assert model.state_dict()["0.weight"].eq(3).all()
