@@ -13,6 +13,43 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+<<<<<<< HEAD
+=======
+__all__ = ["grad_tensors", "has_arrays", "is_array", "leaves", "map_containers", "map_leaves"]
+
+
+def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """The same structure with ``function(leaf, *leaves of the others at its place)`` for each leaf.
+
+    Args:
+        function: called with everything that is no container.
+        first: gives the structure and the types of the containers.
+        others: of the same structure.
+    """
+
+    def down(*values: Any) -> Any:
+        return map_leaves(function, *values)
+
+    if isinstance(first, Mapping):
+        mapped = {key: down(value, *(other[key] for other in others)) for key, value in first.items()}
+        if not isinstance(first, MutableMapping):
+            return mapped
+        result = copy.copy(first)  # a defaultdict, a UserDict, a transformers output: not all take a dict to build
+        for key, value in mapped.items():
+            result[key] = value
+        return result
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(down, first, *others))
+    if isinstance(first, (list, tuple)):
+        return type(first)(map(down, first, *others))
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [item.name for item in dataclasses.fields(first) if item.init]
+        changes = {name: down(*(getattr(value, name) for value in (first, *others))) for name in names}
+        return dataclasses.replace(first, **changes)
+    return function(first, *others)
+
+
+>>>>>>> parent of 01d0d60 (Map nested values in one way)
 Within = Literal["plain", "fsdp2", "all"]
 """Which containers are looked into: torch's and Python's plain ones, those that FSDP2 looks into (torch 2.13: all
 classes of dicts, lists, tuples and dataclasses), or other mappings and sequences too."""
@@ -87,18 +124,6 @@ def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     return copied
 
 
-def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Return the same structure with ``function(leaf, *leaves of the others at its place)`` for each leaf.
-
-    Args:
-        function: called with everything that is no container.
-        first: gives the structure and the types of the containers.
-        others: of the same structure.
-    """
-    beside = [leaves(other) for other in others]
-    return map_containers(lambda leaf: function(leaf, *map(next, beside)), first, "all")
-
-
 def leaves(value: Any) -> Iterator[Any]:
     """Everything in ``value`` that is not a container, in order."""
     if isinstance(value, Tensor):  # first, since most are
@@ -106,7 +131,7 @@ def leaves(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from leaves(item)
-    elif isinstance(value, (list, tuple, deque, UserList)):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 45_460,
+    "fsshard + compat": 45_480,
     "fsshard/backends": 4_080,
     "fsshard/checkpoint": 4_670,
     "fsshard/parity": 4_335,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_550,
     "fsshard/complex_params": 1_600,
     "compat": 7_450,
-    "tests": 47_820,
+    "tests": 47_850,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124

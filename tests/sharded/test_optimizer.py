@@ -70,6 +70,25 @@ def test_what_cannot_be_handed_over(ranks: Any) -> None:
     ranks.run(job_wrong, 2)
 
 
+def job_empty_group(backend: str) -> list[str]:
+    """Hugging Face's Trainer makes one where all parameters decay."""
+    finals = []
+    for rest in ([], [{"params": [], "weight_decay": 0.0}]):
+        model = fsshard.wrap(net(), backend=backend)
+        groups = [{"params": list(model.parameters())}, *rest]
+        optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, groups, lr=0.01)
+        step(model, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        step(model, optimizer, 1)
+        finals.append(model.state_dict())
+    return list(differences(*finals))
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_group_may_be_empty(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_empty_group, ranks_of(backend), backend) == [[]] * ranks_of(backend)
+
+
 def job_adagrad() -> float:
     module = net()
     model, optimizer = fsshard.wrap(module, torch.optim.Adagrad(module.parameters(), lr=0.1), backend="fsdp2")
