@@ -13,10 +13,6 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-<<<<<<< HEAD
-=======
-__all__ = ["grad_tensors", "has_arrays", "is_array", "leaves", "map_containers", "map_leaves"]
-
 
 def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     """The same structure with ``function(leaf, *leaves of the others at its place)`` for each leaf.
@@ -49,7 +45,6 @@ def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     return function(first, *others)
 
 
->>>>>>> parent of 01d0d60 (Map nested values in one way)
 Within = Literal["plain", "fsdp2", "all"]
 """Which containers are looked into: torch's and Python's plain ones, those that FSDP2 looks into (torch 2.13: all
 classes of dicts, lists, tuples and dataclasses), or other mappings and sequences too."""
