@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 45_480,
+    "fsshard + compat": 45_490,
     "fsshard/backends": 4_080,
     "fsshard/checkpoint": 4_670,
-    "fsshard/parity": 4_335,
+    "fsshard/parity": 4_348,
     "fsshard/sharded": 3_550,
     "fsshard/comm + fsshard/launching": 3_090,
     "fsshard/simulation": 3_080,

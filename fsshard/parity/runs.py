@@ -28,7 +28,7 @@ from fsshard.errors import (
     RecipeError,
     UnsupportedByBackend,
 )
-from fsshard.launching.pool import RankPool
+from fsshard.launching.pool import MOST_RANKS, RankPool
 from fsshard.parity.bounds import ORDERS, NotComparable, at_world_size
 from fsshard.parity.checking import REFERENCE, observe, observe_perturbed, recorded_batches, rerun
 from fsshard.parity.comparing import (
@@ -137,6 +137,14 @@ def compare(
     if mesh is not None:
         meshes = _checked_meshes(mesh, recipe, backends, world_sizes, reference)
         places = [(data_ranks(each), each) for each in meshes]
+    trained = [*backends, judge] if against is None else backends
+    most = MOST_RANKS if pool is None else pool.most_ranks
+    needed = max(size if each is None else math.prod(each.values()) for size, each in places)
+    if needed > most and not (mesh is None and all(map(_in_one_process, trained))):
+        # else the pool refuses them once the smaller ones have run, whose results would be lost
+        raise ConfigurationError(
+            f"{needed} ranks are asked for: the pool has at most {most} (RankPool(most_ranks=...))"
+        )
     engine = Bare if mesh is not None else judge
     name = engine_name(engine) if against is None else _named(against)
     report = ParityReport(recipe=_transportable(recipe), reference=name, steps=steps)
@@ -224,10 +232,15 @@ def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: 
     """Raise for what has no meaning; return the numbers of ranks, each once."""
     if isinstance(backends, (str, Mapping)) or not isinstance(backends, Iterable) or not backends:
         raise ConfigurationError(f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'ddp']")
-    for spec in backends:
-        engine_name(spec)  # raises for what is no engine, or no backend
+    names = [engine_name(spec) for spec in backends]
+    for spec, name in zip(backends, names, strict=True):
         if backend_of(spec):
-            backend_class(backend_of(spec), 2)
+            backend_class(backend_of(spec), 2)  # raises for a name that is none
+        elif name in backend_names():  # the report would show the one as the other
+            raise ConfigurationError(f"engine {spec.__name__} is named {name!r}, like a backend; give it another name")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(f"backends names {', '.join(twice)} twice")
     if reference not in backend_names() or not backend_class(reference).facts.is_reference:
         raise ConfigurationError(
             f"reference={reference!r}: expected 'ddp' or 'none' (one process on the joined batch); to compare other "
@@ -261,11 +274,12 @@ def _checked_meshes(
             f"backends holds {own[0]}: an engine of your own cannot be given a mesh; name backends of fsshard"
         )
     meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, given)}
+    asked = None if world_sizes is None else list(world_sizes if isinstance(world_sizes, Iterable) else [world_sizes])
     for text, sizes in meshes.items():
         ranks = math.prod(sizes.values())
-        if world_sizes is not None and world_sizes not in (ranks, [ranks], (ranks,)):
+        if asked is not None and asked != [ranks]:
             raise ConfigurationError(
-                f"world_sizes={world_sizes!r}: mesh {text} has {ranks} ranks; leave world_sizes out, or give a mesh of "
+                f"world_sizes={asked!r}: mesh {text} has {ranks} ranks; leave world_sizes out, or give a mesh of "
                 "that many"
             )
         if splits(sizes) and resolve(recipe).split is None:

@@ -154,9 +154,17 @@ def test_progress_is_told(ranks: Any) -> None:
     assert any("fsdp2 on 2 ranks" in text for _, _, text in seen)
 
 
+class NamedLikeABackend(faults.Summed):
+    name = "ddp"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
+        ({"backends": ["ddp", NamedLikeABackend]}, ConfigurationError, "is named 'ddp', like a backend; give it"),
+        ({"backends": ["fsdp2", {"backend": "fsdp2"}]}, ConfigurationError, "names fsdp2 twice"),
+        ({"backends": [faults.Off, faults.Off]}, ConfigurationError, "names off by 1e-3 twice"),
+        ({"world_sizes": [1, 17]}, ConfigurationError, "17 ranks are asked for: the pool has at most 16"),
         ({"backends": "fsdp2"}, ConfigurationError, "expected a list"),
         ({"backends": []}, ConfigurationError, "expected a list"),
         ({"backends": ["fsdp3"]}, UnknownBackend, "fsdp3"),
