@@ -265,7 +265,9 @@ def newest_whole(path: Path, *, warn: bool = True) -> Path | None:
         children = [path / entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != "."]
         if os.path.lexists(path / INDEX_FILE) or (own and not children):
             return _newest([path, *own], warn=warn)
-    return _newest(sorted(children), warn=warn)
+    # A link to another entry of the directory is left out: that one is looked at anyway.
+    alias = {child for child in children if child.is_symlink() and child.resolve().parent == path.resolve()}
+    return _newest(sorted(set(children) - alias), warn=warn)
 
 
 def identity(path: StrPath) -> list[int]:
