@@ -44,6 +44,9 @@ class RankInfo:
                 raise LaunchError(
                     f"{self.source} environment: {name}={value} must lie in 0..{size_name}-1, and {size_name}={size}"
                 )
+        if self.local_world_size > self.world_size:  # GPUs would seem too few for the host's ranks
+            told = f"LOCAL_WORLD_SIZE={self.local_world_size} is more than WORLD_SIZE={self.world_size}"
+            raise LaunchError(f"{self.source} environment: {told}")
         if self.world_size > 1 and self.port is not None and not 0 < self.port < 2**16:
             raise LaunchError(f"{self.source} environment: MASTER_PORT={self.port} is not a port in 1..65535")
 

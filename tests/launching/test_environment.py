@@ -22,6 +22,7 @@ from tests.launching.launched import nested
         ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=9", "RANK=2 must lie in .* WORLD_SIZE=2"),
         ("RANK=0 WORLD_SIZE=0", "RANK=0 must lie in .* WORLD_SIZE=0"),
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=x MASTER_PORT=9", "LOCAL_RANK=1 must lie in"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3 MASTER_ADDR=x MASTER_PORT=9", "LOCAL_WORLD_SIZE=3 is more than"),
         ("RANK=0 WORLD_SIZE=2 MASTER_PORT=9", "MASTER_ADDR is not set"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=x", "MASTER_PORT is not set"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=http", "MASTER_PORT='http' must be an integer"),
