@@ -384,6 +384,8 @@ def _check_replaceable(path: Path) -> None:
         path = target
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory, and replaces only a checkpoint")
+    if os.path.ismount(path):  # told before all is written to a place beside it
+        raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
     names = sorted(os.listdir(path))
     others = [name for name in names if not OURS.fullmatch(name)]
     # Many programs call a file index.json. Where ours is damaged there are only names to go by.

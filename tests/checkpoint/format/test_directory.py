@@ -387,6 +387,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dangling link": (lambda t: _link(t / "x", "nothing"), r"x is a symbolic link to nothing, or .*\(nothing\)"),
     "link out": (lambda t: _link(t / "x", "/tmp"), r"link to nothing, or out of its directory \(/tmp\)"),
     "root": (lambda t: "/", "'/' cannot be replaced"),
+    "mount point": (lambda t: "/proc", "/proc is a mount point"),
     "empty": (lambda t: "", "'' is no path"),
     "reserved": (lambda t: t / "x.previous", "names that end in '.previous'"),
 }
