@@ -171,7 +171,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding("devices", "cpu, bf16", WORKS if ready else FAILS, ready.reason)
     if not torch.cuda.is_available():
         yield Finding("devices", "cuda", NOTE, "torch sees no GPU")
-    for number in range(torch.cuda.device_count()):
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):  # a broken driver counts too
         properties, ready = torch.cuda.get_device_properties(number), bf16_ready(f"cuda:{number}")
         yield Finding("devices", f"cuda:{number}", WORKS, f"{properties.name}, {size(properties.total_memory)}")
         yield Finding("devices", f"cuda:{number}, bf16", WORKS if ready else FAILS, ready.reason)

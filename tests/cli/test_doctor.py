@@ -66,6 +66,9 @@ def test_what_fails_is_a_finding(ranks: Any, how: str, status: str, text: str) -
 def test_software_devices_and_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {f.name: f for f in (*doctor._software(), *doctor._devices())}
     assert found["torch"].status == found["gloo"].status == found["cpu, bf16"].status == "works"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as where the driver is broken
+    assert {f.name: f for f in doctor._devices()}["cuda"].status == "note"
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     (_, _, torch_found, *_) = doctor._software()
     assert torch_found.status == "fails" and torch_found.text == "2.12.1+cpu; supported: <2.16,>=2.13"
