@@ -244,6 +244,8 @@ def let_go(flat: Any) -> None:
     FSDP1 keeps on a flat parameter its views with their graph on one rank, and its hook in the graph after a forward
     without backward (torch 2.13).
     """
+    if not vars(flat):
+        return  # free_with_its_handle came first: finalizers run in any order
     shown = tensors_of(flat) or []  # None without use_orig_params
     shown[:] = [None] * len(shown)
     state = flat.__dict__.pop(HOOK_STATE, None)

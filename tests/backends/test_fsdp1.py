@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fsshard
+from fsshard.torch_private.fsdp1 import let_go
 from tests.models import net
 from tests.training_runs import DISTRIBUTED
 
@@ -112,6 +113,10 @@ def job_numbered_cpu() -> str:
     model = fsshard.wrap(torch.nn.Linear(4, 4), backend="fsdp", device="cpu:0")  # as accelerate names it
     model(torch.ones(1, 4)).sum().backward()
     return str(model.backend.settings.device)
+
+
+def test_finalizers_run_in_any_order() -> None:
+    let_go(nn.Parameter(torch.zeros(1)))  # as another finalizer leaves a flat parameter: without attributes
 
 
 def test_a_cpu_has_no_number(ranks: Any) -> None:
