@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 45_490,
+    "fsshard + compat": 45_501,
     "fsshard/backends": 4_080,
-    "fsshard/checkpoint": 4_670,
+    "fsshard/checkpoint": 4_675,
     "fsshard/parity": 4_348,
     "fsshard/sharded": 3_550,
     "fsshard/comm + fsshard/launching": 3_092,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_550,
     "fsshard/complex_params": 1_600,
     "compat": 7_450,
-    "tests": 47_850,
+    "tests": 47_852,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124

@@ -171,7 +171,7 @@ class CheckpointTarget:
                     os.rename(path, gone)
                     _remove(gone)
         except (CheckpointError, OSError) as error:
-            log.warning("%s is left, though it is old: %s", self.path, error)
+            _warn("%s is left, though it is old: %s", self.path, error)
             return False
         return True
 
@@ -305,7 +305,7 @@ def _resolved(path: StrPath) -> Path:
         return place  # if something has happened to it, that is to be heard of
     before = _newest(_versions(place))
     if before is not None:
-        log.warning("loading %s instead of %s: a save was cut short there", before, place)
+        _warn("loading %s instead of %s: a save was cut short there", before, place)
         return before
     newest = None
     with suppress(OSError):
@@ -335,7 +335,7 @@ def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[tuple[in
             ages.append((index.ordinal, index.saved_at, directory.name, directory))
         except CheckpointError as error:
             if warn:
-                log.warning("%s is not a complete checkpoint and is skipped: %s", directory, error)
+                _warn("%s is not a complete checkpoint and is skipped: %s", directory, error)
     return sorted(ages, reverse=True)
 
 
@@ -442,11 +442,16 @@ def _remove(directory: Path) -> None:
         for name in sorted(set(names).difference(others), key=lambda name: name != INDEX_FILE):
             os.unlink(directory / name)
         if others:
-            log.warning("%s is not removed: fsshard did not write %s", directory, ", ".join(others[:5]))
+            _warn("%s is not removed: fsshard did not write %s", directory, ", ".join(others[:5]))
         else:
             os.rmdir(directory)
     except OSError as error:
-        log.warning("%s could not be removed: %s", directory, error)
+        _warn("%s could not be removed: %s", directory, error)
+
+
+def _warn(text: str, *parts: object) -> None:
+    """Log names as a terminal may show them: they can come from anybody."""
+    log.warning(text, *(printable(str(part)) for part in parts))
 
 
 # ---------------------------------------------------------------------------------------------------------- the lock

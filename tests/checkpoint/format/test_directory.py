@@ -479,6 +479,9 @@ def test_the_latest_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCa
         str(tmp_path / name) for name in ("7", "8", "9", "logs")
     ]
     assert DATA in told[2]
+    os.rename(tmp_path / "logs", tmp_path / "logs\x1b[31m")
+    latest(tmp_path)
+    assert caplog.messages[-1].startswith(f"{tmp_path}/logs\\x1b[31m is not") and caplog.messages[-1].isprintable()
 
 
 def test_latest_of_what_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
