@@ -246,5 +246,7 @@ class Accelerator(StateFiles):
         known = {id(entry.parameter): (model, entry) for model in wrapped for entry in model.backend.entries.values()}
         owners = [known.get(id(stored_of(parameter))) for parameter in given]
         models = [each[0] for each in owners if each is not None]
+        for model in models:
+            model.check_synchronised()
         self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])
         return given, owners

@@ -91,6 +91,7 @@ REFUSED = {
     "second": "AlreadyWrapped: ",
     "batches": "ConfigurationError: even_batches=False: the ranks get 3, 2 batches",
     "local": "OptimizerError: the gradients are local: every backward since the last step ran under no_sync()",
+    "local to ddp": "OptimizerError: the gradients are local",
     "complex": "ConfigurationError: clipping by value: parameter 'weight' is complex",
     "alone": "CheckpointError: all 2 ranks must call accelerator.get_state_dict()",
     "inner": "FsshardError: state_dict() of Model",

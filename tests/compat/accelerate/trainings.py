@@ -317,6 +317,11 @@ def refused(folder: str) -> dict[str, str]:
     accelerator = accelerator_of("fsdp2")
     accelerator.even_batches = False
     found["batches"] = told(lambda: accelerator.prepare(DataLoader(data(5), 1)))
+    accelerator = accelerator_of("ddp", gradient_accumulation_steps=2)
+    model = accelerator.prepare(Model())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.randn(3, 6)).mean())
+        found["local to ddp"] = told(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
     accelerator = accelerator_of("fsdp2", gradient_accumulation_steps=2)
     bare = Model()
     model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
