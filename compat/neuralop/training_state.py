@@ -66,12 +66,12 @@ def save_training_state(
             files[f"{save_name}_metadata.pkl"] = model.module._init_kwargs
         files |= {f"{name}.pt": state for name, state in states.items()}
         index = {"model": f"{save_name}_state_dict.pt", **{name: f"{name}.pt" for name in states}, **manifest}
-        _write_all(Path(save_dir), {**files, "manifest.pt": index})
+        _write_all(Path(save_dir), {**files, "manifest.pt": index}, plain={f"{name}.pt" for name in states})
 
     agree(settings.group, write)
 
 
-def _write_all(folder: Path, files: Mapping[str, Any]) -> None:
+def _write_all(folder: Path, files: Mapping[str, Any], plain: set[str]) -> None:
     """Write everything beside its place, then rename: no file is ever half written, and the manifest comes last."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: folder / f".{name}.{os.getpid()}.part" for name in files}
@@ -81,6 +81,12 @@ def _write_all(folder: Path, files: Mapping[str, Any]) -> None:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
+            if name in plain and (strange := get_unsafe_globals_in_checkpoint(parts[name])):  # a resume refuses them
+                raise ConfigurationError(
+                    f"{name} would hold objects that torch.load(weights_only=True) refuses ({', '.join(strange)}); "
+                    "nothing was written. Leave them out of that state_dict, or allow them with "
+                    "torch.serialization.add_safe_globals"
+                )
         for name, part in parts.items():
             os.replace(part, folder / name)
     finally:

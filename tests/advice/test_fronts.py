@@ -186,7 +186,11 @@ def case_training_state() -> None:
 
     model, schedule = fsshard.wrap(plain(), backend="fsdp2"), Schedule()
     with shared_folder() as folder:
-        save_training_state(folder, "model", model, {"epoch": 1}, scheduler=schedule)
+        with refused("or allow them with torch.serialization.add_safe_globals"):
+            save_training_state(folder, "model", model, {"epoch": 1}, scheduler=schedule)
+        assert not list(folder.iterdir())
+        with torch.serialization.safe_globals([Fraction]):
+            save_training_state(folder, "model", model, {"epoch": 1}, scheduler=schedule)
         schedule.state = None
         with refused("if you trust the file, allow them with torch.serialization.add_safe_globals"):
             load_training_state(folder, "model", model, scheduler=schedule)
