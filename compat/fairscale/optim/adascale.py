@@ -65,8 +65,8 @@ class AdaScale(Optimizer):
         debias_ewma: averages as Adam's, corrected for their start; False: as in the paper, means at first.
 
     Raises:
-        MisuseError: an argument out of its range; of all methods but :meth:`gain`: a step's gradients are half
-            accumulated.
+        MisuseError: an argument out of its range, or fully sharded parameters; of all methods but :meth:`gain`: a
+            step's gradients are half accumulated.
         RuntimeError: there is one rank, and one gradient to each step.
     """
 
@@ -236,6 +236,12 @@ class AdaScale(Optimizer):
             for parameter in group["params"]:
                 if parameter in self._hooked or not parameter.requires_grad:
                     continue
+                if hasattr(parameter, "to_local"):  # its hook sees the mean alone, and the gain would be 1
+                    raise MisuseError(
+                        "AdaScale needs each rank's own gradient of each parameter, which fully sharded parameters do "
+                        "not have (FairScale's is off there as well); use ShardedDataParallel or "
+                        "DistributedDataParallel"
+                    )
                 # Weak: the collector does not see through hooks that C++ holds, and nothing would ever be freed.
                 hook = functools.partial(_call, weakref.ref(self), index)
                 self._hook_handles.append(parameter.register_hook(hook))

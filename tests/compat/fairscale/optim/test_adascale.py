@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import ShardedDataParallel as RealShardedDataParallel
 from fairscale.optim.oss import OSS as RealOSS
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -277,6 +278,13 @@ def test_a_layer_that_is_frozen_and_thawed() -> None:
     second.requires_grad_(False)  # a leftover gradient, of which no local parts come
     optimizer.step()
     assert fresh.gain() > 1
+
+
+@on_ranks()
+def test_fully_sharded_parameters_are_refused() -> None:
+    model = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2,)))
+    with pytest.raises(MisuseError, match="each rank's own gradient"):
+        AdaScale(SGD(model.parameters(), lr=0.1))
 
 
 def test_reentrant_checkpointing_is_refused_and_ours_works() -> None:
