@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
+from fsshard.errors import ModelError
 from fsshard.model.recomputation import RecomputedForward
 
 from ....not_served import missing_from
@@ -91,7 +92,11 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
         module: changed in place: its ``forward``, nothing else. Wrapped once more it is not checkpointed twice.
         offload_to_cpu: keep the inputs in the memory of the CPU; without effect on tensors that are there.
 
+    Raises:
+        ModelError: this is no module.
     """
+    if not isinstance(module, nn.Module):  # a function would go on as it is
+        raise ModelError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
     called("fairscale.nn.checkpoint.checkpoint_wrapper", "torch.utils.checkpoint, not reentrant")
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):

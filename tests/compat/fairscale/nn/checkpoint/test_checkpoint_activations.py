@@ -99,6 +99,9 @@ def test_the_module_stays_itself() -> None:
     assert [name for name, _ in wrapped.named_modules()] == [name for name, _ in block(nn.BatchNorm1d).named_modules()]
     assert inspect.signature(wrapped.forward) == inspect.signature(block().forward)
     assert wrapped.forward.__name__ == "forward"
+    for none, kind in ((block, "function"), ([module], "list")):
+        with pytest.raises(ModelError, match=f"got {kind}"):
+            ours.checkpoint_wrapper(none)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("offload", [False, True])
