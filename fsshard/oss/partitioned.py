@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsshard.errors import MisuseError
 from fsshard.oss.collectives import used_anywhere
 from fsshard.torch_private.optimizers import step_post_hooks, step_pre_hooks
 
@@ -54,9 +55,21 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def partitioned_within(optimizer: Any) -> PartitionedOptimizer | None:
-    """Return the optimizer that divides its state among ranks: this one, or one that it wraps (AdaScale)."""
+    """Return the optimizer that divides its state among ranks: this one, or one that it wraps (AdaScale).
+
+    Raises:
+        MisuseError: it is the OSS of FairScale itself, which does not say which rank owns what.
+    """
     found = getattr(getattr(optimizer, "owner_of", None), "__self__", None)
-    return found if isinstance(found, PartitionedOptimizer) else None
+    if isinstance(found, PartitionedOptimizer):
+        return found
+    # Taken for an optimizer that all ranks have whole, an overflow on one rank would let the others wait forever.
+    if any((cls.__module__, cls.__qualname__) == ("fairscale.optim.oss", "OSS") for cls in type(optimizer).__mro__):
+        raise MisuseError(
+            "expected an OSS of fsshard, got FairScale's own, imported past the redirect; import OSS as the script "
+            "imports FairScale's other names, or train with fsshard.wrap(model, backend='fairscale')"
+        )
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ a step within a step

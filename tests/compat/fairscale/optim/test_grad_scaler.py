@@ -12,6 +12,7 @@ import fairscale.optim.grad_scaler as real
 import pytest
 import torch
 import torch.distributed as dist
+from fairscale.optim.oss import OSS as RealOSS
 from torch import Tensor, nn
 
 import fsshard.compat.fairscale.optim.grad_scaler as ours
@@ -98,6 +99,13 @@ def test_the_ranks_of_the_process_group_decide(kind: str, expected: list[float])
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == expected[rank]
+
+
+@on_ranks()
+def test_an_oss_of_fairscale_itself_is_refused() -> None:
+    _, optimizer = stepping(8.0, RealOSS)
+    kind, text = refusal(lambda: start(Scaler(8.0)).unscale_(optimizer))
+    assert kind == "MisuseError" and "got FairScale's own" in text and "backend='fairscale'" in text
 
 
 @on_ranks()
