@@ -92,6 +92,7 @@ class ShardedDataParallel(nn.Module):
             raise MisuseError(f"ShardedDataParallel needs a module with parameters on one kind of device, got {found}")
         self.is_multi_device_module, self.device_type = len(devices) > 1, kinds[0]
         self._reduction: Reduction | None = None
+        self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
         self._build()
         for optimizer in optimizers:
             optimizer.attach(self)
@@ -197,6 +198,13 @@ class ShardedDataParallel(nn.Module):
                 log.warning("ShardedDataParallel: trainable parameters, or the optimizer's, have changed")
             self._known = now
             self.refresh_trainable()
+        elif not self._checked and self.training:
+            self._checked = True
+            if any(p.grad is not None and p.grad.requires_grad for p in reduction.parameters):
+                raise GradientError(
+                    "ShardedDataParallel: a parameter's grad requires grad itself; it would be reduced without its "
+                    "graph; detach it, or set it to None"
+                )
         if self._enable_broadcast_buffers and not self._should_accumulate_grads:
             self.sync_buffers(blocking=True)
 

@@ -638,6 +638,10 @@ def test_refused() -> None:
     if rank == 0:
         with pytest.raises(MisuseError, match=r"has ranks \[0\], the optimizer's group \[0, 1\]"):
             wrap(mlp(), process_group=alone)
+    module = mlp()
+    module(batch(0)).sum().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        wrap(module)(batch(0))
 
 
 @on_ranks()
