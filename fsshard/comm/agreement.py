@@ -228,6 +228,8 @@ def _encoded(value: Any) -> bytes:
 Over = dist.ProcessGroup | Channel | None
 """How ranks talk: in the group that they train in, or over a channel of their own; None is a rank alone."""
 BROADCAST_BYTES = 250 * 2**20
+EVERYWHERE_SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+EVERYWHERE_SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
@@ -242,8 +244,13 @@ def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
 def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Send the values of one rank of the group to every other, coalesced by dtype. Collective."""
     real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors if t.numel()]
-    if real:
-        broadcast_coalesced(group, real, BROADCAST_BYTES, source)
+    # Of others as bytes: gloo (torch 2.13) says "Invalid scalar type" of int16, uint16, uint32 and 8-bit floats.
+    sent = [t if t.dtype in EVERYWHERE_SENT else t.reshape(-1).view(torch.uint8) for t in real]
+    if sent:
+        broadcast_coalesced(group, sent, BROADCAST_BYTES, source)
+    for tensor, values in zip(real, sent, strict=True):
+        if not tensor.is_contiguous() and tensor is not values:  # a copy was sent
+            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 def agree(over: Over, work: Callable[[], Any], timeout: float | None = None) -> Any:

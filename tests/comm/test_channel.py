@@ -25,6 +25,7 @@ from fsshard.comm import agreement as module
 from fsshard.comm import stores
 from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
+from tests.on_ranks import on_ranks
 
 SAVE = "save('ckpt/last')"
 ANSWER = 2.0  # seconds for one answer of the store, which some cases wait in vain for; a busy machine needs 0.5
@@ -441,3 +442,16 @@ def test_who_lost_each_other_can_meet_again(ranks: Any) -> None:
         assert found[0] == found[2] == [0, 1, 2]
         assert found[1][0] == "CheckpointError" and found[1][1].startswith(f"{SAVE} lost a rank"), found[1]
     assert "Timed out" in zero[1][1] and "Timed out" in one[1][1] and list(zero[1][2]) == list(one[1][2]) == [2]
+
+
+@on_ranks()
+def test_values_of_every_dtype_are_sent() -> None:
+    """Those that gloo does not know, and tensors that are not contiguous, too."""
+    unknown = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+    for dtype in (*module.EVERYWHERE_SENT, torch.complex64, *unknown):
+        values = torch.arange(6).view(2, 3).remainder(2).to(dtype)
+        mine = values if dist.get_rank() == 1 else torch.zeros_like(values)
+        tensors = [mine.clone(), mine.clone().T, mine.clone()[:, ::2], mine[1, 1].clone()]
+        module.broadcast_tensors(tensors, dist.group.WORLD, 1)
+        for found, expected in zip(tensors, [values, values.T, values[:, ::2], values[1, 1]], strict=True):
+            assert torch.equal(found.to(torch.complex64), expected.to(torch.complex64)), dtype
