@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.comm import watchdog
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import agree
 from fsshard.nested import map_leaves
 from fsshard.oss.collectives import come_together
@@ -57,6 +57,9 @@ class TrainingState(Enum):
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
     SUMMON_FULL_PARAMS = auto()
+
+
+_NOT_WHOLE: list[TrainingState] = [state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS]
 
 
 def _divide_factor(when: str) -> Any:
@@ -98,6 +101,7 @@ class FullyShardedDataParallel(nn.Module):
         allow_reset_parameters: let :meth:`reset_parameters` through.
 
     Raises:
+        NotAllowed: there is no process group yet.
         MisuseError: parameters cannot be sharded in one unit; see the text.
         ConfigurationError: options that contradict each other, or parameters of another dtype.
         UnsupportedHere: an option that FSDP1 cannot honour.
@@ -131,8 +135,10 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         called("fairscale.nn.data_parallel.FullyShardedDataParallel", "torch.distributed.fsdp (FSDP1)")
-        if process_group is None:
-            dist.get_rank()  # torch's error where there is none
+        if process_group is None and not dist.is_initialized():
+            raise NotAllowed(
+                "torch.distributed is not yet initialized but process_group is None; call init_process_group first"
+            )
         group: Any = process_group or dist.group.WORLD
         self.process_group = self.process_group_reduce_scatter = group
         if isinstance(self.process_group, dist.ProcessGroup):
@@ -458,7 +464,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Collective where a wrapper does not flatten.
         """
-        self.assert_state([state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS])
+        self.assert_state(_NOT_WHOLE)
         with self._set_inside("_return_full_state_dict", False):
             # not self.state_dict: subclasses choose between the two there
             return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
@@ -482,7 +488,7 @@ class FullyShardedDataParallel(nn.Module):
             torch's named tuple of missing and unexpected keys.
 
         Raises:
-            RuntimeError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
+            StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
         """
         come_together(self.process_group, "FullyShardedDataParallel.load_state_dict()")
         instances = get_fsdp_instances(self)
@@ -504,10 +510,17 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def _load_whole(self, state_dict: Any, strict: bool) -> Any:
+        shown = {clean(name): p for name, p in nn.Module.named_parameters(self, remove_duplicate=False)}
+        expected = {name: tuple(value.shape) for name, value in {**shown, **_fsdp_state.saved_buffers(self)}.items()}
         try:
             return super().load_state_dict(state_dict, strict)
-        except RuntimeError as error:  # torch names them with the wrappers' levels
-            raise RuntimeError(str(error).replace(f"{INNER}.", "")) from None
+        except RuntimeError as error:
+            given = {clean(key): tuple(value.shape) for key, value in state_dict.items() if isinstance(value, Tensor)}
+            wrong = {key: (expected[key], got) for key, got in given.items() if expected.get(key, got) != got}
+            missing, unexpected = expected.keys() - given.keys(), given.keys() - expected.keys()
+            if not (wrong or missing or unexpected):
+                raise
+            raise StateDictError("the state dict", missing, unexpected, wrong) from error
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # torch calls this for a part of a model that is not sharded itself too, where it does not call load_state_dict;
@@ -527,6 +540,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
         """
+        self.assert_state(_NOT_WHOLE)
         self._lazy_init()
         come_together(self.process_group, "FullyShardedDataParallel.load_local_state_dict()")
         wrappers = _wrappers(self)
