@@ -294,11 +294,18 @@ def gather(root: Any, instances: Sequence[Any], optim: Any, group: Any) -> dict[
     state: dict[int, dict[str, Any]] = {n: {} for unit in units for n in unit.numbers}
     for number, (unit, local) in enumerate(zip(units, mine, strict=True)):
         # a rank that has no part of a parameter has no state of it either
-        of_ranks = [described] if unit.instance.no_broadcast_optim_state else tables[::-1]
-        for key, value in {k: v for table in of_ranks for k, v in table[number].items()}.items():
-            if isinstance(value, torch.dtype):
+        alone = unit.instance.no_broadcast_optim_state
+        of_ranks = [table[number] for table in ([described] if alone else tables)]
+        for key in dict.fromkeys(key for table in of_ranks for key in table):
+            each = [table[key] for table in of_ranks if key in table]
+            value = each[0]
+            if isinstance(value, Tensor) and not alone:  # FairScale 0.4.13 reads a list of one for each rank
+                pieces: list[Any] = [each] * len(unit.numbers)
+            elif isinstance(value, torch.dtype):
                 part = local[key] if key in local else torch.zeros_like(unit.parameter, dtype=value)
                 pieces = [p.cpu().clone() for p in unit.gather(part.detach().to(unit.instance.compute_device))]
+            elif any(other != value for other in each[1:]):
+                raise OptimizerError(f"state {key!r} of {unit.names[0]!r} differs between ranks: {each}")
             else:
                 pieces = [copy.deepcopy(value)] * len(unit.numbers)
             for n, piece in zip(unit.numbers, pieces, strict=False):

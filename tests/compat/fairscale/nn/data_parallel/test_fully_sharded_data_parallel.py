@@ -27,6 +27,7 @@ from fsshard.compat.fairscale.nn.data_parallel import (
     get_fsdp_instances,
     no_pre_load_state_dict_hook,
 )
+from fsshard.compat.fairscale.nn.data_parallel._fsdp_state import NotAllowed
 from fsshard.errors import ConfigurationError, StateDictError
 from tests.compat.fairscale.nn.data_parallel.fsdp_trainings import (
     MODELS,
@@ -456,7 +457,7 @@ def test_accepted_without_effect_on_the_cpu(options: dict[str, Any]) -> None:
 def test_contradictions() -> None:
     with pytest.raises(ValueError, match="fp32_reduce_scatter requires mixed_precision=True"):
         alone(fp32_reduce_scatter=True)
-    with pytest.raises(ValueError, match="init_process_group"):
+    with pytest.raises(NotAllowed, match=r"torch\.distributed is not yet initialized"):
         FSDP(nn.Linear(2, 2))
 
 
@@ -653,8 +654,8 @@ def test_a_state_that_does_not_fit_on_one_rank() -> None:
         state = {name: value + 1 for name, value in state.items() if name != "3.bias"}
         state["0.weight"], state["strange"] = torch.zeros(2, 2), torch.zeros(1)
     told = told_by(lambda: model.load_state_dict(state))
-    assert 'Missing key(s) in state_dict: "3.bias"' in told and 'Unexpected key(s) in state_dict: "strange"' in told
-    assert "size mismatch for 0.weight" in told and differing(model, mlp()) == {}
+    assert told.startswith("StateDictError") and "missing: 3.bias" in told and "unexpected: strange" in told
+    assert "0.weight: expected (7, 5), got (2, 2)" in told and differing(model, mlp()) == {}
     assert ("rank 1: " in told) == (dist.get_rank() == 0)
 
 
@@ -776,6 +777,8 @@ def test_ties_in_parts() -> None:
 def test_parts_that_do_not_fit() -> None:
     model = nested()
     part = model.local_state_dict()
+    with model.summon_full_params():  # what is shown would be written over the part when it ends
+        assert "SUMMON_FULL_PARAMS" in told_by(lambda: model.load_local_state_dict(part))
     if dist.get_rank() == 1:
         part["flat_param_0"] = part["flat_param_0"][:-1]
         del part["1.flat_param_0"]
@@ -919,6 +922,23 @@ def test_wrappers_of_one_rank() -> None:
     if full is not None:
         assert full["uncollected_local_ids"] == [1, 2]
         assert_same_states(model.get_shard_from_optim_state_dict(full), optimizer)
+
+
+@on_ranks()
+def test_numbers_of_optimizers() -> None:
+    """A tensor without dimensions is written as FairScale reads it: one of each rank, bare where one rank has all."""
+    model = FSDP(auto_wrap_bn(mlp(), single_rank_pg=True))
+    optimizer = torch.optim.NAdam(model.parameters())
+    train(model, optimizer)
+    optimizer.state[model.params[0]]["mu_product"].fill_(dist.get_rank())
+    full = from_rank_0(model.gather_full_optim_state_dict(optimizer))
+    written, *_, of_batch_norm = [state["mu_product"] for state in full["state"].values()]
+    assert [float(each) for each in written] == [0, 1] and isinstance(of_batch_norm, Tensor)
+    part = model.get_shard_from_optim_state_dict(full)
+    assert float(part["state"][0]["mu_product"]) == dist.get_rank()
+    optimizer.state[model.params[0]]["RMS"] = dist.get_rank()
+    told = told_by(lambda: model.gather_full_optim_state_dict(optimizer))
+    assert told.startswith("OptimizerError: state 'RMS' of '0.weight' differs between ranks: [0, 1]")
 
 
 @on_ranks()
