@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 45_501,
+    "fsshard + compat": 45_569,
     "fsshard/backends": 4_080,
     "fsshard/checkpoint": 4_675,
     "fsshard/parity": 4_348,
     "fsshard/sharded": 3_550,
-    "fsshard/comm + fsshard/launching": 3_092,
+    "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_080,
     "fsshard/model": 2_080,
-    "fsshard/oss": 1_905,
+    "fsshard/oss": 1_925,
     "fsshard/torch_private": 1_550,
     "fsshard/complex_params": 1_600,
-    "compat": 7_450,
-    "tests": 47_852,
+    "compat": 7_479,
+    "tests": 47_919,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124
