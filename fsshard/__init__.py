@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fsshard.parallel.data_rank import data_rank
     from fsshard.planning.plan import Plan, plan
     from fsshard.planning.policies import Checkpointing, Precision
+    from fsshard.sharded.averages import EMA
     from fsshard.sharded.grad_scaler import GradScaler
     from fsshard.sharded.module import ShardedModule, register_forward_method
     from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fsshard.wrapping import wrap
 
 __all__ = [
+    "EMA",
     "AlreadyWrapped",
     "CheckpointError",
     "Checkpointing",
@@ -122,6 +124,7 @@ _NAMES = {
     "parallel.data_rank": "data_rank",
     "planning.plan": "Plan plan",
     "planning.policies": "Checkpointing Precision",
+    "sharded.averages": "EMA",
     "sharded.grad_scaler": "GradScaler",
     "sharded.reports": "MemoryReport",
     "sharded.module": "ShardedModule register_forward_method",

@@ -139,6 +139,12 @@ STEP = "loss = model(torch.randn(2, 4)).square().mean(); loss.backward()"
 
 RUN: dict[str, Shown] = {
     "README.md 1": Shown(1, PARITY, ASKS_FOR_PARITY),
+    "docs/averages.md 0": Shown(
+        2,
+        f"{WRAPPED}\nloader = [{{'x': torch.randn(2, 4), 'y': torch.randn(2, 4)}}] * 2\n"
+        "loss_fn, evaluate = nn.functional.mse_loss, lambda model: model(x)",
+        "fsshard.load('ckpt/last', model, optimizer, ema=ema)\nassert ema.updates == 2",
+    ),
     "docs/checkpoints.md 0": Shown(
         2,
         f"{WRAPPED}\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"

@@ -17,6 +17,7 @@ NAMES = [
     "ConfigurationError",
     "Context",
     "CorruptCheckpoint",
+    "EMA",
     "DoesNotFit",
     "FsshardError",
     "GradScaler",

@@ -97,7 +97,7 @@ def load(
         trust_pickle: unpickle another program's checkpoint if it cannot be read otherwise; this runs any code in it.
             fsshard's own checkpoints are never unpickled.
         timeout: seconds to wait for ranks that do not call this.
-        **objects: what has ``load_state_dict`` and was saved under that name.
+        **objects: an :class:`fsshard.EMA`, and what has ``load_state_dict``, that was saved under that name.
 
     Raises:
         StateDictError: names every missing, unexpected, misshaped key and other dtype.
@@ -112,13 +112,14 @@ def load(
     wait_for_saves()
     given = parts.named_objects(scheduler, scaler, objects)
     channel.arrive(parts.as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
+    averages = parts.take_averages(given)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
         job = _Load(sharded, given, strict, call)
 
         def opened(kind: str | None, place: Path) -> str:
-            job.optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.load")
+            job.optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.load", averages)
             if kind is None:  # it is ours
                 job.reader = until_done.enter_context(Reader(place))
             else:

@@ -37,6 +37,7 @@ from fsshard.checkpoint.format.version import __version__
 from fsshard.comm.agreement import Channel, agree
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
 from fsshard.planning.entries import Entry
+from fsshard.sharded.averages import EMA
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -416,11 +417,16 @@ def check_model(model: object, call: str) -> ShardedModule:
     return model
 
 
-def name_optimizers(model: ShardedModule, optimizer: object, call: str) -> dict[str, ShardedOptimizer]:
-    """Name one optimizer ("optimizer"), a sequence of them ("0", "1", ...), or a mapping (by its keys)."""
+def name_optimizers(
+    model: ShardedModule, optimizer: object, call: str, averages: Mapping[str, EMA] | None = None
+) -> dict[str, ShardedOptimizer]:
+    """Name one optimizer ("optimizer"), a sequence of them ("0", "1", ...), or a mapping (by its keys).
+
+    An average of weights is, in a checkpoint, the state of an optimizer of its name.
+    """
     if optimizer is None:
-        return {}
-    if isinstance(optimizer, Mapping):
+        named: dict[str, Any] = {}
+    elif isinstance(optimizer, Mapping):
         named = {str(name): value for name, value in optimizer.items()}
     elif isinstance(optimizer, Sequence):
         named = {str(index): value for index, value in enumerate(optimizer)}
@@ -434,6 +440,12 @@ def name_optimizers(model: ShardedModule, optimizer: object, call: str) -> dict[
                 f"{call}: expected optimizer {name!r} to be of this model, got {type(value).__name__} of another or of "
                 "none; build it with fsshard.build_optimizer, or hand a live one to fsshard.wrap"
             )
+    for name, average in (averages or {}).items():
+        if average.model is not model:
+            raise ConfigurationError(f"{call}: {name}= is the average of another model")
+        if name in named:
+            raise ConfigurationError(f"{call}: {name!r} names two things, an optimizer and an average; rename one")
+        named[name] = average.held
     return named
 
 
@@ -453,6 +465,11 @@ def named_objects(scheduler: Any, scaler: Any, others: Mapping[str, Any]) -> dic
     """Return what is saved beside the model and its optimizers, by name; several with state as one object each."""
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None}
     return {name: as_one(value) for name, value in (given | dict(others)).items()}
+
+
+def take_averages(objects: dict[str, Any]) -> dict[str, EMA]:
+    """Take each :class:`fsshard.EMA` out of ``objects``."""
+    return {name: objects.pop(name) for name, value in list(objects.items()) if isinstance(value, EMA)}
 
 
 def as_one(value: Any) -> Any:

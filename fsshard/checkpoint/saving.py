@@ -71,8 +71,9 @@ def save(
         rng: save every rank's random number generators.
         timeout: seconds to wait for ranks that do not call this, or that take so much longer than the others to write.
             One that dies is noticed at once.
-        **state: whatever else: numbers, strings, tensors, containers of them, and objects with ``state_dict``, alone or
-            in a list or mapping. A value that is equal on all ranks is stored once, otherwise once per rank.
+        **state: whatever else: an :class:`fsshard.EMA`, numbers, strings, tensors, containers of them, and objects with
+            ``state_dict``, alone or in a list or mapping. A value that is equal on all ranks is stored once, otherwise
+            once per rank.
 
     Returns:
         A handle; finished already if ``block``.
@@ -89,6 +90,7 @@ def save(
     objects = parts.named_objects(scheduler, scaler, state)
     wait_for_saves()
     channel.arrive(parts.as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
+    averages = parts.take_averages(objects)
     sharded.buffers_held.sync()  # rank 0's count, as in a state dict
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
@@ -98,7 +100,7 @@ def save(
     def collected() -> parts.Collected:
         _check_arguments(keep, Path(path).name, objects)
         sharded.backend.reshard()
-        optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.save")
+        optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.save", averages)
         random = generators.capture(settings.device) if rng else None
         mine = parts.collect(sharded, optimizers, objects, settings.overall_rank, random)
         job.place = CheckpointTarget(path)

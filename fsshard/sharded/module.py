@@ -165,7 +165,7 @@ class ShardedModule(nn.Module):
         return self.__reduce_ex__(0)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        before = "copy the model before fsshard.wrap"
+        before = "for an average use fsshard.EMA(model); else copy the model before fsshard.wrap"
         instead = before if self.backend.facts.divides == "elements" else f"copy model.module, or {before}"
         raise FsshardError(
             "a ShardedModule belongs to its process group and cannot be copied (deepcopy, AveragedModel) or pickled; "

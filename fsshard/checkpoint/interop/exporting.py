@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.sharded.averages import KEY, Averages
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -31,6 +33,7 @@ FORMATS = ("safetensors", "torch", "dcp", "hf")
 MAX_SHARD_BYTES = 5_000_000_000  # above it a model is divided into several files, as on the Hugging Face Hub
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
+AVERAGES = parts.class_name(Averages)  # of weights: in a checkpoint the state of an optimizer of this class
 
 
 def export(
@@ -39,6 +42,7 @@ def export(
     format: str | None = None,
     *,
     optimizer: bool | str | ShardedOptimizer = False,
+    average: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
     overwrite: bool = False,
@@ -59,6 +63,8 @@ def export(
         optimizer: write ``{"model": ..., "optimizer": ...}`` with the optimizer's state, which ``"torch"`` (numbered,
             as torch optimizers have it) and ``"dcp"`` (by name) can. True: the only one of the checkpoint; a string:
             the one that was saved under that name. Of a wrapped model: the optimizer itself.
+        average: of a checkpoint: the name under which an :class:`fsshard.EMA` was saved, which is written in place of
+            the weights. Of a wrapped model: export it within ``ema.swapped()``.
         max_shard_bytes: of tensors in one safetensors file.
         config: for ``"hf"``: a transformers configuration, a mapping, or the path of a ``config.json``. None: the
             model's own ``config``.
@@ -81,13 +87,18 @@ def export(
         raise ConfigurationError(f"format={format!r}: optimizer= goes with 'torch' and 'dcp', config= with 'hf'")
     job = _Export(path, format, max_shard_bytes, overwrite)
     if isinstance(source, ShardedModule):
+        if average is not None:
+            raise ConfigurationError("average= goes with a checkpoint; export a model within `with ema.swapped():`")
         return _of_model(source, job, config, optimizer, timeout)
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigurationError("export of a checkpoint: optimizer= takes True, or the name that it was saved under")
     if format == "hf":
         job.config = _config(config)
     with Reader.at(source) as reader:
-        return job.write(reader, _chosen(reader.index, optimizer))
+        chosen = _chosen(reader.index, optimizer)
+        if average is not None:
+            reader.index = _averaged(reader.index, average)
+        return job.write(reader, chosen)
 
 
 def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, timeout: float) -> list[Path]:
@@ -125,9 +136,20 @@ def _format(path: Path, given: str | None) -> str:
     return format
 
 
+def _averaged(index: Index, name: str) -> Index:
+    """Return an index in which the model's keys lead to an average of its weights."""
+    known = [known for known, saved in index.optimizers.items() if saved.kind == AVERAGES]
+    if name not in known:
+        raise ConfigurationError(f"average={name!r}: the checkpoint has {', '.join(map(repr, known)) or 'none'}")
+    keys = index.model.keys
+    instead = {keys[parameter]: state[KEY] for parameter, state in index.optimizer_tensors(name).items()}
+    averaged = {key: instead.get(tensor, tensor) for key, tensor in keys.items()}
+    return dataclasses.replace(index, model=index.model._replace(keys=averaged))
+
+
 def _chosen(index: Index, optimizer: bool | str) -> str | None:
     """Return the name of the optimizer to write."""
-    known = list(index.optimizers)
+    known = [name for name, saved in index.optimizers.items() if saved.kind != AVERAGES]
     if optimizer is False:
         return None
     if optimizer is True and len(known) == 1:

@@ -1,0 +1,191 @@
+"""fsshard.EMA: an exponential moving average of a model's weights, of which each rank holds its own part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from fsshard.backends.whole import gather_owned, owned, set_state, state_of
+from fsshard.comm.watchdog import taking_part
+from fsshard.errors import ConfigurationError, FsshardError
+from fsshard.planning.entries import Entry
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.sharded.optimizer_checks import OptimizerRequest
+
+KEY = "average"
+"""The state of a parameter under which checkpoints have its average."""
+
+
+class EMA:
+    """An exponential moving average of the weights of a wrapped model, the same under every backend.
+
+    Each rank averages the parts that it holds: an update sends nothing, and the average takes as much memory as the
+    rank's parameters, under ``fairscale`` those that it owns. The numbers are those of
+    ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` around the bare model, to
+    the last bit: the first update takes the weights as they are. Buffers stay the model's own, the latest ones.
+
+    ::
+
+        ema = fsshard.EMA(model, decay=0.999)
+        for batch in loader:
+            ...
+            optimizer.step()
+            ema.update()
+        with ema.swapped():
+            evaluate(model)
+        fsshard.save(path, model, optimizer, ema=ema)
+
+    Args:
+        model: what :func:`fsshard.wrap` returned.
+        decay: the weight of the old average in an update, 0 to 1; or a function that gives it for the number of updates
+            that were made before: ``lambda n: min(0.999, (1 + n) / (10 + n))`` warms it up.
+        every: update at each call of :meth:`update` whose number is a multiple of this.
+        device: where the average is kept; None: beside the weights.
+
+    Raises:
+        ConfigurationError: an argument without meaning.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModule,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        every: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(model, ShardedModule):
+            raise ConfigurationError(
+                f"fsshard.EMA: expected what fsshard.wrap returned, got {type(model).__name__}; wrap the model first, "
+                "or use torch.optim.swa_utils.AveragedModel"
+            )
+        if not callable(decay) and not 0 <= decay <= 1:
+            raise ConfigurationError(f"fsshard.EMA: decay={decay!r}: expected a number from 0 to 1, or a function")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigurationError(f"fsshard.EMA: every={every!r}: expected a number of calls, 1 or more")
+        self.model, self.decay, self.every = model, decay, every
+        self._device = None if device is None else torch.device(device)
+        self._kept: list[tuple[Entry, Tensor]] | None = None  # the model's own weights, while the average is in place
+        entries = model.backend.all
+        # For state dicts and checkpoints an average is the state of an optimizer that never steps.
+        inner = Averages([entry.parameter for entry in entries])
+        parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in entries}
+        groups = [{"params": list(parameters), **{key: inner.param_groups[0][key] for key in ("calls", "updates")}}]
+        self.held = ShardedOptimizer(model, inner, OptimizerRequest(Averages, groups, {}, parameters))
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made."""
+        return int(self.held.param_groups[0]["updates"])
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let the weights, as they are now, have their part in the average. Local: call it behind the optimizer's step.
+
+        Raises:
+            FsshardError: the average is in place of the weights.
+        """
+        if self._kept is not None:
+            raise FsshardError("EMA.update() within swapped(): the model holds the average itself")
+        counts = self.held.param_groups[0]
+        counts["calls"] += 1
+        if counts["calls"] % self.every:
+            return
+        backend, averages, weights = self.model.backend, [], []
+        for entry in backend.all:
+            if not owned(backend, entry):
+                continue
+            local, average = entry.local(), self._average(entry)
+            if average is None:
+                set_state(backend, self.held.inner, entry, {KEY: local.to(self._device or local.device, copy=True)})
+            elif local.is_floating_point():
+                averages.append(_seen(entry, average))
+                weights.append(_seen(entry, local).to(average.device, non_blocking=True))
+            else:
+                average.copy_(local)
+        if averages:
+            decay = self.decay(counts["updates"]) if callable(self.decay) else self.decay
+            get_ema_multi_avg_fn(decay)(averages, weights, counts["updates"])
+        counts["updates"] += 1
+
+    def _average(self, entry: Entry) -> Tensor | None:
+        """Return this rank's part of the average, or None before the first update."""
+        found: Tensor | None = state_of(self.held.inner, entry).get(KEY)
+        if found is not None and self._device is not None and found.device != self._device:  # as a checkpoint gave it
+            found = found.to(self._device)
+            set_state(self.model.backend, self.held.inner, entry, {KEY: found})
+        return found
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[ShardedModule]:
+        """Context in which the model has the average as its weights: to evaluate, or to take or save its state dict.
+
+        On every rank; collective under ``fairscale``. Behind it the weights are those of before, to the last bit.
+        Before the first update they stay as they are.
+
+        Yields:
+            The model.
+
+        Raises:
+            FsshardError: it is within one already.
+        """
+        if self._kept is not None:
+            raise FsshardError("EMA.swapped() within itself")
+        backend = self.model.backend
+        with torch.no_grad(), taking_part(backend.settings.group, "EMA.swapped()"):
+            backend.reshard()
+            kept = [(entry, entry.local().clone()) for entry in backend.all if self.updates]
+            parts = ((entry, self._sent(entry)) for entry, _ in kept)
+            averages = (
+                gather_owned(backend, parts) if backend.facts.divides == "owners" else (part for _, part in parts)
+            )
+            for (entry, _), average in zip(kept, averages, strict=True):
+                entry.local().copy_(average)
+        self._kept = kept
+        try:
+            yield self.model
+        finally:
+            self._kept = None
+            with torch.no_grad():
+                backend.reshard()
+                for entry, weights in kept:
+                    entry.local().copy_(weights)
+
+    def _sent(self, entry: Entry) -> Tensor:
+        """Return the average beside the weights; room for it where another rank has it."""
+        average, local = self._average(entry), entry.local()
+        return torch.empty_like(local) if average is None else average.to(local.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole average as an optimizer's state dict. Collective.
+
+        ``["state"][name]["average"]`` has the shape and dtype of the model's parameter ``name``.
+        """
+        return self.held.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, under this or another backend.
+
+        Raises:
+            StateDictError: other parameters, or other shapes.
+        """
+        self.held.load_state_dict(state_dict)
+
+
+class Averages(Optimizer):
+    """Holds averages as an optimizer's state; nothing steps it."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__([{"params": parameters, "calls": 0, "updates": 0}], {})
+
+
+def _seen(entry: Entry, local: Tensor) -> Tensor:
+    # As pairs of reals a complex number is averaged with other roundings, by 3e-8 to 1.2e-7.
+    return torch.view_as_complex(local.view(-1, 2)) if entry.kind.is_complex else local
