@@ -172,6 +172,8 @@ HOOKS = """
 """
 """Hooks that Lightning's Trainer calls around a step, where a recipe calls nothing."""
 
+DERIVED = ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler")
+
 
 def from_lightning(module: Any, datamodule: Any = None, *, without: tuple[str, ...] = (), **options: Any) -> Recipe:
     """Make a recipe of the training of a LightningModule: ``recipe = from_lightning(MyModule(), MyData())``.
@@ -193,6 +195,11 @@ def from_lightning(module: Any, datamodule: Any = None, *, without: tuple[str, .
         RecipeError: manual optimization, several optimizers, a hook that a recipe does not call, a schedule that
             watches a metric, or a loader whose samples cannot be told for every rank.
     """
+    taken = [name for name in DERIVED if name in options]
+    if taken:
+        raise RecipeError(
+            f"from_lightning({taken[0]}=...): the LightningModule says it; write a Recipe to say otherwise"
+        )
     training = _Training(module, without)
     batches = options.pop("batches", None)
     if batches is None:

@@ -40,6 +40,9 @@ def test_what_a_recipe_cannot_say_is_refused() -> None:
     ):
         with pytest.raises(RecipeError, match=words):
             from_lightning(kind, made.Data())
+    for said in ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler"):
+        with pytest.raises(RecipeError, match=rf"from_lightning\({said}=...\): the LightningModule says it"):
+            from_lightning(made.Module, made.Data(), **{said: None})
     assert from_lightning(made.Hooked(), made.Data(), without=("on_before_optimizer_step",)).name == "Hooked"
     for loader, words in (
         (DataLoader([1], sampler=WeightedRandomSampler([1.0], 1)), "WeightedRandomSampler cannot be divided"),
