@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 45_813,
+    "fsshard + compat": 45_832,
     "fsshard/backends": 4_080,
     "fsshard/checkpoint": 4_717,
-    "fsshard/parity": 4_356,
+    "fsshard/parity": 4_375,
     "fsshard/sharded": 3_739,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_080,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_550,
     "fsshard/complex_params": 1_600,
     "compat": 7_479,
-    "tests": 48_171,
+    "tests": 48_264,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124

@@ -44,8 +44,9 @@ def observe(job: Job, detail: str, draw: int = 0) -> tuple[RankTrace, list[str],
             write_tensors(job.folder, step, quantity, tensors.items())
         return {name: sketch(value) for name, value in tensors.items()} if sketched else {}
 
-    initial = dict(run.engine.weights())
-    trace.initial = keep(INITIAL, "weight", initial)
+    initial = run.weights()
+    names, trace.initial = list(initial), keep(INITIAL, "weight", initial)
+    del initial  # the whole model
     for number in range(job.steps):
         if detail == REFERENCE or (detail == "tensors" and not run.joins):
             trace.rounding.append(_rounding(run, number))
@@ -58,8 +59,8 @@ def observe(job: Job, detail: str, draw: int = 0) -> tuple[RankTrace, list[str],
         if not draw:
             tell((number + 1) / job.steps)
     if detail == "tensors":
-        trace.owned = {name: run.engine.owned(name) for name in initial}
-    return trace, list(initial), environment(job.device)
+        trace.owned = {name: run.engine.owned(name) for name in names}
+    return trace, names, environment(job.device)
 
 
 def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
@@ -139,9 +140,8 @@ class _RunComparison(StepComparison):
         self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._read(number, "magnitude")
         if run.joins and not job.reference_joined:
             self.rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
-        # copies, since many engines show the very weights that they train
-        initial = {n: value.clone() for n, value in run.engine.weights()} if number == 0 else {}
-        step, tensors = run.step(number)
+        initial = run.weights() if number == 0 else {}
+        step, tensors = run.step(number, noted=lambda step: self._check_batches(number, step))
         self.gradients = tensors["gradient"]
         result = self.compare_step(number, step, tensors | ({"initial weight": initial} if number == 0 else {}))
         if run.mesh is not None:
@@ -170,19 +170,20 @@ class _RunComparison(StepComparison):
         return self._read(INITIAL, "weight") if quantity == "initial weight" else self._read(self.number, quantity)
 
     def batches(self) -> Found:
+        yield from ()  # they are the reference's: checked before they were trained on
+
+    def _check_batches(self, number: int, step: Step) -> None:
         """Raise if the samples are not the reference's."""
-        expected = all_batches(self.ranks, self.number)
-        for micro, parts in enumerate(self.now.batches):
+        expected = all_batches(self.ranks, number)
+        for micro, parts in enumerate(step.batches):
             for place, text in enumerate(parts):
                 rank = place if self.run.joins else self.run.sample_rank
                 if text != expected[micro, rank][0]:
                     raise RecipeError(
-                        f"recipe.batches gave rank {rank} another batch (number "
-                        f"{self.number * len(self.now.batches) + micro}) than in the reference's run: batches must "
-                        "depend on (rank, world_size, number) only, neither on the engine nor on random numbers that "
-                        "are not seeded from these three"
+                        f"recipe.batches gave rank {rank} another batch (number {number * len(step.batches) + micro}) "
+                        "than in the reference's run: batches must depend on (rank, world_size, number) only, neither "
+                        "on the engine nor on random numbers that are not seeded from these three"
                     )
-        yield from ()
 
     def mean_loss(self) -> float:
         return self.now.loss if self.run.joins else self.run.loss_of_all(self.now.loss)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,14 +59,18 @@ class ForwardWatch:
         self._outputs, self._on = outputs, False
         self._forwards: list[list[tuple[str, str]]] = []
         for name, module in model.named_modules():
-            module.register_forward_hook(functools.partial(self._record, public_name(name)))
+            module.register_forward_hook(self._recorder(public_name(name)))
 
-    def _record(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
-        # A hook inside of a compiled unit becomes a part of its graph: the graph would break at each module, and
-        # dynamo cannot follow the bytes of a tensor ("setStorage ... out of bounds", torch 2.13). So a compiled
-        # unit is one module here. And no recomputation is recorded, which runs in the backward pass.
-        if not torch.compiler.is_compiling() and self._on:
-            self._forwards[-1].append((name, digest(output, strict=False) if self._outputs else ""))
+    def _recorder(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        # A function, since copy.deepcopy of a module leaves it as it is: a method would be copied with the watch.
+        def record(module: nn.Module, arguments: Any, output: Any) -> None:
+            # A hook inside of a compiled unit becomes a part of its graph: the graph would break at each module, and
+            # dynamo cannot follow the bytes of a tensor ("setStorage ... out of bounds", torch 2.13). So a compiled
+            # unit is one module here. And no recomputation is recorded, which runs in the backward pass.
+            if not torch.compiler.is_compiling() and self._on:
+                self._forwards[-1].append((name, digest(output, strict=False) if self._outputs else ""))
+
+        return record
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

@@ -183,7 +183,8 @@ def record(
         steps: optimizer steps.
         detail: ``"losses"`` (with norms, learning rates and digests of batches), ``"digests"`` (and of every gradient,
             weight, optimizer state and buffer a digest and some numbers, about 400 bytes each) or ``"tensors"`` (and
-            these themselves, held in memory once; a comparison then names the element that differs most).
+            these themselves, held in memory once; a comparison then names the element that differs most). For bounds,
+            ``"tensors"`` runs each step's forward and backward once more, where ranks may add in another order.
         timeout: seconds that a run may take.
         pool: ranks to run on; by default they are started, and ended at the end.
         device: ``"cpu"`` or ``"cuda"``.

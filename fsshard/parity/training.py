@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from fsshard.errors import RecipeError
 from fsshard.nested import map_leaves
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parity.bounds import note_batches
-from fsshard.parity.engine import Engine, make_engine, optimizer_of
+from fsshard.parity.engine import Engine, WrappedEngine, make_engine, optimizer_of
 from fsshard.parity.one_process import Shadow, built, random_state
 from fsshard.parity.recipe import FreshScheduler
 from fsshard.parity.sketch import digest, real_view
@@ -100,7 +100,7 @@ class Training:
 
     def _loss(self, batch: Any) -> Tensor:
         found = (self._split.loss or self.recipe.loss)(self.engine.model, batch)
-        if hasattr(found, "full_tensor"):
+        if self.mesh is not None and hasattr(found, "full_tensor"):
             raise RecipeError(
                 "the loss is a DTensor, and whether ranks have parts of it or the same is for the recipe to say: "
                 "return loss.full_tensor()"
@@ -113,13 +113,16 @@ class Training:
         *,
         rounding: contextlib.AbstractContextManager[Any] | None = None,
         sketched: bool = False,
+        noted: Callable[[Step], None] = lambda step: None,
     ) -> tuple[Step, dict[str, dict[str, Tensor]]]:
         """Train one step; return what it gave, and its tensors by quantity and name. Collective.
 
-        ``rounding`` is entered around forward and backward; ``sketched`` asks for sketches of the batches.
+        ``rounding`` is entered around forward and backward; ``sketched`` asks for sketches of the batches;
+        ``noted`` is called once these are noted, before they are trained on.
         """
         step, batches = Step(batches=[], loss=0.0, norm=0.0), self.batches(number)
         note_batches(step, batches, sketched=sketched)  # now: a loss may change its batch in place
+        noted(step)
         self.watch.take()
         with contextlib.nullcontext() if rounding is None else rounding:
             step.loss = self.losses(batches)
@@ -131,11 +134,21 @@ class Training:
             step.clipped_norm = self.engine.clip(*self.recipe.clipping)
         step.groups = [{k: _as_json_value(v) for k, v in group.items()} for group in self.engine.groups()]
         self.finish()
-        weights = dict(self.engine.weights())
+        weights = self.weights()
         state, step.plain = states_of(self.engine)
-        buffers = dict(self.engine.buffers())
+        buffers = self._held(self.engine.buffers())
         step.random = random_state()
         return step, {"gradient": gradients, "weight": weights, "state": state, "buffer": buffers}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return whole weights by name, which later steps leave as they are. Collective."""
+        return self._held(self.engine.weights())
+
+    def _held(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        # An engine of one's own may yield what it trains, or what it frees at the end: FSDP.summon_full_params does.
+        # fsshard's gather weights into memory of their own, and nothing frees their buffers.
+        own = not isinstance(self.engine, WrappedEngine)
+        return {name: value.detach().clone() if own else value for name, value in named}
 
     def finish(self) -> None:
         """Step, and drop the gradients."""

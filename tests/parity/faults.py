@@ -318,10 +318,17 @@ def _restless_loss(model: Any, batch: Tensor) -> Tensor:
 
 
 def _partial_batches(rank: int, world_size: int, number: int) -> Tensor:
+    return normal(4, 6)(rank, world_size, number + 100 * _sharded())
+
+
+def _wider_batches(rank: int, world_size: int, number: int) -> Tensor:
+    return normal(4, 6 + _sharded())(rank, world_size, number)
+
+
+def _sharded() -> bool:
     from torch.distributed.fsdp import FSDPModule
 
-    sharded = any(isinstance(item, FSDPModule) for item in _built)
-    return normal(4, 6)(rank, world_size, number + 100 * sharded)
+    return any(isinstance(item, FSDPModule) for item in _built)
 
 
 _built: list[nn.Module] = []
@@ -337,6 +344,7 @@ restless = functools.partial(recipe, build=_restless_build)
 restless_batches = functools.partial(recipe, batches=_restless_batches)
 restless_loss = functools.partial(recipe, loss=_restless_loss)
 partial = functools.partial(recipe, build=_remembered_build, batches=_partial_batches)
+wider = functools.partial(recipe, build=_remembered_build, batches=_wider_batches)
 
 
 class Raises(Sabotaged):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -118,6 +119,15 @@ def test_repeated_counts_within_one_forward() -> None:
     assert watch.repeated() == {"cell"}
     assert watch.take() == 2 * [("cell", ""), ("cell", ""), ("out", ""), ("", "")]
     assert watch.repeated() == set()
+
+
+def test_a_copy_of_the_model_is_watched_too() -> None:
+    """An engine may train a copy."""
+    model = Twice()
+    watch = ForwardWatch(model)
+    with watch.forward():
+        copy.deepcopy(model)(torch.ones(2, 3))
+    assert [name for name, _ in watch.take()] == ["cell", "cell", "out", ""]
 
 
 def test_what_is_compiled_is_not_looked_into() -> None:

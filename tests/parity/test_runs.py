@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsshard.errors import ConfigurationError, RecipeError, UnknownBackend
-from fsshard.parity import Recipe, compare
+from fsshard.parity import Recipe, checking, compare, record
+from fsshard.parity.training import Job, Training
 from tests.parity import faults
 from tests.training_runs import DISTRIBUTED, call
 from tests.zoo import ZOO
@@ -201,3 +206,63 @@ def test_names_that_do_not_match_are_named(ranks: Any) -> None:
     assert cell.first_divergence is not None
     assert cell.first_divergence.name == "phantom"
     assert "missing in the reference" in str(cell.first_divergence)
+
+
+class Lending(faults.RawDDP):
+    """Shows what it takes back at the end, as ``FSDP.summon_full_params`` does."""
+
+    name = "lending"
+
+    def weights(self) -> Any:
+        return lent(super().weights())
+
+    def buffers(self) -> Any:
+        return lent(super().buffers())
+
+
+def lent(named: Any) -> Any:
+    copies = [(name, value.clone()) for name, value in named]
+    yield from copies
+    for _, value in copies:
+        value.zero_()
+
+
+def test_what_an_engine_of_ones_own_shows_is_read_before_it_takes_it_back(ranks: Any) -> None:
+    trace = record(faults.batchnorm, steps=1, pool=ranks)
+    for options in ({"world_sizes": [2], "steps": 1}, {"against": trace}):
+        report = compare(faults.batchnorm, backends=[Lending], pool=ranks, **options)  # type: ignore[arg-type]
+        assert report.cells[0].verdict == "exact", str(report)
+
+
+def initial_weights_in_each_step() -> list[int]:
+    """The number of their tensors that are still held."""
+    first, held = list[Any](), list[int]()
+
+    class Noting(Training):
+        def weights(self) -> dict[str, Tensor]:
+            found = super().weights()
+            first.extend(map(weakref.ref, () if first else found.values()))
+            return found
+
+        def step(self, *args: Any, **options: Any) -> Any:
+            held.append(sum(one() is not None for one in first))
+            return super().step(*args, **options)
+
+    with mock.patch.object(checking, "Training", Noting):
+        checking.observe(Job(source=faults.mlp, engine="ddp", steps=2, world_size=1), "digests")
+    assert first
+    return held
+
+
+def test_initial_weights_are_not_held_while_it_trains(ranks: Any) -> None:
+    assert ranks.run(initial_weights_in_each_step, 1) == [[0, 0]]
+
+
+def loss_in_dtensor(model: Any, batch: Tensor) -> Any:
+    return DTensor.from_local(faults.loss(model, batch), init_device_mesh("cpu", (1,)))
+
+
+def test_a_dtensor_of_one_process_is_a_loss(ranks: Any) -> None:
+    """Only on a mesh is it unknown what the ranks have of it."""
+    recipe = functools.partial(faults.recipe, loss=loss_in_dtensor)
+    assert verdicts(ranks, recipe, backends=["ddp"], world_sizes=[1]) == {("ddp", 1): "exact"}
