@@ -36,7 +36,12 @@ from fsshard.model.outputs import forward_begins, hook_bases
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
-from fsshard.torch_private.autograd import current_graph_task_id, functorch_transforms_active
+from fsshard.torch_private.autograd import (
+    current_graph_task_id,
+    functorch_transforms_active,
+    keeps_graph,
+    queue_callback,
+)
 from fsshard.torch_private.fsdp1 import (
     WRAPPED,
     divide_factors,
@@ -46,10 +51,13 @@ from fsshard.torch_private.fsdp1 import (
     handle_of,
     held_by,
     infos_of,
+    is_idle,
     is_padding,
     let_go,
     offsets_of,
     params_of,
+    pass_without_gradients_ends,
+    pre_backward_hook,
     reduce_by,
     sharded_size,
     show,
@@ -103,13 +111,15 @@ class FSDP1Backend(TorchShardedBackend):
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
-            with even_shards(functools.partial(_taking_part_in_backward, self.settings.group)):
+            self._passes = _DerivativePasses(self)
+            with even_shards(self._passes):
                 for name in (*self.settings.plan.unit_names, ""):
                     wrapper = self._wrapped(units[name], modules[name])
                     for parent, key in places.get(id(modules[name]), ()):
                         parent._modules[key] = wrapper
                         self._wrappers.append((parent, key, wrapper))
         root = wrapper
+        cast(Any, root)._passes = self._passes
         self._layout(root)
         self._watch(root)
         for planned in self.settings.plan.units:
@@ -254,26 +264,32 @@ class FSDP1Backend(TorchShardedBackend):
 
     def backward_starts(self, *, synchronised: bool) -> None:
         super().backward_starts(synchronised=synchronised)
-        self._check_pass("backward(create_graph=True)", "use backend='fsdp2' or 'fairscale'", first=not synchronised)
+        if torch.is_grad_enabled():  # "FSDP does not support gradients of gradients" (torch 2.13)
+            raise UnsupportedByBackend("backward(create_graph=True)", self.name, "use backend='fsdp2' or 'fairscale'")
+        self._check_pass(first=not synchronised)
 
     def derivative_starts(self) -> None:
-        graph = "second derivatives (torch.autograd.grad(..., create_graph=True))"
-        self._check_pass(graph, "use backend='fsdp2', 'fairscale' or 'ddp'", first=False)
+        if not self._passes.is_running():  # one whose graph goes with it
+            self._check_pass(first=False)
 
-    def _check_pass(self, graph: str, alternative: str, *, first: bool) -> None:
+    def _check_pass(self, *, first: bool) -> None:
         """Refuse what needs a unit's weights after the pass that has let go of them."""
-        # When any pass through a unit ends, torch.autograd.grad's too, FSDP1 frees the memory and takes away its hooks,
-        # whatever its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
+        # When a pass through a unit ends that keeps no graph, FSDP1 frees the memory and takes away its hooks, whatever
+        # its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
         task = current_graph_task_id()
-        if torch.is_grad_enabled():
-            raise UnsupportedByBackend(graph, self.name, alternative)
         if not first and self._passed not in (None, task):
             raise ModelError(
-                "a second backward() since the last forward (torch.autograd.grad counts): backend 'fsdp' has freed "
-                "the weights by then. Add the losses and call backward() once, or use backend='fsdp2' or 'fairscale'"
+                "a second backward() since the last forward (torch.autograd.grad without retain_graph=True counts): "
+                "backend 'fsdp' has freed the weights by then. Add the losses and call backward() once, or use "
+                "backend='fsdp2' or 'fairscale'"
             )
         if not first:
             self._passed = task
+
+    @functools.cached_property
+    def unit_of(self) -> dict[Any, Any]:
+        """FSDP1's module by its handle; by None the root, where other units have all parameters."""
+        return {handle_of(self.engine): self.engine} | {handle: unit for unit, handle in self._handles}
 
     def _leaves(self) -> Iterator[Tensor]:
         return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
@@ -286,6 +302,10 @@ class FSDP1Backend(TorchShardedBackend):
     def reshard(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).
+        self._passes.let_go()
+
+    def drop_whole(self) -> None:
+        """Free what is gathered."""
         for unit, handle in self._handles:
             drop_whole(unit, handle)
 
@@ -331,10 +351,94 @@ class FSDP1Backend(TorchShardedBackend):
                 members[stored] = value
 
 
-def _taking_part_in_backward(group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-    """Name the rank that a gather in a backward has lost; a forward does so as a whole."""
-    in_backward = current_graph_task_id() != -1
-    return taking_part(group, "FSDP's gather, in backward") if in_backward else contextlib.nullcontext()
+class _DerivativePasses:
+    """Keeps units gathered from a first derivative until the loss's backward ends, or something is written to shards.
+
+    At the end of every pass through its root, ``torch.autograd.grad``'s too, FSDP1 frees what it has gathered and takes
+    its hooks away: "setStorage ... out of bounds for storage of size 0" (torch 2.13). Where the pass keeps its graph
+    for another one, the root believes that its callback is queued already, and units are put back here instead, their
+    memory as it is. It takes the memory of ``SHARD_GRAD_OP``, for models with such losses alone. FSDP1's handles have
+    the object, and so it holds no engine.
+    """
+
+    def __init__(self, backend: FSDP1Backend) -> None:
+        self._backend = weakref.ref(backend)
+        self._group = backend.settings.group
+        self._kept = False
+        self._task: int | None = None  # the graph task of the pass that takes a derivative
+        self._ending: int | None = None  # the one at whose end memory is let go
+        self._passed: list[tuple[Any, Any]] = []  # (unit, handle) that the pass has gone through
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # handles to whose flat parameter a hook was added
+
+    def gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Name the rank that a gather in a backward has lost; a forward does so as a whole."""
+        in_backward = current_graph_task_id() != -1
+        return taking_part(self._group, "FSDP's gather, in backward") if in_backward else contextlib.nullcontext()
+
+    def keeps(self) -> bool:
+        """Return whether the memory of units stays."""
+        return self._kept
+
+    def is_running(self) -> bool:
+        """Return whether the pass under way takes a derivative, and keeps its graph."""
+        return self._task is not None and self._task == current_graph_task_id()
+
+    def takes_derivative(self, handle: Any) -> bool:
+        """Note a unit that a pass goes through, and return whether that takes a derivative and keeps its graph."""
+        backend, task = self._backend(), current_graph_task_id()
+        if backend is None or task == -1:
+            return False
+        if self._task != task:
+            if not (self._kept or keeps_graph()) or backend.accumulates():
+                return False
+            self._task, self._kept = task, True
+            self._passed.clear()
+            queue_callback(self._put_back)  # a pass that raises does not call it
+        if handle in backend.unit_of:  # the root asks first, and comes again where it has a handle
+            self._passed.append((backend.unit_of[handle], handle))
+        return True
+
+    def _put_back(self) -> None:
+        """Let units be as before the pass."""
+        self._task = None
+        for unit, handle in self._passed:
+            pass_without_gradients_ends(unit, handle)
+            if handle is not None and handle not in self._followed and handle.flat_param.requires_grad:
+                handle.flat_param.register_hook(_arrives(weakref.ref(self), handle))
+                self._followed.add(handle)
+        self._passed.clear()
+
+    def gradient_arrives(self, handle: Any, gradient: Tensor) -> None:
+        """Begin FSDP1's backward where a loss of derivatives alone has not touched the outputs of the forward."""
+        backend = self._backend()
+        if not self._kept or backend is None:
+            return
+        root = backend.engine
+        if not root._post_backward_callback_queued:
+            pre_backward_hook()(root, root, handle_of(root), gradient)
+        unit = backend.unit_of[handle]
+        if is_idle(unit):
+            pre_backward_hook()(unit, unit, handle, gradient)
+        if (task := current_graph_task_id()) != self._ending:
+            self._ending = task
+            queue_callback(self.let_go)
+
+    def let_go(self) -> None:
+        """Free what is gathered, and keep nothing from here on."""
+        self._kept, self._ending = False, None
+        if (backend := self._backend()) is not None:
+            backend.drop_whole()
+
+
+def _arrives(passes: weakref.ref[_DerivativePasses], handle: Any) -> Callable[[Tensor], None]:
+    """Return a hook of a flat parameter, which C++ holds, and which so may hold neither engine nor model."""
+    handle = weakref.ref(handle)
+
+    def arrives(gradient: Tensor) -> None:
+        if (known := passes()) is not None and (own := handle()) is not None:
+            known.gradient_arrives(own, gradient)
+
+    return arrives
 
 
 def _reduce(
@@ -471,14 +575,24 @@ def _unit_class() -> type[nn.Module]:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         class FSDPUnit(FullyShardedDataParallel):
-            _looks: LooksAtForwards | None = None  # of the root, as the next two
+            _looks: LooksAtForwards | None = None  # of the root, as the next three
             _written: _WrittenGuard
             _reads: ReadsGuard | None = None
+            _passes: _DerivativePasses | None = None
             # Who goes through the model by name finds what a unit wraps, under the user's name, and not
             # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
             # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().
             _parameters: Any = _of_wrapped("_parameters")
             _buffers: Any = _of_wrapped("_buffers")
+
+            @property
+            def _post_backward_callback_queued(self) -> bool:
+                queued = bool(self.__dict__.get("_queued", False))
+                return queued or (self._passes is not None and self._passes.takes_derivative(None))
+
+            @_post_backward_callback_queued.setter
+            def _post_backward_callback_queued(self, queued: bool) -> None:
+                self.__dict__["_queued"] = queued
 
             def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
                 return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import methodcaller
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,16 @@ def needs_pre_backward_unshard(handle: Any) -> None:
     setattr(handle, _NEEDS, True)
 
 
+def pass_without_gradients_ends(unit: Any, handle: Any) -> None:
+    """Let a unit be as it was before a pass that added to no gradient, with its memory as it is."""
+    unit.training_state = type(unit.training_state).IDLE
+    if handle is not None:
+        _reshard.value(unit, handle, False)
+        setattr(handle, _TRAINING, type(getattr(handle, _TRAINING)).IDLE)
+        setattr(handle, _RAN, False)
+        setattr(handle, _NEEDS, True)  # the next pass shows the whole again, and gathers it where it is gone
+
+
 def accumulator_of(flat: Any) -> Any:
     """Return where the gradient of a flat parameter arrives, after a forward; None where it takes none."""
     state = flat.__dict__.get(HOOK_STATE)
@@ -199,10 +209,10 @@ AREA.attribute(
     use="lets a unit that was used by itself be a part of a larger model",
     otherwise=_FAIRSCALE,
 )
-AREA.attribute(  # overridden by compat/fairscale/nn/data_parallel/_fsdp_engine.py
+AREA.attribute(  # overridden by backends/fsdp1.py and compat/fairscale/nn/data_parallel/_fsdp_engine.py
     f"{_RUNTIME}_post_backward_callback_queued",
-    use="is set to False last thing at the end of a backward",
-    otherwise="FairScale's FullyShardedDataParallel: a second backward after two forwards",
+    use="is asked where the first pass through a root begins, and set to False last thing at the end of a backward",
+    otherwise="backend 'fsdp': derivatives; FairScale's FullyShardedDataParallel: a second backward after two forwards",
 )
 
 
@@ -287,7 +297,20 @@ def claim_orig_params(unit: Any, claimed: bool) -> None:
     setattr(unit, _USE_ORIG, claimed)
 
 
-def even_shards(gathering: Callable[[], AbstractContextManager[Any]] = nullcontext) -> AbstractContextManager[None]:
+class Passes(Protocol):
+    """What an engine of ours decides for the units that it builds."""
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        """Return what is entered around a gather."""
+
+    def takes_derivative(self, handle: Any) -> bool:
+        """Return whether the pass that begins at a unit adds to no gradient, and is followed by another."""
+
+    def keeps(self) -> bool:
+        """Return whether the memory of gathered units stays until their gradients have come."""
+
+
+def even_shards(passes: Passes) -> AbstractContextManager[None]:
     """While units are built: pad flat parameters so that every shard has an even number of elements.
 
     FSDP1 pads to a multiple of the world size only, so a shard boundary can fall between the real and the imaginary
@@ -295,7 +318,7 @@ def even_shards(gathering: Callable[[], AbstractContextManager[Any]] = nullconte
     start at multiples of four elements, so even shards cut none.
 
     Args:
-        gathering: makes what is entered around each gather of a unit that is built here.
+        passes: is asked in forwards and backwards of the units that are built here.
     """
     base: Any = _flat_handle.value
 
@@ -310,8 +333,16 @@ def even_shards(gathering: Callable[[], AbstractContextManager[Any]] = nullconte
                 self.world_size = true_size
 
         def unshard(self) -> None:
-            with gathering():
+            with passes.gathering():
                 super().unshard()
+
+        def reshard(self, free_unsharded_flat_param: bool) -> None:
+            stays = passes.keeps() and training_state_of(self) != "BACKWARD_POST"
+            super().reshard(free_unsharded_flat_param and not stays)
+
+        def prepare_gradient_for_backward(self) -> None:
+            if not passes.takes_derivative(self):
+                super().prepare_gradient_for_backward()
 
     return _flat_handle.replaced_by(EvenFlatParamHandle)
 
