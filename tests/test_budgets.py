@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 45_832,
-    "fsshard/backends": 4_080,
+    "fsshard + compat": 46_000,
+    "fsshard/backends": 4_189,
     "fsshard/checkpoint": 4_717,
     "fsshard/parity": 4_375,
     "fsshard/sharded": 3_739,
@@ -27,10 +27,10 @@ LINES = {
     "fsshard/simulation": 3_080,
     "fsshard/model": 2_080,
     "fsshard/oss": 1_925,
-    "fsshard/torch_private": 1_550,
+    "fsshard/torch_private": 1_579,
     "fsshard/complex_params": 1_600,
     "compat": 7_479,
-    "tests": 48_264,
+    "tests": 48_400,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124
