@@ -142,6 +142,21 @@ class Flattened(nn.Module):
         check_no_gradient_hooks(name, value)
         parameters[name + SUFFIX] = stored_for(value, kind, name)
 
+    def __delattr__(self, name: str) -> None:
+        cls, held = type(self), self.__dict__["_parameters"]
+        if name not in cls._fsshard_views or name + SUFFIX not in held:
+            super().__delattr__(name)
+            return
+        if is_dtensor(held[name + SUFFIX]) or "_fsshard_cut" in getattr(held[name + SUFFIX], "__dict__", ()):
+            raise ModelError(
+                f"parameter {name!r} cannot be deleted: an engine has divided it; change the model before fsshard.wrap"
+            )
+        del held[name + SUFFIX]
+        self.__dict__.get(KEPT, {}).pop(name, None)
+        if cls in _classes.values():  # else torch's parametrize has put a class of its own in front
+            views = tuple(view for view in cls._fsshard_views.items() if view[0] != name)
+            self.__class__ = flattened_class(cls._fsshard_origin, views, cls._fsshard_mixin)  # type: ignore[assignment]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move and cast the complex value, as is done natively; raise where its half would be lost."""
         owned: dict[int, Kind] = {}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import fsshard
 from fsshard import ModelError, PrecisionError, StaleParameter, tensorfy, untensorfy
 from fsshard.complex_params import flattened
-from fsshard.complex_params.flattened import Flattened, class_in_front, has_own_layout
+from fsshard.complex_params.flattened import Flattened, class_in_front, has_own_layout, showing_the_users
 from fsshard.complex_params.pairs import Kind
 from fsshard.complex_params.slots import parameter_slots
 from tests.complex_params.training import changed, equal, gradients, train, weights
@@ -199,6 +199,54 @@ def test_a_parameter_is_replaced_by_one_of_its_kind_or_not_at_all() -> None:
     containers.several[0], containers.named["z"] = number(4, 4), number(3)
     assert len(containers.several) == 5 and list(containers.named) == ["u", "v", "z"]
     assert containers.named["z"].is_complex() and not any(p.is_complex() for p in containers.parameters())
+
+
+def test_deleting_and_setting_again() -> None:
+    native, flat, shown = ComplexAffine(), tensorfy(ComplexAffine()), tensorfy(ComplexAffine())
+    showing_the_users([shown])
+    for model in (native, flat, shown):
+        del model.w
+        assert not hasattr(model, "w") and list(model.state_dict()) == ["b"]
+        with pytest.raises(AttributeError, match="has no attribute 'w'"):
+            model.w  # noqa: B018
+        model.w = torch.ones(4, 4, dtype=torch.complex64)  # an ordinary tensor, as weight_norm and its like put there
+        assert "w" not in model.state_dict() and not model.w.requires_grad
+        del model.w
+        model.w = number(4, 4)
+        assert list(model.state_dict()) == ["b", "w"]
+        with pytest.raises(AttributeError):
+            del model.absent
+    assert [name for name, _ in flat.named_parameters()] == ["b__real", "w__real"]
+
+
+class Doubled(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+def job_parametrize(backend: str) -> list[str]:
+    torch.manual_seed(0)
+    model = fsshard.wrap(nn.Sequential(ComplexAffine(), ToReal()), backend=backend)
+    module: Any = model.module[0]
+    if model.backend.facts.divides == "elements":
+        with pytest.raises(ModelError) as caught:
+            del module.w
+        return [str(caught.value)]
+    before = module.w.detach().clone()
+    for name in ("w", "b"):  # the second one, too, of what torch has made another class of
+        nn.utils.parametrize.register_parametrization(module, name, Doubled())
+    assert torch.equal(module.w, 2 * before)
+    with pytest.raises(ModelError) as caught:
+        model(torch.ones(2, 4))
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp", "fsdp2"])
+def test_a_weight_that_is_deleted_after_wrap_raises_there_or_in_the_next_forward(ranks: Any, backend: str) -> None:
+    divides = backend in ("fsdp", "fsdp2")
+    for (found,) in ranks.run(job_parametrize, 1 if backend == "none" else 2, backend):
+        told = "'w' cannot be deleted: an engine has divided it" if divides else "added: 0.parametrizations.w.original"
+        assert told in found
 
 
 def through_pickle(model: nn.Module) -> nn.Module:
