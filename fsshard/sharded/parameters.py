@@ -20,8 +20,9 @@ from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR
 
 HAS_FORM = re.compile(
-    r"size|dim|numel|stride|type|__len__|__hash__|__repr__|__format__|requires_grad_|detach|clone|view|reshape|flatten"
-    r"|data_ptr|untyped_storage|.*_like|new_.*|.*_as|_?is_.*"
+    r"size|dim|numel|stride|type|__len__|__hash__|__repr__|__format__|requires_grad_|detach_?|clone|view|reshape"
+    r"|flatten|t|transpose|permute|squeeze|unsqueeze|__getitem__|data_ptr|untyped_storage|element_size|storage_offset"
+    r"|get_device|share_memory_|rename_|retain_grad|.*_like|new_.*|.*_as|_?is_.*"
 )
 """Functions that tell a parameter's form, give views, which have no values either, or new values of the same form."""
 NO_VALUES = (

@@ -121,6 +121,16 @@ READS: dict[str, Any] = {
 }
 
 
+FORM: list[tuple[Any, ...]] = [
+    *((name,) for name in ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "__len__")),
+    *((name,) for name in ("storage_offset", "data_ptr", "type", "get_device", "untyped_storage", "is_floating_point")),
+    *((name,) for name in ("requires_grad_", "retain_grad", "__hash__", "__repr__", "clone", "detach")),
+    *((name,) for name in ("flatten", "t", "squeeze")),
+    *(("view", -1), ("reshape", -1), ("transpose", 0, 1), ("permute", 1, 0), ("unsqueeze", 0), ("__getitem__", 0)),
+]
+"""Methods that tell a parameter's form, and their arguments."""
+
+
 def job_without_values(backend: str) -> list[str]:
     """Which uses of a parameter without values are not refused; of its shape some are right."""
     dtype = torch.float32 if backend == "fsdp" else torch.complex64
@@ -129,6 +139,8 @@ def job_without_values(backend: str) -> list[str]:
     assert weight.is_meta and weight.requires_grad and tuple(weight.shape) == (3, 6)
     shapes = [weight.detach().clone().shape, weight.reshape(-1).numel(), torch.zeros_like(weight).shape]
     assert shapes == [(3, 6), 18, (3, 6)] and torch.zeros_like(weight, device="cpu").add_(1).sum() == 18
+    for name, *given in FORM:
+        getattr(weight, name)(*given)
     taken = []
     for name, use in {**WRITES, **READS}.items():
         for graph in (False, True):
