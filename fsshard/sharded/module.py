@@ -124,6 +124,9 @@ class ShardedModule(nn.Module):
 
         Args:
             estimate: the result of :func:`fsshard.estimate` for this training, which is shown below: peak by kind.
+
+        Raises:
+            ConfigurationError: the estimate is of another model, backend or mesh.
         """
         return explain(self.backend, estimate)
 

@@ -212,6 +212,8 @@ def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
 def explain(backend: Backend, estimate: Any = None) -> str:
     """Return the text; see :meth:`fsshard.ShardedModule.explain`."""
     settings, plan = backend.settings, backend.settings.plan
+    if estimate is not None:
+        _check_same(backend, estimate)
     ranks = f"{settings.world_size} rank{'s' if settings.world_size > 1 else ''}"
     whose = f" ({settings.about})" if settings.about else ""
     lines = [f"backend {backend.name!r}{whose} on {ranks}, device {settings.device}"]
@@ -224,6 +226,23 @@ def explain(backend: Backend, estimate: Any = None) -> str:
         lines.append(explain_plan(plan, _columns(plan, costs)))
         lines += wrapped(_totals(backend, costs.values()))
     return "\n".join(lines if estimate is None else [*lines, "", str(estimate)])
+
+
+def _check_same(backend: Backend, estimate: Any) -> None:
+    settings, plan = backend.settings, backend.settings.plan
+    mesh = (settings.world_size,) if settings.mesh is None else tuple(settings.mesh.shape)
+    pairs: list[tuple[str, object, object]] = [
+        ("backend", estimate.backend, backend.name),
+        ("mesh", estimate.mesh, mesh),
+        ("bytes of parameters", estimate.parameters, plan.nbytes),
+        ("number of units", estimate.units, len(plan.units)),
+    ]
+    wrong = [f"{what} {theirs!r}, not {ours!r}" for what, theirs, ours in pairs if theirs != ours]
+    if wrong:
+        raise ConfigurationError(
+            f"the estimate of {estimate.name} is for another training: {'; '.join(wrong)}. Give fsshard.estimate the "
+            "settings of fsshard.wrap"
+        )
 
 
 def _columns(plan: Plan, costs: dict[str, UnitCost]) -> list[list[str]]:

@@ -252,16 +252,22 @@ a rank sends 1.11 KiB per step (bound 1002 B, ratio 1.13)""",
 class Estimate:
     """Stands for one."""
 
+    def __init__(self, world_size: int, parameters: int) -> None:
+        self.name, self.backend, self.mesh, self.parameters, self.units = "Net", "ddp", (world_size,), parameters, 3
+
     def __str__(self) -> str:
         return "Net, rank 0 needs 4.00 KiB"
 
 
-def job_with_estimate() -> str:
-    return fsshard.wrap(net(), backend="ddp").explain(Estimate())
+def job_with_estimate(world_size: int, parameters: int) -> str:
+    return fsshard.wrap(net(), backend="ddp").explain(Estimate(world_size, parameters))
 
 
 def test_an_estimate_stands_below(ranks: Any) -> None:
-    assert ranks.run(job_with_estimate, 2)[0].endswith("\n\nNet, rank 0 needs 4.00 KiB")
+    assert ranks.run(job_with_estimate, 2, 2, WHOLE)[0].endswith("\n\nNet, rank 0 needs 4.00 KiB")
+    (error, *_) = ranks.run_expecting_errors(job_with_estimate, 2, 4, WHOLE + 4)
+    assert isinstance(error, fsshard.ConfigurationError)
+    assert "mesh (4,), not (2,)" in str(error) and f"bytes of parameters {WHOLE + 4}, not {WHOLE}" in str(error)
 
 
 def job_alone() -> str:
