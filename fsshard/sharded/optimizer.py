@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from fsshard.sharded.module import ShardedModule
 
 
+log = logging.getLogger("fsshard")
+
+
 class ShardedOptimizer(Optimizer):
     """A torch ``Optimizer`` over a :class:`~fsshard.sharded.module.ShardedModule`; made by :func:`build_optimizer`.
 
@@ -48,7 +52,7 @@ class ShardedOptimizer(Optimizer):
         self.inner, self.request, self.optimizer_class = inner, request, request.optimizer_class
         self._number = model._step_counts.new_optimizer()
         self.model = model
-        self._under_scaler = False
+        self._under_scaler = self._has_stepped = False
         defaults = dict(local_optimizer(inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
         self._by_id = {id(entry.parameter): entry for entry in model.backend.all}
@@ -161,6 +165,7 @@ class ShardedOptimizer(Optimizer):
             )
         with taking_part(model.backend.settings.group, "optimizer.step()"):
             model._step_counts.took_step(self._number, self.param_groups)
+            self._warn_of_uncovered()
             if closure is not None:
                 return self._step_with(closure, kwargs)
             self.finish_gradients()
@@ -178,6 +183,17 @@ class ShardedOptimizer(Optimizer):
             return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
         finally:
             local.gradients_are_local = False
+
+    def _warn_of_uncovered(self) -> None:
+        """Log, at the first step, by which all optimizers have been built, what none of them updates."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        covered = {id(p) for each in self.model._optimizers for group in each.param_groups for p in group["params"]}
+        entries = (entry for entry in self.model.backend.all if entry.parameter.requires_grad)
+        left = [entry.name for entry in entries if id(entry.parameter) not in covered]
+        if left:
+            log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
 
     def _check_unused(self) -> None:
         backend = self.model.backend
