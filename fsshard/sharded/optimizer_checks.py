@@ -27,6 +27,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
+from fsshard.nested import leaves as tree_leaves
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
 
@@ -167,8 +168,8 @@ class OptimizerRequest:
         for number, group in enumerate(self.groups):
             mine = [parameter for parameter, sample in zip(parameters, samples, strict=True) if sample[0] == number]
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            given += [{**copy.deepcopy(options), "params": mine}] if mine else []
-        optimizer = self.optimizer_class(given, **copy.deepcopy(dict(self.defaults)))
+            given += [{**_own_copy(options), "params": mine}] if mine else []
+        optimizer = self.optimizer_class(given, **_own_copy(self.defaults))
         for each in optimizer.param_groups:
             rate = each.get("lr")
             # A warm-up begins with a rate of 0, where no algorithm does anything.
@@ -255,6 +256,14 @@ class OptimizerRequest:
 
 _Sample = tuple[int, Tensor]
 """A small parameter: the number of its group; its value and its gradient in each step, stacked."""
+
+
+def _own_copy(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that the trial may use and change; raise where they hold more than that, such as a model."""
+    for value in tree_leaves(dict(settings)):
+        if isinstance(value, (nn.Module, Optimizer)) or (isinstance(value, Tensor) and value.numel() > 1):
+            raise TypeError(f"a {type(value).__name__} is among its settings")
+    return copy.deepcopy(dict(settings))
 
 
 def _half(whole: Tensor, rank: int) -> Tensor:
