@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 46_000,
+    "fsshard + compat": 46_038,
     "fsshard/backends": 4_189,
     "fsshard/checkpoint": 4_717,
     "fsshard/parity": 4_375,
-    "fsshard/sharded": 3_739,
+    "fsshard/sharded": 3_787,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_080,
     "fsshard/model": 2_080,
     "fsshard/oss": 1_925,
     "fsshard/torch_private": 1_579,
-    "fsshard/complex_params": 1_600,
+    "fsshard/complex_params": 1_608,
     "compat": 7_479,
-    "tests": 48_400,
+    "tests": 48_417,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124
