@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.backends.whole import (
-    BATCH_BYTES,
-    collective_batches,
-    gather,
-)
+from fsshard.backends.whole import BATCH_BYTES, collective_batches, gather
 from fsshard.launching.pool import RankPool
 
 
@@ -28,16 +24,8 @@ def part(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor
 def test_small_ones_of_one_dtype_travel_together() -> None:
     small, large, half = part(8), part(BATCH_BYTES // 4 + 1), part(8, torch.bfloat16)
     sparse = (small[0], torch.zeros(4).to_sparse())
-    items = [small, small, half, half, small, large, small, sparse, small]
-    assert list(collective_batches(items)) == [
-        [small, small],
-        [half, half],
-        [small],
-        [large],
-        [small],
-        [sparse],
-        [small],
-    ]
+    batches = [[small, small], [half, half], [small], [large], [small], [sparse], [small]]
+    assert list(collective_batches([item for batch in batches for item in batch])) == batches
     exact = part(BATCH_BYTES // 8)
     assert list(collective_batches([exact, exact, exact])) == [[exact, exact], [exact]]
     assert list(collective_batches([])) == []
