@@ -210,6 +210,12 @@ RUN: dict[str, Shown] = {
         'mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))',
         "assert (found.size, found.rank) == (2, dist.get_rank() // 2) and len(sampler) == 4",
     ),
+    "docs/physics.md 0": Shown(
+        2,
+        "model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))\n"
+        "inside, border, known, steps = torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 1), 2",
+        "assert (found.norms > 0).all() and found.cosines.shape == (2, 2) and weights.isfinite().all()",
+    ),
     "docs/precision.md 0": Shown(2, after=STEP),
     "docs/proof.md 0": Shown(
         1,

@@ -198,6 +198,16 @@ class Backend(ABC):
         """Yield the tensors to which autograd adds gradients."""
         return (entry.parameter for entry in self.all if entry.parameter.requires_grad)
 
+    def derivatives_of(self, output: Tensor) -> list[Tensor]:
+        """Return this rank's derivatives of a number by each whole stored parameter; nothing else changes.
+
+        On every rank alike. Zeros stand where it does not depend on one; the graph stays for others, and for backward.
+        """
+        leaves = list(self._leaves())
+        if not leaves:
+            return []  # all are frozen
+        return list(torch.autograd.grad(output, leaves, retain_graph=True, materialize_grads=True))
+
     def backward_starts(self, *, synchronised: bool) -> None:
         """Called when the backward of a forward through ShardedModule begins, in its graph."""
 

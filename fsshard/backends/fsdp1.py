@@ -294,6 +294,18 @@ class FSDP1Backend(TorchShardedBackend):
     def _leaves(self) -> Iterator[Tensor]:
         return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
 
+    def derivatives_of(self, output: Tensor) -> list[Tensor]:
+        if not self.settings.precision.is_full or self.settings.cpu_offload:
+            # Where a flat parameter changes its dtype or device between passes, autograd lets go of the node that its
+            # graph ends in, and would silently find that nothing depends on it (torch 2.13).
+            told = "term_gradients in mixed precision or with cpu_offload"
+            raise UnsupportedByBackend(told, self.name, "use backend='fsdp2'")
+        trained = [handle for _, handle in self._handles if handle.flat_param.requires_grad]
+        wholes = [offsets_of(handle)[-1][-1] + 1 for handle in trained]
+        # What is not reached comes as zeros for this rank's shard.
+        found = zip(super().derivatives_of(output), wholes, strict=True)
+        return [d if d.numel() == whole else d.new_zeros(whole) for d, whole in found]
+
     def shows(self, entry: Entry, found: object) -> bool:
         # Views of a gathered unit, which it also takes out of the module's parameters.
         slot = entry.slots[0]
@@ -411,7 +423,7 @@ class _DerivativePasses:
     def gradient_arrives(self, handle: Any, gradient: Tensor) -> None:
         """Begin FSDP1's backward where a loss of derivatives alone has not touched the outputs of the forward."""
         backend = self._backend()
-        if not self._kept or backend is None:
+        if not self._kept or backend is None or self.takes_derivative(None):  # autograd.grad runs this hook, too
             return
         root = backend.engine
         if not root._post_backward_callback_queued:

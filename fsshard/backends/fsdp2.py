@@ -369,6 +369,11 @@ class FSDP2Backend(TorchShardedBackend):
             self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
             queue_callback(self._reduce_again)
 
+    def derivatives_of(self, output: Tensor) -> list[Tensor]:
+        # A term of derivatives alone does not pass the outputs of a forward, and derivative_starts is not called.
+        with self.no_sync():
+            return super().derivatives_of(output)
+
     def backward_starts(self, *, synchronised: bool) -> None:
         super().backward_starts(synchronised=synchronised)
         if self._held:

@@ -171,6 +171,14 @@ class TorchShardedBackend(Backend):
         super().backward_starts(synchronised=synchronised)
         self._accumulating = not synchronised
 
+    def derivatives_of(self, output: Tensor) -> list[Tensor]:
+        used = set() if self.usage is None else set(self.usage.used)
+        try:
+            return super().derivatives_of(output)
+        finally:
+            if self.usage is not None:
+                self.usage.used &= used  # in place: its hooks have the set
+
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
         accumulating = getattr(self, "_accumulating", False)  # gradients wait where they cannot be seen

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -39,6 +39,7 @@ from fsshard.sharded.grad_norm import clip_by_norm, norm_of
 from fsshard.sharded.parameters import ParameterViews, refuse_hooks
 from fsshard.sharded.reports import MemoryReport, explain, memory_report
 from fsshard.sharded.state_dict import asked_for, gather_state_dict, load_whole
+from fsshard.sharded.term_gradients import TermGradients, check_terms, term_gradients
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.modules import IncompatibleKeys
 
@@ -372,6 +373,33 @@ class ShardedModule(nn.Module):
         with taking_part(self.backend.settings.group, "clip_grad_norm_()"):
             self.finish_gradients(self.backend.all)
             return clip_by_norm(self.backend, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+
+    def term_gradients(self, terms: Sequence[Tensor]) -> TermGradients:
+        """Compare the gradients of a loss's terms, averaged over the ranks, to weight the terms by. Collective.
+
+        Call it between the forward and the loss's ``backward()``, on every rank: each term is differentiated by all
+        trainable parameters, at the cost of a backward pass, and the graph stays. No ``.grad`` changes, also not of
+        earlier micro-batches, and it does not matter whether this is within :meth:`no_sync`. Terms may hold derivatives
+        of the model (``create_graph=True``), and come from several forwards. Numbers are those of replicas averaged by
+        hand, under every backend: sums are in float64, and the results are float32, or float64 if a weight is.
+
+        On the way a rank holds one term's gradient whole, and then its share of each. Under ``fsdp`` units stay
+        gathered from here to the end of the loss's backward.
+
+        Args:
+            terms: of the loss, T numbers with a graph, this rank's; as many and in the same order on every rank.
+
+        Returns:
+            ``norms`` of shape (T,), and ``cosines`` of shape (T, T).
+
+        Raises:
+            ConfigurationError: a term is not one real number, or depends on nothing that is trained; or other mesh
+                dimensions than data divide or share parameters.
+            RankMismatch: the ranks have different numbers of terms.
+        """
+        self.check_knows_all_ranks("term_gradients")
+        with taking_part(self.backend.settings.group, "term_gradients()"):
+            return term_gradients(self.backend, check_terms(self.backend, terms))
 
     def check_knows_all_ranks(self, what: str) -> None:
         """Raise where other ranks may have parts of the model, of which ``wrap`` was told nothing.

@@ -1,0 +1,147 @@
+"""Norms of the gradients of a loss's terms, and cosines between them: of the means over ranks, under every engine.
+
+:func:`term_gradients` is where to start. The engine gives this rank's derivatives by whole parameters
+(:meth:`~fsshard.backends.base.Backend.derivatives_of`); what follows is the same for all engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.backends.base import Backend
+from fsshard.backends.whole import BATCH_BYTES
+from fsshard.comm.agreement import exchange
+from fsshard.errors import ConfigurationError, RankMismatch
+from fsshard.sharded.grad_norm import NORM_CHUNK
+
+
+class TermGradients(NamedTuple):
+    """The lengths of the gradients of T loss terms, and the angles between them; the same on every rank.
+
+    Attributes:
+        norms: shape (T,): 2-norm of each term's gradient, averaged over the ranks. A complex number counts by its
+            modulus. In the loss's unit per the weights' unit.
+        cosines: shape (T, T): cosine of the angle between two of them, from -1 (they pull against each other) to 1; 0
+            where one is zero.
+    """
+
+    norms: Tensor
+    cosines: Tensor
+
+
+def term_gradients(backend: Backend, terms: Sequence[Tensor]) -> TermGradients:
+    """Differentiate each term by all trainable parameters, and compare the means over the ranks. Collective."""
+    group = backend.settings.group
+    # A rank keeps its part of each mean: the norm of a mean is not the mean of norms.
+    parts = [list(_parts_of_means(backend.derivatives_of(term), group)) for term in terms]
+    gram = _inner_products(parts, backend.settings.device)
+    if group is not None:
+        dist.all_reduce(gram, group=group)
+    norms = gram.diagonal().sqrt()
+    lengths = torch.outer(norms, norms)
+    cosines = torch.where(lengths == 0, 0.0, gram / lengths).clamp(-1, 1)
+    # Rounded as clip_grad_norm_ rounds: so that the order of sums does not show, and a weight made of a norm leaves the
+    # dtype of the loss as it is.
+    wide = any(entry.dtype in (torch.float64, torch.complex128) for entry in backend.all)
+    dtype = torch.float64 if wide else torch.float32
+    return TermGradients(norms.to(dtype), cosines.to(dtype))
+
+
+def check_terms(backend: Backend, terms: Any) -> list[Tensor]:
+    """Return the terms as a list. Raise, on every rank if on one, for what has no gradient. Collective.
+
+    Raises:
+        ConfigurationError: not scalars of a loss that depends on weights; or other mesh dimensions hold parameters.
+        RankMismatch: the ranks have different numbers of terms.
+    """
+    counts = exchange(backend.settings.group, lambda: _count(backend, terms))
+    if len(set(counts)) > 1:
+        told = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+        raise RankMismatch(f"term_gradients: expected as many terms on every rank, got {told}; pass the same ones")
+    return list(terms)
+
+
+def _count(backend: Backend, terms: Any) -> int:
+    """Return how many terms there are. Local."""
+    if backend.settings.model_mesh is not None or any(entry.layouts for entry in backend.all):
+        raise ConfigurationError(
+            "term_gradients: other mesh dimensions than data divide or share parameters of this model, and gradients "
+            "are compared over the ranks of data only; use fixed weights of the terms, or a mesh of data alone"
+        )
+    if isinstance(terms, Tensor) or not isinstance(terms, Sequence) or not terms:
+        got = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else repr(terms)
+        raise ConfigurationError(f"term_gradients: expected a list of the loss's terms, got {got}; pass [term, ...]")
+    for place, term in enumerate(terms):
+        if not isinstance(term, Tensor) or term.numel() != 1 or term.is_complex() or not term.requires_grad:
+            got = type(term).__name__
+            if isinstance(term, Tensor):
+                got = f"{term.dtype} of shape {tuple(term.shape)} with requires_grad={term.requires_grad}"
+            raise ConfigurationError(
+                f"term_gradients: expected terms[{place}] to be one real number with a graph, got {got}; pass a mean "
+                "or a sum that depends on the weights and is not detached"
+            )
+    return len(terms)
+
+
+def _parts_of_means(gradients: list[Tensor], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
+    """Yield this rank's part of the ranks' means, flat; lets go of each gradient once it is sent. Collective."""
+    for batch in _batches(gradients):
+        flat = torch.cat(batch) if len(batch) > 1 else batch[0]
+        batch.clear()
+        yield flat if group is None or group.size() == 1 else _part_of_mean(flat, group)
+
+
+def _batches(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Take flat gradients of one dtype together, up to ``BATCH_BYTES``; larger ones are alone."""
+    batch: list[Tensor] = []
+    for flat in _flattened(gradients):
+        if batch and (flat.dtype != batch[0].dtype or sum(map(_nbytes, (*batch, flat))) > BATCH_BYTES):
+            yield batch
+            batch = []
+        batch.append(flat)
+    if batch:
+        yield batch
+
+
+def _flattened(gradients: list[Tensor]) -> Iterator[Tensor]:
+    """Yield each gradient flat, in float32 at least, and take it out of the list."""
+    gradients.reverse()
+    while gradients:
+        gradient = gradients.pop()
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        yield flat.float() if flat.element_size() < 4 else flat
+
+
+def _nbytes(flat: Tensor) -> int:
+    return flat.numel() * flat.element_size()
+
+
+def _part_of_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the mean of ``flat``, padded to as many elements on every rank. Collective."""
+    ranks = group.size()
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
+    arrived = torch.empty_like(flat)
+    # Not a reduce-scatter: gloo's is an all-reduce, and adds in an order that depends on where a number lies, where
+    # engines lay them differently. Divided first and added in the order of ranks, as DDP does on two.
+    dist.all_to_all_single(arrived, flat, group=group)
+    first, *others = arrived.mul_(1 / ranks).view(ranks, -1)
+    mean: Tensor = first.clone()  # the others' memory goes
+    for part in others:
+        mean.add_(part)
+    return mean
+
+
+def _inner_products(parts: Iterable[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Return the terms' inner products over this rank's parts: (T, T) float64."""
+    parts = list(parts)
+    gram = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=device)
+    for same in zip(*parts, strict=True):
+        for chunks in zip(*(part.split(NORM_CHUNK) for part in same), strict=True):  # a bounded part is in float64
+            wide = torch.stack(chunks).to(device, torch.float64)
+            gram += wide @ wide.T
+    return gram
