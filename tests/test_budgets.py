@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 46_038,
-    "fsshard/backends": 4_189,
+    "fsshard + compat": 46_248,
+    "fsshard/backends": 4_224,
     "fsshard/checkpoint": 4_717,
     "fsshard/parity": 4_372,
-    "fsshard/sharded": 3_787,
+    "fsshard/sharded": 3_962,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_078,
     "fsshard/model": 2_073,
@@ -30,11 +30,11 @@ LINES = {
     "fsshard/torch_private": 1_579,
     "fsshard/complex_params": 1_608,
     "compat": 7_479,
-    "tests": 48_401,
+    "tests": 48_660,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124
-CONTRACT = 24
+CONTRACT = 25
 FLOORS = 10
 """Of imports: lines of the layers in pyproject.toml."""
 """Public members of Backend."""
