@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent
 
 def blocks(page: Path, language: str) -> list[str]:
     """A page's blocks of code in one language; "" for those that name none."""
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.findall(r"```(\w*)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return [code for named, code in found if named == language]
 
 
 def training() -> str:

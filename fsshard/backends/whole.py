@@ -7,7 +7,8 @@ Parts of many parameters travel in one collective, since a small tensor costs fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -93,9 +94,13 @@ def gather_owned(backend: Backend, parts: Iterable[tuple[Entry, Tensor]]) -> Ite
     """Gather as :func:`gather_all` does what only owners have, where the engine gives each parameter to one rank."""
     if backend.facts.divides != "owners":
         yield from gather_all(parts, backend.settings.device)
-        return
+    else:
+        yield from _gather_from(backend.owner, parts)
+
+
+def _gather_from(owner: Callable[[Entry], int | None], parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
     for batch in collective_batches(parts):
-        owners = [backend.owner(entry) for entry, _ in batch]
+        owners = [owner(entry) for entry, _ in batch]
         yield from from_owners([tensor for _, tensor in batch], owners, batch[0][0].group)
 
 
@@ -104,11 +109,11 @@ def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> I
     for batch in collective_batches(parts):
         group = batch[0][0].group
         if group is None or not batch[0][0].is_cut:
-            yield from (_shaped(entry, local.detach().clone()) for entry, local in batch)
+            yield from (shaped(entry, local.detach().clone()) for entry, local in batch)
             continue
         sizes = [[stop - start for start, stop in (e.part(rank) for e, _ in batch)] for rank in range(group.size())]
         flat = gathered([part for _, part in batch], sizes, group, device)
-        yield from (_shaped(entry, whole) for (entry, _), whole in zip(batch, flat, strict=True))
+        yield from (shaped(entry, whole) for (entry, _), whole in zip(batch, flat, strict=True))
 
 
 def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.device) -> Tensor | None:
@@ -119,7 +124,7 @@ def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.
     group = entry.group
     if not entry.is_cut or group is None:
         kept = not (rank0_only and settings.rank)
-        return _shaped(entry, entry.local().to(device, copy=True)) if kept else None
+        return shaped(entry, entry.local().to(device, copy=True)) if kept else None
     if not rank0_only:
         return gather(entry, entry.local(), settings.device).to(device)
     rank0 = dist.get_process_group_ranks(settings.group)[0]
@@ -152,10 +157,10 @@ def _receive(entry: Entry, group: dist.ProcessGroup, mine: Tensor, here: torch.d
     for arrives, place in waited:
         if arrives is not place:
             place.copy_(arrives)
-    return _shaped(entry, whole)
+    return shaped(entry, whole)
 
 
-def _shaped(entry: Entry, whole: Tensor) -> Tensor:
+def shaped(entry: Entry, whole: Tensor) -> Tensor:
     """Return the stored tensor of all elements, given in the order in which the engine lays them."""
     if entry.cut is not None and entry.cut.strides is not None:
         return whole.contiguous().as_strided(entry.stored_shape, entry.cut.strides)
@@ -250,11 +255,39 @@ def state_of(optimizer: Optimizer, entry: Entry) -> State:
     return dict(states_at_rest(optimizer).get(entry.parameter, {}))
 
 
+def whole_owners(optimizer: Any) -> Any:
+    """Return who steps each parameter whole (fsshard/sharded/optimizer_whole.py); None where nobody does."""
+    return getattr(local_optimizer(getattr(optimizer, "inner", optimizer)), "_fsshard_owners", None)
+
+
+def state_divides(backend: Backend, optimizer: Optimizer) -> str:
+    """Return what ranks divide of the optimizer's state, as :attr:`EngineFacts.divides`."""
+    return backend.facts.divides if whole_owners(optimizer) is None else "owners"
+
+
+def state_owner(backend: Backend, optimizer: Optimizer, entry: Entry) -> int | None:
+    """Return the rank of ``entry.group`` that alone has the optimizer's state of ``entry``; None: each has its part."""
+    owners = whole_owners(optimizer)
+    return backend.owner(entry) if owners is None else owners.owner[entry.name]
+
+
+def state_entry(optimizer: Optimizer, entry: Entry) -> Entry:
+    """Return ``entry`` as this rank's state of it lies: whole, where this rank steps it whole."""
+    owners = whole_owners(optimizer)
+    return entry if owners is None else owners.mine.get(entry.name, entry)
+
+
+def owns_state(backend: Backend, optimizer: Optimizer, entry: Entry) -> bool:
+    """Return whether this rank has the state of ``entry``, or a part of it."""
+    owner = state_owner(backend, optimizer, entry)
+    return owner is None or entry.group is None or owner == entry.group.rank()
+
+
 def set_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
     """Replace the state of ``entry`` on this rank, if it is this rank's."""
     states = states_at_rest(optimizer)
     states.pop(entry.parameter, None)
-    if state and owned(backend, entry):
+    if state and owns_state(backend, optimizer, entry):
         states[entry.parameter] = state
 
 
@@ -265,20 +298,23 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
     there is, in one exchange.
     """
     states = [state_of(optimizer, entry) for entry in entries]
+    divides = state_divides(backend, optimizer)
     tables = exchange(
-        backend.settings.group, lambda: [_describe(backend, *one) for one in zip(entries, states, strict=True)]
+        backend.settings.group, lambda: [_describe(divides, *one) for one in zip(entries, states, strict=True)]
     )
     described: list[dict[str, Any]] = [
         {key: value for found in reversed(column) for key, value in found.items()}
         for column in zip(*tables, strict=True)
     ]
     travelling = (
-        (entry, _sent(backend, entry, state.get(key), item))
+        (entry, _sent(backend, optimizer, entry, state.get(key), item))
         for entry, state, items in zip(entries, states, described, strict=True)
         for key, item in items.items()
         if isinstance(item, _Travels)
     )
-    whole = gather_owned(backend, travelling)
+    whole = gather_all(travelling, backend.settings.device)
+    if divides == "owners":
+        whole = _gather_from(partial(state_owner, backend, optimizer), travelling)
     for entry, items in zip(entries, described, strict=True):
         yield (
             entry,
@@ -288,9 +324,9 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
 
 def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
     """Inverse of :func:`gather_states`: keep this rank's part of the whole state. No communication."""
-    whole = entry.stored_shape
+    by_owner, whole = state_divides(backend, optimizer) == "owners", entry.stored_shape
     part = {
-        key: entry.take(value).to(entry.local().device, copy=True)
+        key: (value if by_owner else entry.take(value)).to(entry.local().device, copy=True)
         if isinstance(value, Tensor) and value.shape == whole
         else _clone_if_tensor(value)
         for key, value in state.items()
@@ -298,14 +334,14 @@ def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: S
     set_state(backend, optimizer, entry, part)
 
 
-def _describe(backend: Backend, entry: Entry, state: State) -> dict[str, Any]:
+def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
     """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
-    local, divides = entry.local(), backend.facts.divides == "elements"
+    local, divides = entry.local(), kind == "elements"
     if divides and not local.numel():
         return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     found: dict[str, Any] = {}
     for key, value in state.items():
-        by_owner = backend.facts.divides == "owners" and isinstance(value, Tensor) and value.dim() > 0
+        by_owner = kind == "owners" and isinstance(value, Tensor) and value.dim() > 0
         if by_owner or _is_per_element(value, local):
             found[key] = _Travels(tuple(value.shape), value.dtype)
         elif divides and has_arrays(value):
@@ -319,10 +355,11 @@ def _describe(backend: Backend, entry: Entry, state: State) -> dict[str, Any]:
     return found
 
 
-def _sent(backend: Backend, entry: Entry, value: Tensor | None, item: _Travels) -> Tensor:
+def _sent(backend: Backend, optimizer: Optimizer, entry: Entry, value: Tensor | None, item: _Travels) -> Tensor:
     """Return what this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
-    if backend.facts.divides == "owners":
-        return value if value is not None and owned(backend, entry) else item.empty(backend.settings.device)
+    if state_divides(backend, optimizer) == "owners":
+        mine = value if owns_state(backend, optimizer, entry) else None
+        return item.empty(backend.settings.device) if mine is None else mine
     return torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from fsshard.backends.whole import owned, raw_state_dict, set_state, state_of
+from fsshard.backends.whole import owns_state, raw_state_dict, set_state, state_divides, state_entry, state_of
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
@@ -305,7 +306,9 @@ class _Load:
             single = parts.counters(
                 (entry, {key: index.tensors[tensor].shape for key, tensor in its.items()}) for entry, _, its in own
             )
-            self.states[name] = {entry.name: self._state(entry, trees, its, single) for entry, trees, its in own}
+            self.states[name] = {
+                entry.name: self._state(optimizer.inner, entry, trees, its, single) for entry, trees, its in own
+            }
         for name in index.objects:
             self._read_object(name)
         if index.rng is not None:
@@ -326,12 +329,19 @@ class _Load:
         return stored.reshape(entry.local().shape)
 
     def _state(
-        self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str], single: Collection[str]
+        self,
+        optimizer: Optimizer,
+        entry: Entry,
+        small: Mapping[str, Any],
+        tensors: Mapping[str, str],
+        single: Collection[str],
     ) -> _State:
         """Return the whole state of one parameter on this rank, with this rank's part of what is per element."""
         backend, infos = self.model.backend, self.reader.index.tensors
-        if backend.facts.divides != "elements" and not owned(backend, entry):
+        divides = state_divides(backend, optimizer)
+        if divides != "elements" and not owns_state(backend, optimizer, entry):
             return {}
+        entry = state_entry(optimizer, entry)
         state: _State = {key: (False, self.reader.tree(tree)) for key, tree in small.items()}
         for key, tensor in tensors.items():
             info = infos[tensor]
@@ -341,7 +351,7 @@ class _Load:
                 if same_kind and entry.name in self.sources and info.dtype == infos[self.sources[entry.name]].dtype:
                     values = values.to(entry.parameter.dtype)  # as the parameter itself
                 state[key] = (True, values)
-            elif info.shape and (backend.facts.divides == "elements" or entry.divided_over):
+            elif info.shape and (divides == "elements" or entry.divided_over):
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "
                     f"{tuple(entry.shape)}: backend {backend.name!r} cannot divide it; use 'ddp' or 'fairscale'"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsshard.backends.base import Backend
-from fsshard.backends.whole import gather, raw_state_dict, state_of
+from fsshard.backends.whole import gather, raw_state_dict, state_divides, state_entry, state_of
 from fsshard.checkpoint.format.index import (
     Index,
     ModelInfo,
@@ -175,8 +175,9 @@ def collect(
         single = counters(
             (entry, {k: v.shape for k, v in state.items() if isinstance(v, Tensor)}) for entry, state in states
         )
+        divides = state_divides(model.backend, optimizer.inner)
         for entry, state in states:
-            _add_state(collected, name, model.backend, entry, state, single)
+            _add_state(collected, name, divides, state_entry(optimizer.inner, entry), state, single)
     for name, value in objects.items():
         state = value.state_dict() if hasattr(value, "state_dict") else value
         own = collected.own[name] = {}
@@ -230,10 +231,10 @@ def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set
 
 
 def _add_state(
-    collected: Collected, name: str, backend: Backend, entry: Entry, state: Mapping[str, Any], single: Collection[str]
+    collected: Collected, name: str, divides: str, entry: Entry, state: Mapping[str, Any], single: Collection[str]
 ) -> None:
     local = entry.local()
-    if backend.facts.divides == "elements" and not local.numel():
+    if divides == "elements" and not local.numel():
         return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     small = collected.state[name][entry.name] = {}
     for key, value in state.items():
@@ -244,7 +245,7 @@ def _add_state(
             small[key] = _encode(value, place, collected.parts)
         elif value.shape == local.shape and key not in single:
             collected.parts[place] = _part(entry, value)
-        elif value.dim() and (backend.facts.divides == "elements" or entry.divided_over):
+        elif value.dim() and (divides == "elements" or entry.divided_over):
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
                 f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.backends.reducer_arrivals import check_step
-from fsshard.backends.whole import gather_states, owned, scatter_state, state_of, states_at_rest
+from fsshard.backends.whole import gather_states, owned, scatter_state, state_of, states_at_rest, whole_owners
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
@@ -102,7 +102,7 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             UnsupportedByBackend: under ``fairscale``, whose OSS moves ownership when a group is added and then updates
-                some parameters on no rank (FairScale 0.4.13).
+                some parameters on no rank (FairScale 0.4.13); and with ``whole=True`` where that has owners.
         """
         self._check_groups_may_change("add_param_group")
         (group,) = with_parameters(self.model, _resolved(self.model, [param_group]))
@@ -110,8 +110,13 @@ class ShardedOptimizer(Optimizer):
         self._list_entries()
 
     def _check_groups_may_change(self, how: str) -> None:
-        if isinstance(self.inner, PartitionedOptimizer):
+        if isinstance(self.inner, PartitionedOptimizer) or self._owns_whole:
             raise UnsupportedByBackend(how, self.model.backend.name, "build a second optimizer over the new parameters")
+
+    @property
+    def _owns_whole(self) -> bool:
+        """Return whether each parameter, of which ranks have parts, has one rank that steps it whole."""
+        return whole_owners(self.inner) is not None
 
     def _list_entries(self) -> None:
         # Kept, because a closure looks at it while the groups hold views.
@@ -174,6 +179,8 @@ class ShardedOptimizer(Optimizer):
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """Step with gradients that the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
+        if self._owns_whole:
+            return self._step_owned_with(closure, kwargs)
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
         local.begins_with_closure = self.request.begins_with_closure
         local.gradients_are_local = self.model.has_local_gradients
@@ -194,6 +201,18 @@ class ShardedOptimizer(Optimizer):
         left = [entry.name for entry in entries if id(entry.parameter) not in covered]
         if left:
             log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
+
+    def _step_owned_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
+        """Step whole parameters after the closure: all ranks run it, owners or not, and once, as torch's own do."""
+        if not self.request.of_torch:
+            told = f"{self.optimizer_class.__name__}.step(closure) with whole=True"
+            instead = "call forward and backward before step(), or use backend='fairscale' or 'ddp'"
+            raise UnsupportedByBackend(told, self.model.backend.name, instead)
+        with torch.enable_grad():
+            loss = closure()
+        self.finish_gradients()
+        self.inner.step(**kwargs)
+        return loss
 
     def _check_unused(self) -> None:
         backend = self.model.backend
@@ -327,7 +346,8 @@ class ShardedOptimizer(Optimizer):
 
     def _fits(self, entry: Entry, key: str, value: Tensor) -> bool:
         # Factors and histories are shaped as the algorithm likes, on backends that keep parameters whole.
-        if {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS):
+        known = {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS)
+        if known or self.request.whole:
             return True
         mine = state_of(self.inner, entry).get(key)
         return value.shape == entry.full_shape or (isinstance(mine, Tensor) and mine.shape == value.shape)
@@ -371,6 +391,7 @@ def build_optimizer(
     *,
     see_complex: bool = True,
     separable: bool | None = None,
+    whole: bool = False,
     **defaults: Any,
 ) -> ShardedOptimizer:
     """Build an optimizer over a wrapped model. Collective over the ranks that share the work.
@@ -387,6 +408,10 @@ def build_optimizer(
             need. None: a class that is not torch's is tried on small tensors with these settings, and refused
             if the results differ; one that cannot be tried warns. True: you know that it does, and it is not tried.
             False: it needs whole parameters.
+        whole: let one rank step each parameter whole, for algorithms that look at matrices (Muon, SOAP, Shampoo) under
+            ``fsdp`` and ``fsdp2``; elsewhere parameters are whole in any case. A step sends the gradients' shards to
+            the owners and rows of the new weights back: two collectives for each 64 MiB of parameters, and
+            2 (W - 1) / W times the bytes of the parameters over W ranks. An owner keeps a copy of what it owns.
         **defaults: what the class takes (``lr`` and so on).
 
     Returns:
@@ -411,7 +436,7 @@ def build_optimizer(
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
-        requests.append(OptimizerRequest(optimizer_class, groups, defaults, parameters, see_complex, separable))
+        requests.append(OptimizerRequest(optimizer_class, groups, defaults, parameters, see_complex, separable, whole))
         requests[0].check_settings()
         return hashlib.sha256(repr(requests[0].asked()).encode()).hexdigest()
 

@@ -54,6 +54,7 @@ class OptimizerRequest:
         parameters: name -> shape that its user sees, and whether it is complex, of all of the model's.
         see_complex: complex parameters are shown as such, and not as pairs of reals.
         separable: True vouches that it works on parts, False refuses it there, None finds out.
+        whole: ranks that have parts of each parameter are to step some of them whole.
     """
 
     optimizer_class: type[Optimizer]
@@ -62,6 +63,7 @@ class OptimizerRequest:
     parameters: Mapping[str, tuple[torch.Size, bool]]
     see_complex: bool = True
     separable: bool | None = None
+    whole: bool = False
 
     @property
     def of_torch(self) -> bool:
@@ -103,6 +105,11 @@ class OptimizerRequest:
         on_mesh = settings.model_mesh is not None and settings.model_mesh.divides
         if on_mesh:
             divides = "elements"
+        if self.whole and divides == "elements":
+            if on_mesh:
+                told = "whole=True on a mesh that has other dimensions than data"
+                raise UnsupportedByBackend(told, backend.name, "use a mesh of data alone")
+            divides = "owners"
         if (self.separable and not self.of_torch) or divides == "nothing":
             return
         instead, vouch = "use backend='ddp'", f"fsshard.build_optimizer(model, {name}, ..., separable=True)"
@@ -111,7 +118,8 @@ class OptimizerRequest:
         elif ancestry & GLOBAL_OPTIMIZERS:
             why = "its line search needs all parameters on every rank"
         elif ancestry & WHOLE_TENSOR_OPTIMIZERS:
-            why, instead = "it needs each parameter whole", "use backend='fairscale' or 'ddp'"
+            why = "it needs each parameter whole"
+            instead = "pass whole=True to fsshard.build_optimizer, or use backend='fairscale' or 'ddp'"
             if divides == "owners":
                 return
         elif self.of_torch or type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values to try it on
@@ -133,7 +141,7 @@ class OptimizerRequest:
             why = "tried on small tensors, its step on a rank's part is not its step on the whole; if that is wrong: "
             why += vouch
             if divides == "elements":
-                instead = "use backend='ddp', or 'fairscale' if it needs no more than each parameter whole"
+                instead = "pass whole=True, if it needs no more than each parameter whole, or use backend='ddp'"
         if on_mesh:
             instead = (
                 "use an optimizer that works number by number, as AdamW does, or a mesh of data alone: another mesh "
@@ -143,7 +151,7 @@ class OptimizerRequest:
 
     # ------------------------------------------------------------------------------------------ trying a class
 
-    def _samples(self) -> list[_Sample]:
+    def _samples(self, divides: str = "elements") -> list[_Sample]:
         """Return two tensors of each kind that a group has, since algorithms treat filters otherwise than matrices."""
         generator, samples = torch.Generator().manual_seed(1), []
         for number, group in enumerate(self.groups):
@@ -151,8 +159,9 @@ class OptimizerRequest:
             kinds = {(len(s), c) if self.see_complex else (len(s) + c, False) for s, c in shown}  # (dims, complex)
             for at_end, (dims, is_complex) in itertools.product((False, True), sorted(kinds)):
                 dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
-                # As a matrix whether the first dim stands against the others, or the last two are taken.
-                shape = (*ones, *SHAPE) if at_end else (SHAPE[0], *ones, SHAPE[1])
+                # As a matrix whether the first dim stands against the others, or the last two are taken. Not where
+                # parameters are whole: Shampoo's factors of 1 by 23040 numbers take gigabytes.
+                shape = (*ones, *SHAPE) if at_end and divides == "elements" else (SHAPE[0], *ones, SHAPE[1])
                 shape = shape if dims > 1 else (SHAPE[0] * SHAPE[1],)
                 # The gradients have a direction in common: algorithms that look for one shall find it.
                 value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
@@ -194,7 +203,7 @@ class OptimizerRequest:
         vector, since FSDP1 cuts anywhere; the second rank has none of the first one.
         """
         with _surroundings():
-            samples, closure = self._samples(), False
+            samples, closure = self._samples(divides), False
             try:
                 whole = self._trained(samples, closure)
             except Exception as error:
@@ -246,7 +255,7 @@ class OptimizerRequest:
 
     def asked(self) -> list[tuple[str, str]]:
         """Return what a rank asks for: (name of the argument, text that is the same on every rank)."""
-        settings = {**self.defaults, "see_complex": self.see_complex, "separable": self.separable}
+        settings = {**self.defaults, "see_complex": self.see_complex, "separable": self.separable, "whole": self.whole}
         asked = [("optimizer", f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}")]
         asked += [(key, rank_independent_text(value)) for key, value in sorted(settings.items())]
         for index, group in enumerate(self.groups):

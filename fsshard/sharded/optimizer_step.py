@@ -28,6 +28,7 @@ from fsshard.nested import has_arrays
 from fsshard.oss.partitioned import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import OptimizerRequest
+from fsshard.sharded.optimizer_whole import Owners, WholeEntry
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 GRID = 64
@@ -237,7 +238,8 @@ class _View:
             if not shaped and not (len(states) > 1 and has_arrays(first)):
                 at_rest[key] = first
                 continue
-            real = shaped and backend.facts.divides == "elements" and first.is_complex() != self.pieces[0].is_complex()
+            is_part = backend.facts.divides == "elements" and not isinstance(self.entry, WholeEntry)
+            real = shaped and is_part and first.is_complex() != self.pieces[0].is_complex()
             if real or not shaped:
                 what = first.dtype if shaped else "something of another shape"
                 raise OptimizerError(
@@ -307,16 +309,25 @@ class _Shards:
         backend: the model's.
         foreign: the class is not torch's: of those much is looked after that torch's own do not do.
         resting: the state lies under the engine's parameters, and not under what was shown.
+        owners: who steps each parameter whole; None: each rank steps its part.
     """
 
     def __init__(self, request: OptimizerRequest, backend: Backend) -> None:
         self.backend, self.foreign = backend, not request.of_torch
+        names = dict.fromkeys(name for group in request.groups for name in group["params"])
+        # On one rank, too: what state an optimizer may keep must not depend on how many there are.
+        divided = backend.facts.divides == "elements"
+        self.owners = Owners(backend, list(names)) if request.whole and divided else None
         fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
         self._views = {id(entry.parameter): self._view_of(entry, request.see_complex, fused) for entry in backend.all}
         self.resting, self._has_stepped = True, False
 
     def _view_of(self, entry: Entry, see_complex: bool, fused: bool) -> _View | None:
         """Return how a parameter is shown; None: as it is."""
+        if self.owners is not None:
+            if (whole := self.owners.mine.get(entry.name)) is None:
+                return _View(entry, False, part=(0, 0, 0))  # another rank's: in no piece
+            return _View(whole, see_complex and entry.kind.is_complex, bool(entry.kind.order))
         divided = self.backend.facts.divides == "elements" and self.backend.settings.world_size > 1
         is_complex, part, threads = see_complex and entry.kind.is_complex, None, None
         if divided and self.backend.settings.device.type == "cpu":
@@ -384,7 +395,10 @@ class _Shards:
     def step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run the step of the user's class over what it is shown."""
         groups = [list(group["params"]) for group in optimizer.param_groups]
+        failed = True
         with torch.no_grad():
+            if self.owners is not None:
+                self.owners.begin()
             views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
             held: _Held = []
             if self.foreign:
@@ -395,6 +409,7 @@ class _Shards:
         try:
             _under_way.append(optimizer)
             result = base_step(optimizer, *given, **kwargs)
+            failed = False
         finally:
             _under_way.pop()
             _regroup(optimizer, groups)
@@ -403,6 +418,8 @@ class _Shards:
                 _put_back(held)
                 for view in views:
                     view.end(optimizer, self.backend, foreign=self.foreign)
+                if self.owners is not None:
+                    self.owners.finish(failed)
         if not self._has_stepped:  # the first time: it raises where the state cannot be sharded
             self._has_stepped = True
             self.rest(optimizer)
@@ -471,8 +488,9 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
         gradients_are_local = False  # no optimizer may see them then; only a closure can make others
         begins_with_closure = False  # it calls the closure before it reads or writes anything
+        _fsshard_owners = shards.owners
 
-        if shards.foreign:
+        if shards.foreign or shards.owners is not None:
 
             def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
                 shards.build(self, super().__init__, groups, defaults)

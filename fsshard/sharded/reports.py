@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import Payload, UnitCost, divided_among, unit_cost
+from fsshard.backends.whole import whole_owners
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError, MissingExtra
 from fsshard.model.compiling import explain_compilation
@@ -184,13 +185,15 @@ def held_tensors(
 
     The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
     """
-    engine = backend.held_by_engine()
+    optimizers, engine = list(optimizers), backend.held_by_engine()
+    owners = [each for each in map(whole_owners, optimizers) if each is not None]
     kinds: list[tuple[str, Any]] = [
         *engine.items(),
         ("gathered units", list(whole)),
         ("parameters", [entry.local() for entry in backend.all]),
         ("buffers", list(backend.module.buffers())),
         ("optimizer state", [list(state.values()) for opt in optimizers for state in opt.state.values()]),
+        ("optimizer state", [entry.whole for each in owners for entry in each.mine.values()]),
         ("gradients", [entry.grad() for entry in backend.all]),
     ]
     for kind, tensors in kinds:

@@ -290,6 +290,8 @@ def job_refused() -> None:
     model = fsshard.wrap(in_parts(tp), backend="ddp", device_mesh=data)
     with pytest.raises(UnsupportedByBackend, match="it needs each parameter whole"):
         fsshard.build_optimizer(model, torch.optim.Adafactor)
+    with pytest.raises(UnsupportedByBackend, match="whole=True on a mesh that has other dimensions than data"):
+        fsshard.build_optimizer(model, torch.optim.AdamW, whole=True)
     with pytest.raises(AlreadyWrapped):
         fsshard.wrap(model, backend="ddp", device_mesh=data)
     # Nothing is changed where something is refused.

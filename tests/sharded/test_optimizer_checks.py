@@ -18,8 +18,8 @@ from tests import optimizers as written
 from tests.models import net
 from tests.training_runs import DISTRIBUTED
 
-WHOLE = "use backend='fairscale' or 'ddp'"
-HERE = "use backend='ddp', or 'fairscale' if it needs no more than each parameter whole"
+WHOLE = "pass whole=True to fsshard.build_optimizer, or use backend='fairscale' or 'ddp'"
+HERE = "pass whole=True, if it needs no more than each parameter whole, or use backend='ddp'"
 
 
 def job_build(backend: str, name: str, settings: dict[str, Any], handed_over: bool = False) -> Any:

@@ -1,0 +1,321 @@
+"""Optimizers over whole matrices under every engine, judged by bare replicas whose gradients are averaged by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import OptimizerError, UnsupportedByBackend
+from fsshard.sharded.optimizer_whole import deal
+from tests.models import Spectral, batch
+from tests.optimizers import Written, average
+from tests.training_runs import DISTRIBUTED, differences
+
+DIVIDING = ("fsdp2", "fsdp")
+
+
+class Kron(Written):
+    """Shampoo as users write it: two factors for each matrix, real or complex; momentum for groups without."""
+
+    def __init__(self, params: Any, lr: float = 0.05, matrices: bool = True) -> None:
+        super().__init__(params, lr, matrices=matrices)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        state["momentum"].mul_(0.9).add_(gradient)
+        if parameter.dim() < 2 or not group["matrices"]:
+            return state["momentum"]
+        matrix = state["momentum"].reshape(len(gradient), -1)
+        for key, product in (("left", matrix @ matrix.mH), ("right", matrix.mH @ matrix)):
+            state[key] = state.get(key, 1e-2 * torch.eye(len(product), dtype=matrix.dtype)) + product
+            values, vectors = torch.linalg.eigh(state[key])
+            state[key + "_root"] = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.mH
+        return (state["left_root"] @ matrix @ state["right_root"]).reshape(gradient.shape)
+
+
+class Shapes(nn.Module):
+    """Rows that ranks cannot share evenly, a kernel, a transposed weight, a complex one, a 0-dim one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 7), Spectral(7), nn.Linear(7, 5)
+        self.conv = nn.Conv2d(1, 3, 2)
+        self.turned = nn.Parameter(torch.randn(5, 9).t().contiguous().t() / 3)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.last(torch.tanh(self.middle(self.first(x))))) @ self.turned
+        return self.conv(x.view(-1, 1, 3, 3)) * self.scale
+
+
+def shapes() -> nn.Module:
+    torch.manual_seed(0)
+    return Shapes()
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    loss: Tensor = model(batch(step)).square().mean()
+    return loss
+
+
+def grouped(named: Any, kind: str) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
+    """The class, its groups of what ``named`` has, and its settings."""
+    matrices = [p for name, p in named if name in ("first.weight", "last.weight", "turned")]
+    known = set(map(id, matrices))
+    others = [p for _, p in named if id(p) not in known]
+    if kind == "Muon":
+        return torch.optim.Muon, [{"params": matrices}], {"lr": 0.02}
+    if kind == "AdamW":  # beside it
+        return torch.optim.AdamW, [{"params": others}], {"lr": 0.01}
+    if kind == "mixed":
+        return Kron, [{"params": matrices}, {"params": others, "matrices": False, "lr": 0.01}], {}
+    return Kron, [{"params": [p for _, p in named]}], {}
+
+
+def built(model: Any, kind: str) -> Any:
+    optimizer_class, groups, settings = grouped(list(model.named_parameters()), kind)
+    whole = {} if kind == "AdamW" else {"whole": True}
+    optimizer: Any = fsshard.build_optimizer(model, optimizer_class, groups, **whole, **settings)
+    optimizer.beside = built(model, "AdamW") if kind == "Muon" else None
+    return optimizer
+
+
+def steps(model: Any, optimizer: Any, numbers: range, bare: bool = False) -> list[float]:
+    losses = []
+    for number in numbers:
+        model.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()
+        if bare:
+            average(model)
+        optimizer.step()
+        if getattr(optimizer, "beside", None) is not None:
+            optimizer.beside.step()
+        losses.append(loss.item())
+    return losses
+
+
+def replicas(kind: str, count: int) -> tuple[nn.Module, Any, list[float]]:
+    bare = shapes()
+    optimizer_class, groups, settings = grouped(list(bare.named_parameters()), kind)
+    optimizer = optimizer_class(groups, **settings)
+    if kind == "Muon":
+        optimizer_class, groups, settings = grouped(list(bare.named_parameters()), "AdamW")
+        optimizer.beside = optimizer_class(groups, **settings)
+    return bare, optimizer, steps(bare, optimizer, range(count), bare=True)
+
+
+def state_of(bare: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {name: dict(optimizer.state[p]) for name, p in bare.named_parameters() if optimizer.state.get(p)}
+
+
+def job_exact(kind: str, *backends: str) -> dict[str, list[str]]:
+    bare, native, losses = replicas(kind, 4)
+    wrong: dict[str, list[str]] = {}
+    for backend in backends:
+        model = fsshard.wrap(shapes(), backend=backend)
+        optimizer = built(model, kind)
+        found = steps(model, optimizer, range(4))
+        wrong[backend] = list(differences(losses, found))
+        wrong[backend] += differences(dict(bare.state_dict()), dict(model.state_dict()))
+        state = optimizer.state_dict()["state"]
+        mine = state_of(bare, native)
+        for name in mine:
+            wrong[backend] += differences(mine[name], state.get(name), name)
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Kron", "mixed"])
+def test_two_ranks_train_as_bare_replicas(ranks: Any, kind: str) -> None:
+    """Losses, weights and whole state to the last bit; one rank too."""
+    assert ranks.run(job_exact, 2, kind, *DISTRIBUTED) == [{backend: [] for backend in DISTRIBUTED}] * 2
+    assert ranks.run(job_exact, 1, kind, "none", "fsdp2") == [{"none": [], "fsdp2": []}]
+
+
+def job_single_steps(backend: str) -> list[str]:
+    """Each step from the replicas' state, which is loaded."""
+    wrong, bare = list[str](), shapes()
+    native = Kron(bare.parameters())
+    model = fsshard.wrap(shapes(), backend=backend)
+    optimizer = built(model, "Kron")
+    names = {parameter: name for name, parameter in bare.named_parameters()}
+    for number in range(3):
+        model.load_state_dict(bare.state_dict())
+        state = {names[p]: copy.deepcopy(value) for p, value in native.state.items()}
+        groups = [{**native.param_groups[0], "params": list(names.values())}]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        losses = steps(bare, native, range(number, number + 1), bare=True)
+        wrong += differences(losses, steps(model, optimizer, range(number, number + 1)))
+        for name, whole in model.state_dict().items():
+            far = (whole - bare.state_dict()[name]).abs().max() / whole.abs().max()
+            wrong += [f"{number} {name}: {far:.1e}"] if far > 1e-4 else []
+    return wrong
+
+
+@pytest.mark.parametrize("backend", DIVIDING)
+def test_four_ranks_take_each_step_from_equal_states(ranks: Any, backend: str) -> None:
+    """Some own nothing of a weight's rows. Sums of gradients of four ranks have another order than by hand."""
+    assert ranks.run(job_single_steps, 4, backend) == [[]] * 4
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def job_save(folder: str, backend: str, kind: str) -> Any:
+    model = fsshard.wrap(shapes(), backend=backend)
+    optimizer = built(model, kind)
+    steps(model, optimizer, range(3))
+    fsshard.save(folder, model, optimizer)
+    return [dict(model.state_dict()), optimizer.state_dict()["state"]]
+
+
+def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
+    """What differs after loading by each way, and whether training goes on from there."""
+    wrong, after = list[str](), []
+    for way in ("file", "dict"):
+        model = fsshard.wrap(shapes(), backend=backend)
+        optimizer = built(model, kind)
+        if way == "file":
+            fsshard.load(folder, model, optimizer)
+        else:
+            model.load_state_dict(saved[0])
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": saved[1], "param_groups": groups})
+        wrong += differences(saved, [dict(model.state_dict()), optimizer.state_dict()["state"]], way)
+        after.append(steps(model, optimizer, range(3, 5)))
+    return wrong + list(differences(*after))
+
+
+@pytest.mark.parametrize("there", [("fsdp", 2), ("fsdp2", 4), ("ddp", 2), ("fairscale", 2), ("none", 1)], ids=str)
+@pytest.mark.parametrize("here", ["fsdp2", "fsdp"])
+def test_the_state_goes_to_other_engines_and_numbers_of_ranks(ranks: Any, tmp_path: Any, here: str, there: Any) -> None:
+    backend, size = there
+    saved = ranks.run(job_save, 2, str(tmp_path / "a"), here, "mixed")[0]
+    assert saved[1]["middle.weight"]["momentum"].is_complex()
+    assert ranks.run(job_load, size, str(tmp_path / "a"), backend, "mixed", saved) == [[]] * size
+    saved = ranks.run(job_save, size, str(tmp_path / "b"), backend, "mixed")[0]
+    assert ranks.run(job_load, 2, str(tmp_path / "b"), here, "mixed", saved) == [[]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ what is sent
+
+
+def job_traffic(backend: str) -> dict[str, Any]:
+    """Collectives of steps, and what this rank sends to others in one, against the bytes of the weights."""
+    calls: list[int] = []
+    real = dist.all_to_all_single
+
+    def counted(into: Tensor, out: Tensor, received: list[int], sent: list[int], **settings: Any) -> Any:
+        mine = settings["group"].rank()
+        calls.append((sum(sent) - sent[mine]) * out.element_size())
+        return real(into, out, received, sent, **settings)
+
+    torch.manual_seed(0)
+    model = fsshard.wrap(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Muon, whole=True, lr=0.01)
+    patched = pytest.MonkeyPatch()
+    counts, total = [], torch.zeros(())
+    with patched.context() as patch:
+        for number in range(4):
+            if number == 3:  # behind the back of version counters, as averages of weights are put in place
+                for parameter in model.module.parameters():
+                    getattr(parameter, "_local_tensor", parameter).data.mul_(0.5)
+            model(batch(number, 64)).square().mean().backward()
+            with patch.context() as within:
+                within.setattr(dist, "all_to_all_single", counted)
+                calls.clear()
+                optimizer.step()
+            counts.append(len(calls))
+            total = torch.tensor(float(sum(calls))) if number == 1 else total
+            optimizer.zero_grad()
+    dist.all_reduce(total)
+    weights = 8 * 64 * 64 * 4
+    held = model.memory_report().ranks[0].by_kind["optimizer state"] / weights
+    return {"collectives": counts, "bytes": total.item() / weights, "held": held}
+
+
+@pytest.mark.parametrize("backend", DIVIDING)
+def test_two_collectives_and_twice_the_bytes(ranks: Any, backend: str) -> None:
+    """Of both ranks together 2 (W - 1) / W of each; weights travel only when somebody wrote them."""
+    for told in ranks.run(job_traffic, 2, backend):
+        assert told["collectives"] == [2, 2, 2, 3]
+        assert 1 <= told["bytes"] <= 1.05
+        assert told["held"] == 1  # a copy and a momentum of half of them
+
+
+def test_work_is_shared_evenly() -> None:
+    owner = deal(
+        {name: torch.Size(shape) for name, shape in {"a": (4, 4), "b": (8, 8), "c": (4, 4), "d": (9,)}.items()}, 2
+    )
+    assert owner == {"b": 0, "a": 1, "c": 1, "d": 1}
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+class Breaking(Kron):
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ValueError("no root")
+        return super().direction(group, parameter)
+
+
+def job_breaks(backend: str) -> None:
+    model = fsshard.wrap(shapes(), backend=backend)
+    steps(model, fsshard.build_optimizer(model, Breaking, whole=True), range(1))
+
+
+@pytest.mark.parametrize("backend", DIVIDING)
+def test_a_step_that_raises_on_one_rank_raises_on_all(ranks: Any, backend: str) -> None:
+    first, second = ranks.run_expecting_errors(job_breaks, 2, backend)
+    assert isinstance(first, OptimizerError) and "raised on rank 1" in str(first)
+    assert isinstance(second, ValueError)
+
+
+def job_refused(backend: str, what: str) -> None:
+    model = fsshard.wrap(shapes(), backend=backend)
+    if what == "LBFGS":
+        fsshard.build_optimizer(model, torch.optim.LBFGS, whole=True)
+    optimizer = built(model, "mixed" if what == "closure" else "Muon")
+    if what == "closure":
+        optimizer.step(lambda: loss_of(model, 0))
+    optimizer.add_param_group({"params": ["scale"]})
+
+
+@pytest.mark.parametrize("what", ["LBFGS", "closure", "group"])
+def test_what_owners_cannot_do(ranks: Any, what: str) -> None:
+    """An algorithm over all parameters, a closure that may be called twice, and other parameters."""
+    for error in ranks.run_expecting_errors(job_refused, 2, "fsdp2", what):
+        assert isinstance(error, UnsupportedByBackend)
+        assert what != "closure" or "call forward and backward before step(), or use backend=" in str(error)
+
+
+def job_closure(backend: str) -> list[str]:
+    bare, _, _ = replicas("Muon", 2)
+    model = fsshard.wrap(shapes(), backend=backend)
+    optimizer = built(model, "Muon")
+    for number in range(2):
+
+        def closure(number: int = number) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.beside.step()
+        optimizer.beside.zero_grad()
+    return list(differences(dict(bare.state_dict()), dict(model.state_dict())))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_torchs_own_take_a_closure(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_closure, 2, backend) == [[]] * 2
