@@ -298,7 +298,7 @@ def claim_orig_params(unit: Any, claimed: bool) -> None:
 
 
 class Passes(Protocol):
-    """What an engine of ours decides for the units that it builds."""
+    """Decides, for the units that an engine of ours builds, how a pass through them goes."""
 
     def gathering(self) -> AbstractContextManager[Any]:
         """Return what is entered around a gather."""
