@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 46_575,
+    "fsshard + compat": 46_648,
     "fsshard/backends": 4_261,
-    "fsshard/checkpoint": 4_728,
+    "fsshard/checkpoint": 4_738,
     "fsshard/parity": 4_372,
-    "fsshard/sharded": 4_241,
+    "fsshard/sharded": 4_302,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_078,
     "fsshard/model": 2_073,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_579,
     "fsshard/complex_params": 1_608,
     "compat": 7_479,
-    "tests": 48_985,
+    "tests": 49_027,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 124

@@ -359,7 +359,7 @@ def _sent(backend: Backend, optimizer: Optimizer, entry: Entry, value: Tensor | 
     """Return what this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
     if state_divides(backend, optimizer) == "owners":
         mine = value if owns_state(backend, optimizer, entry) else None
-        return item.empty(backend.settings.device) if mine is None else mine
+        return item.empty(backend.settings.device) if mine is None else mine.to(backend.settings.device)
     return torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value
 
 

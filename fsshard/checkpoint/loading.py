@@ -29,6 +29,7 @@ from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
+from fsshard.sharded.averages import Averages
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -271,7 +272,8 @@ class _Load:
         saved = self.reader.index.optimizers.get(name)
         if saved is None:
             known = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
-            raise CheckpointError(f"{self.call}: no optimizer was saved as {name!r}; saved were: {known}")
+            what = "average" if optimizer.optimizer_class is Averages else "optimizer"
+            raise CheckpointError(f"{self.call}: no {what} was saved as {name!r}; saved were: {known}")
         kind = parts.class_name(optimizer.optimizer_class)
         same_name = saved.kind.rpartition(".")[2] == kind.rpartition(".")[2]
         if saved.kind not in (kind, UNKNOWN_CLASS) and (self.strict or not same_name):

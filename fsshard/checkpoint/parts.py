@@ -479,6 +479,10 @@ def as_one(value: Any) -> Any:
         return value
     members = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
     for member in members.values():
+        if isinstance(member, EMA):
+            raise ConfigurationError(
+                "an fsshard.EMA has a keyword of its own, as in ema=ema, slow=slow_ema; got several"
+            )
         ours = isinstance(member, (ShardedModule, ShardedOptimizer))  # they are no state, and are refused
         if ours or not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")):
             return value

@@ -91,6 +91,8 @@ def save(
     wait_for_saves()
     channel.arrive(parts.as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     averages = parts.take_averages(objects)
+    for average in averages.values():
+        average.check_alike()
     sharded.buffers_held.sync()  # rank 0's count, as in a state dict
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fsshard.backends.whole import gather_owned, owned, set_state, state_of
+from fsshard.comm.agreement import exchange
 from fsshard.comm.watchdog import taking_part
-from fsshard.errors import ConfigurationError, FsshardError
+from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, RankMismatch
 from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
@@ -104,10 +105,11 @@ class EMA:
                 continue
             local, average = entry.local(), self._average(entry)
             if average is None:
+                self._check_owned(entry)
                 set_state(backend, self.held.inner, entry, {KEY: local.to(self._device or local.device, copy=True)})
             elif local.is_floating_point():
                 averages.append(_seen(entry, average))
-                weights.append(_seen(entry, local).to(average.device, non_blocking=True))
+                weights.append(_seen(entry, local).to(average.device))
             else:
                 average.copy_(local)
         if averages:
@@ -127,29 +129,29 @@ class EMA:
     def swapped(self) -> Iterator[ShardedModule]:
         """Context in which the model has the average as its weights: to evaluate, or to take or save its state dict.
 
-        On every rank; collective under ``fairscale``. Behind it the weights are those of before, to the last bit.
-        Before the first update they stay as they are.
+        Collective. Behind it the weights are those of before, to the last bit, whatever was written in it. Before the
+        first update they stay as they are.
 
         Yields:
             The model.
 
         Raises:
             FsshardError: it is within one already.
+            RankMismatch: ranks have made different numbers of updates.
         """
         if self._kept is not None:
             raise FsshardError("EMA.swapped() within itself")
+        self.check_alike()
         backend = self.model.backend
-        with torch.no_grad(), taking_part(backend.settings.group, "EMA.swapped()"):
-            backend.reshard()
-            kept = [(entry, entry.local().clone()) for entry in backend.all if self.updates]
-            parts = ((entry, self._sent(entry)) for entry, _ in kept)
-            averages = (
-                gather_owned(backend, parts) if backend.facts.divides == "owners" else (part for _, part in parts)
-            )
-            for (entry, _), average in zip(kept, averages, strict=True):
-                entry.local().copy_(average)
-        self._kept = kept
+        backend.reshard()
+        kept = self._kept = [(entry, entry.local().clone()) for entry in backend.all if self.updates]
         try:
+            with torch.no_grad(), taking_part(backend.settings.group, "EMA.swapped()"):
+                parts = ((entry, self._sent(entry)) for entry, _ in kept)
+                by_owner = backend.facts.divides == "owners"
+                averages = gather_owned(backend, parts) if by_owner else (part for _, part in parts)
+                for (entry, _), average in zip(kept, averages, strict=True):
+                    entry.local().copy_(average)
             yield self.model
         finally:
             self._kept = None
@@ -157,6 +159,34 @@ class EMA:
                 backend.reshard()
                 for entry, weights in kept:
                     entry.local().copy_(weights)
+
+    def check_alike(self) -> None:
+        """Raise on every rank unless all have made as many updates. Collective.
+
+        Raises:
+            RankMismatch: names the numbers.
+            OptimizerError: this rank has become the owner of a parameter since the first update.
+        """
+        group = self.model.backend.settings.group
+        found = exchange(group, self._counted)
+        if len(set(found)) > 1:
+            told = ", ".join(f"rank {rank} {updates} of {calls} calls" for rank, (calls, updates) in enumerate(found))
+            raise RankMismatch(f"EMA: the ranks have made different updates: {told}; call update() on every rank")
+
+    def _counted(self) -> tuple[int, int]:
+        for entry in self.model.backend.all if self.updates else ():
+            if owned(self.model.backend, entry) and self._average(entry) is None:
+                self._check_owned(entry)
+        counts = self.held.param_groups[0]
+        return counts["calls"], counts["updates"]
+
+    def _check_owned(self, entry: Entry) -> None:
+        """Raise where an average has begun and this rank has none of ``entry``: its owner has changed."""
+        if self.updates:
+            raise OptimizerError(
+                f"EMA: {entry.name!r} has another owner than when the average began, since an optimizer was built in "
+                "between: call ema.state_dict() before fsshard.build_optimizer, and load it into an EMA made after it"
+            )
 
     def _sent(self, entry: Entry) -> Tensor:
         """Return the average beside the weights; room for it where another rank has it."""
@@ -167,7 +197,11 @@ class EMA:
         """Return the whole average as an optimizer's state dict. Collective.
 
         ``["state"][name]["average"]`` has the shape and dtype of the model's parameter ``name``.
+
+        Raises:
+            RankMismatch: ranks have made different numbers of updates.
         """
+        self.check_alike()
         return self.held.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

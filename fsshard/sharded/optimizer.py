@@ -454,7 +454,12 @@ def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOpt
     viewing = viewing_class(request, model.backend)
     if model._whole is None:
         model.backend.reshard()  # a constructor that keeps views of parameters must not keep those of gathered ones
-    inner = model.backend.new_optimizer(viewing, with_parameters(model, request.groups), dict(request.defaults))
+
+    def made() -> Optimizer:
+        return model.backend.new_optimizer(viewing, with_parameters(model, request.groups), dict(request.defaults))
+
+    # Where each rank shows the constructor other parameters, it may raise on one alone.
+    inner = agree(model.backend.settings.group, made) if request.whole else made()
     # State made by a constructor (Adagrad's) is shaped like its parameter; at rest state is local.
     for state in states_at_rest(inner).values():
         state.update({key: value.to_local() for key, value in state.items() if hasattr(value, LOCAL_TENSOR)})

@@ -317,7 +317,7 @@ class _Shards:
         names = dict.fromkeys(name for group in request.groups for name in group["params"])
         # On one rank, too: what state an optimizer may keep must not depend on how many there are.
         divided = backend.facts.divides == "elements"
-        self.owners = Owners(backend, list(names)) if request.whole and divided else None
+        self.owners = Owners(backend, list(names)) if request.whole and divided and names else None
         fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
         self._views = {id(entry.parameter): self._view_of(entry, request.see_complex, fused) for entry in backend.all}
         self.resting, self._has_stepped = True, False
@@ -395,10 +395,33 @@ class _Shards:
     def step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run the step of the user's class over what it is shown."""
         groups = [list(group["params"]) for group in optimizer.param_groups]
-        failed = True
-        with torch.no_grad():
-            if self.owners is not None:
+        if self.owners is None:
+            result = self._step(optimizer, base_step, closure, kwargs, groups)
+        else:
+            failed = True
+            with torch.no_grad():
                 self.owners.begin()
+            try:  # from here on the other ranks wait for finish(), whatever is raised
+                result = self._step(optimizer, base_step, closure, kwargs, groups)
+                failed = False
+            finally:
+                with torch.no_grad():
+                    self.owners.finish(failed)
+        if not self._has_stepped:  # the first time: it raises where the state cannot be sharded
+            self._has_stepped = True
+            self.rest(optimizer)
+        return result
+
+    def _step(
+        self,
+        optimizer: Any,
+        base_step: Any,
+        closure: Callable[[], Any] | None,
+        kwargs: dict[str, Any],
+        groups: list[list[nn.Parameter]],
+    ) -> Any:
+        """Run it between showing and taking back. Local, but for a closure."""
+        with torch.no_grad():
             views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
             held: _Held = []
             if self.foreign:
@@ -408,8 +431,7 @@ class _Shards:
         self.resting = False
         try:
             _under_way.append(optimizer)
-            result = base_step(optimizer, *given, **kwargs)
-            failed = False
+            return base_step(optimizer, *given, **kwargs)
         finally:
             _under_way.pop()
             _regroup(optimizer, groups)
@@ -418,12 +440,6 @@ class _Shards:
                 _put_back(held)
                 for view in views:
                     view.end(optimizer, self.backend, foreign=self.foreign)
-                if self.owners is not None:
-                    self.owners.finish(failed)
-        if not self._has_stepped:  # the first time: it raises where the state cannot be sharded
-            self._has_stepped = True
-            self.rest(optimizer)
-        return result
 
     def _refreshing(
         self,

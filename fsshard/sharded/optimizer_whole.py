@@ -128,10 +128,16 @@ class Owners:
                 self.mine[entry.name].elements.copy_(whole)
 
     def _mark(self) -> list[int]:
-        """Return what changes when a shard is written: how often that was, and a sum of its bits, for p.data."""
+        """Return what changes when a shard is written: how often that was, and for ``p.data`` a sum of its bits."""
         shards = [entry.local() for entry in self._entries]
-        sums: list[int] = torch.stack([shard.view(BITS[shard.element_size()]).sum() for shard in shards]).tolist()
+        sums: list[int] = torch.stack([_sum_of_bits(shard) for shard in shards]).tolist()
         return [*map(version_of, shards), *sums]
+
+
+def _sum_of_bits(shard: Tensor) -> Tensor:
+    """Weighted by the place, so that other signs and another order are another sum."""
+    bits = shard.reshape(-1).view(BITS[shard.element_size()])
+    return (bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum()
 
 
 def _divided(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsshard
-from fsshard.errors import CheckpointError, ConfigurationError, FsshardError
+from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, RankMismatch
 from tests.models import Spectral
 from tests.optimizers import average
 
@@ -205,6 +205,41 @@ def test_at_another_number_of_ranks_and_exported(ranks: Any, tmp_path: Path) -> 
         fsshard.export(tmp_path / "saved", tmp_path / "other.pt", average="optimizer")
 
 
+def job_uneven(backend: str) -> str:
+    model, optimizer = wrapped(backend, {})
+    ema = fsshard.EMA(model)
+    train(model, optimizer, range(2), ema.update if dist.get_rank() == 0 else dict)
+    with pytest.raises(RankMismatch) as raised, ema.swapped():
+        pass
+    with pytest.raises(RankMismatch):
+        ema.state_dict()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["fairscale", "fsdp2"])
+def test_updates_on_one_rank_are_noticed(ranks: Any, backend: str) -> None:
+    for told in ranks.run(job_uneven, 2, backend):
+        assert "rank 0 2 of 2 calls, rank 1 0 of 0 calls" in told and "call update() on every rank" in told
+
+
+def job_another_owner() -> str:
+    model, optimizer = wrapped("fairscale", {})
+    ema = fsshard.EMA(model)
+    train(model, optimizer, range(2), ema.update)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, list(reversed(names))[:4], lr=1e-2)
+    rest = fsshard.build_optimizer(model, torch.optim.Adam, list(reversed(names))[4:], lr=1e-2)
+    assert rest is not None
+    with pytest.raises(FsshardError) as raised, ema.swapped():
+        pass
+    return str(raised.value)
+
+
+def test_another_owner_is_noticed(ranks: Any) -> None:
+    for told in ranks.run(job_another_owner, 2):
+        assert "call ema.state_dict() before fsshard.build_optimizer" in told
+
+
 def job_misused(path: Path) -> list[str]:
     model, optimizer = wrapped("fsdp2", {})
     ema = fsshard.EMA(model)
@@ -222,6 +257,7 @@ def job_misused(path: Path) -> list[str]:
         (lambda: fsshard.save(path, wrapped("fsdp2", {})[0], ema=ema), ConfigurationError),
         (lambda: fsshard.save(path, model, {"ema": optimizer}, ema=ema), ConfigurationError),
         (lambda: AveragedModel(model), FsshardError),
+        (lambda: fsshard.save(path, model, emas=[ema, ema]), ConfigurationError),
     ):
         with pytest.raises(error) as raised:
             wrong()
@@ -236,7 +272,12 @@ def job_misused(path: Path) -> list[str]:
 def test_misuse_is_told(ranks: Any, tmp_path: Path) -> None:
     for told in ranks.run(job_misused, 2, tmp_path / "saved"):
         texts = ["wrap the model first", "from 0 to 1", "1 or more", "within swapped()", "another model"]
-        texts += ["two things", "use fsshard.EMA(model)", "'ema'"]
+        texts += [
+            "two things",
+            "use fsshard.EMA(model)",
+            "as in ema=ema, slow=slow_ema",
+            "no average was saved as 'ema'",
+        ]
         assert len(told) == len(texts)
         for one, text in zip(told, texts, strict=True):
             assert text in one, (one, text)

@@ -240,7 +240,7 @@ def job_put_wrong_groups() -> tuple[list[str], list[str]]:
     model = fsshard.wrap(net(), backend="fsdp2")
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1)
     told = []
-    for given in ([], [["first.weight"], ["middle.0.weight", "first.weight"]], [["first.weight"], []], [["nowhere"]]):
+    for given in ([], [["first.weight"], ["middle.0.weight", "first.weight"]], [["nowhere"]]):
         with pytest.raises(OptimizerError) as error:
             optimizer.param_groups = [{"params": names} for names in given]
         told.append(str(error.value))
@@ -249,7 +249,7 @@ def job_put_wrong_groups() -> tuple[list[str], list[str]]:
 
 def test_groups_that_cannot_be_put_there_change_nothing(ranks: Any) -> None:
     for told, kept in ranks.run(job_put_wrong_groups, 2):
-        words = ("there is no group", "given twice", "has no parameters", "nowhere")
+        words = ("there is no group", "given twice", "nowhere")
         assert all(map(str.__contains__, told, words)) and kept == ["first.weight"]
 
 

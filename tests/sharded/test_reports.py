@@ -268,6 +268,7 @@ def test_an_estimate_stands_below(ranks: Any) -> None:
     (error, *_) = ranks.run_expecting_errors(job_with_estimate, 2, 4, WHOLE + 4)
     assert isinstance(error, fsshard.ConfigurationError)
     assert "mesh (4,), not (2,)" in str(error) and f"bytes of parameters {WHOLE + 4}, not {WHOLE}" in str(error)
+    assert "Give fsshard.estimate the settings of fsshard.wrap" in str(error)
 
 
 def job_alone() -> str:

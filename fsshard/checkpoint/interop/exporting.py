@@ -141,9 +141,11 @@ def _averaged(index: Index, name: str) -> Index:
     known = [known for known, saved in index.optimizers.items() if saved.kind == AVERAGES]
     if name not in known:
         raise ConfigurationError(f"average={name!r}: the checkpoint has {', '.join(map(repr, known)) or 'none'}")
-    keys = index.model.keys
-    instead = {keys[parameter]: state[KEY] for parameter, state in index.optimizer_tensors(name).items()}
-    averaged = {key: instead.get(tensor, tensor) for key, tensor in keys.items()}
+    keys, states = index.model.keys, index.optimizer_tensors(name)
+    if not states:
+        raise ConfigurationError(f"average={name!r} has no values: it was saved before its first update")
+    instead = {keys.get(parameter): state[KEY] for parameter, state in states.items()}
+    averaged = {key: None if tensor is None else instead.get(tensor, tensor) for key, tensor in keys.items()}
     return dataclasses.replace(index, model=index.model._replace(keys=averaged))
 
 
