@@ -336,6 +336,16 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
             with passes.gathering():
                 super().unshard()
 
+        def _use_sharded_grad_views(self) -> None:
+            super()._use_sharded_grad_views()
+            if self.uses_sharded_strategy:
+                return
+            # On one rank these are whole, and FSDP1 reads that of a transposed weight, which lies in the weight's order
+            # of memory, in the order of indices: another gradient, silently (torch 2.13).
+            for parameter in params_of(self.flat_param):
+                if parameter.grad is not None and not parameter.is_contiguous():
+                    parameter.grad = parameter.grad.reshape(-1).as_strided(parameter.shape, parameter.stride())
+
         def reshard(self, free_unsharded_flat_param: bool) -> None:
             stays = passes.keeps() and training_state_of(self) != "BACKWARD_POST"
             super().reshard(free_unsharded_flat_param and not stays)
@@ -347,6 +357,7 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
     return _flat_handle.replaced_by(EvenFlatParamHandle)
 
 
+_GRADIENTS = AREA.attribute(f"{_HANDLE}_use_sharded_grad_views", use="gives parameters their parts of the gradient")
 _METADATA = AREA.attribute(
     f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size"
 )

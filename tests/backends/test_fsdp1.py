@@ -188,3 +188,37 @@ def test_who_goes_through_the_model_by_name_finds_the_users_modules(ranks: Any) 
         for engine in DISTRIBUTED:
             assert found[engine] == [found["bare"]] * 2 and found[f"{engine} whole"] == found["bare"], engine
             assert not any(found[f"{engine} modes"]), engine
+
+
+class Turned(nn.Module):
+    """Weights that do not lie in memory in the order of their indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.matrix = nn.Linear(6, 4, bias=False)
+        self.matrix.weight = nn.Parameter(torch.randn(6, 4).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.matrix(x).sum() + self.kernel(x.reshape(2, 3, 4, 6)).square().mean()
+
+
+def job_turned() -> list[bool]:
+    """Raw FSDP1 gives the matrix a gradient in the order of memory, as if it were that of indices."""
+    trained = []
+    for backend in ("none", "fsdp"):
+        torch.manual_seed(0)
+        model = fsshard.wrap(Turned(), backend=backend)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            model(torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(1))).backward()
+            gradient = next(p for n, p in model.module.named_parameters() if n.endswith("matrix.weight")).grad
+            assert gradient.stride() == (1, 4)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(model.state_dict())
+    return [torch.equal(trained[0][name], trained[1][name]) for name in ("matrix.weight", "kernel.bias")]
+
+
+def test_one_rank_reads_gradients_as_weights_lie(ranks: Any) -> None:
+    assert ranks.run(job_turned, 1) == [[True, True]]
