@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 46_659,
+    "fsshard + compat": 46_661,
     "fsshard/backends": 4_261,
     "fsshard/checkpoint": 4_738,
     "fsshard/parity": 4_372,
-    "fsshard/sharded": 4_302,
+    "fsshard/sharded": 4_304,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_078,
     "fsshard/model": 2_073,

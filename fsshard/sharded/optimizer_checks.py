@@ -41,6 +41,8 @@ SCALES = (1.0, 1e-3)
 SHAPE = (160, 144)
 """Of the matrices, and all others have as many numbers: some algorithms factor from 128 rows and columns on. Fewer than
 32768 numbers, which torch gives to one thread."""
+AT_END = (40, 36)
+"""Of the last two dims, behind dims of one: factors of 1440 by 1440 numbers take 16 MiB, of 23040 gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class OptimizerRequest:
 
     # ------------------------------------------------------------------------------------------ trying a class
 
-    def _samples(self, divides: str = "elements") -> list[_Sample]:
+    def _samples(self) -> list[_Sample]:
         """Return two tensors of each kind that a group has, since algorithms treat filters otherwise than matrices."""
         generator, samples = torch.Generator().manual_seed(1), []
         for number, group in enumerate(self.groups):
@@ -159,9 +161,9 @@ class OptimizerRequest:
             kinds = {(len(s), c) if self.see_complex else (len(s) + c, False) for s, c in shown}  # (dims, complex)
             for at_end, (dims, is_complex) in itertools.product((False, True), sorted(kinds)):
                 dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
-                # As a matrix whether the first dim stands against the others, or the last two are taken. Not where
-                # parameters are whole: Shampoo's factors of 1 by 23040 numbers take gigabytes.
-                shape = (*ones, *SHAPE) if at_end and divides == "elements" else (SHAPE[0], *ones, SHAPE[1])
+                # As a matrix whether the first dim stands against the others, or the last two are taken. There of
+                # fewer numbers: the factors of Shampoo, for which the first dim stands, are of 1 by all the others.
+                shape = (*ones, *(AT_END if ones else SHAPE)) if at_end else (SHAPE[0], *ones, SHAPE[1])
                 shape = shape if dims > 1 else (SHAPE[0] * SHAPE[1],)
                 # The gradients have a direction in common: algorithms that look for one shall find it.
                 value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
@@ -203,7 +205,7 @@ class OptimizerRequest:
         vector, since FSDP1 cuts anywhere; the second rank has none of the first one.
         """
         with _surroundings():
-            samples, closure = self._samples(divides), False
+            samples, closure = self._samples(), False
             try:
                 whole = self._trained(samples, closure)
             except Exception as error:
