@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 46_661,
+    "fsshard + compat": 46_668,
     "fsshard/backends": 4_261,
     "fsshard/checkpoint": 4_738,
     "fsshard/parity": 4_372,
-    "fsshard/sharded": 4_304,
+    "fsshard/sharded": 4_311,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_078,
     "fsshard/model": 2_073,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_590,
     "fsshard/complex_params": 1_608,
     "compat": 7_479,
-    "tests": 49_061,
+    "tests": 49_078,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 125

@@ -31,7 +31,7 @@ _VIEWS = frozenset(("data", "detach", "t", "transpose", "view_as_complex", "view
 """Views of a shard that may be taken, and are shards themselves: what computes with them is refused."""
 
 _SHOWING = frozenset(("dim", "numel", "reshape", "view_as"))
-"""What a property asks that shows what is stored as a complex weight, as a scalar or as a DTensor."""
+"""Questions of a property that shows what is stored as a complex weight, as a scalar or as a DTensor."""
 
 
 class Watched(NamedTuple):

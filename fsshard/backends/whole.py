@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 BATCH_BYTES = 2**20
-"""Of whole tensors that are sent together. What takes longer than this by itself gains nothing from company."""
+"""Most bytes of whole tensors that are sent together: what takes longer by itself gains nothing from company."""
 
 
 def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:

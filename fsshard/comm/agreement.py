@@ -1,4 +1,4 @@
-"""What ranks tell each other: in the group that they train in, or over a channel of their own.
+"""Lets ranks tell each other: in the group that they train in, or over a channel of their own.
 
 A failure on one rank becomes one on all: start at :func:`agree` and :func:`exchange`. Ranks save and load over a
 :class:`Channel`: who does not come is named. A save must neither hang because one rank does not take part, nor mix its

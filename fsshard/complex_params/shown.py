@@ -60,7 +60,7 @@ class Switch(threading.local):
 stored_names = Switch()
 """For engines that walk through modules: ``named_parameters()`` gives the stored parameters within it."""
 raw_state = Switch()
-"""Within it, ``state_dict(keep_vars=True)`` has the user's keys and the *stored* parameters as values."""
+"""For who reads what is stored: ``state_dict(keep_vars=True)`` has *stored* parameters under the user's keys."""
 
 
 def stored_of(parameter: Any) -> Any:

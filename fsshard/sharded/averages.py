@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from fsshard.backends.whole import gather_owned, owned, set_state, state_of
 from fsshard.comm.agreement import exchange
 from fsshard.comm.watchdog import taking_part
-from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, RankMismatch
+from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, RankMismatch, StateDictError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
@@ -67,7 +67,7 @@ class EMA:
                 f"fsshard.EMA: expected what fsshard.wrap returned, got {type(model).__name__}; wrap the model first, "
                 "or use torch.optim.swa_utils.AveragedModel"
             )
-        if not callable(decay) and not 0 <= decay <= 1:
+        if not callable(decay) and not (isinstance(decay, (int, float)) and 0 <= decay <= 1):
             raise ConfigurationError(f"fsshard.EMA: decay={decay!r}: expected a number from 0 to 1, or a function")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigurationError(f"fsshard.EMA: every={every!r}: expected a number of calls, 1 or more")
@@ -208,8 +208,15 @@ class EMA:
         """Load what :meth:`state_dict` gave, under this or another backend.
 
         Raises:
-            StateDictError: other parameters, or other shapes.
+            StateDictError: other parameters or shapes, or the state of something else.
         """
+        self.held.check_state_dict(state_dict)
+        states, saved = state_dict["state"], state_dict["param_groups"][0]
+        strange = sorted({key for state in states.values() for key in state} - {KEY})
+        missing = [key for key in ("calls", "updates") if key not in saved]
+        missing += [f"{KEY} of {name}" for name in saved["params"] if saved.get("updates") and name not in states]
+        if missing or strange:
+            raise StateDictError("EMA: the average", missing, strange)
         self.held.load_state_dict(state_dict)
 
 

@@ -37,12 +37,12 @@ BOUND = 1e-9
 """Largest difference between updates, of the largest update. In float64, and with cuts where torch's kernels begin a
 vector, what works number by number differs by a few roundings of 2e-16; another norm or mean moves one by 1e-3."""
 SCALES = (1.0, 1e-3)
-"""Of the gradients of the two steps: norms of hundreds, which what clips does clip, then of tenths."""
+"""Scales of the gradients of the two steps: norms of hundreds, which what clips does clip, then of tenths."""
 SHAPE = (160, 144)
-"""Of the matrices, and all others have as many numbers: some algorithms factor from 128 rows and columns on. Fewer than
-32768 numbers, which torch gives to one thread."""
+"""Shape of the matrices, and vectors have as many numbers: some algorithms factor from 128 rows and columns on. Fewer
+than 32768 numbers, which torch gives to one thread."""
 AT_END = (40, 36)
-"""Of the last two dims, behind dims of one: factors of 1440 by 1440 numbers take 16 MiB, of 23040 gigabytes."""
+"""Shape of the last two dims, behind dims of one: factors of 1440 by 1440 numbers take 16 MiB, of 23040 gigabytes."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import version_of
 
 BUCKET_BYTES = 2**26
-"""Of whole parameters whose shards are sent together, from and into buffers of as many bytes, divided by the ranks."""
+"""Most bytes of whole parameters whose shards are sent together; the buffers have as many, divided by the ranks."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> the integers that have its bits."""
 

@@ -1,4 +1,4 @@
-"""What a wrapped model needs, in words and numbers: ``model.explain()``, and reports of each rank's memory by kind."""
+"""Says what a wrapped model needs, in words and numbers: ``model.explain()``, and each rank's memory by kind."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsshard
-from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, RankMismatch
+from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, RankMismatch, StateDictError
 from tests.models import Spectral
 from tests.optimizers import average
 
@@ -226,12 +226,19 @@ def job_another_owner() -> str:
     model, optimizer = wrapped("fairscale", {})
     ema = fsshard.EMA(model)
     train(model, optimizer, range(2), ema.update)
+    state = ema.state_dict()
+    with ema.swapped():
+        shown = model.state_dict()
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, list(reversed(names))[:4], lr=1e-2)
     rest = fsshard.build_optimizer(model, torch.optim.Adam, list(reversed(names))[4:], lr=1e-2)
     assert rest is not None
     with pytest.raises(FsshardError) as raised, ema.swapped():
         pass
+    again = fsshard.EMA(model)  # as the error says
+    again.load_state_dict(state)
+    with again.swapped():
+        assert same(model.state_dict(), shown) and again.updates == 2
     return str(raised.value)
 
 
@@ -253,6 +260,8 @@ def job_misused(path: Path) -> list[str]:
         (lambda: fsshard.EMA(built()), ConfigurationError),  # type: ignore[arg-type]
         (lambda: fsshard.EMA(model, 1.5), ConfigurationError),
         (lambda: fsshard.EMA(model, every=0), ConfigurationError),
+        (lambda: fsshard.EMA(model, "0.9"), ConfigurationError),  # type: ignore[arg-type]
+        (lambda: ema.load_state_dict(optimizer.state_dict()), StateDictError),
         (update_the_average, FsshardError),
         (lambda: fsshard.save(path, wrapped("fsdp2", {})[0], ema=ema), ConfigurationError),
         (lambda: fsshard.save(path, model, {"ema": optimizer}, ema=ema), ConfigurationError),
@@ -271,7 +280,15 @@ def job_misused(path: Path) -> list[str]:
 
 def test_misuse_is_told(ranks: Any, tmp_path: Path) -> None:
     for told in ranks.run(job_misused, 2, tmp_path / "saved"):
-        texts = ["wrap the model first", "from 0 to 1", "1 or more", "within swapped()", "another model"]
+        texts = [
+            "wrap the model first",
+            "from 0 to 1",
+            "1 or more",
+            "from 0 to 1",
+            "calls",
+            "within swapped()",
+            "another model",
+        ]
         texts += [
             "two things",
             "use fsshard.EMA(model)",

@@ -1,4 +1,4 @@
-"""What users hold of a split field: how it is cut, put together and measured.
+"""Cuts a split field, puts it together and measures it: the object that users hold.
 
 Losses have the values and gradients of one process that has the whole field, and every rank of a domain gets the same
 value. Averaged over all ranks, gradients are those of the mean over the domains' samples: a loss that sums over the
