@@ -324,6 +324,7 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
 
     class EvenFlatParamHandle(base):  # type: ignore[misc]
         world_size: int
+        turned: dict[int, tuple[int, ...]]  # of parameters that are transposed: index and strides
 
         def _init_flat_param_and_metadata(self, *args: Any, **kwargs: Any) -> None:
             true_size, self.world_size = self.world_size, 2 * self.world_size  # only used for padding in there
@@ -331,6 +332,8 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
                 super()._init_flat_param_and_metadata(*args, **kwargs)
             finally:
                 self.world_size = true_size
+            kept = params_of(self.flat_param)
+            self.turned = {i: p.stride() for i, p in enumerate(kept) if not p.is_contiguous()}
 
         def unshard(self) -> None:
             with passes.gathering():
@@ -338,13 +341,15 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
 
         def _use_sharded_grad_views(self) -> None:
             super()._use_sharded_grad_views()
-            if self.uses_sharded_strategy:
+            if self.uses_sharded_strategy or not self.turned:
                 return
             # On one rank these are whole, and FSDP1 reads that of a transposed weight, which lies in the weight's order
             # of memory, in the order of indices: another gradient, silently (torch 2.13).
-            for parameter in params_of(self.flat_param):
-                if parameter.grad is not None and not parameter.is_contiguous():
-                    parameter.grad = parameter.grad.reshape(-1).as_strided(parameter.shape, parameter.stride())
+            kept = params_of(self.flat_param)
+            for index, strides in self.turned.items():
+                gradient = kept[index].grad
+                if gradient is not None:
+                    kept[index].grad = gradient.reshape(-1).as_strided(gradient.shape, strides)
 
         def reshard(self, free_unsharded_flat_param: bool) -> None:
             stays = passes.keeps() and training_state_of(self) != "BACKWARD_POST"

@@ -211,7 +211,10 @@ def job_turned() -> list[bool]:
         model = fsshard.wrap(Turned(), backend=backend)
         optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
         for _ in range(2):
-            model(torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(1))).backward()
+            batch = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(1))
+            with model.no_sync():  # what comes then is added to it, around a second forward
+                model(batch).backward()
+            model(2 * batch).backward()
             gradient = next(p for n, p in model.module.named_parameters() if n.endswith("matrix.weight")).grad
             assert gradient.stride() == (1, 4)
             optimizer.step()
