@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 46_668,
+    "fsshard + compat": 46_673,
     "fsshard/backends": 4_261,
     "fsshard/checkpoint": 4_738,
     "fsshard/parity": 4_372,
@@ -27,10 +27,10 @@ LINES = {
     "fsshard/simulation": 3_078,
     "fsshard/model": 2_073,
     "fsshard/oss": 1_925,
-    "fsshard/torch_private": 1_590,
+    "fsshard/torch_private": 1_595,
     "fsshard/complex_params": 1_608,
     "compat": 7_479,
-    "tests": 49_078,
+    "tests": 49_081,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 125
