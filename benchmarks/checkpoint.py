@@ -1,4 +1,4 @@
-"""What a checkpoint costs: fsshard.save and load against DCP and torch.save, in turns, in one run.
+"""Measures the cost of a checkpoint: fsshard.save and load against DCP and torch.save, in turns, in one run.
 
     python benchmarks/checkpoint.py [--nprocs 2] [--megabytes 400] [--rounds 15] [--folder DIR]
 
@@ -146,7 +146,7 @@ ASYNC = {"fsshard": "async blocks", "DCP": "DCP's async blocks"}
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -193,7 +193,7 @@ def measure_saves(_: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parts(side: DCP) -> Iterator[torch.Tensor]:
-    """What this rank holds: of weights, and of moments."""
+    """Return this rank's parts of weights and of moments."""
     for parameter in side.model.parameters():
         yield parameter.detach().to_local()
         yield from (value.to_local() for value in side.optimizer.state[parameter].values() if value.ndim)

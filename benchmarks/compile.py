@@ -1,4 +1,4 @@
-"""What torch.compile makes of units with complex weights: graph breaks, and step times side by side in one run.
+"""Counts graph breaks of units with complex weights under torch.compile, and times steps side by side in one run.
 
     python benchmarks/compile.py [--rounds 30] [--backend inductor] [--models spectral fno tfno]
 

@@ -1,4 +1,4 @@
-"""What flattened complex weights cost beside native ones under DDP: step time, in turns, in one run.
+"""Measures flattened complex weights beside native ones under DDP: step time, in turns, in one run.
 
     python benchmarks/complex_cost.py [--nprocs 2] [--rounds 40] [--starts 4] [--models tfno tfno48 fno]
 
@@ -42,7 +42,7 @@ def side(job: Job, *, flat: bool) -> tuple[nn.Module, Step]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one start of the ranks has seen of a model: times of both sides, their losses, and how much is complex."""
+    """Measurements of a model by one start of the ranks: times and losses of both sides, and how much is complex."""
 
     native: Times
     flat: Times

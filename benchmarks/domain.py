@@ -1,4 +1,4 @@
-"""What it costs and saves to split a field over ranks: activations kept, bytes sent, the time of a step.
+"""Measures a field that is split over ranks: activations kept, bytes sent, the time of a step.
 
     python benchmarks/domain.py [--rounds 20] [--only memory time simulated]
 

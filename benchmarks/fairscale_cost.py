@@ -1,4 +1,4 @@
-"""What our OSS, ShardedDataParallel and checkpoint_wrapper cost beside the real FairScale's, in one run.
+"""Measures our OSS, ShardedDataParallel and checkpoint_wrapper beside the real FairScale's, in one run.
 
     python benchmarks/fairscale_cost.py [--nprocs 2] [--rounds 40] [--case mlp t5 tfno checkpoint] [--check]
 
@@ -147,7 +147,7 @@ class Side:
             optimizer.step()
 
     def state_bytes(self) -> int:
-        """What this rank keeps for its optimizers."""
+        """Return the bytes that this rank keeps for its optimizers."""
         states = [o.optim.state for o in self.optimizers] + [o.state for o in self.optimizers]
         held = {id(v): v for state in states for item in state.values() for v in item.values() if isinstance(v, Tensor)}
         return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
@@ -229,7 +229,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank measured of both sides, real first."""
+    """Measurements of one rank of both sides, real first."""
 
     state: tuple[int, int]
     least: tuple[float, float]
@@ -331,12 +331,12 @@ class Row:
 
     @property
     def kept(self) -> bool:
-        """Whether the bound holds; True where there is none."""
+        """Return whether the bound holds; True where there is none."""
         return self.bound is None or (self.ratio is not None and self.ratio <= self.bound)
 
 
 def rows_of(name: str, costs: list[Cost]) -> Iterator[Row]:
-    """What all ranks measured, as lines."""
+    """Yield a line for each quantity that the ranks measured."""
     state = [max(cost.state[side] for cost in costs) for side in (0, 1)]
     yield Row(name, "state, kB", kilo(state[0]), kilo(state[1]), state[1] / state[0], STATE_BOUND)
     if all(cost.sent is not None for cost in costs):

@@ -1,4 +1,4 @@
-"""What sharding costs where it is not needed: FSDP2 beside DDP on small models, in turns, in one run.
+"""Measures sharding where it is not needed: FSDP2 beside DDP on small models, in turns, in one run.
 
     python benchmarks/fsdp2_over_ddp.py [--nprocs 2] [--rounds 30] [--models tfno t5]
 

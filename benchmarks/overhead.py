@@ -1,4 +1,4 @@
-"""What fsshard costs, or saves, beside the engine that it drives: step time, side by side in one run.
+"""Measures fsshard beside the engine that it drives: step time, side by side in one run.
 
     python benchmarks/overhead.py [--nprocs 2] [--rounds 40] [--starts 1] [--models ...] [--engines ddp ...] [--fast]
 

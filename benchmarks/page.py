@@ -100,7 +100,7 @@ def without_paths(text: str, root: Path) -> str:
 
 
 def shown(output: str) -> str:
-    """What a benchmark printed, as Markdown: its tables as they are, the rest in fixed width."""
+    """Write what a benchmark printed as Markdown: its tables as they are, the rest in fixed width."""
     blocks: list[str] = []
     for table, group in itertools.groupby(output.strip("\n").splitlines(), key=lambda line: line.startswith("|")):
         text = "\n".join(line.rstrip() for line in group).strip("\n")

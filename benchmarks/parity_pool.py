@@ -1,4 +1,4 @@
-"""What the session's pool of ranks saves: parity tests on one pool against a pool of its own for each.
+"""Times parity tests on the session's one pool of ranks against a pool of its own for each.
 
     python benchmarks/parity_pool.py [--tests 20] [--steps 2] [--world-size 2]
 

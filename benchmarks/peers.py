@@ -103,7 +103,7 @@ def fabric(job: Job, network: nn.Module, engine: str) -> Step:
 
 
 def parallelize(network: nn.Module, mesh: Any) -> nn.Module:
-    """What a user of Fabric's ModelParallelStrategy writes: fully_shard on every unit."""
+    """Shard as a user of Fabric's ModelParallelStrategy does: fully_shard on every unit."""
     from torch.distributed.fsdp import fully_shard
 
     for name in plan(network).unit_names:

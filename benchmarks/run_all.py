@@ -217,7 +217,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a command left behind.
+    """The outcome of a command.
 
     Attributes:
         output: what it printed.

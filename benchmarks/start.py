@@ -1,4 +1,4 @@
-"""What fsshard costs before the first step: its import beside torch's, and wrapping models of 250 to 1,000 layers.
+"""Measures the cost before the first step: fsshard's import beside torch's, and wrapping 250 to 1,000 layers.
 
     python benchmarks/start.py [--rounds 15] [--nprocs 2] [--layers 250 500 1000] [--engines ddp fsdp fsdp2 fairscale]
         [--parameters 1000 3000 10000]

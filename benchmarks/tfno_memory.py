@@ -45,7 +45,7 @@ ROWS: dict[str, Mapping[str, Any]] = {
     "fsdp2": {"backend": "fsdp2"},
     "fsdp2, blocks recomputed": {"backend": "fsdp2", "activation_checkpointing": True},
 }
-"""What is estimated; without more said, with a unit for each convolution (``auto_wrap_policy="auto"``)."""
+"""Arguments of the runs that are estimated; by default each convolution is a unit (``auto_wrap_policy="auto"``)."""
 
 
 def build() -> nn.Module:

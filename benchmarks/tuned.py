@@ -57,7 +57,7 @@ def t5() -> Recipe:
 
 
 def layers(model: str) -> Any:
-    """What torch's policy for transformers is given."""
+    """Return the classes that torch's policy for transformers is given."""
     if model == "t5":
         from transformers.models.t5.modeling_t5 import T5Block
 

@@ -53,7 +53,7 @@ SHORTEST_DOCSTRING = 60
 """Characters of a docstring that says what it is about."""
 
 FEWEST_DOCSTRINGS = 40
-"""Of a module whose name can be learned."""
+"""Fewest docstrings of a module whose name can be learned."""
 
 ONE_IN = 8
 """One module, or docstring, in so many is for validation."""
@@ -150,7 +150,7 @@ def _from_library(source: str, read: Callable[[Path], Pairs]) -> Pairs:
 
 
 def is_validation(key: str) -> bool:
-    """Whether what a module's name, or a text, stands for is judged by; the same in every release of Python."""
+    """Return whether a module's name, or a text, is kept for validation; the same in every release of Python."""
     return _hash(key)[0] % ONE_IN == 0
 
 
@@ -186,7 +186,7 @@ def named(text: str, modules: Iterable[str]) -> str | None:
 
 
 def _all_docstrings(library: Path) -> Iterator[tuple[str, str]]:
-    """Of what belongs to the library: the module and the docstring."""
+    """Yield each module and docstring that belongs to the library."""
     for file in sorted(library.rglob("*.py")):
         parts = file.relative_to(library).with_suffix("").parts
         if LEFT_OUT.isdisjoint(parts):
@@ -246,7 +246,7 @@ SOURCES: dict[str, Callable[[], Pairs]] = {
     "modules": _load_modules,
     "aclsum": _load_aclsum,
 }
-"""What :func:`load` can be asked for."""
+"""The data that :func:`load` can be asked for."""
 
 
 # The cache --------------------------------------------------------------------------------------------------------

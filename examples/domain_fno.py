@@ -38,7 +38,7 @@ ENGINES = ("fsdp2", "fsdp", "ddp", "fairscale")
 
 @dataclass
 class Outcome:
-    """What a run leaves behind.
+    """The results of a run.
 
     Attributes:
         name: for the table.
@@ -94,7 +94,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 
 @contextmanager
 def memory_limit(device: torch.device, mebibytes: int) -> Iterator[None]:
-    """Within it, this process gets no more memory than it has and so much. Without effect on a CPU but Linux's."""
+    """Context manager: limit this process's memory to what it has and so much more; on CPUs under Linux only."""
     if device.type == "cuda":
         total, has = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, (has + mebibytes * MIB) / total), device)

@@ -106,14 +106,14 @@ def die_if_asked(ctx: fsshard.Context, args: argparse.Namespace, step: int) -> N
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """Of the global batch; float64, so that the order of ranks does not show."""
+    """Average over the global batch; float64, so that the order of ranks does not show."""
     total = loss.detach().double()
     dist.all_reduce(total)
     return float(total / dist.get_world_size())
 
 
 def job(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """What every rank runs."""
+    """Train on one rank; every rank calls it."""
     if ctx.rank == 0:
         args.folder.mkdir(parents=True, exist_ok=True)
         darcy.load(n_train=args.n_train, n_test=10)  # so that one process solves and the others find the cache
@@ -132,7 +132,7 @@ def rank_and_step(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="checkpoints, and the losses at the end")
     parser.add_argument("--backend", default="fsdp2")

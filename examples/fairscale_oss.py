@@ -61,7 +61,7 @@ class Network(nn.Module):
 
 
 def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
-    """What every rank runs."""
+    """Train on one rank; every rank calls it."""
     on_gpu = torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.nprocs

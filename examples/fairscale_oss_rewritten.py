@@ -1,4 +1,4 @@
-"""What fairscale_oss.py is without FairScale: the same training by fsshard.wrap, to the last bit, on any engine.
+"""The training of fairscale_oss.py without FairScale: by fsshard.wrap, the same to the last bit, on any engine.
 
     python examples/fairscale_oss_rewritten.py                       # FSDP2
     python examples/fairscale_oss_rewritten.py --backend ddp         # or fsdp, fairscale
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 def train(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """What every rank runs."""
+    """Train on one rank; every rank calls it."""
     device = ctx.device
     loader, test = load(ctx, args)
 

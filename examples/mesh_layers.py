@@ -179,16 +179,16 @@ class SplitSequence:
         self.group = group
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Of ``(N, tokens, ...)``, this rank's. All ranks have the whole."""
+        """Return this rank's part of ``(N, tokens, ...)``, of which all ranks have the whole."""
         return _mine(tokens, 1, self.group)
 
     def everyone(self, keys: Tensor) -> Tensor:
-        """Of ``(..., tokens / ranks, size)``, the whole. Every rank's queries ask for other things."""
+        """Gather the whole of ``(..., tokens / ranks, size)``. Every rank's queries ask for other things."""
         whole: Tensor = _Gather.apply(keys, -2, self.group, False)
         return whole
 
     def joined(self, tokens: Tensor) -> Tensor:
-        """Of ``(N, tokens / ranks, ...)``, the whole, for a loss that all ranks compute alike."""
+        """Join ``(N, tokens / ranks, ...)`` to the whole, for a loss that all ranks compute alike."""
         whole: Tensor = _Gather.apply(tokens, 1, self.group, True)
         return whole
 

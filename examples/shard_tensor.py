@@ -74,7 +74,7 @@ def _declare_torchvision() -> None:
 
 
 _kept: list[Any] = []
-"""What is declared is forgotten with its library."""
+"""Keeps the declarations alive: they are forgotten with their library."""
 
 
 class _Dataclasses:
@@ -103,7 +103,7 @@ def divided(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def everywhere(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What all ranks of ``mesh`` have whole, as a ShardTensor."""
+    """Return what all ranks of ``mesh`` have whole, as a ShardTensor."""
     from physicsnemo.domain_parallel import ShardTensor
     from torch.distributed.tensor import Replicate
 
@@ -162,7 +162,7 @@ def train(mesh: DeviceMesh, device: torch.device, backend: str, steps: int, dist
 
 
 def compare(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """What every rank runs."""
+    """Compare on one rank; every rank calls it."""
     prepare()
     sizes = (ctx.world_size // args.spatial, args.spatial)
     mesh = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=("data", "spatial"))

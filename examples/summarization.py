@@ -1,4 +1,4 @@
-"""What ``t5_summarization.py`` would also need without an engine: tokens, batches, a checkpoint file, a picture."""
+"""Parts of ``t5_summarization.py`` that have nothing to do with engines: tokens, batches, checkpoint file, picture."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _fast(tokenizer: Any) -> Any:
 
 
 def tokenizer_json(tokenizer: Any) -> str:
-    """What :func:`learn_tokenizer` has learned, as the library tokenizers keeps it; ``""`` stands for bytes (None)."""
+    """Return a learned tokenizer in the format of the library tokenizers; ``""`` stands for bytes (None)."""
     if tokenizer is None:
         return ""
     tokenizer.backend_tokenizer.no_truncation()  # the last call's length is no part of what was learned
@@ -164,7 +164,7 @@ def generate(
     unrepeated: int = 8,
     batch_size: int = 64,
 ) -> list[str]:
-    """What a bare model says about each text: greedily, never the same ``unrepeated`` tokens twice (0: as it comes)."""
+    """Summarize each text with a bare model: greedily, never the same ``unrepeated`` tokens twice (0: as it comes)."""
     speaker = tokenizer or _byte_tokenizer()
     examples = encode(pairs, text_length, summary_length, tokenizer)
     said: list[str] = []

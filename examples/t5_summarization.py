@@ -58,7 +58,7 @@ FOR_MODULES: dict[str, Any] = {
     "gamma": 0.9,
     "layers": 1,
 }
-"""What options are where ``--data modules`` is given and they are not."""
+"""Defaults of options where ``--data modules`` is given."""
 
 FEWEST_SUBWORDS = 300
 """The 256 bytes are among them."""
@@ -68,7 +68,7 @@ BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
 
 @dataclass
 class Outcome:
-    """What a run leaves behind: the same on every rank, but for ``held`` and ``best``.
+    """The results of a run: the same on every rank, but for ``held`` and ``best``.
 
     Attributes:
         losses: of the global batch, per step.
@@ -299,7 +299,7 @@ def checkpoint_file(args: argparse.Namespace, backend: str) -> Path:
 
 
 def job(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """What every rank runs."""
+    """Train on one rank; every rank calls it."""
     if ctx.local_rank == 0:
         load_data(args)  # so that one process of each machine reads the library and the others find the cache
     dist.barrier()
@@ -335,7 +335,7 @@ def tokens_of(args: argparse.Namespace, data: docstrings.Pairs) -> Any:
 
 
 def load_data(args: argparse.Namespace) -> docstrings.Pairs:
-    """What the command line asks for."""
+    """Load the data that the command line asks for."""
     return docstrings.load(args.data).limited(args.n_train, args.n_validation)
 
 
@@ -412,7 +412,7 @@ class Speaker:
 
 
 def show_answers(args: argparse.Namespace, data: docstrings.Pairs, speaker: Speaker) -> None:
-    """What the command line asks for."""
+    """Print the answers that the command line asks for."""
     if args.summaries:
         show_summaries(data.validation[:: max(1, len(data.validation) // args.summaries)][: args.summaries], speaker)
     if args.rouge:
@@ -454,7 +454,7 @@ def guesses(data: docstrings.Pairs) -> dict[str, list[str]]:
 
 
 def share_right(said: Sequence[str], data: docstrings.Pairs) -> float:
-    """Of the validation set's summaries, those that are said exactly."""
+    """Return the share of the validation set's summaries that are said exactly."""
     return sum(a == b for a, (_, b) in zip(said, data.validation, strict=True)) / len(said)
 
 

@@ -22,7 +22,7 @@ class Sequence(Protocol):
     """Where tokens are. Tensors are ``(N, tokens, ...)``, keys and values ``(..., tokens, size)``."""
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Of all tokens, those that are computed here."""
+        """Return those of all tokens that are computed here."""
 
     def everyone(self, keys: Tensor) -> Tensor:
         """Keys or values of all tokens, from those that are computed here."""

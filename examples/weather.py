@@ -1,4 +1,4 @@
-"""What ``weather_vit.py`` would also need without an engine: errors, learning rates, named ranges, pictures."""
+"""Parts of ``weather_vit.py`` that have nothing to do with engines: errors, learning rates, ranges, pictures."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Ranges:
             yield batch
 
     def milliseconds(self, name: str) -> float:
-        """Of one pass, the first one left out."""
+        """Return the mean time of a pass, the first one left out."""
         later = self.seconds.get(name, 0.0) - self.first.get(name, 0.0)
         return 1000 * later / max(1, self.passes.get(name, 0) - 1)
 

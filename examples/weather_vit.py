@@ -50,7 +50,7 @@ Split = tuple[int, int, int]
 
 @dataclass
 class Outcome:
-    """What a run leaves behind: the same on every rank, but for ``held`` and ``seen``.
+    """The results of a run: the same on every rank, but for ``held`` and ``seen``.
 
     Attributes:
         backend: the engine.
@@ -96,7 +96,7 @@ def build_model(args: argparse.Namespace, weather: Weather) -> ViT:
 
 
 def split_model(args: argparse.Namespace, weather: Weather, mesh: DeviceMesh) -> tuple[ViT, dict[str, Any]]:
-    """What this rank has of the model, and what ``fsshard.wrap`` has to be told about it."""
+    """Return this rank's part of the model, and what ``fsshard.wrap`` has to be told about it."""
     model, settings = build_model(args, weather), {"device_mesh": mesh["data"]}
     if mesh["tp"].size() > 1:
         split_tensors(model, mesh["tp"])
@@ -214,7 +214,7 @@ class Trainer:
 
 
 def compilation(args: argparse.Namespace) -> Any:
-    """What ``wrap(compile=)`` is asked for: each unit by itself, its kernels recorded as a CUDA graph if so wanted."""
+    """Return ``wrap``'s ``compile=``: each unit by itself, its kernels recorded as a CUDA graph if so wanted."""
     if args.compile == "off":
         return False
     return {"backend": args.compile_backend} | ({"mode": "reduce-overhead"} if args.cuda_graphs else {})
@@ -401,7 +401,7 @@ def flag_table(args: argparse.Namespace, weather: Weather, outcomes: list[Outcom
 
 
 def job(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """What every rank runs."""
+    """Train on one rank; every rank calls it."""
     if ctx.local_rank == 0:
         load_data(args)  # so that one process of each machine solves and the others find the cache
     dist.barrier()
@@ -449,7 +449,7 @@ def all_splits(args: argparse.Namespace, weather: Weather, world: int) -> list[S
 
 
 def load_data(args: argparse.Namespace) -> Weather:
-    """What the command line asks for."""
+    """Load the data that the command line asks for."""
     if args.data_dir:
         return era5_weather(args.data_dir, leads=args.leads, patch=args.patch)
     return shallow_water_weather(

@@ -1,4 +1,4 @@
-"""What all tests share. The pool of ranks is that of our own pytest plugin, with more patience."""
+"""Fixtures that all tests share. The pool of ranks is that of our own pytest plugin, with more patience."""
 
 from __future__ import annotations
 

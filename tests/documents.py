@@ -1,4 +1,4 @@
-"""What a page of the documentation has a reader copy. Needs Python alone, no package."""
+"""Collects what a page of the documentation has a reader copy. Needs Python alone, no package."""
 
 from __future__ import annotations
 

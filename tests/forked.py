@@ -74,7 +74,7 @@ _SPAWNS = SpawnProcess.__dict__["_Popen"]
 
 @contextmanager
 def forking(*, forks: bool = True) -> Iterator[None]:
-    """Within it, processes of the context "spawn" are forked from one that has imported torch; or again not."""
+    """Context manager: fork processes of the context "spawn" from one that has imported torch; or again not."""
     context._concrete_contexts["forkserver"].set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpawnProcess, "_Popen", staticmethod(_Popen) if forks else _SPAWNS)

@@ -54,7 +54,7 @@ def imports(texts: Mapping[str, str]) -> list[Import]:
 
 @functools.cache
 def _all_named(module: str, text: str) -> list[tuple[int, str, str]]:
-    """What the import statements of a module name, each with its line; several tests ask."""
+    """Return the names in a module's import statements, each with its line; several tests ask."""
     statements = (node for node in ast.walk(parsed(text)) if isinstance(node, (ast.Import, ast.ImportFrom)))
     return [(node.lineno, base, name) for node in statements for base, name in _named(node, module)]
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it, counts the bytes of storages that operators make, until these are freed.
+    """Context manager that counts the bytes of storages that operators make, until these are freed.
 
     Attributes:
         now: bytes alive.
@@ -47,5 +47,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def key(tensor: Tensor) -> int:
-    """What two tensors over the same storage have in common."""
+    """Return what two tensors over the same storage have in common."""
     return tensor.untyped_storage()._cdata

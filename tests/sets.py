@@ -38,7 +38,7 @@ FAST = (
 """A file of each room, the one that says most for its seconds."""
 
 FAST_TRAININGS = "test_backends_agree[{}]"
-"""Of the parity matrix: the fewest rows that have every model, variant and optimizer."""
+"""Names of tests of the parity matrix; a fast run has the fewest rows with every model, variant and optimizer."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
 SHOWN = 40
@@ -76,7 +76,7 @@ LEFT_OUT: pytest.StashKey[int] = pytest.StashKey()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What was not run, and how to run it."""
+    """Say how many tests were not run, and how to run them."""
     if count := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(f"{count} long tests were left out: make test-all runs them, or pytest --long")
 
@@ -113,7 +113,7 @@ def _fast(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def often(values: Iterable[Any], *at_once: Any) -> list[Any]:
-    """Of a test's values, or rows of them, mark all but some long."""
+    """Mark all but some of a test's values, or rows of them, long."""
     values = [*values]
     if unknown := [value for value in at_once if value not in values]:
         raise ValueError(f"often: {unknown} are none of {values}")

@@ -124,7 +124,7 @@ TORCHS = {
 
 
 def test_underscores_stay_within_their_package() -> None:
-    """What begins with one is not imported from another package, and not looked up on an object of its classes."""
+    """No other package imports a name that begins with one, or looks it up on an object of its classes."""
     texts = sources(ROOT)
     taken = [one for one in imports(texts) if package_of(one.module) != package_of(one.target)]
     private = [str(one) for one in taken if any(re.match("_(?!_)", x) for x in (one.name, *one.target.split(".")))]
@@ -203,7 +203,7 @@ def asks_for_a_backend(source: str) -> list[str]:
 
 
 def _names_in(node: ast.expr) -> bool:
-    """Whether it is the name of a backend of ours, or names of several."""
+    """Return whether it is the name of a backend of ours, or names of several."""
     parts = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
     return any(isinstance(part, ast.Constant) and part.value in _OURS for part in parts)
 
@@ -246,7 +246,7 @@ def mirrored(module: Path) -> list[Path]:
 
 
 def mentions(text: str, module: Path) -> bool:
-    """Whether a test imports a module, or names it by its path."""
+    """Return whether a test imports a module, or names it by its path."""
     dotted = ".".join((module.parent if module.stem == "__init__" else module.with_suffix("")).parts)
     dotted = dotted if module.parts[0] == "fsshard" else f"fsshard.{dotted}"
     room, _, name = dotted.rpartition(".")
@@ -255,7 +255,7 @@ def mentions(text: str, module: Path) -> bool:
 
 
 def does_something(module: Path) -> bool:
-    """Whether there is anything to test: a package that imports only has nothing."""
+    """Return whether there is anything to test: a package that imports only has nothing."""
     body = parsed((ROOT / module).read_text()).body
     return module.stem != "__init__" or any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
 
@@ -314,12 +314,12 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 def own_names(paths: Iterable[Path]) -> set[str]:
-    """What modules define: functions, classes, variables, and attributes of ``self``."""
+    """Return what modules define: functions, classes, variables, and attributes of ``self``."""
     return set().union(*map(names_in, paths))
 
 
 def members_in(path: Path) -> set[str]:
-    """What classes in a file of torch's have, and what it sets on objects."""
+    """Return the members of classes in a file of torch's, and what it sets on objects."""
     found: set[str] = set()
     for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.ClassDef):

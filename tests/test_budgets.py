@@ -36,7 +36,7 @@ LINES = {
 PRIVATE_NAMES = 125
 CONTRACT = 25
 FLOORS = 10
-"""Of imports: lines of the layers in pyproject.toml."""
+"""Lines of the layers of imports in pyproject.toml."""
 """Public members of Backend."""
 
 

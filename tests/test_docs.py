@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: its code runs, its commands and links exist."""
+"""Checks that the documentation is true: its code runs, its commands and links exist."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_readmes_training_runs(ranks: Any, tmp_path: Path) -> None:
 
 
 def job_raw_engines() -> list[str]:
-    """What FSDP1 and FSDP2 say of the README's model."""
+    """Return what FSDP1 and FSDP2 say of the README's model."""
     from neuralop.models import TFNO
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -120,7 +120,7 @@ def test_targets_of_make_and_scripts_exist(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -162,7 +162,7 @@ def known_tests() -> frozenset[str]:
 
 
 def named(page: Path) -> list[str]:
-    """What a page has in backticks, outside of blocks of code."""
+    """Return what a page has in backticks, outside of blocks of code."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
 
 

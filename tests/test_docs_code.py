@@ -299,7 +299,7 @@ def test_blocks_run(ranks: Any, tmp_path: Path, number: int) -> None:
 
 
 def commands() -> set[str]:
-    """What pages have a reader type: lines of blocks without a language, and code within lines."""
+    """Return the commands that pages have a reader type: lines of blocks without a language, and code within lines."""
     found: set[str] = set()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -179,7 +179,7 @@ def test_a_project_with_names_of_its_own(tmp_path: Path, pytest_from: Path | Non
 
 @pytest.mark.parametrize("shown", often(["--help", "--markers", "--fixtures"], "--fixtures"))
 def test_what_is_registered_has_our_prefix(tmp_path: Path, pytest_from: Path | None, shown: str) -> None:
-    """What pytest lists with us and not without us, whatever way it came there."""
+    """This holds for everything that pytest lists with us and not without us, whatever way it came there."""
     ours, without = (
         strangers(tmp_path, shown, *more, pytest_from=pytest_from).stdout.splitlines()
         for more in ([], ["-p", "no:fsshard"])

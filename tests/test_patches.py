@@ -1,4 +1,4 @@
-"""What fsshard changes in the process, which is undone with the last object that needs it."""
+"""Checks that what fsshard changes in the process is undone with the last object that needs it."""
 
 from __future__ import annotations
 

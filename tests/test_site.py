@@ -68,7 +68,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_messages_that_are_explained_are_those_that_are_raised() -> None:
-    """What stands between the dots of a heading is in the source; the first part has torch's own messages."""
+    """The text between the dots of a heading is in the source; messages of torch's come first."""
     sources = [path.read_text(encoding="utf-8") for top in ("fsshard", "compat") for path in (ROOT / top).rglob("*.py")]
     source = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
     ours = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("\n## When wrapping\n")[2]
@@ -96,7 +96,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Seen(html.parser.HTMLParser):
-    """What a page is made of."""
+    """The parts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

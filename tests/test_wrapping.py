@@ -71,7 +71,7 @@ def expanded() -> nn.Module:
 
 
 Refusal = tuple[Callable[[], Any], Callable[[], dict[str, Any]], type[FsshardError], str]
-"""What makes the model; settings, over ``backend="fsdp2"``; the error's type; a part of its text."""
+"""The model's factory; settings, over ``backend="fsdp2"``; the error's type; a part of its text."""
 
 
 def setting(kind: type[FsshardError], text: str, build: Callable[[], Any] = net, **settings: Any) -> Refusal:

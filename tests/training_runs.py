@@ -1,4 +1,4 @@
-"""What test ranks run: one training, described by a small frozen object, and everything it computed."""
+"""One training for ranks of the tests, described by a small frozen object, and everything it computed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass
 class Trace:
-    """What a training computed, whole and as the user sees it."""
+    """All that a training computed, whole and as the user sees it."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -201,7 +201,7 @@ def lost_by_saving(
     kind: type[torch.optim.Optimizer],
     **hyper: Any,
 ) -> list[str]:
-    """What a checkpoint does not give back to a new model and optimizer under the same backend; collective."""
+    """Return what a checkpoint does not give back to a new model and optimizer under the same backend; collective."""
     other = fsshard.wrap(build(), backend=model.backend.name)
     theirs = fsshard.build_optimizer(other, kind, **hyper)
     with shared_folder() as folder:

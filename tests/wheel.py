@@ -1,4 +1,4 @@
-"""What a user gets who installs the wheel: README's code and commands, outside of this checkout.
+"""Runs README's code and commands with the installed wheel, outside of this checkout, as a user does.
 
     make wheel TORCH=2.15.0
     python -m tests.wheel build/wheel/fsshard-*.whl .venv-2.15.0-wheel/bin    # Python alone, without any package
@@ -64,7 +64,7 @@ def write(folder: Path) -> None:
 
 
 def steps() -> list[str]:
-    """What is run there, in order."""
+    """Return what is run there, in order."""
     return [
         "python train.py",
         "python load.py",

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def has_complex(self) -> bool:
-        """Whether the model computes with complex weights."""
+        """Return whether the model computes with complex weights."""
         return bool(self.owners)
 
 

@@ -108,7 +108,7 @@ def _parts_below(one: CountedOn, site: Path) -> Iterator[tuple[Key, Part]]:
 
 
 def _signature(entry: Private) -> str | None:
-    """What arguments a function of C++ takes, as far as torch tells."""
+    """Return the arguments that a function of C++ takes, as far as torch tells."""
     if not entry.present:
         return None
     operator = next(part for part in reversed(entry.name.split(".")) if part != "default").rpartition(":")[2]
@@ -139,7 +139,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path = RECORDED) -> Record:
-        """What is in a file."""
+        """Return what is in a file."""
         tree = json.loads(path.read_text(encoding="utf-8"))
         versions = tree.pop("torch")
         said = {
@@ -169,7 +169,7 @@ class Record:
                 yield f"   {json.dumps(key[2])}: {json.dumps(value, ensure_ascii=False)}"
 
     def digests(self, minor: str) -> dict[Key, str]:
-        """What is there in a minor version, as far as it was recorded."""
+        """Return what is there in a minor version, as far as it was recorded."""
         found = {key: _digest(_said(said, minor)) for key, said in self.said.items()}
         return {key: digest for key, digest in found.items() if digest != GONE}
 

@@ -1,4 +1,4 @@
-"""What a file of torch's says, part by part, whatever its comments and its formatting.
+"""Reads a file of torch's part by part, whatever its comments and its formatting.
 
 A part is a function, a method, a module's variable, or what a class has beside its methods. Files are read and not
 imported: what is replaced while a program runs, by us or by others, is still torch's here.
@@ -28,7 +28,7 @@ def digest_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """What a file says under one name.
+    """The text under one name of a file.
 
     Attributes:
         name: qualified within the file: ``"function"``, ``"Class.method"``, ``"Class"``.
@@ -94,7 +94,7 @@ def _collect(body: list[ast.stmt], prefix: str, found: dict[str, list[ast.stmt]]
 
 
 def _is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether it is for type checkers alone."""
+    """Return whether it is for type checkers alone."""
     return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
 
 
@@ -163,5 +163,5 @@ def _fields(node: ast.AST) -> Iterator[str]:
 
 
 def _is_text(node: object) -> bool:
-    """Whether a statement is a string and nothing else: a docstring, or a comment as one."""
+    """Return whether a statement is a string and nothing else: a docstring, or a comment as one."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

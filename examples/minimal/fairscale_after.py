@@ -1,4 +1,4 @@
-"""What fairscale_before.py became: the same training without FairScale, to the last bit, under any engine.
+"""The training of fairscale_before.py without FairScale, the same to the last bit, under any engine.
 
     python fairscale_after.py
     python fairscale_after.py --backend ddp                    # or fsdp, fairscale

@@ -1,1 +1,1 @@
-"""What errors tell users to write is written here, and is right."""
+"""Tests that what errors tell users to write can be written, and is right."""

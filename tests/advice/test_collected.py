@@ -74,7 +74,7 @@ def parsed(file: Path) -> ast.Module:
 
 @functools.cache
 def messages() -> dict[str, str]:
-    """What the code says with a line to write in it -> the file that says it; what torch_private says is no advice."""
+    """Map each message of the code that has a line to write to the file that says it; torch_private's are no advice."""
     files = [*(ROOT / "fsshard").rglob("*.py"), *(ROOT / "compat").rglob("*.py")]
     told = [(text, str(file.relative_to(ROOT))) for file in files for text in texts(parsed(file))]
     return {text: file for text, file in told if len(text) > 25 and ADVICE.search(text) and "torch_private" not in file}

@@ -1,4 +1,4 @@
-"""What a unit costs: the sums, done by hand here."""
+"""Checks the cost of a unit against sums done by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOUR = SimpleNamespace(size=lambda: 4)
 
 
 def cost(divides: str, frozen: int = 0, ranks: int = 4, gathers: int = 1, reduce: Any = None) -> UnitCost:
-    """Of a unit with one parameter of seven float32 and one of three, which may be frozen, among four ranks."""
+    """Return the cost of a unit with one parameter of seven float32 and one of three, perhaps frozen, on four ranks."""
     cuts = [Cut(stride=2), Cut(stride=1)] if divides == "elements" else [None, None]
     shapes = (torch.Size([7]), torch.Size([3]))
     entries = [

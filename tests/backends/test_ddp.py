@@ -21,7 +21,7 @@ from tests.training_runs import differences
 
 
 def job_thaw(raw: bool) -> bool:
-    """Whether the ranks still agree after a layer was unfrozen."""
+    """Return whether the ranks still agree after a layer was unfrozen."""
     module = net()
     module.first.requires_grad_(False)
     if raw:
@@ -62,7 +62,7 @@ count_and_halve.__annotations__.update(bucket=dist.GradBucket, **{"return": torc
 
 
 def job_hooked(raw: bool) -> tuple[bool, dict[str, torch.Tensor]]:
-    """Whether the hook was called at every step, and the weights; a layer is frozen on the way."""
+    """Return whether the hook was called at every step, and the weights; a layer is frozen on the way."""
     seen: list[int] = []
     module = net()
     if raw:
@@ -213,7 +213,7 @@ def test_the_other_ways_to_step_are_right(ranks: Any) -> None:
 
 
 def job_return_value(kept: bool, called: bool) -> tuple[list[str], bool]:
-    """What a step warns of, and whether the replicas agree after two of them."""
+    """Return what a step warns of, and whether the replicas agree after two of them."""
     module = real()
     model: Any = fsshard.wrap(module, backend="ddp")
     if called:
@@ -293,7 +293,7 @@ def odd_sizes() -> nn.Sequential:
 
 
 def job_addresses(even: bool) -> tuple[bool, bool]:
-    """Whether gradients are views of buckets, and begin at multiples of 64 bytes."""
+    """Return whether gradients are views of buckets, and begin at multiples of 64 bytes."""
     module = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16)) if even else odd_sizes()
     model: Any = fsshard.wrap(module, backend="ddp")
     for number in range(2):

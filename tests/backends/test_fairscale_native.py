@@ -58,7 +58,7 @@ def test_models_of_every_kind(ranks: Any, case: str) -> None:
     ("case", "precision"), [("fno", "bf16"), ("uno", fsshard.fpSixteen), ("dropout", fsshard.bfSixteen)], ids=str
 )
 def test_gradients_that_are_added_up_in_another_dtype(ranks: Any, case: str, precision: Any) -> None:
-    """Of uno some are subnormal in float16: rounded and then divided they have other bits than in the other order."""
+    """uno has gradients that are subnormal in float16: rounding before dividing gives other bits than the reverse."""
     scaled = precision is fsshard.fpSixteen
     assert (
         ranks.run(compare, 2, both(case, steps=3, scaled=scaled, settings={"mixed_precision": precision})) == [[]] * 2
@@ -212,7 +212,7 @@ def test_training_goes_on_after_a_backward_that_failed(ranks: Any, implementatio
 
 
 def job_frozen_before_the_step(backend: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """What OSS laid out anew by itself, the backend would not know of, and put back."""
+    """If OSS laid its parts out anew by itself, the backend would not know, and would undo it."""
     model = fsshard.wrap(net(), backend=backend, **options)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     x = torch.ones(2, 6) * (1 + dist.get_rank())

@@ -17,7 +17,7 @@ from fsshard.errors import UnsupportedByBackend
 from tests.models import TwoHeads, two_heads
 
 Step = tuple[tuple[str, ...], ...]
-"""Of each micro-batch, which head each of the four ranks uses. Ranks 0 and 1 are a replica, and 2 and 3."""
+"""For each micro-batch, the head that each of the four ranks uses. Ranks 0 and 1 are a replica, and 2 and 3."""
 
 STEPS: list[Step] = [
     (("a", "a", "a", "a"),),

@@ -56,7 +56,7 @@ class Spectral(Child):
 
 
 class Asks(Base):
-    """What models ask of their parameters in forwards."""
+    """A model that asks its parameters in the forward what models ask of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def job_raw(engine: str, name: str) -> float:
 
 
 def test_the_raw_engines_say_nothing(ranks: Any) -> None:
-    """Of torch 2.13: a penalty of parts."""
+    """torch 2.13 computes a penalty of parts and raises nothing."""
     right = [outcome["losses"][0] for outcome in replicas("Penalty", 1)]
     for engine in DIVIDED:
         assert all(abs(a - b) > 1e-3 for a, b in zip(right, ranks.run(job_raw, 2, engine, "Penalty"), strict=True))

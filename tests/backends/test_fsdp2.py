@@ -91,7 +91,7 @@ class Spectral(nn.Module):
 
 
 def job_complex_alone(how: str) -> tuple[str, list[str]]:
-    """What was raised or warned of, and which gradients are not those of the bare module."""
+    """Return what was raised or warned of, and which gradients are not those of the bare module."""
     bare, unit, x = Spectral(), Spectral(), torch.ones(2, 4)
     bare(x).backward()
     with warnings.catch_warnings(record=True) as caught:
@@ -125,7 +125,7 @@ def test_a_unit_of_complex_weights_keeps_the_imaginary_part_of_its_gradient(rank
 
 
 def job_dtype_on_the_way() -> tuple[bool, bool]:
-    """Whether the gradient of raw FSDP2, told ``param_dtype`` only, is what bfloat16 can hold; and ours."""
+    """Return whether raw FSDP2, told ``param_dtype`` only, rounds its gradient to bfloat16; and whether ours does."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     x = torch.linspace(-1, 1, 12).view(3, 4) * (dist.get_rank() + 1.3)

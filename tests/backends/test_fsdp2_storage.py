@@ -57,7 +57,7 @@ def wrapped(backend: str = "fsdp2", **settings: Any) -> Any:
 
 @contextlib.contextmanager
 def by_rows() -> Iterator[None]:
-    """Within it models are stored as FSDP2 stores them by itself."""
+    """Context manager: store models as FSDP2 stores them by itself."""
     with mock.patch.object(FSDP2Backend, "_store_as_pairs", return_value=None):
         yield
 

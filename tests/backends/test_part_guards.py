@@ -1,4 +1,4 @@
-"""What is done with a part of a model as if it were the whole: saving, copying, reading numbers."""
+"""Checks that saving, copying and reading a part of a model as if it were the whole is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE = "state = model.state_dict(rank0_only=True, offload_to_cpu=True)"
 
 
 def through_a_file(value: Any) -> Any:
-    """What ``torch.save`` and ``torch.load`` make of it."""
+    """Return it as ``torch.save`` and ``torch.load`` give it back."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -73,7 +73,7 @@ def test_an_idiom_gives_the_whole_or_says_the_line(ranks: Any, backend: str) -> 
 
 
 def job_within(backend: str) -> list[Any]:
-    """Within full_parameters() modules are whole: state dicts, copies, and loading."""
+    """Modules are whole inside of full_parameters(): state dicts, copies, and loading."""
     model = fsshard.wrap(net(), backend=backend)
     expected = dict(net().state_dict())
     found: list[Any] = []
@@ -95,7 +95,7 @@ def test_modules_are_whole_within_full_parameters(ranks: Any, backend: str) -> N
 
 
 def job_refused() -> list[str]:
-    """What else a divided module says; and what torch's own checkpoints get, which know what a DTensor is."""
+    """Return what else a sharded module refuses; and what torch's checkpoints get, which know what a DTensor is."""
     told = []
     for backend in ("fsdp", "fsdp2"):
         model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), backend=backend)

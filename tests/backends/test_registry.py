@@ -28,7 +28,7 @@ PATH = f"{SIXTH}:HandAveraged"
 
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is known to no other one."""
+    """Forget after each test what it has registered."""
     monkeypatch.setattr(registry, "_paths", dict(registry._OURS))
     monkeypatch.setattr(registry, "_classes", {n: c for n, c in registry._classes.items() if n in registry._OURS})
     registry._entry_points.cache_clear()

@@ -1,4 +1,4 @@
-"""What an engine does when parameters are frozen and unfrozen around the forwards of one step; bare replicas judge."""
+"""Freezes and unfreezes parameters around the forwards of one step; bare replicas judge."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_freezing_between_steps(ranks: Any) -> None:
 
 
 def job_raw_fsdp2() -> list[bool]:
-    """Whether a frozen parameter gets a gradient: before an evaluation, and after one."""
+    """Return whether a frozen parameter gets a gradient: before an evaluation, and after one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

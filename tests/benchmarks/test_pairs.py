@@ -27,6 +27,6 @@ def test_ratio_is_the_median_of_pairs() -> None:
 
 
 def test_interval_by_order_statistics() -> None:
-    """Of 40 values those of rank 20 -+ 0.98 sqrt(40), counted from 1."""
+    """For 40 values the bounds have the ranks 20 -+ 0.98 sqrt(40), counted from 1."""
     found = interval([float(value) for value in range(40)])
     assert (found.lower, found.median, found.upper) == (13.0, 19.5, 26.0)

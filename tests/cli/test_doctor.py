@@ -1,4 +1,4 @@
-"""What the doctor finds where all is well, and what it says where something is not."""
+"""Checks what the doctor reports where all is well, and what it says where something is not."""
 
 from __future__ import annotations
 

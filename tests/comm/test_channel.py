@@ -217,7 +217,7 @@ def test_ranks_that_call_different_things_are_told(ranks: Any) -> None:
 
 
 class Odd(CheckpointError):
-    """Of a module that the others may not have."""
+    """An error of a module that the other ranks may not have."""
 
 
 WORKS: dict[str, list[Callable[[], Any]]] = {

@@ -34,13 +34,13 @@ def adapted(kind: str) -> Any:
 
 
 def files(folder: str) -> dict[str, Tensor]:
-    """What is saved of the adapters."""
+    """Return the files that an adapter was saved in."""
     torch.distributed.barrier()
     return load_file(Path(folder, "adapter_model.safetensors"))
 
 
 def merged(kind: str, folder: str) -> dict[str, Tensor]:
-    """What everybody does with a saved adapter."""
+    """Load a saved adapter and merge it, as everybody does."""
     torch.distributed.barrier()
     return dict(PeftModel.from_pretrained(base(kind), folder).merge_and_unload().state_dict())
 

@@ -1,4 +1,4 @@
-"""What the tests of all fronts share: the engines, how refusals travel from ranks, and how results are compared."""
+"""Helpers for the tests of all fronts: the engines, how refusals travel from ranks, how results are compared."""
 
 from __future__ import annotations
 

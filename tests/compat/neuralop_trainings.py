@@ -1,4 +1,4 @@
-"""What the ranks run in test_neuralop.py: one training of a small TFNO, and everything it computed."""
+"""Jobs for test_neuralop.py: one training of a small TFNO, and everything it computed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Fit:
 
 @dataclass
 class Outcome:
-    """What a training computed."""
+    """Everything that a training computed."""
 
     epochs: list[tuple[float, float]]
     evaluations: list[dict[str, float]]
@@ -188,7 +188,7 @@ def fits(jobs: list[Fit]) -> list[Outcome]:
 
 
 def refused(folder: str) -> dict[str, str]:
-    """What is refused -> the error's type and text."""
+    """Map each thing that is refused to the error's type and text."""
     network = fsshard.wrap(model(), backend="ddp")
     own: Any = fsshard.build_optimizer(network, torch.optim.AdamW, lr=1e-3)
     other: Any = torch.optim.AdamW(model().parameters())
@@ -263,5 +263,5 @@ def special(backend: str, what: str) -> tuple[list[tuple[float, float]], dict[st
 
 
 def specials(backends: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """What -> backend -> :func:`special`."""
+    """Map each case to :func:`special` of each backend."""
     return {what: {backend: special(backend, what) for backend in backends} for what in (*RULES, "patches")}

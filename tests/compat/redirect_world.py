@@ -122,6 +122,6 @@ def build(folder: Path) -> World:
 
 
 def together(*runs: Callable[[], T]) -> list[T]:
-    """What several runs return, two at a time: most of each is the import of torch, which keeps one core busy."""
+    """Return the results of several runs, two at a time: each mostly imports torch, which keeps one core busy."""
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda run: run(), runs))

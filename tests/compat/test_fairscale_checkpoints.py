@@ -451,7 +451,7 @@ def test_a_parameter_without_state_starts_anew_if_one_says_so(ranks: Any) -> Non
 
 
 def job_names() -> dict[str, str]:
-    """What is said of names that do not go with a state, by the text that is expected."""
+    """Return what is said of names that do not go with a state, by the text that is expected."""
     model, optimizer = ours(Nested, "AdamW", "ddp")
     run(model, [optimizer], 0)
     shared = fsshard.wrap(build(Text), backend="ddp")

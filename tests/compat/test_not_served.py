@@ -113,7 +113,7 @@ def test_it_is_found_by_any_path() -> None:
 
 
 def test_all_that_is_served_has_lines_to_write() -> None:
-    """Of torch, of fsshard, or the import from fsshard.compat; those lines too are run."""
+    """The lines are torch's, fsshard's, or the import from fsshard.compat, which is run too."""
     for module, listed in SERVED.items():
         for name in listed.split(", ") if module != "fairscale" else ():
             ((names, instead),) = steps([f"{module}.{name}"])

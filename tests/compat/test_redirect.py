@@ -311,7 +311,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def with_torch(world: World) -> list[subprocess.CompletedProcess[str]]:
-    """Of the script that has torch start children, and of workers under torchrun."""
+    """Run the script that has torch start children, and workers under torchrun."""
     world.write("torch_family.py", TORCH)
     world.write("worker.py", WORKER)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")

@@ -1,4 +1,4 @@
-"""What is written to model.parameters() arrives, or is refused in words: under every backend, complex weights too."""
+"""Checks that writes to model.parameters() arrive, or are refused in words, under every backend; complex too."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_write_arrives_or_is_refused(ranks: Any, backend: str) -> None:
 
 
 def job_wrong_values() -> list[str]:
-    """What does not fit is said, and nothing changes."""
+    """Values that do not fit are refused, and nothing changes."""
     told = []
     model = fsshard.wrap(net(), backend="fsdp2")
     shown = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Within the user's modules the user's parameters show: in forwards and outside, under every engine."""
+"""Checks that the user's modules show the user's parameters, in forwards and outside, under every engine."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_penalty_in_the_forward_is_that_of_bare_replicas(ranks: Any) -> None:
 
 
 def job_outside(backend: str) -> dict[str, Any]:
-    """What is done to ``model.module`` outside of forwards, where each rank has whole parameters."""
+    """Change ``model.module`` outside of forwards, where each rank has whole parameters."""
     bare, module = Two(), Two()
     model = fsshard.wrap(module, backend=backend, auto_wrap_policy=None)
     named = list(module.named_parameters())

@@ -1,4 +1,4 @@
-"""What several tests of complex parameters need: a training, and comparisons."""
+"""Helpers for tests of complex parameters: a training, and comparisons."""
 
 from __future__ import annotations
 

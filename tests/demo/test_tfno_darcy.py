@@ -35,7 +35,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> str:
 
 
 def run_here(arguments: list[str], environment: dict[str, str]) -> str:
-    """What a rank of the pool prints: to the script it is a rank that a launcher started."""
+    """Return what a rank of the pool prints: to the script it is a rank that a launcher started."""
     os.environ.update(environment)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         assert main(["demo", *SMALL, *arguments]) == 0
@@ -44,7 +44,7 @@ def run_here(arguments: list[str], environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def spawned(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
-    """What the script itself prints for all engines, and its picture."""
+    """Return what the script itself prints for all engines, and its picture."""
     picture = tmp_path_factory.mktemp("picture") / "darcy.png"
     return run(["--backends", ",".join(BACKENDS), "--plot", str(picture)], environment), picture.read_bytes()
 

@@ -18,7 +18,7 @@ SMALL = ["--points", "20", "--samples", "4", "--epochs", "1", "--width", "8", "-
 
 
 def train(arguments: list[str], groups: int, ranks: int) -> Outcome:
-    """What each rank runs."""
+    """Train on a rank."""
     return domain_fno.train(fsshard.init(), parse(arguments), groups, ranks)
 
 

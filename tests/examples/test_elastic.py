@@ -74,7 +74,7 @@ def torchrun(
 
 
 def logs(folder: Path) -> str:
-    """What the launchers and the ranks have written."""
+    """Return what the launchers and the ranks have written."""
     return "\n".join(file.read_text() for file in sorted(folder.glob("log-*")))
 
 

@@ -26,7 +26,7 @@ needs_fairscale = pytest.mark.skipif(importlib.util.find_spec("fairscale") is No
 
 
 def lines_of(output: str) -> list[str]:
-    """What a run prints: the losses of all epochs and the error, each with all of its digits."""
+    """Return what a run prints: the losses of all epochs and the error, each with all of its digits."""
     lines = output.splitlines()
     assert [re.sub(r"[\d.e-]+$", "...", line) for line in lines] == [
         "epoch 1: loss ...",
@@ -47,7 +47,7 @@ def served(cache: Path) -> list[str]:
 
 
 def train(script: Path, cache: Path, rendezvous: Path, arguments: list[str]) -> str:
-    """What the script's own ``train`` prints on a rank of the pool."""
+    """Return what the script's own ``train`` prints on a rank of the pool."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     rank = dist.get_rank()
     code = runpy.run_path(str(script), run_name="script")
@@ -63,7 +63,7 @@ def train(script: Path, cache: Path, rendezvous: Path, arguments: list[str]) -> 
 
 @pytest.fixture
 def printed(ranks: Any, cache: Path, tmp_path: Path, served: list[str]) -> Callable[..., list[str]]:
-    """What a script prints on the pool, where the samples that ``served`` solved are found."""
+    """Return what a script prints on the pool, where the samples that ``served`` solved are found."""
 
     def printed(script: Path, *arguments: str) -> list[str]:
         return lines_of(ranks.run(train, 2, script, cache, tmp_path / "rendezvous", list(arguments))[0])

@@ -35,7 +35,7 @@ DARCY = ["--n-train", "16", "--n-test", "4", "--batch-size", "8"]
 
 
 def trained(name: str, *arguments: str) -> tuple[Any, str]:
-    """What a script's ``train`` returns on this rank of the pool, and what it prints."""
+    """Return what a script's ``train`` returns on this rank of the pool, and what it prints."""
     code = runpy.run_path(str(FOLDER / name))
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
         returned = code["train"](fsshard.init(), code["parse"](list(arguments)))
@@ -59,7 +59,7 @@ def float64() -> Iterator[None]:
 
 CLIPPED = 6
 CLOSE = CLIPPED * 2**-24
-"""Of losses and weights in float64, after six steps: clip_grad_norm_ rounds the norm to float32, once in each."""
+"""Bound for losses and weights in float64 after six steps: clip_grad_norm_ rounds the norm to float32 in each."""
 
 # ------------------------------------------------------------------------------------------------------- as they are
 

@@ -35,7 +35,7 @@ DATA = docstrings.Pairs(sentences(0, 40), sentences(40, 9))
 
 
 def train(arguments: list[str], data: docstrings.Pairs = DATA) -> list[Outcome]:
-    """What each rank runs."""
+    """Train on a rank."""
     return t5_summarization.train_all(fsshard.init(), parse(arguments), data)
 
 

@@ -26,14 +26,14 @@ SLOW = 240  # seconds that ranks may take on a busy machine
 
 
 def train(cache: Path, arguments: list[str]) -> list[Outcome]:
-    """What each rank runs."""
+    """Train on a rank."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     args = parse(arguments)
     return weather_vit.train_all(fsshard.init(), args, weather_vit.load_data(args))
 
 
 def refused(cache: Path, arguments: list[str]) -> str:
-    """What each rank is told, before it has begun."""
+    """Return what a rank is told before it has begun."""
     try:
         train(cache, arguments)
     except fsshard.FsshardError as error:

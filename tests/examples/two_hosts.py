@@ -68,7 +68,7 @@ class Hosts:
         return holder
 
     def inside(self, host: int) -> list[str]:
-        """What to put before a command."""
+        """Return the words to put before a command."""
         return ["nsenter", "--net", "--mount", "-t", str(self.holders[host].pid), "--"]
 
     def namespaces(self, host: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `make gpu` runs these on a machine that has one, or more, and writes build/gpu-report.md.
+"""Tests that need a GPU: `make gpu` runs them on a machine with one or more, and writes build/gpu-report.md.
 
 Elsewhere each module is skipped with its reason. tests/stub_cuda takes the same ways without a GPU, and looks at no
 number.

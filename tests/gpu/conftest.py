@@ -47,7 +47,7 @@ def pytest_sessionfinish() -> None:
 
 
 def _machine() -> dict[str, str]:
-    """What ran: no names of hosts or users."""
+    """Describe the machine, without names of hosts or users."""
     cuda = torch.cuda.is_available()
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -1,4 +1,4 @@
-"""What ranks on GPUs do in the tests here: each function is called on every rank."""
+"""Jobs for ranks on GPUs: each function is called on every rank."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def on_one_gpu(context: Any, settings: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def where() -> dict[str, Any]:
-    """What the group and the model say of this rank's device."""
+    """Return what the group and the model say of this rank's device."""
     model = fsshard.wrap(net(), backend="fsdp2")
     bound: Any = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
     return {
@@ -90,7 +90,7 @@ def where() -> dict[str, Any]:
 
 
 def asynchronous_save(folder: str, backend: str) -> bool:
-    """Whether a save has the weights of when it was called, which are written over at once."""
+    """Return whether a save has the weights of when it was called, which are written over at once."""
     model = fsshard.wrap(net(1024), backend=backend)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     handle = fsshard.save(Path(folder) / "saved", model, block=False)

@@ -99,7 +99,7 @@ def test_a_step_with_an_infinite_gradient_is_left_out(gpus: RankPool, backend: s
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("model", ["t5", "vit"])
 def test_the_estimate_is_within_five_percent(gpus: RankPool, record_property: Record, model: str, backend: str) -> None:
-    """Of what CUDA's allocator says, without cuBLAS's workspaces, which are there before."""
+    """CUDA's allocator is the judge, without cuBLAS's workspaces, which are there before."""
     source = f"tests.gpu.recipes:{model}"
     ((measured, workspaces, tracked),) = gpus.run(jobs.memory, 1, source, backend, timeout=120)
     estimated = fsshard.estimate(source, backend=backend, world_size=1, device="cuda").peak

@@ -1,4 +1,4 @@
-"""What several tests of launching need: environments, scripts, and functions that ranks run."""
+"""Helpers for tests of launching: environments, scripts, and functions that ranks run."""
 
 from __future__ import annotations
 

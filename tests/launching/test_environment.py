@@ -1,4 +1,4 @@
-"""What launchers say: read right, or refused."""
+"""Checks that launchers' variables are read right, or refused."""
 
 from __future__ import annotations
 

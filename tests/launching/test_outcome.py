@@ -1,4 +1,4 @@
-"""What a job's user is told first, what is an echo, and how failures travel; real ranks end in test_pool.py."""
+"""Checks what a user is told first of a failed job, which failures are echoes, and how they travel."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_counts_as_the_echo_of_another_failure() -> None:
 
 
 class Demanding(Exception):
-    """What plain pickle cannot load: its arguments are not those of __init__."""
+    """An error that plain pickle cannot load: its arguments are not those of __init__."""
 
     def __init__(self, one: int, *, two: int) -> None:
         super().__init__(f"{one} and {two}")

@@ -23,7 +23,7 @@ class Counter:
 
 
 class Notes:
-    """What a module has seen, for the same reason kept outside of its own attributes."""
+    """Notes of what a module has seen, for the same reason kept outside of its own attributes."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

@@ -203,7 +203,7 @@ def test_ranks_have_the_same_layouts(ranks: Any, backend: str) -> None:
 
 
 def job_raw_fsdp1() -> list[bool]:
-    """Whether FullyShardedDataParallel takes a slice of a larger tensor for what it is."""
+    """Return whether FullyShardedDataParallel trains a slice of a larger tensor as the values that it holds."""
     weight = torch.arange(24.0).reshape(4, 6)[:, :3]
     model = nn.Linear(3, 4, bias=False)
     model.weight = nn.Parameter(weight.clone() if dist.get_world_size() == 1 else weight)

@@ -136,7 +136,7 @@ def test_our_own_hook_is_not_lost(ranks: Any, backend: str) -> None:
 
 
 def job_raw(engine: str, in_place: bool) -> list[Tensor]:
-    """What a step adds to this rank's part of the weights, of the engine by itself with one unit."""
+    """Return what a step of the engine by itself, with one unit, adds to this rank's part of the weights."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     warnings.simplefilter("ignore")
@@ -165,7 +165,7 @@ def local(parameter: Any) -> Tensor:
 
 @pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])
 def test_the_raw_engines_lose_gradients(ranks: Any, engine: str) -> None:
-    """Of torch 2.13, which for FSDP2 only warns; where it fails it does so deep inside."""
+    """torch 2.13 only warns of it for FSDP2; where it fails it does so deep inside."""
     right = ranks.run(job_raw, 2, engine, False)
     assert all(any(change.abs().sum() > 0 for change in rank) for rank in right)
     try:

@@ -1,4 +1,4 @@
-"""What enters a unit: its gradients are added in one order under every engine, and nothing changes it in place."""
+"""Checks that gradients of a unit's inputs are added in one order on every engine, and no input changes in place."""
 
 from __future__ import annotations
 

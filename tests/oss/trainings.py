@@ -83,7 +83,7 @@ def clip(optimizer: Any, model: nn.Module, limit: float, norm_type: float = 2.0)
 
 
 def whole_state(optimizer: Any) -> dict[str, Any]:
-    """Of a plain optimizer or an OSS."""
+    """Return the whole state of a plain optimizer or an OSS."""
     found: dict[str, Any] = (
         optimizer.state_dict(all_ranks=True) if isinstance(optimizer, OSS) else optimizer.state_dict()
     )
@@ -96,7 +96,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nested values are equal to the last bit, in dtype and in device; dicts in any order."""
+    """Return whether nested values are equal to the last bit, in dtype and in device; dicts in any order."""
     if isinstance(one, Tensor):
         alike = isinstance(other, Tensor) and (one.dtype, one.device) == (other.dtype, other.device)
         return alike and torch.equal(one, other)
@@ -108,7 +108,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def both(job: Callable[..., Any], *args: Any) -> bool:
-    """Whether a training by name of kind gives the same for the plain optimizer and for OSS."""
+    """Return whether a training, by its kind's name, gives the same for the plain optimizer and for OSS."""
     return same(job("plain", *args), job("oss", *args))
 
 
@@ -118,7 +118,7 @@ def ddp(model: nn.Module, **settings: Any) -> DistributedDataParallel:
 
 
 def refusal(call: Callable[[], Any]) -> tuple[str, str] | None:
-    """What a call raises: the class's name and the text."""
+    """Return the error that a call raises: the class's name and the text."""
     try:
         call()
     except Exception as error:

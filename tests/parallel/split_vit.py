@@ -148,7 +148,7 @@ def split_of(whole: Mapping[str, Tensor], tp: Any) -> dict[str, Tensor]:
 
 
 def mesh_of(data: int, cp: int, tp: int) -> DeviceMesh:
-    """Of the whole world."""
+    """Make the mesh over the whole world."""
     return init_device_mesh("cpu", (data, cp, tp), mesh_dim_names=("data", "cp", "tp"))
 
 
@@ -167,7 +167,7 @@ def split(mesh: DeviceMesh) -> ViT:
 
 
 def said_of(mesh: DeviceMesh) -> dict[str, Any]:
-    """What ``wrap`` has to be told: all of it is shared over cp, what SPLIT says is in parts over tp."""
+    """Return what ``wrap`` has to be told: all of it is shared over cp, what SPLIT names is in parts over tp."""
     return {
         "replicated": {".": mesh["cp"]},
         "sharded": {pattern: (mesh["tp"], dim) for pattern, dim in SPLIT.items()},

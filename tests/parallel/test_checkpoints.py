@@ -15,7 +15,7 @@ from fsshard.errors import StateDictError
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, serial, split
 
 BOUND = 4e-6
-"""Of numbers of order 1 in float32: each mesh adds in another order."""
+"""Bound for numbers of order 1 in float32: each mesh adds in another order."""
 SAMPLES = 4  # ranks of data that the batch is made for
 
 

@@ -26,7 +26,7 @@ from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
 BOUND = 4e-6
-"""Of numbers of order 1 in float32: tp and data add in another order than one process."""
+"""Bound for numbers of order 1 in float32: tp and data add in another order than one process."""
 
 
 class Block(nn.Module):

@@ -113,7 +113,7 @@ def test_the_names_are_enough(ranks: Any, how: str) -> None:
 
 
 def job_resumed(settings: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
-    """What was saved and goes on; what ddp has loaded, and what goes on from the file."""
+    """Return what was saved and goes on; what ddp has loaded, and what goes on from the file."""
     path = f"{folder}/{settings['backend']}"
 
     def made(**how: Any) -> tuple[Any, Any]:

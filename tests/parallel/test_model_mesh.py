@@ -1,4 +1,4 @@
-"""What wrap is told of other mesh dimensions: understood, or refused with the words that help."""
+"""Checks that what wrap is told of other mesh dimensions is understood, or refused with the words that help."""
 
 from __future__ import annotations
 

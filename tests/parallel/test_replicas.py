@@ -1,4 +1,4 @@
-"""What ranks are to hold alike: looked at, and given where it was said."""
+"""Checks that what ranks are to hold alike is compared, and given to those that were named."""
 
 from __future__ import annotations
 

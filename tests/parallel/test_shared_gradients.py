@@ -16,7 +16,7 @@ from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of,
 from tests.training_runs import DISTRIBUTED
 
 BOUND = 4e-6
-"""Of weights of order 1 in float32, which three steps have moved: each mesh adds in another order."""
+"""Bound for weights of order 1 in float32 that three steps have moved: each mesh adds in another order."""
 
 
 def job_accumulated(backend: str, how: str) -> dict[str, Tensor]:

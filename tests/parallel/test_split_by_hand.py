@@ -17,9 +17,9 @@ from tests.training_runs import DISTRIBUTED
 
 STEPS = 10
 BOUND = 4e-6
-"""Of losses of order 1 in float32: tp, cp and data each add in another order than one process."""
+"""Bound for losses of order 1 in float32: tp, cp and data each add in another order than one process."""
 ADDED_UP = 10 * BOUND
-"""Of weights, state and gradients' norms after ten steps of that."""
+"""Bound for weights, state and gradients' norms after ten steps of that."""
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -110,7 +110,7 @@ def test_trains_as_on_one_process(ranks: Any, backend: str, shape: tuple[int, in
 
 
 def _same_to_the_bit(results: list[dict[str, Any]]) -> None:
-    """What ranks hold alike is alike after ten clipped steps, and so is every whole weight."""
+    """Assert that after ten clipped steps replicated parts and whole weights are equal to the last bit on all ranks."""
     for ours in results[1:]:
         for name, value in results[0]["held"].items():
             if value.shape == results[0]["weights"][name].shape:

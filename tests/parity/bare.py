@@ -30,7 +30,7 @@ def plain(model: Any, optimizer: Any, loss: Callable[[], Tensor], averaged: Call
 
 @dataclass
 class Trained:
-    """What a training computed.
+    """Everything that a training computed.
 
     Attributes:
         losses: this rank's, step by step.

@@ -70,7 +70,7 @@ class Manual(Module):
 
 
 def loss_alone() -> Recipe:
-    """What a recipe can say of it."""
+    """Return all that a recipe can say of it."""
     return Recipe(build=Manual, batches=recipe.batches, loss=_loss, optimizer=torch.optim.SGD, hyper={"lr": 0.1})
 
 

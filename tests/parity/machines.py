@@ -117,7 +117,7 @@ def with_threads(threads: int, job: Callable[..., Any], *args: Any) -> Any:
 
 
 class Probe(NamedTuple):
-    """What kernels give.
+    """Results of kernels.
 
     Attributes:
         digests: kind of kernel -> digest of its results, of the same numbers on every machine.

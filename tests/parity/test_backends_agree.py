@@ -1,4 +1,4 @@
-"""What the parity matrix has no column for: settings of optimizers, and norms of other orders. Bit for bit."""
+"""Compares settings that the parity matrix has no column for: optimizers', and norms of other orders. Bit for bit."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def job(name: str, folder: str) -> list[str]:
 
 
 def refusal(backend: str, training: Training) -> list[str]:
-    """What is wrong with how a backend refuses a training: nothing, if a typed error says what is expected."""
+    """Return what is wrong with how a backend refuses a training: "" if a typed error says what is expected."""
     try:
         go_on(training, *wrapped(training, backend), STEPS)
     except FsshardError as error:

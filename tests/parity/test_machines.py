@@ -59,7 +59,7 @@ def test_engines_agree_on_two_threads(ranks: Any) -> None:
 
 
 def job_contiguous() -> tuple[bool, bool]:
-    """Whether this CPU multiplies by strides here, and whether a contiguous copy then trains as the model does."""
+    """Return whether this CPU multiplies by strides, and whether a contiguous copy then trains as the model does."""
     native, copy = ZOO["transposed"].build(), ZOO["transposed"].build()
     copy.w.data = copy.w.data.contiguous()
     return machines.probe().by_strides, equal(train(native, "transposed"), train(copy, "transposed"))

@@ -119,7 +119,7 @@ def results(row: Combination = ROW, verdict: str = "exact", detail: str = "") ->
 
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of backends, in place of real comparisons of three combinations; what is not in it is exact."""
+    """Verdicts by backend, in place of real comparisons of three combinations; a backend that is not in it is exact."""
     found: dict[str, str] = {}
 
     def compare(source: Any, *, backends: Any, world_sizes: Any, steps: int, **_: Any) -> ParityReport:

@@ -72,7 +72,7 @@ def test_on_two_ranks_no_difference_is_too_small(ranks: Any) -> None:
 
 
 def test_the_same_engines_without_their_faults_are_exact(ranks: Any) -> None:
-    """What was found is the fault, not the way in which the engine is connected."""
+    """So what the others find is the fault, not the way in which the engine is connected."""
     assert cell(ranks, faults.mlp, faults.CarefulFairScale).verdict == "exact"
     assert cell(ranks, faults.mlp, faults.RawDDP).verdict == "exact"
     assert cell(ranks, faults.mlp, "fairscale").verdict == "exact"

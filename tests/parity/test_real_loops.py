@@ -279,7 +279,7 @@ def test_gradients_that_were_not_dropped_stay(ranks: Any, backend: str, how: str
 
 def job_foreign_error() -> None:
     class Unknown(Exception):
-        """Of a class that other ranks do not know."""
+        """An error of a class that other ranks do not know."""
 
     def policy(module: nn.Module) -> bool:
         if dist.get_rank() == 0:

@@ -53,7 +53,7 @@ def test_numbers_are_those_of_the_tensor() -> None:
 
 @pytest.mark.parametrize("elements", [1, 10, 1000, 200_000])
 def test_the_distance_is_estimated(elements: int) -> None:
-    """Within what twelve projections can tell, also over more than one chunk."""
+    """It is as near as twelve projections can tell, also over more than one chunk."""
     generator = torch.Generator().manual_seed(elements)
     ratios = []
     for _ in range(8):

@@ -281,7 +281,7 @@ def test_auto_takes_owners_of_complex_weights() -> None:
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("kind", [set, list])
 def test_auto_takes_no_split_modules(inner: bool, kind: Any) -> None:
-    """Of a Hugging Face model, or of one inside a user's own."""
+    """A Hugging Face model names them, or one inside a user's own."""
     model = blocks()
     model._no_split_modules = kind(["Block", "Wide"])
     outer = nn.ModuleDict({"backbone": model}) if inner else model

@@ -34,7 +34,7 @@ ALL = ("none", *DISTRIBUTED)
 
 
 def job_wrap(backend: str, settings: list[dict[str, Any]]) -> list[str]:
-    """What each of ``settings`` leads to: "" where the model trains a step, else the error."""
+    """Return what each of ``settings`` leads to: "" where the model trains a step, else the error."""
     found = []
     for some in settings:
         try:

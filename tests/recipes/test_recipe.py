@@ -1,4 +1,4 @@
-"""What counts as a recipe, and what is said of what does not."""
+"""Checks what counts as a recipe, and what is said of what does not."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_batches_depend_on_rank_and_number_and_nothing_else(recipe: Recipe) -> N
 
 
 def test_the_loss_is_a_mean_over_samples(recipe: Recipe) -> None:
-    """Of the joined batch it is the mean of its parts', and so are its gradients; dropout and BatchNorm stand still."""
+    """The joined batch has the mean of its parts' losses and gradients; dropout and BatchNorm stand still."""
     model = built(recipe).eval()
     parts = [recipe.batches(rank, 3, 0) for rank in range(3)]
     for part in parts:

@@ -38,7 +38,7 @@ def _steps(model: Any, optimizer: Any) -> None:
 
 
 def _look(model: nn.Module) -> list[Any]:
-    """What an engine may change of a module."""
+    """Return what an engine may change of a module."""
     return [
         (type(part), sorted(vars(part)), [*part._parameters], [*part._modules], len(part._forward_pre_hooks))
         for part in model.modules()

@@ -289,7 +289,7 @@ def job_unused(backend: str, heads: list[str], find: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("heads", [["a", "a"], ["a", "b"]], ids=["unused by all", "used by some"])
 def test_unused_parameters(ranks: Any, heads: list[str]) -> None:
-    """What no rank used has no gradient and is not moved, even by weight decay; the rest is averaged with zeros."""
+    """A parameter that no rank used has no gradient and is not moved, even by weight decay; others count as zeros."""
     reference = ranks.run(job_unused, 2, "ddp", heads, True)
     assert torch.equal(reference[0]["b.weight"], two_heads().b.weight) == (heads == ["a", "a"])
     for backend in DISTRIBUTED[1:]:

@@ -90,7 +90,7 @@ def requested(optimizer_class: Any, *options: dict[str, Any], dims: tuple[int, .
 
 
 def agrees(optimizer_class: Any, *options: dict[str, Any], **settings: Any) -> tuple[bool, bool]:
-    """Whether it works on some of the parameters, and on parts of them."""
+    """Return whether it works on some of the parameters, and on parts of them."""
     request = requested(optimizer_class, *options, **settings)
     return request._agrees_on_parts("owners"), request._agrees_on_parts("elements")
 

@@ -1,4 +1,4 @@
-"""What an optimizer sees in its step: parts cut as kernels round, and gradients that a closure makes.
+"""Checks what an optimizer sees in its step: parts cut as kernels round, and gradients that a closure makes.
 
 Tests fsshard/backends/none.py too.
 """
@@ -187,14 +187,14 @@ def job_local(backend: str, what: str) -> None:
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 @pytest.mark.parametrize("what", ["looks first", "never reduced"])
 def test_local_gradients_are_stepped_by_nobody(ranks: Any, backend: str, what: str) -> None:
-    """Of an optimizer that looks at gradients before it calls the closure, and of a closure that reduces nothing."""
+    """An optimizer may look at gradients before it calls the closure, and a closure may reduce nothing."""
     for error in ranks.run_expecting_errors(job_local, 2, backend, what):
         assert isinstance(error, OptimizerError)
         assert "no_sync" in str(error)
 
 
 def job_read_in_closure(backend: str, name: str, reads: bool) -> Any:
-    """What is trained where the closure reads the state or not, and what it read that was not the state before."""
+    """Return what is trained where the closure reads the state or not, and what it read that was not the state."""
     model, wrong = fsshard.wrap(net(), backend=backend), list[str]()
     optimizer = fsshard.build_optimizer(model, getattr(written, name, None) or getattr(torch.optim, name))
     for number in range(4):

@@ -178,7 +178,7 @@ def job_save(folder: str, backend: str, kind: str) -> Any:
 
 
 def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
-    """What differs after loading by each way, and whether training goes on from there."""
+    """Return what differs after loading by each way, and whether training goes on from there."""
     wrong, after = list[str](), []
     for way in ("file", "dict"):
         model = fsshard.wrap(shapes(), backend=backend)
@@ -244,7 +244,7 @@ def job_traffic(backend: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", DIVIDING)
 def test_two_collectives_and_twice_the_bytes(ranks: Any, backend: str) -> None:
-    """Of both ranks together 2 (W - 1) / W of each; weights travel only when somebody wrote them."""
+    """Both ranks together send 2 (W - 1) / W of each; weights travel only when somebody wrote them."""
     for told in ranks.run(job_traffic, 2, backend):
         assert told["collectives"] == [2, 2, 2, 3]
         assert 1 <= told["bytes"] <= 1.05

@@ -1,4 +1,4 @@
-"""What views of parameters keep alive: no memory that an engine has left."""
+"""Checks that views of parameters keep no memory alive that an engine has left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_looking_at_parameters_keeps_no_second_copy(ranks: Any, backend: str) ->
 
 
 def job_gradients(backend: str) -> list[Any]:
-    """What a list of parameters that was made before the training shows of gradients."""
+    """Return what a list of parameters that was made before the training shows of gradients."""
     model = fsshard.wrap(net(), backend=backend)
     shown = dict(model.named_parameters())
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -234,7 +234,7 @@ def job_after_a_failed_forward(backend: str) -> list[float]:
 
 
 def job_raw_fsdp2() -> list[float]:
-    """What fully_shard's model puts out before and after the root's weight is set to zero behind a failed forward."""
+    """Return fully_shard's output before and after the root's weight is set to zero behind a failed forward."""
     model: Any = Rooted()
     fully_shard(model.inner)
     fully_shard(model)
@@ -311,7 +311,7 @@ def _two_steps(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def job_attributes(backend: str) -> dict[str, Any]:
-    """What parameters ask for, which an optimizer reads in its step; the bare model beside it, on the same samples."""
+    """Return what parameters say that an optimizer reads in its step; and the bare model's, on the same samples."""
     torch.manual_seed(0)
     bare = Hyper()
     with torch.device("meta"):

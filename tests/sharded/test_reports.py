@@ -1,4 +1,4 @@
-"""What units cost by ``model.explain()``, and memory by kind as it lies now and as a step needs it.
+"""Checks the cost of units by ``model.explain()``, and memory by kind as it lies now and as a step needs it.
 
 Tests fsshard/simulation/memory_tracker.py too.
 """
@@ -103,7 +103,7 @@ def test_all_ranks_in_one_report(ranks: Any) -> None:
 
 
 class Written:
-    """What a TensorBoard writer is told."""
+    """Keeps what a TensorBoard writer is told."""
 
     def __init__(self) -> None:
         self.scalars: list[tuple[str, int, int]] = []
@@ -194,7 +194,7 @@ KINDS = {
     "fsdp": {"all_gather", "reduce_scatter"},
     "fsdp2": {"all_gather", "reduce_scatter", "broadcast", "all_to_all"},  # the latter in place of them, on gloo
 }
-"""Of the collectives that carry parameters and gradients; others agree on flags."""
+"""Names of the collectives that carry parameters and gradients; others agree on flags."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((backend, settings) for backend in DISTRIBUTED for settings in ({}, {"mixed_precision": "bf16"})),
     ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}),

@@ -112,7 +112,7 @@ def test_it_is_the_models_own(ranks: Any, case: str, backend: str, world_size: i
 
 
 def refusal(ask: Callable[[], Any]) -> str:
-    """What a call that has to raise says."""
+    """Return what a call that has to raise says."""
     with pytest.raises(ConfigurationError) as error:
         ask()
     return str(error.value)

@@ -1,4 +1,4 @@
-"""What several tests of wrapped models need: backends, and a training."""
+"""Helpers for tests of wrapped models: backends, and a training."""
 
 from __future__ import annotations
 

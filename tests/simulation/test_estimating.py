@@ -94,7 +94,7 @@ def check(ranks: Any, job: Job, simulated: Any = None) -> None:
 
 
 def check_sent(ranks: Any, job: Job) -> None:
-    """What is sent and what is held; of models so small the peak is a matter of when gloo's threads let go."""
+    """Compare bytes sent and bytes held; for models so small the peak is a matter of when gloo's threads let go."""
     mine = simulate(job)
     real = ranks.run(real_run, job.ranks, job, timeout=120)[mine.rank]
     assert [(t.kind, t.count, t.nbytes) for t in mine.usage.traffic] == [
@@ -363,7 +363,7 @@ def test_the_command_prints_a_table_json_and_errors(capsys: pytest.CaptureFixtur
 
 
 class Block(nn.Sequential):
-    """What is computed again."""
+    """A block that is recomputed."""
 
 
 def blocks() -> nn.Module:

@@ -69,7 +69,7 @@ def train(look: Look | None = None, **settings: Any) -> None:
 
 
 def staging(model: Any, optimizer: Any) -> None:
-    """What an asynchronous save copies is pinned where it comes from a device."""
+    """An asynchronous save pins what it copies from a device."""
     parts = [part.values for part in collect(model, {"optimizer": optimizer}, {}, RANK).parts.values()]
     room = Staging()
     copies = room.copy(parts)

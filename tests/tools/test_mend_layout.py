@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def bare(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What has nothing of ours."""
+    """Return a model that has nothing of ours."""
     model = laid()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, steps)
@@ -60,7 +60,7 @@ def bare(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def as_of_then(good: Path, path: Path, strides: dict[str, tuple[int, ...]]) -> None:
-    """What fsdp wrote on two ranks: flat parameters as they lie in memory, cut in two, an index of format 1."""
+    """Write what fsdp wrote on two ranks: flat parameters as they lie in memory, cut in two, an index of format 1."""
     path.mkdir()
     index = read_index(good)
     items: dict[str, list[Item]] = {ONE: [], TWO: []}
@@ -169,7 +169,7 @@ def test_what_cannot_be_mended(then: Path, tmp_path: Path) -> None:
 
 
 def test_fsdp_wrote_memory_as_it_lies() -> None:
-    """What :func:`as_of_then` does is what torch's FSDP1 does to its flat parameters."""
+    """:func:`as_of_then` does what torch's FSDP1 does to its flat parameters."""
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     found: list[Tensor] = [torch.arange(24.0).reshape(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)]

@@ -1,4 +1,4 @@
-"""What we stand on in torch is as it was when somebody read it, or the lines to read are named."""
+"""Checks that what we stand on in torch is as it was when somebody read it, or names the lines to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is replaced is put back."""
+"""Checks that what is replaced is put back."""
 
 from __future__ import annotations
 

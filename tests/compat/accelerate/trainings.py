@@ -283,7 +283,7 @@ def several(engine: str, folder: str) -> dict[str, Any]:
 
 
 def _alone(what: Any) -> str:
-    """What one rank is told while the others do something else, and then these."""
+    """Return what one rank is told while the others do something else, and then the same from these."""
     patience, files.PATIENCE = files.PATIENCE, 0.2
     try:
         if torch.distributed.get_rank():
@@ -297,7 +297,7 @@ def _alone(what: Any) -> str:
 
 
 def refused(folder: str) -> dict[str, str]:
-    """What raises, in the order of a script."""
+    """Return what each refused call raises, in the order of a script."""
     accelerator = accelerator_of("fsdp2", gradient_accumulation_steps=2)
     pair = [Model(), Model()]
     both = torch.optim.SGD([p for each in pair for p in each.parameters()], lr=0.1)

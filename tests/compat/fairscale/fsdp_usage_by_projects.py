@@ -125,7 +125,7 @@ def fairseq(fairscale: Any) -> Outcome:
 
 
 def from_rank_0(full: Any) -> Any:
-    """What rank 0 has, the others not: fairseq's checkpoint file, in short."""
+    """Send rank 0's object to the others: fairseq's reading of a checkpoint file, in short."""
     assert (full is None) == (dist.get_rank() != 0)
     holder = [full]
     dist.broadcast_object_list(holder, src=0)

@@ -1,4 +1,4 @@
-"""What is wrong in FairScale 0.4.13 under torch 2.13, row by row, and what the same code does here.
+"""Lists what is wrong in FairScale 0.4.13 under torch 2.13, row by row, and what the same code does here.
 
 A test that shows a row is marked ``@pytest.mark.fairscale_row(number)``.
 

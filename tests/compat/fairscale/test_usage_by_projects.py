@@ -1,4 +1,4 @@
-"""What known projects do with FairScale, done with ours: equal to DDP and a plain optimizer, to the last bit."""
+"""Known projects' uses of FairScale, done with ours: equal to DDP and a plain optimizer, to the last bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.training_runs import differences
 
 
 def differing(one: list[Any], other: list[Any]) -> list[str]:
-    """Of what two runs have computed, rank by rank."""
+    """Return where two runs' results differ, rank by rank."""
     return [each for rank in range(len(one)) for each in differences(one[rank], other[rank], f"rank {rank}")]
 
 

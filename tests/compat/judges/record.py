@@ -41,7 +41,7 @@ class Record:
         setattr(owner, name, noted)
 
     def note(self, name: str, report: Any, call: Any) -> None:
-        """Of a phase of a test; after its last one, the line is written."""
+        """Note a phase of a test; after its last one, the line is written."""
         if report.when == "setup":
             self._failed = None
             self._used.unlink(missing_ok=True)

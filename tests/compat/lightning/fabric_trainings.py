@@ -92,7 +92,7 @@ def every_case(engine: str) -> dict[str, dict[str, Any]]:
 
 
 def refused() -> dict[str, str]:
-    """What is refused -> the error's type and text."""
+    """Map each thing that is refused to the error's type and text."""
 
     tried: dict[str, Any] = {
         "precision": lambda: run("fsdp2", precision="bf16-true"),

@@ -231,7 +231,7 @@ def fit(engine: Any, arguments: dict[str, Any], epochs: int = 2, **more: Any) ->
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
-    """What can travel."""
+    """Return what can travel."""
     return {key: value for key, value in found.items() if key not in ("trainer", "module", "kind")}
 
 
@@ -347,7 +347,7 @@ def _load_no_states() -> None:
 
 
 def refused() -> dict[str, str]:
-    """What is refused -> the error's type and text."""
+    """Map each thing that is refused to the error's type and text."""
 
     def fit_with(module: Any = None, parts: bool = False, **arguments: Any) -> Any:
         settings = {"save_distributed_checkpoint": parts}
@@ -450,7 +450,7 @@ def by_former_name(name: str) -> dict[str, Any]:
 
 
 def handed_back(engine: str) -> dict[str, Any]:
-    """What a process that has started ranks by ``start_method="fork"`` reads from rank 0, and the ranks' weights."""
+    """Return what a process reads from rank 0 after ``start_method="fork"``, and the ranks' weights."""
     found = fit(engine, {}, 1)
     trainer = found["trainer"]
     output = WholeLauncher(trainer.strategy, start_method="fork")._collect_rank_zero_results(trainer, None)

@@ -130,7 +130,7 @@ def trainer_of(engine: Any, folder: str, model: Any, **given: Any) -> Any:
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:
-    """What was logged, without times."""
+    """Return what was logged, without times."""
     return [
         {name: value for name, value in each.items() if not any(time in name for time in TIMES)}
         for each in trainer.state.log_history
@@ -151,7 +151,7 @@ def trained(engine: str, folder: str, model: Any, resume: str | None = None, **g
 
 
 def plain(found: dict[str, Any]) -> dict[str, Any]:
-    """What can travel."""
+    """Return what can travel."""
     return {key: value for key, value in found.items() if key != "trainer"}
 
 
@@ -230,7 +230,7 @@ def around(engine: str, folder: str) -> dict[str, Any]:
 
 
 def _saved_whole(trainer: Any, folder: str) -> bool:
-    """Whether ``save_pretrained`` writes every weight in the context that shows them."""
+    """Return whether ``save_pretrained`` writes every weight in the context that shows them."""
     with trainer.model_wrapped.full_parameters() as whole:
         trainer.model.save_pretrained(f"{folder}/whole")
         torch.distributed.barrier()  # rank 0 writes

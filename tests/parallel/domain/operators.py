@@ -54,7 +54,7 @@ def mesh_of(data: int, *domain: int) -> Any:
 
 
 def averaged(model: nn.Module) -> None:
-    """What a data-parallel engine does with gradients, by hand."""
+    """Average gradients by hand, as a data-parallel engine does."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([torch.view_as_real(grad.to(torch.complex128)).flatten() for grad in grads])
     dist.all_reduce(flat)  # in float64, so that the mean adds no rounding of its own

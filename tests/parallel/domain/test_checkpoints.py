@@ -15,7 +15,7 @@ from tests.parallel.domain.operators import TWO, field, mesh_of, operator, worst
 pytest.importorskip("neuralop")
 
 SINGLE = 2.0**-20
-"""Of numbers of order 1 in float32: sixteen rounding units, for four steps of Adam."""
+"""Bound for numbers of order 1 in float32: sixteen rounding units, for four steps of Adam."""
 ADAM = {"lr": 1e-3, "eps": 1e-4}
 ANY_TO_ANY = [("fairscale", (4, 1), "whole"), ("fsdp2", (1, 4), "whole"), ("fsdp2", (2, 2), "modes")]
 

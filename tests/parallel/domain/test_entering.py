@@ -1,4 +1,4 @@
-"""What enters a forward: what does not fit together raises on every rank, and names the reason.
+"""Checks that inputs which do not fit together raise on every rank, with the reason.
 
 Tests fsshard/comm/watchdog.py too.
 """

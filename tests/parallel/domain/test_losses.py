@@ -149,7 +149,7 @@ def advised(domain: Domain, advice: str, y: Tensor) -> Any:
 
 
 def test_means_of_uneven_slabs_are_refused_and_what_the_error_says_is_right(ranks: Any) -> None:
-    """Of 17 rows on 4 ranks F.mse_loss is off by 1 %, its gradient by 27 %, and nothing says so."""
+    """With 17 rows on 4 ranks F.mse_loss is off by 1 %, its gradient by 27 %, and nothing says so."""
     for found in ranks.run(job_means, 2):
         assert {name: far for name, far in found.items() if not far <= BOUND} == {} and len(found) == 4
 

@@ -35,9 +35,9 @@ from tests.training_runs import DISTRIBUTED
 pytest.importorskip("neuralop")
 
 DOUBLE = 1e-13
-"""Of numbers of order 1 in float64 (rounding unit 1.1e-16): sums of up to a thousand terms in another order."""
+"""Bound for numbers of order 1 in float64 (rounding unit 1.1e-16): sums of up to a thousand terms in another order."""
 SINGLE = 2.0**-20
-"""Of numbers of order 1 in float32: sixteen rounding units, for some transforms of up to 2^9 points."""
+"""Bound for numbers of order 1 in float32: sixteen rounding units, for some transforms of up to 2^9 points."""
 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
     # settings, points, what else: n_modes of a trained operator, or the shape of its output
@@ -138,7 +138,7 @@ def apart_once(model: Any, x: Tensor, mesh: Any) -> float:
 
 
 def test_bits(ranks: Any) -> None:
-    """Of dense weights and equal slabs; gradients that are sums over space add in another order."""
+    """Dense weights and equal slabs are bit-equal; gradients that are sums over space add in another order."""
     found = ranks.run(job_single, 4)[0]
     out, grads = found["1"]
     for count in (2, 4):

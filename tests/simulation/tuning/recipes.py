@@ -1,4 +1,4 @@
-"""What tests of the tuner train, and what their ranks run."""
+"""Recipes for tests of the tuner, and what their ranks run."""
 
 from __future__ import annotations
 

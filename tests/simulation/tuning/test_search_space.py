@@ -1,4 +1,4 @@
-"""What is tried: read off a model's profile, and written as code."""
+"""Checks which settings are tried: read off a model's profile, and written as code."""
 
 from __future__ import annotations
 

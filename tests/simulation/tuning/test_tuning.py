@@ -151,7 +151,7 @@ def test_a_bound_that_nothing_meets_is_told_with_ways_out_and_what_is_given_is_k
 
 
 def test_a_search_does_not_go_on_without_the_process_that_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found before it died would pass for the winner."""
+    """Otherwise the best so far would pass for the winner."""
 
     def answer(simulator: Simulator, function: Any, *arguments: Any) -> Any:
         if function is run_job:

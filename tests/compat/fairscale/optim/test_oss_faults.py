@@ -37,7 +37,7 @@ from tests.oss.trainings import (
 
 
 def told(call: Any) -> tuple[str, str]:
-    """What is raised."""
+    """Return what is raised."""
     found = refusal(call)
     assert found is not None, "nothing was raised"
     return found

@@ -115,7 +115,7 @@ def test_equal_to_the_plain_module(dropout: float, offload: bool) -> None:
 
 
 def test_memory_is_that_of_the_inputs() -> None:
-    """What autograd keeps of a wrapped block: its input, and nothing of what it computed."""
+    """Autograd keeps the input of a wrapped block, and nothing of what it computed."""
 
     def kept(module: nn.Module, x: Tensor) -> int:
         sizes: list[int] = []

@@ -230,7 +230,7 @@ def against_ddp(
 
 
 def told_by(call: Callable[[], Any]) -> str:
-    """What is raised, by class and text; "" where nothing is."""
+    """Return what is raised, by class and text; "" where nothing is."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What ranks run for the tests of ShardedDataParallel: small trainings, the same under four wrappers."""
+"""Jobs for the tests of ShardedDataParallel: small trainings, the same under four wrappers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAM = {"optim": torch.optim.Adam, "lr": 0.01}
 
 
 class ByHand(nn.Module):
-    """What DDP computes, where its own reducer cannot: every backward is reduced by ``after``."""
+    """Computes as DDP does, also where its reducer cannot: every backward is reduced by ``after``."""
 
     def __init__(self, module: nn.Module, group: Any = None) -> None:
         super().__init__()

@@ -675,7 +675,7 @@ def test_loading_loosely_and_with_the_wrappers_levels() -> None:
 
 @on_ranks()
 def test_state_dict_of_the_wrapped_module() -> None:
-    """Of an unflattened wrapper this rank's parts, as in the real library; of a flattened one an error."""
+    """An unflattened wrapper gives this rank's parts, as in the real library; a flattened one raises."""
     ours, theirs = FSDP(tied(), flatten_parameters=False), raw(tied(), flatten_parameters=False)
     wanted, found = theirs.module.state_dict(), ours.module.state_dict()
     assert found.keys() == wanted.keys() and unlike(found, wanted) == []
@@ -708,7 +708,7 @@ def test_parts_of_each_rank(flatten: bool) -> None:
 
 @on_ranks()
 def test_parts_that_the_real_library_wrote() -> None:
-    """What it writes of its parts is what we write, and what we load."""
+    """The real library writes its parts as we write ours, and we load them."""
     theirs, ours, plain = nested(kind=raw), nested(), mlp()
     with torch.no_grad():
         for parameter in (*theirs.parameters(), *plain.parameters()):

@@ -569,7 +569,7 @@ def test_the_newer_wrapper_takes_over() -> None:
 
 @on_ranks(1)
 def test_surface() -> None:
-    """What FairScale's users see of it."""
+    """Its arguments and attributes are those that FairScale's users see."""
     module = mlp()
     module.banana = "sweet"  # type: ignore[assignment]
     (wrapped, optimizer), (raw, _) = build("ours", module), build("real", mlp())
