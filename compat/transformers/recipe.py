@@ -104,7 +104,7 @@ class _Training:
         named = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         self.takes_count = bool(getattr(found, "accepts_loss_kwargs", named))  # the loss is divided by what it is told
         config = getattr(found, "config", None)
-        causal = LOSS_MAPPING.get(getattr(found, "loss_type", None)) is ForCausalLMLoss  # type: ignore[arg-type]
+        causal = LOSS_MAPPING.get(getattr(found, "loss_type", None)) is ForCausalLMLoss
         self.counts_from = 1 if causal and not getattr(config, "is_encoder_decoder", False) else 0  # of the labels
         several = getattr(config, "problem_type", None) == "multi_label_classification"
         self.smoothed = bool(args.label_smoothing_factor) and not several
