@@ -21,7 +21,7 @@ LINES = {
     "fsshard + compat": 46_673,
     "fsshard/backends": 4_261,
     "fsshard/checkpoint": 4_738,
-    "fsshard/parity": 4_372,
+    "fsshard/parity": 3_987,
     "fsshard/sharded": 4_311,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_078,
@@ -29,7 +29,7 @@ LINES = {
     "fsshard/oss": 1_925,
     "fsshard/torch_private": 1_595,
     "fsshard/complex_params": 1_608,
-    "compat": 7_479,
+    "compat": 7_872,
     "tests": 49_081,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""

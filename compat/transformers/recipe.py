@@ -20,8 +20,9 @@ from transformers.utils.generic import find_labels
 
 from fsshard.errors import RecipeError
 from fsshard.parity.one_process import kept_random_numbers
-from fsshard.parity.recipe import Configured, SampledBatches, optimizer_fields
 from fsshard.recipes.recipe import Recipe, join_batches
+
+from ..recipes import Configured, SampledBatches, optimizer_fields
 
 INSTEAD = {
     "activation_checkpointing": "pass activation_checkpointing=True to from_transformers",

@@ -19,7 +19,6 @@ from fsshard.parallel.data_rank import data_rank
 from fsshard.parity.bounds import note_batches
 from fsshard.parity.engine import Engine, WrappedEngine, make_engine, optimizer_of
 from fsshard.parity.one_process import Shadow, built, random_state
-from fsshard.parity.recipe import FreshScheduler
 from fsshard.parity.sketch import digest, real_view
 from fsshard.parity.trace import Step
 from fsshard.recipes.recipe import Recipe, Split, check_loss, resolve, seed_all, split_by
@@ -75,8 +74,7 @@ class Training:
             module = self._split.model.to(job.device)
         self.engine = make_engine(job.engine, self.recipe, module, self._split.settings)
         make = self.recipe.scheduler
-        # An epoch has fewer steps on more ranks, of which a trainer's schedule is told.
-        more = [job.world_size] if isinstance(make, FreshScheduler) else []
+        more = [job.world_size] if getattr(make, "takes_world_size", False) else []  # a trainer's schedule per epoch
         self.scheduler: Any = None if make is None else make(self.engine.optimizer, *more)
         self._shadow: Shadow | None = None
         seed_all(self.recipe.seed + 1 + self.sample_rank)

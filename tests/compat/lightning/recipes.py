@@ -12,9 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fsshard.compat.lightning import from_lightning
 from fsshard.compat.lightning.plugins import Launched
 from fsshard.parity import Recipe
-from fsshard.parity.recipe import from_lightning
 from fsshard.parity.training import Job, Training
 
 STEPS = 6

@@ -1,6 +1,6 @@
 """A LightningModule as a recipe: the training that Lightning's Trainer does.
 
-Tests fsshard/parity/recipe.py, too.
+Tests compat/recipes.py, and fsshard/parity/recipe.py, where scripts of before import it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ pytest.importorskip("lightning.pytorch")
 
 from torch.utils.data import ChainDataset, DataLoader, WeightedRandomSampler
 
+from fsshard.compat.lightning import from_lightning
 from fsshard.errors import RecipeError
-from fsshard.parity import compare
-from fsshard.parity.recipe import from_lightning
-from tests.parity import lightning_recipes as made
+from fsshard.parity import compare, recipe
+from tests.compat.lightning import recipes as made
 
-SOURCE = "tests.parity.lightning_recipes:recipe"
+SOURCE = "tests.compat.lightning.recipes:recipe"
 
 
 def test_four_engines_train_it_alike_and_as_lightning_does(ranks: Any) -> None:
@@ -43,7 +43,7 @@ def test_what_a_recipe_cannot_say_is_refused() -> None:
     for said in ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler"):
         with pytest.raises(RecipeError, match=rf"from_lightning\({said}=...\): the LightningModule says it"):
             from_lightning(made.Module, made.Data(), **{said: None})
-    assert from_lightning(made.Hooked(), made.Data(), without=("on_before_optimizer_step",)).name == "Hooked"
+    assert recipe.from_lightning(made.Hooked(), made.Data(), without=("on_before_optimizer_step",)).name == "Hooked"
     for loader, words in (
         (DataLoader([1], sampler=WeightedRandomSampler([1.0], 1)), "WeightedRandomSampler cannot be divided"),
         (DataLoader(ChainDataset([])), "cannot be told by index"),
@@ -55,7 +55,7 @@ def test_what_a_recipe_cannot_say_is_refused() -> None:
 def test_the_loss_alone_of_a_module_that_takes_its_steps_itself(ranks: Any) -> None:
     """The advice of the error, followed."""
     report = compare(
-        "tests.parity.lightning_recipes:loss_alone", backends=["ddp"], world_sizes=[2], steps=1, pool=ranks
+        "tests.compat.lightning.recipes:loss_alone", backends=["ddp"], world_sizes=[2], steps=1, pool=ranks
     )
     assert report.ok, str(report)
 
