@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from tests.parity.bare import average as average
 
 
 class Written(Optimizer):
@@ -201,15 +202,6 @@ class Blocked(Optimizer):
                 momentum.mul_(0.9).add_(gradient[start : start + block.numel()])
                 block.add_(momentum, alpha=-self.param_groups[0]["lr"])
                 start += block.numel()
-
-
-def average(module: nn.Module) -> None:
-    """The mean of all ranks' gradients, by hand."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            whole = torch.view_as_real(parameter.grad) if parameter.grad.is_complex() else parameter.grad
-            whole.div_(dist.get_world_size())
-            dist.all_reduce(whole)
 
 
 def by_hand(module: nn.Module, optimizer: Any, loss: Callable[[Any, int], Tensor], steps: int) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -23,7 +22,7 @@ from fsshard.parity.one_process import Draw, Shadow, perturbed
 from fsshard.parity.sketch import digest, real_view, sketch
 from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
-from fsshard.recipes.recipe import Recipe, RecipeLike, resolve
+from fsshard.recipes.recipe import Recipe
 
 ORDERS = 8
 """Draws of a whole training that runs freely."""
@@ -187,40 +186,25 @@ def _check_samples_stay_apart(
         )
 
 
-# ------------------------------------------------------------------------------- the same samples on other ranks
+# ------------------------------------------------------------------------------------------------------- batches
 
 
-def samples_of(batch: Any) -> int:
-    """Return how many samples a batch has along dim 0 of every tensor and array, or raise NotComparable."""
+def part_of(batch: Any, rank: int, ranks: int) -> Any:
+    """Return one rank's samples of a joined batch, or raise NotComparable if they cannot be divided evenly."""
     sizes = {leaf.shape[0] for leaf in leaves(batch) if is_array(leaf)}
     if len(sizes) != 1:
         raise NotComparable(
             f"tensors of the batch have {sorted(sizes)} rows: samples must lie along dim 0 of every tensor, or the "
             "recipe needs a join function"
         )
-    return int(sizes.pop())
-
-
-def at_world_size(source: RecipeLike, world_size: int) -> Any:
-    """Return a source of the recipe, with the batches of ``world_size`` ranks divided among however many train."""
-    return functools.partial(_regrouped, source, world_size)
-
-
-def _regrouped(source: RecipeLike, world_size: int) -> Recipe:
-    recipe = resolve(source)
-
-    def batches(rank: int, ranks: int, number: int) -> Any:
-        joined = recipe.joined([recipe.batches(r, world_size, number) for r in range(world_size)])
-        samples = samples_of(joined)
-        if samples % ranks:
-            raise NotComparable(
-                f"the {samples} samples of a batch of {world_size} ranks cannot be divided evenly among {ranks}; "
-                "compare with a number of ranks that divides them"
-            )
-        rows = list(range(rank * samples // ranks, (rank + 1) * samples // ranks))
-        return map_leaves(lambda leaf: leaf[rows] if is_array(leaf) else leaf, joined)
-
-    return replace(recipe, batches=batches)
+    samples = sizes.pop()
+    if samples % ranks:
+        raise NotComparable(
+            f"the {samples} samples of a joined batch cannot be divided evenly among {ranks} ranks; compare with a "
+            "number of ranks that divides them"
+        )
+    rows = slice(rank * samples // ranks, (rank + 1) * samples // ranks)
+    return map_leaves(lambda leaf: leaf[rows] if is_array(leaf) else leaf, batch)
 
 
 def note_batches(step: Step, batches: list[list[Any]], *, sketched: bool = True) -> None:

@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
-from fsshard.parity.bounds import NotComparable, measure, note_batches, reduction_bound, reduction_roundings, underflow
+from fsshard.parity.bounds import NotComparable, measure, reduction_bound, reduction_roundings, underflow
 from fsshard.parity.comparing import Found, StepComparison, all_batches
 from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
-from fsshard.parity.one_process import Shadow, perturbed
+from fsshard.parity.one_process import perturbed
 from fsshard.parity.report import Difference, RankStep, difference, worst_of
 from fsshard.parity.sketch import Sketch, real_view, sketch
 from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Step, environment, read_tensors, write_tensors
-from fsshard.parity.training import Job, Training
-from fsshard.recipes.recipe import resolve
+from fsshard.parity.training import Bare, Job, Training
 
 REFERENCE = "reference"
 """A detail beside :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
@@ -75,7 +74,7 @@ def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
 def _rounding(run: Training, step: int) -> Rounding:
     """Return the bounds of this step as far as this run can give them. Collective."""
     rounding, magnitudes, world_size = Rounding(), {}, run.job.world_size
-    if run.joins or run.job.reference_joined:
+    if run.joins or isinstance(run.engine, Bare):
         rounding = measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
     elif reduction_roundings(world_size, run.recipe.accumulate):  # else no engine can add in another order
         found, counts = run.magnitudes(step)
@@ -85,21 +84,10 @@ def _rounding(run: Training, step: int) -> Rounding:
     return rounding
 
 
-def recorded_batches(job: Job) -> RankTrace:
-    """Return the batches of a job's ranks in each step, or raise NotComparable where others train something else."""
-    recipe, trace = resolve(job.source), RankTrace()
-
-    def batches(step: int) -> list[list[Any]]:
-        numbers = range(step * recipe.accumulate, (step + 1) * recipe.accumulate)
-        return [[recipe.batches(rank, job.world_size, number) for rank in range(job.world_size)] for number in numbers]
-
-    shadow = Shadow(recipe, job.device)
-    shadow.load(dict(shadow.module.named_parameters()).items(), shadow.module.named_buffers())
-    measure(shadow, recipe, lambda: batches(0), 0)
-    for number in range(job.steps):
-        trace.steps.append(Step(batches=[], loss=0.0, norm=0.0))
-        note_batches(trace.steps[-1], batches(number))
-    return trace
+def check_samples_apart(job: Job) -> None:
+    """Raise NotComparable if training on the same samples in other batches gives something else. On one process."""
+    run = Training(job)
+    measure(run.shadow(), run.recipe, lambda: run.batches(0), 0)
 
 
 # ------------------------------------------------------------------------------------------ beside the reference
@@ -117,17 +105,13 @@ class _RunComparison(StepComparison):
     recorded_in = "the reference"
 
     def __init__(self, run: Training, reference: list[RankTrace]) -> None:
-        super().__init__(
-            reference,
-            0 if run.job.reference_joined else run.rank,
-            rank=run.rank,
-            regrouped=run.joins or run.job.reference_joined,
-            own_engine=not isinstance(run.engine, WrappedEngine),
-            owned=run.engine.owned,
-        )
-        self.run = run
+        self.run, self.ranks, self.rank, self.owned = run, reference, run.rank, run.engine.owned
+        # The reference is one process on the joined batch.
+        self.joined = len(reference) == 1 and (run.job.world_size > 1 or run.mesh is not None)
+        self.process, self.regrouped = 0 if self.joined else run.rank, run.joins or self.joined
+        self.own_engine = not isinstance(run.engine, WrappedEngine)
         # The reference's own process once more: nothing can add in another order.
-        self.again = run.job.reference_joined and run.mesh is None and dist.get_world_size() == 1
+        self.again = self.joined and run.mesh is None and dist.get_world_size() == 1
         self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
         self.gradients: Mapping[str, Tensor] = {}
         self.rounding = Rounding()
@@ -138,7 +122,7 @@ class _RunComparison(StepComparison):
         """Train and compare one step. Collective."""
         run, job = self.run, self.run.job
         self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._read(number, "magnitude")
-        if run.joins and not job.reference_joined:
+        if run.joins and not self.joined:
             self.rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
         initial = run.weights() if number == 0 else {}
         step, tensors = run.step(number, noted=lambda step: self._check_batches(number, step))

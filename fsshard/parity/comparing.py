@@ -50,35 +50,28 @@ class StepComparison:
     A subclass says what is recorded (``recorded``), how tensors, samples and norms are compared (``tensor``,
     ``batches``, ``norms``), how far a number may round (``number_bound``) and what the mean of all ranks' losses is.
 
-    Args:
+    Attributes:
+        recorded_in: where, in words.
         ranks: the recorded training, rank by rank.
         process: whose record these steps are held against.
         rank: of whoever trained the steps.
         regrouped: it trained on other samples than the recorded process, so only what all ranks share is compared.
         own_engine: an engine of the user's own trained them, which may show no more than weights.
-        owned: name -> [start, stop) of the real numbers of a parameter that this rank updates.
     """
 
     recorded_in: ClassVar[str]
+    ranks: list[RankTrace]
+    process: int
+    rank: int
+    regrouped: bool
+    own_engine: bool
+    owned: Callable[[str], tuple[int, int]]  # [start, stop) of the real numbers of a parameter that this rank updates
     recorded: Callable[[str], Mapping[str, Any] | None]
     tensor: Callable[[str, str, Any, Any], Difference]
     batches: Callable[[], Found]
     norms: Callable[[], Found]
     number_bound: Callable[[str, float], float]
     mean_loss: Callable[[], float]
-
-    def __init__(
-        self,
-        ranks: list[RankTrace],
-        process: int,
-        *,
-        rank: int,
-        regrouped: bool,
-        own_engine: bool,
-        owned: Callable[[str], tuple[int, int]],
-    ) -> None:
-        self.ranks, self.process, self.rank = ranks, process, rank
-        self.regrouped, self.own_engine, self._owned = regrouped, own_engine, owned
 
     def compare_step(self, number: int, step: Step, tensors: Tensors) -> RankStep:
         """Compare one step, whose tensors are given as the record has them: by quantity and name."""
@@ -138,7 +131,7 @@ class StepComparison:
                 yield name, unequal(self.rank, f"missing in {self.recorded_in}")
                 continue
             found = self.tensor(quantity, name, recorded[name], value)
-            start, stop = self._owned(name.partition(": ")[0])
+            start, stop = self.owned(name.partition(": ")[0])
             pairs = "complex" in str(value.dtype)
             if found.verdict != "exact" and start <= place_of(value.shape, pairs, found.index) < stop:
                 self.result.owner.add((quantity, name))
@@ -174,7 +167,7 @@ def compare_traces(
     before: Trace,
     now: Trace,
     *,
-    batches: RankTrace | None = None,
+    regrouped: bool = False,
     draws: Draws = (),
     exactly: bool = False,
 ) -> list[StepReport]:
@@ -183,15 +176,15 @@ def compare_traces(
     Args:
         before: the recorded training.
         now: another.
-        batches: those that the ranks' batches were made of, where these are others than the recorded ones.
+        regrouped: its processes have trained on other parts of the same samples than those of the record.
         draws: one training as it is, then some with other rounding, each as its ranks saw it. How far these are from
             the first one measures the bounds. (It need not be ``now``, whose engine may be wrong.)
         exactly: nothing may round: every bound is zero.
     """
-    # Where the ranks' batches are others, only what all ranks share can be compared: rank 0 speaks for it.
+    # Where samples are divided otherwise, only what all ranks share can be compared: rank 0 speaks for it.
     found = []
-    for rank in range(len(now.ranks) if batches is None else 1):
-        comparison, steps = _TraceComparison(before, now, rank, batches, draws, exactly), []
+    for rank in range(1 if regrouped else len(now.ranks)):
+        comparison, steps = _TraceComparison(before, now, rank, regrouped, draws, exactly), []
         for number, step in enumerate(now.ranks[rank].steps):
             initial = {"initial weight": now.ranks[rank].initial} if number == 0 else {}
             # without outputs: first_output() compares those of all steps
@@ -221,19 +214,11 @@ class _TraceComparison(StepComparison):
 
     recorded_in = "the record"
 
-    def __init__(
-        self, before: Trace, now: Trace, rank: int, batches: RankTrace | None, draws: Draws, exactly: bool
-    ) -> None:
-        super().__init__(
-            before.ranks,
-            rank,
-            rank=rank,
-            regrouped=batches is not None,
-            own_engine=now.backend.partition("(")[0] not in backend_names(),
-            owned=lambda name: now.ranks[rank].owned.get(name, (0, 0)),
-        )
+    def __init__(self, before: Trace, now: Trace, rank: int, regrouped: bool, draws: Draws, exactly: bool) -> None:
+        self.ranks, self.process, self.rank, self.regrouped = before.ranks, rank, rank, regrouped
+        self.own_engine = now.backend.partition("(")[0] not in backend_names()
+        self.owned = lambda name: now.ranks[rank].owned.get(name, (0, 0))
         self._now, self._draws, self._exactly = now, draws, exactly
-        self._sampled = now.ranks if batches is None else [batches]
         # Tensors are looked at where sketches differ: all of one quantity and step are read at once.
         self._read = lru_cache(maxsize=4)(lambda path, step, quantity: read_tensors(path, step, quantity, rank))
         self._files = [trace.tensors for trace in (before, now) if trace.tensors is not None]
@@ -248,7 +233,7 @@ class _TraceComparison(StepComparison):
 
     def batches(self) -> Found:
         """Compare the samples of all ranks; rank 0 does."""
-        got = all_batches(self._sampled, self.number)
+        got = all_batches(self._now.ranks, self.number)
         for place, (expected, samples) in all_batches(self.ranks, self.number).items() if self.rank == 0 else ():
             digest, others = got.get(place, ("", {}))
             rank = place[1]
@@ -331,7 +316,7 @@ def _allowed(got: Sketch, drawn: Sequence[Sketch]) -> float:
 
 
 def all_batches(ranks: Sequence[RankTrace], number: int) -> dict[tuple[int, int], tuple[str, dict[str, Sketch]]]:
-    """Return (accumulated batch, rank) -> digest, and sketches of its tensors; one process may have trained on all."""
+    """Return (accumulated batch, rank) -> digest, and sketches of its tensors; a process may have noted all ranks'."""
     found = {}
     for process, rank in enumerate(ranks):
         step = rank.steps[number]
@@ -339,7 +324,7 @@ def all_batches(ranks: Sequence[RankTrace], number: int) -> dict[tuple[int, int]
         for micro, place in ((micro, place) for micro, row in enumerate(step.batches) for place in range(len(row))):
             start = f"{micro}.{place}."
             tensors = {name.removeprefix(start): one for name, one in samples.items() if name.startswith(start)}
-            found[micro, place if len(ranks) == 1 else process] = step.batches[micro][place], tensors
+            found[micro, process if len(step.batches[micro]) == 1 else place] = step.batches[micro][place], tensors
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill, indent
@@ -86,7 +86,31 @@ class ParityReport:
 
     def table(self) -> Table:
         """Return a rich table for the terminal, or raise MissingExtra if rich is not installed."""
-        return _table(self)
+        try:
+            from rich import box
+            from rich.markup import escape
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError as error:
+            raise MissingExtra("rich", "cli", "a table in the terminal") from error
+        made = Table(title=escape(head(self)), caption=_caption(self), box=box.SIMPLE_HEAD, pad_edge=False)
+        made.title_justify = made.caption_justify = "left"
+        made.padding = (0, 1, 0, 0)  # 80 columns hold it
+        names, *lines = rows(self)
+        for place, name in enumerate(names):
+            # a number never breaks; its ulp may go to the next line
+            width = max(7, len(name)) if 2 < place < len(names) - 1 else None
+            made.add_column(
+                name,
+                justify="right" if name in ("ranks", "mesh", "seconds") else "left",
+                no_wrap=place < 3,
+                min_width=width,
+            )
+        for cell, line in zip(self.cells, lines, strict=True):
+            entries = [Text(entry, style="dim" if entry in ("0", "-") else "") for entry in line]
+            entries[2] = Text(line[2], style=STYLES.get(cell.verdict, ""))
+            made.add_row(*entries)
+        return made
 
     def plot(self, path: str | Path) -> None:
         """Write a picture: loss curves, and below how far loss and weights are from the reference's at each step.
@@ -259,34 +283,6 @@ def _brief(cells: list[Cell]) -> str:
     return f"{_headline(cells)}{said}"
 
 
-def _table(report: ParityReport) -> Table:
-    try:
-        from rich import box
-        from rich.markup import escape
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as error:
-        raise MissingExtra("rich", "cli", "a table in the terminal") from error
-    made = Table(title=escape(head(report)), caption=_caption(report), box=box.SIMPLE_HEAD, pad_edge=False)
-    made.title_justify = made.caption_justify = "left"
-    made.padding = (0, 1, 0, 0)  # 80 columns hold it
-    names, *lines = rows(report)
-    for place, name in enumerate(names):
-        # a number never breaks; its ulp may go to the next line
-        width = max(7, len(name)) if 2 < place < len(names) - 1 else None
-        made.add_column(
-            name,
-            justify="right" if name in ("ranks", "mesh", "seconds") else "left",
-            no_wrap=place < 3,
-            min_width=width,
-        )
-    for cell, line in zip(report.cells, lines, strict=True):
-        entries = [Text(entry, style="dim" if entry in ("0", "-") else "") for entry in line]
-        entries[2] = Text(line[2], style=STYLES.get(cell.verdict, ""))
-        made.add_row(*entries)
-    return made
-
-
 # ----------------------------------------------------------------------------------------------------------- picture
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -294,6 +290,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, FAINT = "#4D4D4D", "#BFBFBF"
 Looks = dict[str, dict[str, Any]]
+PANELS = {
+    "loss": "loss",
+    "loss difference": "|loss $-$ reference|",
+    "weight difference": "largest |weight $-$ reference|",
+}
 
 
 def figure(report: ParityReport) -> Figure:
@@ -323,12 +324,11 @@ def figure(report: ParityReport) -> Figure:
     for column, ranks in enumerate(sizes):
         cells = [cell for cell in report.cells if _ranks(cell) == ranks]
         _draw_losses(grid[0, column], cells, looks, report.reference)
-        for axes, gap in zip(grid[1:, column], GAPS.values(), strict=True):
-            _draw_gaps(axes, cells, looks, gap, [gap(step) for cell in report.cells for step in cell.steps])
-        for axes, panel in zip(
-            grid[:, column], ("loss", *(f"{quantity} difference" for quantity in GAPS)), strict=True
-        ):
+        for axes, quantity in zip(grid[1:, column], ("loss", "weight"), strict=True):
+            _draw_gaps(axes, cells, looks, quantity, [_gap(s, quantity) for cell in report.cells for s in cell.steps])
+        for axes, (panel, label) in zip(grid[:, column], PANELS.items(), strict=True):
             axes.set_label(f"{panel}, {ranks.partition(' ')[0]}")
+            axes.set_ylabel(label if column == 0 else "")
             axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
@@ -336,26 +336,13 @@ def figure(report: ParityReport) -> Figure:
         grid[0, column].xaxis.set_major_locator(MaxNLocator(integer=True))
         grid[0, column].set_title(ranks, fontsize=11, color=GREY)
         grid[2, column].set_xlabel("step")
-    for axes, label in zip(grid[:, 0], ("loss", "|loss $-$ reference|", "largest |weight $-$ reference|"), strict=True):
-        axes.set_ylabel(label)
     result = fill(summary(report), width=max(90, 55 * len(sizes)))
     made.suptitle(f"{head(report)}\n{result}", fontsize=11, x=0.02, ha="left", parse_math=False)
     return made
 
 
-def _loss_gap(step: StepReport) -> float:
-    if "loss" in step.differences:  # losses of the ranks may differ where their mean does not
-        return step.worst("loss").max_abs
-    same = step.loss == step.reference_loss or (math.isnan(step.loss) and math.isnan(step.reference_loss))
-    return 0.0 if same else abs(step.loss - step.reference_loss)
-
-
-def _weight_gap(step: StepReport) -> float:
-    values = [d.max_abs for d in step.differences.get("weight", {}).values()]
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
-
-
-GAPS: dict[str, Callable[[StepReport], float]] = {"loss": _loss_gap, "weight": _weight_gap}
+def _gap(step: StepReport, quantity: str) -> float:
+    return max((d.max_abs for d in step.differences.get(quantity, {}).values()), default=0.0)
 
 
 def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) -> None:
@@ -370,9 +357,7 @@ def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) ->
     axes.legend(frameon=False, fontsize=9, handletextpad=1.2)
 
 
-def _draw_gaps(
-    axes: Axes, cells: list[Cell], looks: Looks, gap: Callable[[StepReport], float], everywhere: list[float]
-) -> None:
+def _draw_gaps(axes: Axes, cells: list[Cell], looks: Looks, quantity: str, everywhere: list[float]) -> None:
     """Draw differences on a logarithmic axis that is linear near zero; NaN and infinity have a place above.
 
     Equal curves lie on top of each other, as losses do. ``everywhere`` has the differences of all columns.
@@ -384,7 +369,7 @@ def _draw_gaps(
     axes.set_ylim(-0.3 * low, 30 * high if broken else high)
     for cell in cells:
         look = looks[cell.backend]
-        gaps = [value if math.isfinite(value) else 10 * high for value in map(gap, cell.steps)]
+        gaps = [value if math.isfinite(value) else 10 * high for value in (_gap(s, quantity) for s in cell.steps)]
         axes.plot(gaps, **look, markevery=_every(cell))
         if cell.verdict == "different" and cell.first_divergence is not None:
             axes.axvline(cell.first_divergence.step, color=look["color"], linewidth=0.8, linestyle=":", zorder=0)

@@ -29,8 +29,8 @@ from fsshard.errors import (
     UnsupportedByBackend,
 )
 from fsshard.launching.pool import MOST_RANKS, RankPool
-from fsshard.parity.bounds import ORDERS, NotComparable, at_world_size
-from fsshard.parity.checking import REFERENCE, observe, observe_perturbed, recorded_batches, rerun
+from fsshard.parity.bounds import ORDERS, NotComparable
+from fsshard.parity.checking import REFERENCE, check_samples_apart, observe, observe_perturbed, rerun
 from fsshard.parity.comparing import (
     all_batches,
     cell_of,
@@ -129,13 +129,12 @@ def compare(
         steps = against.steps if steps is None else steps
     backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
     judge = reference or ("ddp" if mesh is None else "none")
-    asked = [1] if mesh is not None else (1, 2) if world_sizes is None else world_sizes
-    sizes = _checked(backends, asked, steps, judge)
+    sizes = _checked(backends, (1, 2) if world_sizes is None else world_sizes, steps, judge)
     if against is not None and steps > against.steps:
         raise ConfigurationError(f"steps={steps}: {_named(against)} has {against.steps}; ask for as many or fewer")
     places: list[tuple[int, dict[str, int] | None]] = [(size, None) for size in sizes]
     if mesh is not None:
-        meshes = _checked_meshes(mesh, recipe, backends, world_sizes, reference)
+        meshes = _checked_meshes(mesh, recipe, backends, None if world_sizes is None else sizes, reference)
         places = [(data_ranks(each), each) for each in meshes]
     trained = [*backends, judge] if against is None else backends
     most = MOST_RANKS if pool is None else pool.most_ranks
@@ -239,9 +238,6 @@ def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: 
             backend_class(backend_of(spec), 2)  # raises for a name that is none
         elif name in backend_names():  # the report would show the one as the other
             raise ConfigurationError(f"engine {spec.__name__} is named {name!r}, like a backend; give it another name")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigurationError(f"backends names {', '.join(twice)} twice")
     if reference not in backend_names() or not backend_class(reference).facts.is_reference:
         raise ConfigurationError(
             f"reference={reference!r}: expected 'ddp' or 'none' (one process on the joined batch); to compare other "
@@ -258,7 +254,7 @@ def _checked_meshes(
     mesh: Any,
     recipe: RecipeLike,
     backends: Sequence[EngineSpec],
-    world_sizes: Iterable[int] | None,
+    world_sizes: list[int] | None,
     reference: str | None,
 ) -> list[dict[str, int]]:
     """Raise for what has no meaning beside a mesh; return the meshes that ``mesh`` means, each once."""
@@ -275,14 +271,10 @@ def _checked_meshes(
             f"backends holds {own[0]}: an engine of your own cannot be given a mesh; name backends of fsshard"
         )
     meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, given)}
-    asked = None if world_sizes is None else list(world_sizes if isinstance(world_sizes, Iterable) else [world_sizes])
     for text, sizes in meshes.items():
         ranks = math.prod(sizes.values())
-        if asked is not None and asked != [ranks]:
-            raise ConfigurationError(
-                f"world_sizes={asked!r}: mesh {text} has {ranks} ranks; leave world_sizes out, or give a mesh of "
-                "that many"
-            )
+        if world_sizes is not None and world_sizes != [ranks]:
+            raise ConfigurationError(f"world_sizes={world_sizes}: mesh {text} has {ranks} ranks; leave world_sizes out")
         if splits(sizes) and resolve(recipe).split is None:
             raise RecipeError(
                 f"mesh {text}: the recipe does not say how its model is divided over {', '.join(splits(sizes))}; give "
@@ -314,8 +306,9 @@ class _Runner:
     def run(self, function: Callable[..., Any], job: Job, *arguments: Any, text: str = "") -> list[Any]:
         """Return the results of ``function(job, *arguments)`` of each rank; a user's mistake is raised as it is."""
         samples = "the samples of " if job.engine is Bare else ""
-        count = 1 if _in_one_process(job.engine) else job.world_size
-        where = f"{samples}{job.world_size} rank{'s' * (job.world_size > 1)}"
+        named = job.processes or job.world_size
+        count = 1 if _in_one_process(job.engine) else named
+        where = f"{samples}{named} rank{'s' * (named > 1)}"
         if job.mesh is not None:
             count, where = math.prod(job.mesh.values()), mesh_text(job.mesh)
         shown = f"{engine_name(job.engine)} on {where}{f' ({text})' if text else ''}"
@@ -418,8 +411,7 @@ def _compare_with_reference(
     runner.total = 2 * len(sizes) + same.count(False) * len(places)
     for size in sizes:  # the numbers of one reference are on disk at a time
         with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
-            joined = _in_one_process(reference.engine) and (size > 1 or reference.engine is Bare)
-            job = replace(reference, world_size=size, folder=folder, reference_joined=joined)
+            job = replace(reference, world_size=size, folder=folder)
             judge: _Reference | Cell
             try:
                 judge = _Reference(runner, job)
@@ -528,7 +520,7 @@ class _Record:
     def __init__(self, runner: _Runner, trace: Trace, recipe: RecipeLike, report: ParityReport) -> None:
         self.runner, self._trace, self._recipe, self._report = runner, trace, recipe, report
         self._draws: dict[bool, list[list[RankTrace]]] = {}
-        self._batches: RankTrace | None = None
+        self._checked = False
 
     def __call__(self, job: Job, text: str) -> Cell:
         """Run a job, and compare it with the record."""
@@ -537,15 +529,13 @@ class _Record:
         # on the joined batches of all ranks.
         one_process = _in_one_process(job.engine)
         same = len(before.ranks) == (1 if one_process else size) and (one_process or size == recorded)
-        if one_process:
-            job = replace(job, world_size=recorded)
-        elif size != recorded:
-            job = replace(job, source=at_world_size(job.source, recorded))
-        batches = None if same else self._recorded_batches(job)
+        job = replace(job, world_size=recorded, processes=0 if one_process or size == recorded else size)
+        if not same:
+            self._check_samples_apart(job)
         now = _observed(self.runner, job, self._recipe, before.detail, text or "against the record")
         self._note_changes(now)
         may_round = freedom(before, now) if same else "everything"
-        steps = compare_traces(before, now, batches=batches, exactly=may_round == "nothing")
+        steps = compare_traces(before, now, regrouped=not same, exactly=may_round == "nothing")
         beside = bool(before.ranks[0].rounding) and bool(backend_of(job.engine))  # its weights can be reset
         if needs_bounds(steps) and may_round == "sum over ranks" and beside:
             # With the record's tensors each step starts as it did then, and the bound is the sum's alone.
@@ -553,19 +543,17 @@ class _Record:
             job = replace(job, folder=str(before.tensors))
             steps = merged(self.runner.run(rerun, job, before.ranks, text="step by step"))
         elif needs_bounds(steps) and may_round != "nothing":
-            steps = compare_traces(before, now, batches=batches, draws=self._drawn(job, one_process))
+            steps = compare_traces(before, now, regrouped=not same, draws=self._drawn(job, one_process))
         cell = cell_of(steps, before.parameters)
         said = (_first_bits(cell, before.parameters), first_output(before, now) if same else "")
         cell.reason = "; ".join(text for text in said if text and cell.verdict != "exact")
         return cell
 
-    def _recorded_batches(self, job: Job) -> RankTrace:
-        """Return the recorded ranks' batches, once it is known that other ranks train the same on them."""
-        if self._batches is None:
+    def _check_samples_apart(self, job: Job) -> None:
+        if not self._checked:
             self.runner.total += 1
-            job = replace(job, source=self._recipe, engine=Bare, world_size=self._trace.world_size)
-            self._batches = self.runner.run(recorded_batches, job, text="other ranks?")[0]
-        return self._batches
+            self.runner.run(check_samples_apart, replace(job, engine=Bare, processes=0), text="other ranks?")
+            self._checked = True
 
     def _drawn(self, job: Job, one_process: bool) -> list[list[RankTrace]]:
         """Return one training as it is, then each draw, as their ranks saw them; the same for all engines of a kind."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsshard.errors import RecipeError
 from fsshard.nested import map_leaves
 from fsshard.parallel.data_rank import data_rank
-from fsshard.parity.bounds import note_batches
+from fsshard.parity.bounds import note_batches, part_of
 from fsshard.parity.engine import Engine, WrappedEngine, make_engine, optimizer_of
 from fsshard.parity.one_process import Shadow, built, random_state
 from fsshard.parity.sketch import digest, real_view
@@ -32,9 +32,9 @@ class Job:
         source: the recipe, or what :func:`~fsshard.recipes.recipe.resolve` makes one of.
         engine: what trains it.
         steps: optimizer steps.
-        world_size: ranks whose batches are trained on; one process may join them, and a mesh have more.
+        world_size: ranks whose batches are trained on; a mesh has more.
+        processes: that join these batches and divide their samples anew; 0: each trains on its own.
         folder: of the reference's tensors, or the file of a recorded training's.
-        reference_joined: the reference is one process on the joined batch.
         device: ``"cpu"`` or ``"cuda"``.
         mesh: sizes of the mesh by name, where the model is divided too.
     """
@@ -43,8 +43,8 @@ class Job:
     engine: Any
     steps: int
     world_size: int
+    processes: int = 0
     folder: str = ""
-    reference_joined: bool = False
     device: str = "cpu"
     mesh: Mapping[str, int] | None = None
 
@@ -55,7 +55,7 @@ class Training:
     Attributes:
         rank: of this process.
         sample_rank: whose samples it trains on: ranks that share samples have the same number.
-        joins: whether it trains on the samples of all ranks.
+        joins: whether it trains on samples of all ranks, joined: on all of them, or its part.
         mesh: of all ranks, where the model is divided.
     """
 
@@ -63,7 +63,7 @@ class Training:
         self.job = job
         self.recipe: Recipe = resolve(job.source)
         self.rank = self.sample_rank = dist.get_rank()
-        self.joins = dist.get_world_size() == 1 and job.world_size > 1
+        self.joins = job.mesh is None and dist.get_world_size() != job.world_size
         self.mesh = None
         if job.mesh is not None:
             self.mesh = init_device_mesh(job.device, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
@@ -80,7 +80,7 @@ class Training:
         seed_all(self.recipe.seed + 1 + self.sample_rank)
 
     def batches(self, step: int) -> list[list[Any]]:
-        """Return per accumulated batch those of the ranks that this process trains on."""
+        """Return per accumulated batch those of the ranks whose samples this process trains on."""
         ranks = range(self.job.world_size) if self.joins else [self.sample_rank]
         numbers = range(step * self.recipe.accumulate, (step + 1) * self.recipe.accumulate)
         return [[_to(self.recipe.batches(r, self.job.world_size, n), self.job.device) for r in ranks] for n in numbers]
@@ -91,10 +91,14 @@ class Training:
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():
                 with self.watch.forward(), self.engine.forward():
-                    loss = self._loss(self.recipe.joined(parts)) / len(batches)
+                    loss = self._loss(self._own_part(self.recipe.joined(parts))) / len(batches)
                 self.engine.backward(loss)
             total += float(loss.detach())
         return total
+
+    def _own_part(self, joined: Any) -> Any:
+        ranks = dist.get_world_size()
+        return part_of(joined, self.rank, ranks) if self.joins and ranks > 1 else joined
 
     def _loss(self, batch: Any) -> Tensor:
         found = (self._split.loss or self.recipe.loss)(self.engine.model, batch)
@@ -173,13 +177,9 @@ class Training:
         """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient at most. Collective."""
         shadow, recipe = self.shadow(), self.recipe
         found = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
-        for dtype in {value.dtype: None for value in found.values()}:  # in one reduction for many small tensors
-            names = [name for name, value in found.items() if value.dtype == dtype]
-            flat = torch.cat([found[name].reshape(-1) for name in names])
-            dist.all_reduce(flat)
-            flat /= self.job.world_size
-            for name, value in zip(names, flat.split([found[name].numel() for name in names]), strict=True):
-                found[name] = value.view_as(found[name])
+        for value in found.values():
+            dist.all_reduce(value)
+            value /= self.job.world_size
         # FSDP2 (torch 2.13) ends a unit's backward at each of its uses: for a unit that runs several times in a
         # forward, the first of them reduces what no_sync() had accumulated, and the last one what is new.
         twice = shadow.watch.repeated() if recipe.accumulate > 1 and recipe.no_sync else set()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import fsshard.parity
 from fsshard.cli import app as cli
 from fsshard.errors import RankFailed, RecipeError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace
+from fsshard.parity.golden import GoldenResult
 from tests.parity import faults
 from tests.parity.test_report import bounded, different, exact, failed, refused, report
 
@@ -371,20 +372,13 @@ def test_a_recipe_that_differs_from_itself_is_not_recorded(shared: None, tmp_pat
 # Golden runs
 
 
-@dataclass
-class Golden:
-    name: str
-    ok: bool
-    verdict: str = "equal"
-    text: str = ""
-    equal: bool = True
+def golden(name: str, ok: bool) -> GoldenResult:
+    return GoldenResult(name=name, equal=ok, verdict="equal" if ok else "different", text="" if ok else "step 3")
 
 
 @pytest.mark.parametrize(("oks", "code"), [((True, True), 0), ((True, False), 1), ((), 1)])
 def test_golden(oks: tuple[bool, ...], code: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    results = [
-        Golden(f"run{i}", ok, "equal" if ok else "different", "" if ok else "step 3") for i, ok in enumerate(oks)
-    ]
+    results = [golden(f"run{i}", ok) for i, ok in enumerate(oks)]
     module = types.ModuleType("fsshard.parity.golden")
     module.check = lambda backend, timeout, progress: results  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
@@ -401,11 +395,11 @@ def test_golden(oks: tuple[bool, ...], code: int, monkeypatch: pytest.MonkeyPatc
 def test_golden_runs_of_one_backend_that_fail_leave_the_others(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     asked: list[tuple[str, float]] = []
 
-    def check(backend: str, timeout: float, progress: Any) -> list[Golden]:
+    def check(backend: str, timeout: float, progress: Any) -> list[GoldenResult]:
         asked.append((backend, timeout))
         if backend == "fsdp":
             raise RankFailed(1, "ValueError", "broken", "Traceback of rank 1")
-        return [Golden("run0", True)]
+        return [golden("run0", True)]
 
     module = types.ModuleType("fsshard.parity.golden")
     module.check = check  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ import torch
 from fsshard.parity.bounds import (
     NotComparable,
     measured_bound,
+    part_of,
     reduction_bound,
     reduction_roundings,
-    samples_of,
     spread_factor,
 )
 
@@ -65,8 +65,12 @@ def test_measured_bound_has_a_floor() -> None:
 
 
 def test_samples_lie_along_the_first_dimension_of_all_that_has_one() -> None:
-    assert samples_of({"x": torch.zeros(3, 2), "y": [np.zeros(3), "a name"], "scale": 2.0}) == 3
+    batch = {"x": torch.arange(6.0).view(6, 1), "y": [np.arange(6), "a name"], "scale": 2.0}
+    part = part_of(batch, 1, 3)
+    assert (part["x"].tolist(), part["y"][0].tolist(), part["y"][1], part["scale"]) == ([[2], [3]], [2, 3], "a name", 2)
+    with pytest.raises(NotComparable, match="6 samples of a joined batch cannot be divided evenly among 4 ranks"):
+        part_of(batch, 0, 4)
     with pytest.raises(NotComparable, match=r"tensors of the batch have \[2, 3\] rows"):
-        samples_of([torch.zeros(2), torch.zeros(3)])
+        part_of([torch.zeros(2), torch.zeros(3)], 0, 2)
     with pytest.raises(NotComparable, match=r"tensors of the batch have \[\] rows"):
-        samples_of({"only": "words"})
+        part_of({"only": "words"}, 0, 2)

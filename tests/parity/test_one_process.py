@@ -109,18 +109,6 @@ def test_the_first_module_with_another_output_is_named() -> None:
     assert watch.take() == []
 
 
-def test_repeated_counts_within_one_forward() -> None:
-    """Also where outputs are of no interest."""
-    model = Twice()
-    watch = ForwardWatch(model, outputs=False)
-    for _ in range(2):
-        with watch.forward():
-            model(torch.ones(2, 3))
-    assert watch.repeated() == {"cell"}
-    assert watch.take() == 2 * [("cell", ""), ("cell", ""), ("out", ""), ("", "")]
-    assert watch.repeated() == set()
-
-
 def test_a_copy_of_the_model_is_watched_too() -> None:
     """An engine may train a copy."""
     model = Twice()
@@ -171,10 +159,3 @@ def test_what_is_not_differentiated_is_left_alone() -> None:
         view = torch.ones(4, requires_grad=True).view(2, 2)
     assert place.tolist() == list(range(8)) and view.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_half_precision_moves_by_its_own_units() -> None:
-    x = torch.ones(100, dtype=torch.bfloat16, requires_grad=True)
-    with perturbed(source(4)):
-        moved = nn.functional.relu(x)
-    assert set(moved.tolist()) == {1 + 2**-7, 1 - 2**-7}

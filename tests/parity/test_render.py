@@ -168,16 +168,6 @@ def test_zero_has_a_place_of_its_own_on_the_log_axis() -> None:
     assert mark.get_color() == axes.lines[1].get_color()
 
 
-def test_an_equal_loss_that_is_not_a_number_is_no_difference() -> None:
-    cell = exact("fsdp")
-    cell.steps[0] = step(math.nan, math.nan)
-    cell.steps[0].differences["loss"] = {"": Difference()}
-    del cell.steps[1].differences["loss"]
-    cell.steps[1].loss = cell.steps[1].reference_loss = math.inf
-    assert [render.GAPS["loss"](s) for s in cell.steps[:2]] == [0.0, 0.0]
-    assert math.isnan(render.GAPS["weight"](step(weight=far(max_abs=math.nan))))
-
-
 @pytest.mark.parametrize("suffix", often(["png", "svg", "pdf"], "png"))
 def test_picture_files(suffix: str, tmp_path: Path) -> None:
     made = report(exact("fsdp", 1), bounded(), different(), refused(), failed())
