@@ -306,12 +306,13 @@ class _TraceComparison(StepComparison):
 
 
 def _allowed(got: Sketch, drawn: Sequence[Sketch]) -> float:
-    if not (got.torch_dtype.is_floating_point or got.torch_dtype.is_complex):
+    dtype = getattr(torch, got.dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     base, *others = [one for one in drawn if one.shape == got.shape] or [got]
     spread = max((value for one in others for value in apart(base, one)), default=0.0)
     # What has no draws (batches, initial weights) comes from generators: as if each number were one rounding off.
-    bound = measured_bound(spread, got.norm, PROJECTIONS, len(others) or ORDERS, got.torch_dtype)
+    bound = measured_bound(spread, got.norm, PROJECTIONS, len(others) or ORDERS, dtype)
     return bound if math.isfinite(bound) else 0.0
 
 

@@ -31,7 +31,6 @@ WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refus
 STYLES = {"exact": "green", "bound": "cyan", "different": "bold red", "refused": "yellow", "failed": "bold magenta"}
 """rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
 MEANINGS = {
-    **{verdict: verdict for verdict in WORDS},
     "exact": "equal to the last bit",
     "bound": "not equal, but within what rounding alone can do",
 }

@@ -60,8 +60,6 @@ from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
 """The backends that are compared unless others are named."""
-PERTURBED_ENGINE = "ddp"
-"""Trains the draws: whatever engine is compared, rounding errors of its kernels grow alike."""
 USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
 """Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing. On a mesh the
 cell says so: the same recipe may be trained on another one."""
@@ -444,14 +442,13 @@ class _Reference:
     def __init__(self, runner: _Runner, job: Job) -> None:
         seen = runner.run(observe, job, REFERENCE, text="reference")
         self._runner, self._parameters, self.ranks = runner, seen[0][1], [trace for trace, _, _ in seen]
-        self.again = self(job, "reference, again")
+        start = time.perf_counter()
+        self.again = _at(job, replace(self(job, "reference, again"), seconds=time.perf_counter() - start))
         check_deterministic(self.again, self._parameters, "compared")
 
     def __call__(self, job: Job, text: str) -> Cell:
         """Run a job, and compare it with the reference."""
-        start = time.perf_counter()
-        cell = cell_of(merged(self._runner.run(rerun, job, self.ranks, text=text)), self._parameters)
-        return _at(job, replace(cell, seconds=time.perf_counter() - start))
+        return cell_of(merged(self._runner.run(rerun, job, self.ranks, text=text)), self._parameters)
 
 
 def _caveats(job: Job, ranks: list[RankTrace]) -> list[str]:
@@ -559,7 +556,7 @@ class _Record:
         """Return one training as it is, then each draw, as their ranks saw them; the same for all engines of a kind."""
         if one_process not in self._draws:
             self.runner.total += 1
-            job = replace(job, engine=job.engine if one_process else PERTURBED_ENGINE)
+            job = replace(job, engine=job.engine if one_process else "ddp")  # under any engine rounding grows alike
             ranks = self.runner.run(observe_perturbed, job, ORDERS, text="rounded otherwise")
             self._draws[one_process] = [list(draw) for draw in zip(*ranks, strict=True)]
         return self._draws[one_process]

@@ -98,12 +98,6 @@ class Sketch:
         """Real numbers in the tensor."""
         return math.prod(self.shape) * (2 if self.dtype.startswith("complex") else 1)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Return the dtype itself."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
-
 
 def sketch(tensor: Tensor) -> Sketch:
     """Return the sketch of one tensor."""

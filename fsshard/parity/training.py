@@ -91,16 +91,14 @@ class Training:
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():
                 with self.watch.forward(), self.engine.forward():
-                    loss = self._loss(self._own_part(self.recipe.joined(parts))) / len(batches)
+                    loss = self._loss(self.recipe.joined(parts)) / len(batches)
                 self.engine.backward(loss)
             total += float(loss.detach())
         return total
 
-    def _own_part(self, joined: Any) -> Any:
-        ranks = dist.get_world_size()
-        return part_of(joined, self.rank, ranks) if self.joins and ranks > 1 else joined
-
     def _loss(self, batch: Any) -> Tensor:
+        if self.joins and dist.get_world_size() > 1:
+            batch = part_of(batch, self.rank, dist.get_world_size())
         found = (self._split.loss or self.recipe.loss)(self.engine.model, batch)
         if self.mesh is not None and hasattr(found, "full_tensor"):
             raise RecipeError(

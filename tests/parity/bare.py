@@ -14,19 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Loop = Callable[[Any, Any, Callable[[], Tensor], Callable[[], None]], Tensor]
-"""``(model, optimizer, loss of this rank's batch, gradients are averaged here)`` -> the loss of one step."""
-
-
-def plain(model: Any, optimizer: Any, loss: Callable[[], Tensor], averaged: Callable[[], None]) -> Tensor:
-    """Forward, backward, step."""
-    found = loss()
-    found.backward()
-    averaged()
-    optimizer.step()
-    optimizer.zero_grad()
-    return found
-
 
 @dataclass
 class Trained:
@@ -72,7 +59,6 @@ def train(
     optimizer: torch.optim.Optimizer,
     loss: Callable[[Any, int, int], Tensor],
     steps: range,
-    loop: Loop = plain,
 ) -> list[float]:
     """Train this rank's replica and return its losses. Collective.
 
@@ -81,11 +67,14 @@ def train(
         optimizer: torch's own over it.
         loss: ``(model, rank, step)`` -> the loss on that rank's batch.
         steps: their numbers.
-        loop: how a step is made.
     """
     losses = []
     for step in steps:
-        found = loop(model, optimizer, lambda: loss(model, dist.get_rank(), step), lambda: average(model))  # noqa: B023
+        found = loss(model, dist.get_rank(), step)
+        found.backward()
+        average(model)
+        optimizer.step()
+        optimizer.zero_grad()
         same_buffers(model)
         losses.append(float(found.detach()))
     return losses

@@ -25,19 +25,17 @@ def wrapped(training: Training, backend: str) -> tuple[Any, Any]:
     """The model and its optimizer under a backend; units of few bytes travel by themselves."""
     apart = {"merge_below": 0} if backend == "fsdp2" else {}
     model = fsshard.wrap(training.build(), backend=backend, **{**apart, **training.settings})
-    return model, fsshard.build_optimizer(model, training.optimizer, **training.hyper)
+    return model, fsshard.build_optimizer(model, torch.optim.Adam, **training.hyper)
 
 
 def go_on(training: Training, model: Any, optimizer: Any, steps: range) -> list[float]:
     """Train under an engine, as a user would."""
     losses = []
     for step in steps:
-        found = training.loop(
-            model,
-            optimizer,
-            lambda: training.loss(model, dist.get_rank(), step),  # noqa: B023
-            lambda: None,
-        )
+        found = training.loss(model, dist.get_rank(), step)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(float(found.detach()))
     return losses
 
@@ -54,11 +52,11 @@ Reference = tuple[bare.Trained, bare.Trained]
 def by_hand(training: Training) -> Reference:
     """Bare replicas. Collective."""
     model = bare.pack(training.build())
-    optimizer = training.optimizer(model.parameters(), **training.hyper)
+    optimizer = torch.optim.Adam(model.parameters(), **training.hyper)
     seed()
     found = []
     for steps in (STEPS, AFTER):
-        losses = bare.train(model, optimizer, training.loss, steps, training.loop)
+        losses = bare.train(model, optimizer, training.loss, steps)
         found.append(bare.Trained(losses, bare.copied(model.state_dict()), bare.state_of(model, optimizer)))
     return found[0], found[1]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from fsshard.errors import MissingExtra, RecipeError
 from fsshard.parity import Cell, Difference, Divergence, ParityReport, Recipe
 from tests.parity import matrix
-from tests.parity.matrix import MODELS, OPTIMIZERS, VARIANTS, WORLD_SIZES, Combination, Result
+from tests.parity.matrix import MODELS, OPTIMIZERS, VARIANTS, WORLD_SIZES, Combination
 
 ROWS = matrix.covering()
 
@@ -100,21 +99,10 @@ def test_clipping_bites(model: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_recipes_have_a_name_and_travel(variant: str) -> None:
-    recipe = base("mlp", variant)
-    assert recipe.name == f"mlp-{variant}-Adam" == pickle.loads(pickle.dumps(recipe)).name
-
-
 # ------------------------------------------------------------------------------------------------ the command
 
 
 ROW = Combination("mlp", 2, "plain", "SGD")
-
-
-def results(row: Combination = ROW, verdict: str = "exact", detail: str = "") -> list[Result]:
-    """One for every backend."""
-    return [Result(row, backend, verdict, detail) for backend in matrix.BACKENDS]
 
 
 @pytest.fixture
@@ -165,15 +153,3 @@ def test_a_combination_that_cannot_run_is_listed(
     assert [result.backend for result in found] == list(matrix.BACKENDS)
     assert {result.verdict for result in found} == {verdict}
     assert all(str(error) in result.detail for result in found)
-
-
-def test_reasons_become_footnotes_once() -> None:
-    found: list[Result] = []
-    for number, size in enumerate((2, 4)):
-        row = ROW._replace(model="dropout", world_size=size)
-        found += results(row)[:-1]
-        reason = f"rank 0 of {number}: the model draws random numbers (dropout?)"
-        found += results(row, "refused", reason)[-1:]
-    text = matrix.document(found, "command", steps=2)
-    assert "1 refused [1]" in text and "\n1. the model draws random numbers (dropout?)\n" in text
-    assert "[2]" not in text

@@ -21,13 +21,6 @@ def test_a_part_is_replaced_and_the_rest_stays() -> None:
     assert page.startswith("# Title\n\nwritten by hand\n")
 
 
-def test_a_page_whose_comments_are_damaged() -> None:
-    whole = with_part("", "one", "1")
-    for damaged in (whole + whole, whole.replace("end of", "end")):
-        with pytest.raises(ValueError, match="once each and in this order"):
-            part_of(damaged, "one")
-
-
 def test_recorded_and_compared(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.recipes, "__all__", ["mlp"])
     monkeypatch.setattr(versions, "STEPS", 1)

@@ -1,8 +1,7 @@
 """Trainings that are done by hand and under every engine: the zoo, the recipes, and models of known classes of faults.
 
-No comparison of engines would show a fault that all of them have: weights of any layout, forwards that read the weights
-of their children, optimizers that ask for the loss twice, weights changed inside of forward. Each is trained right, or
-refused in words.
+No comparison of engines would show a fault that all of them have: weights of any layout, memory that is shared. Each is
+trained right, or refused in words.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity import bare
 from tests.training_runs import call
 from tests.zoo import ZOO, generator, mean_square, seeded
 
@@ -31,18 +29,14 @@ class Training:
     Attributes:
         build: makes the model, the same one each time.
         loss: ``(model, rank, step)`` -> the loss on that rank's batch.
-        optimizer: its class.
-        hyper: its arguments.
-        loop: how a step is made.
+        hyper: arguments of Adam.
         settings: of ``fsshard.wrap``.
         refused: backend -> a part of the message of the typed error that it raises.
     """
 
     build: Callable[[], nn.Module]
     loss: Callable[[Any, int, int], Tensor]
-    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
-    loop: bare.Loop = bare.plain
     settings: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,7 +81,7 @@ def on_numbers(build: Callable[[], nn.Module], *shape: int, **changes: Any) -> T
     def loss(model: Any, rank: int, step: int) -> Tensor:
         return mean_square(model(torch.randn(*shape, generator=generator(rank, step))))
 
-    return Training(build=seeded(build), loss=changes.pop("loss", loss), **changes)
+    return Training(build=seeded(build), loss=loss, **changes)
 
 
 # ------------------------------------------------------------------------------------------------ layouts
@@ -121,69 +115,6 @@ def channels_last() -> nn.Module:
         nn.Conv2d(1, 4, 3),
     )
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
-
-
-# ------------------------------------------------------------------------------------------------ reading weights
-
-
-class Penalised(nn.Module):
-    """An L2 term over all weights, the children's too, inside of forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        term = sum((weight.square().sum() for weight in self.parameters()), torch.zeros(()))
-        return self.head(self.body(x)) + 0.1 * term
-
-
-class Projected(nn.Module):
-    """A tied projection that the parent computes with the weight of its child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 6)
-        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = (x.abs() * 5).long().clamp(max=11)
-        return F.linear(self.body(self.embed(words)), self.embed.weight)
-
-
-# ------------------------------------------------------------------------------------------------ changing weights
-
-
-class Bounded(nn.Linear):
-    """A layer that keeps its own weight within bounds, in place, as critics of WGANs do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-def clamped() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Bounded(8, 2))
-
-
-class Yielding(nn.Module):
-    """A forward that is a generator of outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            yield x
-
-
-def of_generator(model: Any, rank: int, step: int) -> Tensor:
-    outputs = list(model(torch.randn(4, 4, generator=generator(rank, step))))
-    return sum((mean_square(output) for output in outputs), torch.zeros(()))
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -242,55 +173,10 @@ def hooked() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-# ------------------------------------------------------------------------------------------------ optimizers
-
-
-class Ascending(torch.optim.SGD):
-    """Asks for the gradients of a place further up, and steps from here by them: SAM without its norm."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        moved = [(p, p.grad.mul(0.05)) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter, way in moved:
-            parameter.add_(way)
-        closure()
-        for parameter, way in moved:
-            parameter.sub_(way)
-        super().step()
-        return loss
-
-
-def with_closure(model: Any, optimizer: Any, loss: Callable[[], Tensor], averaged: Callable[[], None]) -> Tensor:
-    """A step that computes the loss itself."""
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        found = loss()
-        found.backward()
-        averaged()
-        return found
-
-    found: Tensor = optimizer.step(closure)
-    optimizer.zero_grad()
-    return found
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-APART = {"auto_wrap_policy": {nn.Linear}}
-"""Every layer a unit of its own, so that nothing is right by chance."""
-
-WITH_WORDS = {"auto_wrap_policy": {nn.Linear, nn.Embedding}}
-
-PARTS = ("fsdp", "fsdp2")
-"""Backends under which a rank holds a part of each weight between the forwards of its unit."""
-IN_PARTS = {"fsdp": "where this rank holds a part of it only", "fsdp2": "a weight of which this rank holds a part only"}
-IN_PLACE = "in place, which would be lost"
-LATER = "generator"
 MOVING = ("fsdp", "fsdp2", "fairscale")
 """Backends that give each parameter memory of its own."""
 NOT_HOOKED = "gradient hooks on parameters (0.bias, 2.weight), which its engine would not call"
@@ -305,13 +191,6 @@ OWN: dict[str, Training] = {
     "turned": on_numbers(functools.partial(Turned, torch.float32), 4, 4),
     "turned_complex": on_numbers(functools.partial(Turned, torch.complex64), 4, 4),
     "channels_last": on_numbers(channels_last, 4, 3, 8, 8, settings={"auto_wrap_policy": {nn.Conv2d}}),
-    "penalised": on_numbers(Penalised, 4, 4, settings=APART, refused=IN_PARTS),
-    "projected": on_numbers(Projected, 4, 3, settings=WITH_WORDS, refused=IN_PARTS),
-    "clamped": on_numbers(
-        clamped, 4, 4, settings={"auto_wrap_policy": {nn.Linear, Bounded}}, refused=dict.fromkeys(PARTS, IN_PLACE)
-    ),
-    "yielding": on_numbers(Yielding, loss=of_generator, settings=APART, refused=dict.fromkeys(("ddp", *PARTS), LATER)),
-    "ascending": on_numbers(mlp, 4, 4, optimizer=Ascending, loop=with_closure, settings=APART),
 }
 """Models of classes of faults."""
 
