@@ -21,7 +21,7 @@ LINES = {
     "fsshard + compat": 46_673,
     "fsshard/backends": 4_261,
     "fsshard/checkpoint": 4_738,
-    "fsshard/parity": 3_899,
+    "fsshard/parity": 3_876,
     "fsshard/sharded": 4_311,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_078,

@@ -124,7 +124,7 @@ class Cell:
             here, see ``reason``) or ``"failed"`` (a rank raised, died or did not answer, see ``reason``).
         steps: what each step gave.
         first_divergence: the first difference beyond its bound, or, where all are within, the first at all.
-        reason: why it was refused or failed, or a hint at the cause of a difference.
+        reason: why it was refused or failed, or what else is known of a difference.
         traceback: of the rank that failed first.
         reproducible: False if a second run of the same backend differed; None if it was not checked.
         seconds: wall time.

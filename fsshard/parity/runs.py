@@ -28,7 +28,7 @@ from fsshard.errors import (
     RecipeError,
     UnsupportedByBackend,
 )
-from fsshard.launching.pool import MOST_RANKS, RankPool
+from fsshard.launching.pool import RankPool
 from fsshard.parity.bounds import ORDERS, NotComparable
 from fsshard.parity.checking import REFERENCE, check_samples_apart, observe, observe_perturbed, rerun
 from fsshard.parity.comparing import (
@@ -134,14 +134,6 @@ def compare(
     if mesh is not None:
         meshes = _checked_meshes(mesh, recipe, backends, None if world_sizes is None else sizes, reference)
         places = [(data_ranks(each), each) for each in meshes]
-    trained = [*backends, judge] if against is None else backends
-    most = MOST_RANKS if pool is None else pool.most_ranks
-    needed = max(size if each is None else math.prod(each.values()) for size, each in places)
-    if needed > most and not (mesh is None and all(map(_in_one_process, trained))):
-        # else the pool refuses them once the smaller ones have run, whose results would be lost
-        raise ConfigurationError(
-            f"{needed} ranks are asked for: the pool has at most {most} (RankPool(most_ranks=...))"
-        )
     engine = Bare if mesh is not None else judge
     name = engine_name(engine) if against is None else _named(against)
     report = ParityReport(recipe=_transportable(recipe), reference=name, steps=steps)
@@ -356,7 +348,6 @@ def _cell(runner: _Runner, compared: Compared, job: Job) -> Cell:
                 ]
             except FsshardError:
                 cell.reproducible = False
-            cell.reason = cell.reason or ("" if job.mesh else _hint(cell, job.world_size))
     except RecipeError:
         raise  # whatever the engine
     except refusals as error:
@@ -377,20 +368,6 @@ def _at(job: Job, cell: Cell) -> Cell:
 def _failed(error: RankFailed, prefix: str = "") -> Cell:
     reason = prefix + str(error).partition("\n\n")[0]
     return Cell(backend="", world_size=0, verdict="failed", reason=reason, traceback=error.traceback)
-
-
-def _hint(cell: Cell, ranks: int) -> str:
-    """Guess the cause of a difference, where the numbers suggest one."""
-    if not cell.reproducible:
-        return "a second run of this backend differed again: the backend itself is not deterministic (a race?)"
-    if cell.first_divergence is None or cell.first_divergence.quantity != "gradient" or ranks == 1:
-        return ""
-    step = cell.steps[cell.first_divergence.step]
-    ratio = step.norm / step.reference_norm if step.reference_norm else 0.0
-    for factor, cause in ((ranks, "summed over ranks"), (1 / ranks, "averaged twice")):
-        if abs(ratio / factor - 1) < 1e-3:
-            return f"all gradients together are {ratio:.4g} times the reference's: {cause}?"
-    return ""
 
 
 # ----------------------------------------------------------------------------------------------------- a reference

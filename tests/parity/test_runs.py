@@ -167,7 +167,6 @@ class NamedLikeABackend(faults.Summed):
     ("options", "error", "text"),
     [
         ({"backends": ["ddp", NamedLikeABackend]}, ConfigurationError, "is named 'ddp', like a backend; give it"),
-        ({"world_sizes": [1, 17]}, ConfigurationError, "17 ranks are asked for: the pool has at most 16"),
         ({"backends": "fsdp2"}, ConfigurationError, "expected a list"),
         ({"backends": []}, ConfigurationError, "expected a list"),
         ({"backends": ["fsdp3"]}, UnknownBackend, "fsdp3"),
