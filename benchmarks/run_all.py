@@ -175,6 +175,15 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         minutes=2.5,
     ),
     Benchmark(
+        name="plan-order",
+        title="The order of plans by predicted time",
+        command="benchmarks/plan_order.py",
+        shows="Two dozen plans of one model on two ranks: predicted time with constants measured on the same ranks, "
+        "its five terms, and the CPU time of a step.",
+        target="rank correlation at least 0.9",
+        minutes=2,
+    ),
+    Benchmark(
         name="activations",
         title="Activations kept for backward",
         command="benchmarks/activation_memory.py",

@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 46_673,
+    "fsshard + compat": 47_151,
     "fsshard/backends": 4_261,
     "fsshard/checkpoint": 4_738,
     "fsshard/parity": 3_876,
     "fsshard/sharded": 4_311,
     "fsshard/comm + fsshard/launching": 3_099,
-    "fsshard/simulation": 3_078,
+    "fsshard/simulation": 3_569,
     "fsshard/model": 2_073,
     "fsshard/oss": 1_925,
     "fsshard/torch_private": 1_595,
     "fsshard/complex_params": 1_608,
     "compat": 7_872,
-    "tests": 49_081,
+    "tests": 49_275,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 125

@@ -229,6 +229,7 @@ RUN: dict[str, Shown] = {
     "docs/transformers.md 1": Shown(
         1, HUGGING_FACE, "assert recipe.batches(0, 2, 0) is not None", needs="transformers"
     ),
+    "docs/estimate.md 3": Shown(1, after="assert forecast.seconds > 0", instead=(("=64", "=2"), ('"h100"', '"cpu"'))),
     "docs/tuning.md 0": Shown(1, after=STEP, instead=(("=64", "=1, limit=2"),)),
     "docs/weather.md 0": Shown(4, f"{VIT}\ndata, cp, tp = 1, 2, 2", "assert place.size == 1"),
 }

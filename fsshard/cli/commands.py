@@ -23,6 +23,14 @@ SWEEP = tuple(4**power for power in range(7))
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="module:attribute, importable from the current folder.")]
 MixedPrecision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")]
 Target = Annotated[str, typer.Option(help="The target device: cpu or cuda.")]
+Machine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME_OR_FILE",
+        help="Whose constants time is predicted by: cpu, a100, h100, h200, or a file of fsshard doctor --measure; by "
+        "default h100 for cuda, else cpu.",
+    ),
+]
 Real = Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank.")]
 
 
@@ -114,6 +122,7 @@ def estimate(
         typer.Option(metavar="NAME=SIZE,...", help="Divide the model as RECIPE's split says, for example data=4,tp=2."),
     ] = None,
     device: Target = "cpu",
+    machine: Machine = None,
     mixed_precision: MixedPrecision = None,
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward pass.")
@@ -133,12 +142,12 @@ def estimate(
     progress: Progress = None,
     quiet: Quiet = False,
 ) -> None:
-    """Memory and traffic of a training step of RECIPE per rank, before it is launched and without a GPU.
+    """Memory, traffic and time of a training step of RECIPE per rank, before it is launched and without a GPU.
 
     The exit code is 0; 2 for bad input, which includes a step that depends on the values of tensors.
     """
     options.check_recipe(recipe)
-    arguments: dict[str, Any] = {"device": device, "real": real, "cpu_offload": cpu_offload}
+    arguments: dict[str, Any] = {"device": device, "machine": machine, "real": real, "cpu_offload": cpu_offload}
     arguments |= {"accumulation": accumulation, "backend": options.backend_names(backends)}
     arguments |= {"mixed_precision": mixed_precision or ...}
     arguments |= {"activation_checkpointing": activation_checkpointing or ...}
@@ -179,6 +188,7 @@ def tune(
     ] = None,
     backends: Annotated[str, typer.Option(help="Comma list of backends.")] = "fsdp2",
     device: Target = "cpu",
+    machine: Machine = None,
     mixed_precision: MixedPrecision = None,
     limit: Annotated[
         int | None,
@@ -187,16 +197,17 @@ def tune(
     real: Real = False,
     json_file: Json = None,
     picture: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw peak against traffic: .png, .svg or .pdf.")
+        str | None,
+        typer.Option("--plot", metavar="FILE", help="Draw peaks against time and traffic: .png or .svg."),
     ] = None,
     progress: Progress = None,
 ) -> None:
-    """Find the plan of RECIPE that sends the fewest bytes and fits, by simulation; print it as code to paste.
+    """Find the fastest plan of RECIPE that fits, by simulation; print the frontier, and the plan as code to paste.
 
     The exit code is 0; 2 for bad input, which includes a bound that no plan fits.
     """
     options.check_recipe(recipe)
-    arguments: dict[str, Any] = {"memory": memory, "device": device, "real": real, "limit": limit}
+    arguments: dict[str, Any] = {"memory": memory, "device": device, "machine": machine, "real": real, "limit": limit}
     arguments |= {"mixed_precision": mixed_precision or ..., "backend": options.backend_names(backends)}
     options.check_files(json_file, picture)
     from fsshard.simulation.tuning import tuning

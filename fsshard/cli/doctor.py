@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -26,7 +27,10 @@ from fsshard.cli.output import AGREED, DIFFERENT, held_output, write_json
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed
 from fsshard.launching.pool import RankPool
 from fsshard.model.precision import bf16_ready
+from fsshard.pictures import check_file
 from fsshard.planning.text import size
+from fsshard.simulation.machine import to_json
+from fsshard.simulation.measuring import measured_machine
 from fsshard.torch_private.registry import everything as private_torch
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 WORKS, MISSING, FAILS, NOTE = "works", "missing", "fails", "note"
 STYLES = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
 RANKS = 2
+MEASURING = 600.0
+"""Seconds that measuring a device may take; on an idle machine it takes two."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,13 @@ class Diagnosis:
 
 def command(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that each trial on ranks may take.")] = 20.0,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure this machine's constants instead, and write them for estimate --machine FILE, tune as well.",
+        ),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Try out what this machine can do: torch, devices, backends; say which packages missing extras would add.
@@ -94,6 +107,11 @@ def command(
     from rich.console import Console
 
     check_files(json_file)
+    if measure is not None:
+        if json_file is not None:
+            raise ConfigurationError("--measure writes a file of its own; leave out --json")
+        print(_measured(Path(measure)))
+        return
     with held_output(show=False):
         found = examine(timeout=timeout)
     out = sys.stderr if json_file == "-" else sys.stdout
@@ -106,6 +124,24 @@ def command(
     raise typer.Exit(AGREED if found.ok else DIFFERENT)
 
 
+def _measured(file: Path) -> str:
+    """Measure each device, write the constants, and return them as text."""
+    check_file(file)
+    with held_output(show=False):
+        machines = []
+        for device, ranks in _devices_of_ranks().items():
+            with RankPool(device=device) as pool:
+                machines.append(pool.run(measured_machine, ranks, device, timeout=MEASURING)[0])
+    file.write_text(to_json(machines) + "\n", "utf-8")
+    return "\n".join(str(one) for one in machines)
+
+
+def _devices_of_ranks() -> dict[str, int]:
+    """Return device -> the number of ranks that are tried on it."""
+    gpus = {"cuda": min(RANKS, torch.cuda.device_count())} if torch.cuda.is_available() else {}
+    return {"cpu": RANKS, **gpus}
+
+
 def examine(*, timeout: float = 20.0) -> Diagnosis:
     """Find out what this machine can do. Starts two processes, and as many more as there are GPUs, at most two.
 
@@ -113,7 +149,7 @@ def examine(*, timeout: float = 20.0) -> Diagnosis:
         timeout: seconds for each thing that is tried on ranks, once these have started.
     """
     found = [*_software(), *_devices()]
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+    for device in _devices_of_ranks():
         with RankPool(device=device) as pool:
             found += _on_ranks(pool, device, timeout)
     return Diagnosis((*found, *_extras()))
@@ -186,7 +222,7 @@ def _devices() -> Iterator[Finding]:
 
 def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
     """Try a collective and each engine, every one in a job of its own."""
-    ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
+    ranks = _devices_of_ranks()[device]
     started = _tried(pool, "devices", f"{device}, ranks", device, ranks, timeout, _add_up, device)
     yield started
     if started.status == FAILS:  # as all the others would, each after the same wait

@@ -33,6 +33,12 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if scale == 1 else f"{nbytes / scale:.2f} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Return a time as text, such as ``1.50 ms``."""
+    unit, scale = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("us", 1e-6))
+    return f"{seconds / scale:.3g} {unit}"
+
+
 def ratio(value: float, bound: float) -> str:
     """Return ``1.25``, or a dash where there is nothing to divide by."""
     return f"{value / bound:.2f}" if bound else "-"

@@ -27,6 +27,7 @@ from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.recipes.recipe import Recipe, check_mesh, resolve, splits
 from fsshard.sharded.optimizer import constructor_arguments
 from fsshard.simulation.collectives import Traffic
+from fsshard.simulation.machine import Machine, check_device, machine_of
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job, Measured
 from fsshard.simulation.worker import packed, simulate_all
@@ -61,11 +62,12 @@ def estimate(
     device_mesh: Any = None,
     mesh: Mapping[str, int] | None = None,
     device: str = "cpu",
+    machine: Any = None,
     real: bool = False,
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Estimate | list[Estimate]:
-    """Memory and traffic of a training step of one rank in a job of ``world_size`` ranks.
+    """Memory, traffic and time of a training step of one rank in a job of ``world_size`` ranks.
 
     The real engines run two steps on tensors without memory, in a process of its own: no GPU, no process group and no
     memory for the model are needed, and nothing changes in this process.
@@ -89,6 +91,9 @@ def estimate(
             rank's parts are counted, and what is sent along all dimensions. It says how many ranks there are.
         device: ``"cpu"`` or ``"cuda"``: for which device; there optimizers are ``foreach`` by default, and memory comes
             in pieces of 512 bytes.
+        machine: whose constants the time is predicted by: a name (``"a100"``, ``"h100"``, ``"h200"``, ``"cpu"``), the
+            file that ``fsshard doctor --measure`` has written, or a :class:`~fsshard.simulation.machine.Machine`.
+            None: ``"h100"`` for CUDA, else ``"cpu"``. The time is a sum of five terms, as if nothing overlapped.
         real: run the step on real tensors, as one rank: for a step that depends on the values of tensors.
         progress: called with how many simulations are done, and how many there are.
         **settings: of :func:`fsshard.wrap`: ``sharding_strategy``, ``find_unused_parameters``, a backend's options.
@@ -102,6 +107,7 @@ def estimate(
         RecipeError: ``subject`` is no recipe.
     """
     source = recipe_source(subject, batch, loss, real)
+    constants = machine_of(machine, device)
     given = {"precision": mixed_precision, "activation_checkpointing": activation_checkpointing}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not ...}
     changes.update(optimizer_settings(optimizer))
@@ -120,7 +126,7 @@ def estimate(
     sizes_of_jobs = ranks * len(names)
     jobs = [job_of(name, size, device_mesh, source=source, changes=changes, **more) for name in names for size in ranks]
     measured = simulate_all(jobs, progress)
-    estimates = [estimate_of(*each) for each in zip(sizes_of_jobs, jobs, measured, strict=True)]
+    estimates = [estimate_of(*each, constants) for each in zip(sizes_of_jobs, jobs, measured, strict=True)]
     several = isinstance(backend, (list, tuple)) or isinstance(world_size, (list, tuple))
     return estimates if several else estimates[0]
 
@@ -268,8 +274,7 @@ def job_of(backend: Any, world_size: Any, device_mesh: Any, **more: Any) -> Job:
     """Return one simulation, checked, under a backend and on a mesh; ``more`` are the other fields of a job."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigurationError(f"world_size={world_size!r}: expected a positive whole number of ranks, or several")
-    if more["device"] not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device={more['device']!r}: expected 'cpu' or 'cuda'")
+    check_device(more["device"])
     if not isinstance(more["cpu_offload"], bool):
         raise ConfigurationError(f"cpu_offload={more['cpu_offload']!r}: expected True or False")
     mesh = mesh_shape(device_mesh, world_size)
@@ -320,8 +325,8 @@ def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
     return (data["replicas"], data["shards"]) if list(data) == ["replicas", "shards"] else (math.prod(data.values()),)
 
 
-def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
-    """Return what was measured in a simulation, beside its bounds."""
+def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine) -> Estimate:
+    """Return what was measured in a simulation, beside its bounds, and its time by the machine's constants."""
     backend, recipe, usage = backend_class(job.backend, job.world_size), job.recipe(), measured.usage
     kept = recipe.settings.get("reshard_after_forward") is False
     strategy = recipe.settings.get("sharding_strategy")
@@ -355,6 +360,9 @@ def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
         phases=usage.phases,
         moment=usage.moment,
         collectives=usage.traffic,
+        work=usage.work,
+        machine=machine.name,
+        terms=machine.terms(usage.work, usage.traffic),
         bounds=_as_sent(bounds_of(measured.plan, backend.facts.divides, circumstances), usage.traffic),
         notes=tuple(_notes(job, recipe, late)),
     )

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from fsshard.backends.registry import REFERENCE
 from fsshard.pictures import check_picture, save_picture
 from fsshard.planning.bounds import Bounds
-from fsshard.planning.text import aligned, ratio, size, unit_of
+from fsshard.planning.text import aligned, duration, ratio, size, unit_of
 from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.tracking import KINDS, Moment
+from fsshard.simulation.work import Work
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +46,9 @@ class Estimate:
         phases: the peaks of forward, backward and step.
         moment: when the peak is: phase, module, operator.
         collectives: number and payload per step by kind.
+        work: what the rank computes per step.
+        machine: whose constants the seconds are by, see :mod:`fsshard.simulation.machine`.
+        terms: seconds of the step by term: flops, written, operators, sent, collectives.
         bounds: what no implementation of the engine can go below; see :mod:`fsshard.planning.bounds`.
         notes: what was assumed.
     """
@@ -65,6 +69,9 @@ class Estimate:
     phases: Mapping[str, int]
     moment: Moment
     collectives: tuple[Traffic, ...]
+    work: Work
+    machine: str
+    terms: Mapping[str, float]
     bounds: Bounds
     notes: tuple[str, ...] = ()
 
@@ -72,6 +79,11 @@ class Estimate:
     def sent(self) -> int:
         """Bytes that a rank has to send per step, on average over the ranks."""
         return sum(traffic.sent for traffic in self.collectives)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step: the sum of its terms, as if nothing overlapped."""
+        return sum(self.terms.values())
 
     def table(self) -> str:
         """Return everything as text: memory by kind, collectives, bounds and the ratios to them."""
@@ -94,6 +106,7 @@ class Estimate:
             count = sum(one.count for one in self.collectives)
             rows.append(["sent by a rank", str(count), size(self.sent), *_beside(self.sent, self.bounds.sent)])
             lines += ["", *aligned([["per step", "number", "payload", "bound", "ratio"], *rows])]
+        lines += ["", *aligned([[f"time by {self.machine!r}", "amount", "time", "share"], *self._time_rows()])]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __str__ = table
@@ -106,9 +119,17 @@ class Estimate:
         ]
         return [*rows, ["peak", size(self.peak), size(self.peak), *_beside(self.peak, self.bounds.peak)]]
 
+    def _time_rows(self) -> list[list[str]]:
+        count = sum(traffic.count for traffic in self.collectives)
+        amounts = {"flops": f"{sum(self.work.flops.values()):.3g}", "written": size(self.work.written)}
+        amounts |= {"operators": str(self.work.operators), "sent": size(self.sent), "collectives": str(count)}
+        total = self.seconds or 1.0
+        rows = [[name, amounts[name], duration(t), f"{t / total:.0%}"] for name, t in self.terms.items()]
+        return [*rows, ["a step", "", duration(self.seconds), ""]]
+
     def to_json(self) -> str:
-        """Return everything as JSON, sizes in bytes."""
-        return json.dumps({**asdict(self), "sent": self.sent}, indent=1)
+        """Return everything as JSON, sizes in bytes, times in seconds."""
+        return json.dumps({**asdict(self), "sent": self.sent, "seconds": self.seconds}, indent=1)
 
     def plot(self, path: str | Path) -> None:
         """Draw the peak by kind to a .png, .svg or .pdf.
@@ -129,7 +150,7 @@ def overview(estimates: Sequence[Estimate]) -> str:
     """Return several estimates as a table, a line for each; ratios to DDP where it is among them at that world size."""
     references = {e.world_size: e.peak for e in estimates if e.backend == REFERENCE}
     head = ["backend", "ranks", "peak", f"of {REFERENCE}", "bound", "ratio"]
-    head += ["collectives", "sent", "bound", "ratio", "peak at"]
+    head += ["collectives", "sent", "bound", "ratio", "time", "peak at"]
     rows = [
         [
             e.backend,
@@ -140,6 +161,7 @@ def overview(estimates: Sequence[Estimate]) -> str:
             str(sum(traffic.count for traffic in e.collectives)),
             size(e.sent),
             *_beside(e.sent, e.bounds.sent),
+            duration(e.seconds),
             str(e.moment),
         ]
         for e in estimates

@@ -34,6 +34,7 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.fakes import Fakes, GlooBuffers, UsedParameters, fake_ranks
 from fsshard.simulation.tracking import GRANULARITY, Tracker, Usage
+from fsshard.simulation.work import RECOMPUTATION
 from fsshard.torch_private.c10d import flattened
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR
@@ -88,7 +89,7 @@ class Measured:
     """One rank's training step."""
 
     rank: int
-    usage: Usage  # of the step with the highest peak; its collectives are the last step's
+    usage: Usage  # of the step with the highest peak; its collectives and its work are the last step's
     state_ratio: float  # bytes of optimizer state per byte of parameter, counters left out
     # Payloads of the last step's reductions, largest first, where gradients are sent in buffers of their own that go
     # when they have arrived; else empty.
@@ -276,7 +277,9 @@ def _run_steps(
         _one_step(trained, batches)
         seen.append(tracker.usage(offloaded=offloaded))
     highest = max(reversed(seen), key=lambda usage: usage.peak)
-    backend = model.backend
+    backend, work = model.backend, seen[-1].work
+    recomputed = len(model.plan.recomputed) * recipe.accumulate
+    work = replace(work, operators=work.operators + RECOMPUTATION * recomputed)
     copied = backend.facts.divides == "owners" or (
         model.plan.precision.reduce_dtype is not None and backend.facts.divides != "elements"
     )
@@ -285,7 +288,7 @@ def _run_steps(
     chosen = ", ".join(f"{key}={group[key]}" for key in ("foreach", "fused", "capturable") if group.get(key))
     return Measured(
         rank=rank,
-        usage=replace(highest, traffic=seen[-1].traffic),
+        usage=replace(highest, traffic=seen[-1].traffic, work=work),
         state_ratio=_state_ratio(optimizer),
         in_flight=tuple(sorted(reduced, reverse=True)),
         plan=model.plan,

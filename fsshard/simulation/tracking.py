@@ -27,6 +27,7 @@ from fsshard.nested import leaves as tree_leaves
 from fsshard.sharded.reports import HELD
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.simulation.fakes import storage_of
+from fsshard.simulation.work import Work, WorkCounter
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 from fsshard.torch_private.fsdp1 import WRAPPED
@@ -71,6 +72,7 @@ class Usage:
     saved: int  # the most bytes of activations that a forward left to its backward
     moment: Moment  # when the peak was
     traffic: tuple[Traffic, ...]
+    work: Work
 
 
 @dataclass(eq=False)
@@ -111,6 +113,7 @@ class Tracker(TorchDispatchMode):
         self._stepping = 0
         self._operation = ""
         self.collectives: list[Collective] = []  # since the last reset, in order
+        self.work = WorkCounter()  # since the last reset
         # What a stretch of forward made and did not free by its end is an activation. Their ends; None: at work still.
         self._ends: list[int | None] = []
         self._forward: int | None = None  # the one at work
@@ -139,6 +142,7 @@ class Tracker(TorchDispatchMode):
         """Start anew: the peak is what is alive now, and no collective has been seen."""
         self._log = list(self._alive.values())
         self.collectives.clear()
+        self.work.reset()
         self._backwards.clear()
         self._steps.clear()
         self._start = self._event
@@ -185,6 +189,7 @@ class Tracker(TorchDispatchMode):
             saved=max((_alive_at(lives, start)["activations"] for start in self._backwards), default=0),
             moment=peak.moment if peak else Moment("forward", "", ""),
             traffic=traffic_of(self.collectives),
+            work=self.work.work(),
         )
 
     def _in_host_memory(self, life: _Life, kind: str) -> bool:
@@ -239,6 +244,8 @@ class Tracker(TorchDispatchMode):
         collective = collective_of(func, args, result)
         if collective is not None:
             self._count(collective)
+        else:
+            self.work.add(func, args, kwargs or {}, result)
         for tensor in _tensors(result):
             self._take(tensor)
         if func.name() == "aten::_to_copy" and self._phase == "backward":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from importlib import metadata
 from typing import Any
@@ -14,6 +15,7 @@ from fsshard.cli import app as cli
 from fsshard.cli import doctor
 from fsshard.cli.doctor import Diagnosis, Finding
 from fsshard.errors import LaunchError, MissingExtra
+from fsshard.simulation.machine import machine_of
 from fsshard.torch_private import registry
 
 
@@ -112,6 +114,17 @@ def test_the_command(
     assert json.loads(out) == json.loads(diagnosis(status).to_json()) and json.loads(out)["ok"] == (code == 0)
     assert "training on the CPU" in err
     assert cli.main(["doctor", "--json", "/no/such/folder/file.json"]) == 2
+
+
+def test_constants_are_measured_and_written(ranks: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    file = tmp_path / "machine.json"
+    monkeypatch.setattr(doctor, "RankPool", lambda device: contextlib.nullcontext(ranks))
+    assert cli.main(["doctor", "--measure", str(file)]) == 0
+    assert "a rank sends" in capsys.readouterr().out
+    assert machine_of(file, "cpu").name == "measured"
+    assert cli.main(["doctor", "--measure", str(file), "--json", "-"]) == 2
+    assert "leave out --json" in capsys.readouterr().err
+    assert cli.main(["doctor", "--measure", "/no/such/folder/file.json"]) == 2
 
 
 def test_private_names_that_are_missing_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

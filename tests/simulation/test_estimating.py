@@ -209,6 +209,7 @@ def test_the_estimate_as_text_json_and_picture() -> None:
     assert "activations" in one.table() and "bound" in one.table() and "reduce" in str(one)
     assert len(overview(found).splitlines()) == 1 + len(found)
     parsed = json.loads(one.to_json())
+    assert one.machine == "h100" and parsed["seconds"] == one.seconds and parsed["work"]["operators"] > 0
     assert parsed["peak"] == one.peak and parsed["moment"]["phase"] == one.moment.phase
     bars, lines = figure(found, at=8).axes
     assert [label.get_text() for label in bars.get_xticklabels()] == ["ddp", "fairscale"]

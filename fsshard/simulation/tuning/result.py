@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsshard.pictures import check_picture, save_picture
-from fsshard.planning.text import aligned, size, unit_of
+from fsshard.planning.text import aligned, duration, size, unit_of
 from fsshard.simulation.result import Estimate, style_axes
 from fsshard.simulation.tuning.search_space import Candidate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HEAD = ["", "peak", "sent", "of P", "collectives", "recomputed", "peak at", "plan"]
+HEAD = ["", "peak", "time", "sent", "of P", "collectives", "recomputed", "peak at", "plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Tried:
         return sum(traffic.count for traffic in self.estimate.collectives)
 
     @property
-    def cost(self) -> tuple[int, int, bool]:
-        """Return the price of needing less memory: bytes sent, collectives, and whether something is computed twice."""
-        return self.estimate.sent, self.collectives, bool(self.recomputed)
+    def cost(self) -> tuple[float, int, int]:
+        """Return the price of needing less memory: predicted seconds, bytes sent, collectives."""
+        return self.estimate.seconds, self.estimate.sent, self.collectives
 
     def beats(self, other: Tried) -> bool:
         """Return whether this plan is at least as good in everything, and better in something."""
@@ -53,6 +53,7 @@ class Tried:
         return [
             "*" if self is winner else "",
             size(self.peak),
+            duration(self.estimate.seconds),
             size(self.estimate.sent),
             f"{self.estimate.sent / self.estimate.parameters:.2f}",
             str(self.collectives),
@@ -67,6 +68,7 @@ class Tried:
             "settings": self.candidate.code(),
             "name": self.name,
             "peak": self.peak,
+            "seconds": self.estimate.seconds,
             "sent": self.estimate.sent,
             "collectives": self.collectives,
             "recomputed": self.recomputed,
@@ -82,8 +84,8 @@ class TuneResult:
         name: of what is trained.
         world_size: ranks of the job.
         memory: bytes that a rank may need, or None: the least was looked for.
-        winner: the plan that sends least, in the fewest collectives, of those that fit ``memory``; without a bound,
-            the one with the least peak (give or take a thousandth). Of equals the one that computes nothing twice.
+        winner: the plan with the least predicted time of those that fit ``memory``; without a bound, the one with the
+            least peak (give or take a thousandth). Of equals the one that sends least, in the fewest collectives.
         tried: all, in the order in which they were simulated.
         aliases: names of those that are always tried -> the plan that each turned out to be.
         failed: candidates that cannot be, and why.
@@ -99,7 +101,7 @@ class TuneResult:
 
     @property
     def frontier(self) -> tuple[Tried, ...]:
-        """Return the plans that no other beats in memory for the same cost, the one with the least peak first."""
+        """Return the plans that no other beats in memory, time, bytes and collectives; the least peak first."""
         unbeaten = (one for one in self.tried if not any(other.beats(one) for other in self.tried))
         found: dict[Any, Tried] = {}  # of equals the first one
         for one in sorted(unbeaten, key=lambda one: (one.peak, one.cost)):
@@ -123,17 +125,17 @@ class TuneResult:
 
     def table(self) -> str:
         """Return the frontier, the plans that are always tried, and the winner as code."""
-        goal = "the least peak" if self.memory is None else f"the least traffic within {size(self.memory)}"
+        goal = "the least peak" if self.memory is None else f"the least time within {size(self.memory)}"
         rows = [one.row("", self.winner) for one in self.frontier]
         others = [one.row(f"{name}: ", self.winner) for name, one in self.aliases.items()]
         lines = aligned([HEAD, *rows, *others])
         return "\n".join(
             [
                 f"{self._on_ranks}: {goal}; {len(self.tried)} plans simulated; P is "
-                f"{size(self.winner.estimate.parameters)}, that of all parameters",
+                f"{size(self.winner.estimate.parameters)}, that of all parameters; times by "
+                f"{self.winner.estimate.machine!r}",
                 "",
-                "the frontier: nothing else needs less without sending more, in more collectives, or computing more "
-                "twice",
+                "the frontier: nothing else needs less without taking longer, sending more, or in more collectives",
                 *lines[: 1 + len(rows)],
                 "",
                 "always tried:",
@@ -149,7 +151,7 @@ class TuneResult:
     __str__ = table
 
     def to_json(self) -> str:
-        """Return everything as JSON, sizes in bytes."""
+        """Return everything as JSON, sizes in bytes, times in seconds."""
         found = {
             "name": self.name,
             "world_size": self.world_size,
@@ -164,7 +166,10 @@ class TuneResult:
         return json.dumps(found, indent=1)
 
     def plot(self, path: str | Path) -> None:
-        """Draw peak against traffic of all plans to a .png, .svg or .pdf; raises as :meth:`Estimate.plot` does."""
+        """Draw the peaks of all plans against time, traffic and collectives, and the frontier, to a picture.
+
+        ``path`` ends in .png, .svg or .pdf; raises as :meth:`Estimate.plot` does.
+        """
         path = check_picture(path)
         save_picture(figure(self), path)
 
@@ -183,21 +188,44 @@ def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
     return min(fitting, key=lambda one: (one.cost, one.peak), default=None)
 
 
+AXES: dict[str, Callable[[Tried], float]] = {
+    "predicted ms per step": lambda one: 1e3 * one.estimate.seconds,
+    "sent by a rank per step, in units of the parameters' bytes": lambda one: (
+        one.estimate.sent / one.estimate.parameters
+    ),
+    "collectives per step": lambda one: one.collectives,
+}
+"""What a peak is drawn against -> the value of a plan."""
+
+
 def figure(result: TuneResult) -> Figure:
-    """Draw a point per plan that was simulated, the plans that are always tried by name, and the bound."""
+    """Draw peaks against time, traffic and collectives: a point per plan, the frontier, the usual plans by name."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(9.0, 5.2), layout="constrained")
-    unit, scale = unit_of(max(one.peak for one in result.tried))
-    axes = made.subplots()
+    made = Figure(figsize=(15.0, 5.2), layout="constrained")
+    for axes, (label, value) in zip(made.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True):
+        _draw(axes, result, value)
+        axes.set_xlabel(label)
+    made.axes[0].set_ylabel(f"{unit_of(max(one.peak for one in result.tried))[0]} per rank at the peak")
+    made.axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    title = f"{result._on_ranks}: {len(result.tried)} plans, times by {result.winner.estimate.machine!r}"
+    made.suptitle(title, fontsize=11, x=0.02, ha="left", parse_math=False)
+    return made
+
+
+def _draw(axes: Any, result: TuneResult, value: Callable[[Tried], float]) -> None:
+    scale = unit_of(max(one.peak for one in result.tried))[1]
 
     def point(one: Tried) -> tuple[float, float]:
-        return one.estimate.sent / one.estimate.parameters, one.peak / scale
+        return value(one), one.peak / scale
 
     for colour, label, again in (("#0072B2", "nothing recomputed", False), ("#E69F00", "blocks recomputed", True)):
         points = [point(one) for one in result.tried if bool(one.recomputed) is again]
         if points:
             axes.plot(*zip(*points, strict=True), "o", color=colour, label=label, markersize=6)
+    frontier = [point(one) for one in result.frontier]
+    ring = {"markersize": 11, "markerfacecolor": "none", "label": "frontier"}
+    axes.plot(*zip(*frontier, strict=True), "o", color="#555555", zorder=1, **ring)
     axes.plot(*point(result.winner), "*", color="#D55E00", label="winner", markersize=14)
     if result.memory is not None:
         axes.axhline(result.memory / scale, color="black", linestyle=":", label="memory bound")
@@ -206,11 +234,6 @@ def figure(result: TuneResult) -> Figure:
         names.setdefault(point(one), []).append(name)
     for place, found in names.items():
         axes.annotate(", ".join(found), place, xytext=(6, 5), textcoords="offset points", fontsize=8, parse_math=False)
-    axes.set_xlabel("sent by a rank per step, in units of the parameters' bytes")
-    axes.set_ylabel(f"{unit} per rank at the peak")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.12)
     style_axes(axes, "both")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-    axes.set_title(f"{result._on_ranks}: {len(result.tried)} plans", fontsize=11, loc="left", parse_math=False)
-    return made

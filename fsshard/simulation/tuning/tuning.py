@@ -18,6 +18,7 @@ from fsshard.planning.plan import Plan
 from fsshard.planning.text import size
 from fsshard.recipes.recipe import resolve
 from fsshard.simulation.estimating import estimate_of, job_of, mesh_shape, optimizer_settings, recipe_source
+from fsshard.simulation.machine import Machine, machine_of
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job
 from fsshard.simulation.tuning.result import Tried, TuneResult, best
@@ -47,12 +48,13 @@ def tune(
     cpu_offload: bool = False,
     device_mesh: Any = None,
     device: str = "cpu",
+    machine: Any = None,
     real: bool = False,
     limit: int | None = None,
     progress: Callable[[int, str], None] | None = None,
     **settings: Any,
 ) -> TuneResult:
-    """Search for the plan that sends least among those that fit into ``memory``, or for the one that needs least.
+    """Search for the fastest plan among those that fit into ``memory``, or for the one that needs least.
 
     Every plan that is considered is simulated as :func:`fsshard.estimate` does it, in a process of its own. What is
     searched, and which plan wins, is in docs/tuning.md; what is given here is not searched. The search uses no random
@@ -66,8 +68,8 @@ def tune(
         batch: of a module: one rank's arguments of its forward.
         loss: ``(model, batch) -> scalar``; by default as for :func:`fsshard.estimate`.
         optimizer: a class, a ``functools.partial`` of one, or an optimizer.
-        memory: bytes that a rank may need, such as ``40 * 2**30`` or ``"40GiB"``: the least traffic is looked for, then
-            the fewest collectives, then no recomputation, then the least peak. None: the least peak is looked for.
+        memory: bytes that a rank may need, such as ``40 * 2**30`` or ``"40GiB"``: the least predicted time is looked
+            for, then the least traffic, then the fewest collectives, then the least peak. None: the least peak is.
         auto_wrap_policy: as for :func:`fsshard.wrap`.
         mixed_precision: as for :func:`fsshard.wrap`; never searched.
         activation_checkpointing: as for :func:`fsshard.wrap`; False: recompute nothing.
@@ -75,6 +77,7 @@ def tune(
         cpu_offload: as for :func:`fsshard.estimate`.
         device_mesh: as for :func:`fsshard.estimate`.
         device: ``"cpu"`` or ``"cuda"``: which device it is for.
+        machine: whose constants times are predicted by, as for :func:`fsshard.estimate`.
         real: as for :func:`fsshard.estimate`.
         limit: the number of simulations after which only plans are tried that always are. None: between 12 and 40, by
             the number of operators in a forward.
@@ -115,8 +118,9 @@ def tune(
         own["cpu_offload"] = True
     asked = {"source": source, "changes": changes, "world_size": world_size, "device_mesh": device_mesh}
     asked |= {"device": device, "cpu_offload": cpu_offload, "real": real}
+    constants = machine_of(machine, device)
     with Simulator("fsshard.tune", quiet=True) as simulator:
-        search = Search(asked, simulator, {**own, **fixed}, limit, progress)
+        search = Search(asked, simulator, {**own, **fixed}, constants, limit, progress)
         search.run(list(dict.fromkeys(search.job(name, {}).backend for name in backends)))
         winner = best(search.tried, bound)
         if winner is None:
@@ -163,7 +167,7 @@ class Search:
     """A greedy search from usual plans to finer ones, with no chance in it.
 
     ``asked`` are the arguments of ``job_of`` but for the backend and the settings, ``fixed`` those of wrap() that are
-    not searched.
+    not searched, ``machine`` is whose constants times are predicted by.
     """
 
     def __init__(
@@ -171,11 +175,12 @@ class Search:
         asked: Mapping[str, Any],
         simulator: Simulator,
         fixed: Mapping[str, Any],
+        machine: Machine,
         limit: int | None = None,
         progress: Callable[[int, str], None] | None = None,
     ) -> None:
         self._asked, self._simulator, self._progress = asked, simulator, progress
-        self.fixed, self._limit = fixed, limit
+        self.fixed, self._machine, self._limit = fixed, machine, limit
         self.tried: list[Tried] = []  # in order
         self.aliases: dict[str, Tried] = {}  # names of candidates that are always tried -> what they turned out to be
         self.failed: dict[str, str] = {}  # candidates that cannot be, and why
@@ -244,7 +249,8 @@ class Search:
 
     def _estimate(self, backend: str, settings: Mapping[str, Any], **changed: Any) -> Estimate:
         job = self.job(backend, settings, **changed)
-        return estimate_of({**self._asked, **changed}["world_size"], job, self._simulator.ask(run_job, job))
+        measured = self._simulator.ask(run_job, job)
+        return estimate_of({**self._asked, **changed}["world_size"], job, measured, self._machine)
 
     def _tell(self, text: str) -> None:
         if self._progress is not None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 import fsshard
 from fsshard.cli import app as cli
 from fsshard.errors import ConfigurationError, DoesNotFit, RecipeError, UnknownBackend
+from fsshard.simulation.machine import MACHINES, Machine
 from fsshard.simulation.simulation import Job, Measured, simulate
 from fsshard.simulation.tuning.result import Tried, TuneResult, best, figure
 from fsshard.simulation.tuning.tuning import Search, _bytes
@@ -66,17 +67,18 @@ def test_torchs_policies_do_no_better(found: TuneResult) -> None:
         assert found.winner.peak <= simulated({"backend": "fsdp2", "auto_wrap_policy": policy}).usage.peak
 
 
-def test_with_a_bound_the_least_traffic_that_fits_wins(found: TuneResult) -> None:
+def test_with_a_bound_the_least_time_that_fits_wins(found: TuneResult) -> None:
     peaks = sorted(one.peak for one in found.tried)
     for bound in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
         winner = best(found.tried, bound)
         assert winner is not None and winner.peak <= bound
-        assert all(winner.cost <= one.cost for one in found.tried if one.peak <= bound)
+        assert all(winner.estimate.seconds <= one.estimate.seconds for one in found.tried if one.peak <= bound)
+    assert best(found.tried, peaks[0]) is not best(found.tried, peaks[-1])  # memory has its price
     assert best(found.tried, peaks[0] - 1) is None
 
 
 def test_the_frontier_is_what_nothing_beats(found: TuneResult) -> None:
-    def everything(one: Tried) -> tuple[int, ...]:
+    def everything(one: Tried) -> tuple[float, ...]:
         return one.peak, *one.cost
 
     assert found.winner in found.frontier and len(found.frontier) > 1
@@ -128,10 +130,28 @@ def test_the_command_says_the_same_again(found: TuneResult, capsys: pytest.Captu
 
 
 def test_the_picture_has_every_plan(found: TuneResult) -> None:
-    (axes,) = figure(dataclasses.replace(found, memory=found.winner.peak)).axes
-    points = [line for line in axes.lines if line.get_marker() == "o"]
-    assert sum(len(line.get_xdata()) for line in points) == len(found.tried)
-    assert any("fsdp2, auto" in text.get_text() for text in axes.texts)
+    time, sent, collectives = figure(dataclasses.replace(found, memory=found.winner.peak)).axes
+    for axes in (time, sent, collectives):
+        lines = [line for line in axes.lines if line.get_marker() == "o"]
+        frontier = [line for line in lines if line.get_label() == "frontier"]
+        assert sum(len(line.get_xdata()) for line in lines) == len(found.tried) + len(found.frontier)
+        assert len(frontier) == 1 and any("fsdp2, auto" in text.get_text() for text in axes.texts)
+    (drawn,) = (line for line in time.lines if line.get_label() == "frontier")
+    assert list(drawn.get_xdata()) == [1e3 * one.estimate.seconds for one in found.frontier]
+
+
+def test_the_machine_decides_which_plan_is_fast() -> None:
+    def machine(**constants: float) -> Machine:
+        return dataclasses.replace(MACHINES["cpu"], name="mine", **constants)
+
+    given: dict[str, Any] = {"world_size": 4, "backend": "fsdp2", "memory": "1GiB", "limit": 4}
+    slow_calls = fsshard.tune(RECIPE, machine=machine(collective=1.0, sent=1e15), **given)
+    slow_wires = fsshard.tune(RECIPE, machine=machine(collective=1e-12, sent=1.0), **given)
+    assert slow_calls.winner.collectives == min(one.collectives for one in slow_calls.tried)
+    assert slow_wires.winner.estimate.sent == min(one.estimate.sent for one in slow_wires.tried)
+    assert "the least time within 1.00 GiB" in slow_calls.table() and "times by 'mine'" in slow_calls.table()
+    row = next(line for line in slow_calls.table().splitlines() if line.startswith("*"))
+    assert f"{slow_calls.winner.estimate.seconds:.3g} s" in row  # so many collectives of a second each
 
 
 def test_a_bound_that_nothing_meets_is_told_with_ways_out_and_what_is_given_is_kept(
@@ -175,6 +195,7 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
         ({"memory": True}, ConfigurationError, "memory=True"),
         ({"limit": 0}, ConfigurationError, "limit=0"),
         ({"device": "tpu"}, ConfigurationError, "tpu"),
+        ({"machine": "h100"}, ConfigurationError, "not for device='cpu'"),
         ({"optimizer": "Adam"}, ConfigurationError, "optimizer="),
         ({"device_mesh": (3,)}, ConfigurationError, "does not divide"),
     ]

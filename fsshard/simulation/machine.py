@@ -1,0 +1,169 @@
+"""What a device can do, and the time that a training step takes there by five terms.
+
+``fsshard doctor --measure`` writes the constants of this machine; :mod:`fsshard.simulation.measuring` measures them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fsshard.errors import ConfigurationError
+from fsshard.planning.text import duration
+from fsshard.simulation.collectives import Traffic
+from fsshard.simulation.work import Work
+
+OVER_GLOO = {"reduce_scatter": 2}
+"""Collective -> how often gloo sends what has to be sent: its reduce_scatter is an all_reduce inside (torch 2.13)."""
+TERMS = ("flops", "written", "operators", "sent", "collectives")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The constants of a device, one rank of it, by which :func:`fsshard.estimate` predicts seconds.
+
+    Attributes:
+        name: how it is called.
+        device: ``"cpu"`` or ``"cuda"``.
+        flops: floating-point operations per second of a matrix product, by the dtype's name; of a dtype that is not
+            named those of ``"float32"`` count.
+        written: bytes per second that an operator writes which reads two tensors as large as its result.
+        operator: seconds per operator until its kernel runs, autograd and Python included.
+        sent: bytes per second that a rank sends in collectives.
+        collective: seconds per collective, whatever it sends, with what an engine does around it.
+        source: where the numbers come from.
+    """
+
+    name: str
+    device: str
+    flops: Mapping[str, float]
+    written: float
+    operator: float
+    sent: float
+    collective: float
+    source: str
+
+    def __str__(self) -> str:
+        fastest = ", ".join(f"{dtype} {speed / 1e9:.3g}" for dtype, speed in self.flops.items())
+        return (
+            f"{self.device}: Gflop/s {fastest}; an operator writes {self.written / 1e9:.3g} GB/s and costs "
+            f"{duration(self.operator)}; a rank sends {self.sent / 1e9:.3g} GB/s, a collective costs "
+            f"{duration(self.collective)} ({self.source})"
+        )
+
+    def terms(self, work: Work, traffic: Iterable[Traffic]) -> dict[str, float]:
+        """Return the seconds of a step by term; nothing overlaps, so that their sum is the step's.
+
+        Args:
+            work: what a rank computes.
+            traffic: the collectives that it takes part in, by kind.
+        """
+        plain, traffic = self.flops["float32"], list(traffic)
+        detours = OVER_GLOO if self.device == "cpu" else {}
+        sent = sum(one.sent * detours.get(one.kind, 1) for one in traffic)
+        return {
+            "flops": sum(count / self.flops.get(dtype, plain) for dtype, count in work.flops.items()),
+            "written": work.written / self.written,
+            "operators": work.operators * self.operator,
+            "sent": sent / self.sent,
+            "collectives": sum(one.count for one in traffic) * self.collective,
+        }
+
+
+def _gpu(name: str, flops: Mapping[str, float], memory: float, link: float, source: str) -> Machine:
+    """Return a GPU by its data sheet: peak flops of dense products, bytes of memory and of NVLink one way, a second."""
+    # Two tensors are read for one that is written. A collective over NVLink: 8.4 us, and 3.4 us of a hop (NCCL,
+    # src/graph/tuning.cc, ring, protocol Simple). An operator: 10 us of the host in eager mode, assumed.
+    more = {"written": memory / 3, "operator": 10e-6, "sent": link, "collective": 11.8e-6}
+    return Machine(name=name, device="cuda", flops=flops, **more, source=f"{source}; NCCL's tuning.cc; 10 us assumed")
+
+
+def _tensor_cores(plain: float, double: float, half: float) -> dict[str, float]:
+    return {"float32": plain, "float64": double, "bfloat16": half, "float16": half}
+
+
+MACHINES = {
+    one.name: one
+    for one in (
+        Machine(
+            name="cpu",
+            device="cpu",
+            flops={"float32": 140e9, "float64": 65e9},
+            written=10e9,
+            operator=7e-6,
+            sent=1.2e9,
+            collective=500e-6,
+            source="fsshard doctor --measure on 2 ranks of a virtual x86-64 server, a thread each, gloo, torch 2.13",
+        ),
+        _gpu("a100", _tensor_cores(19.5e12, 9.7e12, 312e12), 2.039e12, 300e9, "NVIDIA A100 80GB SXM data sheet, 2021"),
+        _gpu("h100", _tensor_cores(67e12, 34e12, 989e12), 3.35e12, 450e9, "NVIDIA H100 SXM data sheet, 2023"),
+        _gpu("h200", _tensor_cores(67e12, 34e12, 989e12), 4.8e12, 450e9, "NVIDIA H200 SXM data sheet, 2024"),
+    )
+}
+"""Machines that are known by name. Peaks of data sheets: seconds are those of perfect kernels, the order of plans is
+what they are for."""
+USUAL = {"cpu": "cpu", "cuda": "h100"}
+"""Device -> the machine that is meant where none is named."""
+
+
+def check_device(device: Any) -> None:
+    """Raise ConfigurationError unless ``device`` is a device type that can be simulated."""
+    if device not in USUAL:
+        raise ConfigurationError(f"device={device!r}: expected 'cpu' or 'cuda'")
+
+
+def machine_of(machine: Any, device: str) -> Machine:
+    """Return the machine that ``machine=`` means for ``device``.
+
+    Args:
+        machine: a :class:`Machine`, a name in :data:`MACHINES`, the path of a file that ``fsshard doctor --measure``
+            has written, or None: the device's usual one.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ConfigurationError: there is none such, or it is of another device.
+    """
+    check_device(device)
+    if machine is None:
+        return MACHINES[USUAL[device]]
+    if isinstance(machine, Machine):
+        found = [machine]
+    elif isinstance(machine, (str, Path)):
+        found = [MACHINES[str(machine)]] if str(machine) in MACHINES else read_machines(Path(machine))
+    else:
+        raise ConfigurationError(f"machine={machine!r}: expected a name, a file or a Machine; {_ADVICE}")
+    fitting = [one for one in found if one.device == device]
+    if not fitting:
+        devices = " and ".join(one.device for one in found)
+        raise ConfigurationError(f"machine={str(machine)!r} is for {devices}, not for device={device!r}; {_ADVICE}")
+    return fitting[0]
+
+
+_ADVICE = f"known are {', '.join(MACHINES)}; `fsshard doctor --measure machine.json` writes a file of this machine"
+
+
+def to_json(machines: Iterable[Machine]) -> str:
+    """Return machines as :func:`read_machines` reads them."""
+    return json.dumps({"machines": [asdict(one) for one in machines]}, indent=1)
+
+
+def read_machines(path: Path) -> list[Machine]:
+    """Return the machines in a file, one for each device; raise ConfigurationError if it is none of ours."""
+    try:
+        given = json.loads(path.read_text("utf-8"))["machines"]
+        found = [Machine(**one) for one in given]
+        numbers = [[*one.flops.values(), *(getattr(one, name) for name in _NUMBERS)] for one in found]
+        known = all("float32" in one.flops for one in found)
+        if not found or not known or not all(float(number) > 0 for row in numbers for number in row):
+            raise ValueError("a constant is missing, or is not above zero")
+    except OSError as error:
+        raise ConfigurationError(f"machine={str(path)!r}: {error.strerror or error}; {_ADVICE}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigurationError(f"machine={str(path)!r} is no file of constants: {error}; {_ADVICE}") from None
+    return found
+
+
+_NUMBERS = [field.name for field in fields(Machine) if field.type == "float"]

@@ -1,0 +1,140 @@
+"""Measures the constants of this machine: what ``fsshard doctor --measure`` writes. Two seconds or so per device."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsshard.planning.bounds import sent
+from fsshard.sharded.optimizer import build_optimizer
+from fsshard.simulation.machine import MACHINES, USUAL, Machine
+from fsshard.simulation.tracking import Tracker
+from fsshard.wrapping import wrap
+
+SAMPLES, LEAST = 5, 0.01
+"""Samples of each measurement, and seconds that one takes at least: enough calls are made in it."""
+SIZES = {"cpu": (384, 2**18, 2**20), "cuda": (4096, 2**27, 2**25)}
+"""Device -> rows of a square matrix, elements that an operator writes, elements that a collective sends."""
+NARROW, LAYERS = 8, 12
+
+
+def measured_machine(device: str) -> Machine:
+    """Measure on this rank of a running job. Collective.
+
+    On the CPU seconds are those of the processor, which other processes do not lengthen; on CUDA those of the clock.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    rows, written, elements = SIZES[device]
+    ranks = dist.get_world_size()
+    flops = {str(dtype).removeprefix("torch."): _flops(device, rows, dtype) for dtype in DTYPES}
+    first, second = torch.ones(2, written, device=device).unbind()
+    result = torch.empty_like(first)
+    write = _seconds(device, lambda: torch.add(first, second, out=result))
+    usual, about = MACHINES[USUAL[device]], f"{platform.machine()}, torch {torch.__version__}"
+    latency, bandwidth, operator = usual.collective, usual.sent, _per_operator(device)
+    if ranks > 1:
+        bare, large = _gather(device, 16, 20), _gather(device, elements, 4)
+        bandwidth = sent("all_gather", 4 * elements * ranks, ranks) / max(large - bare, 1e-9)
+        latency = max(bare, _per_collective(device, operator))
+    else:
+        about += f"; one rank: collectives as of {usual.name!r}"
+    constants = [*flops.values(), 4 * written / write, operator, bandwidth, latency]
+    mean = torch.tensor(constants, dtype=torch.float64, device=device)
+    dist.all_reduce(mean)  # one file for all ranks
+    *speeds, write_speed, operator, bandwidth, latency = (mean / ranks).tolist()
+    return Machine(
+        name="measured",
+        device=device,
+        flops=dict(zip(flops, speeds, strict=True)),
+        written=write_speed,
+        operator=operator,
+        sent=bandwidth,
+        collective=latency,
+        source=f"fsshard doctor --measure on {ranks} rank{'s' if ranks > 1 else ''}, {about}",
+    )
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _flops(device: str, rows: int, dtype: torch.dtype) -> float:
+    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
+    return 2 * rows**3 / _seconds(device, lambda: matrix @ matrix)
+
+
+def _gather(device: str, elements: int, calls: int) -> float:
+    """Return the seconds of an all_gather to which every rank gives so many float32."""
+    mine = torch.ones(elements, device=device)
+    whole = torch.empty(elements * dist.get_world_size(), device=device)
+    parts = list(whole.chunk(dist.get_world_size()))
+    return _seconds(device, lambda: dist.all_gather(parts, mine), calls)
+
+
+def _narrow(device: str) -> nn.Module:
+    """Return a model of almost no size, so that its step is all overhead."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(NARROW, NARROW), nn.GELU()) for _ in range(LAYERS))).to(device)
+
+
+def _trained(device: str, model: nn.Module, optimizer: Any, calls: int = 0) -> tuple[float, int, int]:
+    """Return the seconds of a training step, its operators, and its collectives."""
+    batch = torch.ones(2, NARROW, device=device)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Tracker() as tracker:
+        step()
+    return _seconds(device, step, calls), tracker.work.work().operators, len(tracker.collectives)
+
+
+def _per_operator(device: str) -> float:
+    model = _narrow(device)
+    seconds, operators, _ = _trained(device, model, torch.optim.Adam(model.parameters()))
+    return seconds / operators
+
+
+def _per_collective(device: str, operator: float) -> float:
+    """Return what a collective of an engine costs beyond its operators: units of FSDP2 beside one unit. Collective."""
+    torch.manual_seed(0)
+    found = []
+    for units in ({"Linear"}, None):
+        model = wrap(_narrow(device), backend="fsdp2", auto_wrap_policy=units, merge_below=0)
+        found.append(_trained(device, model, build_optimizer(model, torch.optim.Adam), calls=4))
+    (many, more_operators, more), (one, operators, fewer) = found
+    return (many - one - operator * (more_operators - operators)) / (more - fewer)
+
+
+def _seconds(device: str, call: Callable[[], Any], calls: int = 0) -> float:
+    """Return the least seconds of a call over some samples of ``calls``; 0: as many as take :data:`LEAST` seconds.
+
+    A collective needs their number given: every rank has to make as many.
+    """
+    call()
+    if not calls:
+        calls = 1
+        while _sample(device, call, calls) < LEAST:
+            calls *= 2
+    return min(_sample(device, call, calls) for _ in range(SAMPLES)) / calls
+
+
+def _sample(device: str, call: Callable[[], Any], calls: int) -> float:
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = clock()
+    for _ in range(calls):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start

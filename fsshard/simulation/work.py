@@ -1,0 +1,111 @@
+"""Counts what a step computes: floating-point operations, bytes that operators write, and the operators themselves."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from fsshard.nested import leaves as tree_leaves
+from fsshard.torch_private.dispatch import schema_of
+from fsshard.torch_private.tensors import LOCAL_TENSOR
+
+REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+"""Complex dtype -> the one of the real numbers that are multiplied."""
+COMPLEX_PRODUCTS = 4
+"""A complex multiplication and addition is four real ones; torch's formulas count it as one (torch 2.13)."""
+RECOMPUTATION = 125
+"""Operators that take the host as long as recomputing a block does beside its own: random numbers that are kept and
+restored, torch's checkpoint (1.2 ms where an operator takes 9.6 us)."""
+UNWRITTEN = ("empty", "new_empty")
+"""Beginnings of the names of operators that hand out memory and leave it as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one rank computes in a training step.
+
+    Attributes:
+        flops: floating-point operations of matrix products, convolutions, attention and Fourier transforms, by the name
+            of the real dtype in which they are done.
+        written: bytes that operators write, views left out.
+        operators: how many are called, below autograd; collectives left out, and for each recomputed block
+            :data:`RECOMPUTATION` more.
+    """
+
+    flops: Mapping[str, int]
+    written: int
+    operators: int
+
+
+class WorkCounter:
+    """Adds up the operators that it is told of."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start at zero."""
+        self._flops: Counter[str] = Counter()
+        self._written = self._operators = 0
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count one call of an operator, which is no collective."""
+        self._operators += 1
+        writes, mutated, formula = _traits(func)
+        if writes:
+            # A foreach operator returns nothing: what it writes are the lists that it was given.
+            self._written += _nbytes(result) or sum(_nbytes(args[place]) for place in mutated if place < len(args))
+        if formula is not None:
+            tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            dtype = REAL.get(tensor.dtype, tensor.dtype)
+            flops = formula(*args, **kwargs, out_val=result)
+            scale = COMPLEX_PRODUCTS if tensor.is_complex() and func.overloadpacket in flop_registry else 1
+            self._flops[str(dtype).removeprefix("torch.")] += scale * int(flops)
+
+    def work(self) -> Work:
+        """Return the sums."""
+        return Work(flops=dict(self._flops), written=self._written, operators=self._operators)
+
+
+@functools.cache
+def _traits(func: Any) -> tuple[bool, tuple[int, ...], Callable[..., Any] | None]:
+    """Return whether an operator writes, the places of arguments that it changes, and how its flops are counted."""
+    schema = schema_of(func)
+    mutated = tuple(n for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    # A view returns an alias of what it was given and changes nothing.
+    is_view = not mutated and any(value.alias_info is not None for value in schema.returns)
+    name = schema.name.partition("::")[2]
+    formula = FFTS.get(name) or flop_registry.get(ON_CPU.get(name, func.overloadpacket))
+    return not is_view and not name.startswith(UNWRITTEN), mutated, formula
+
+
+def _nbytes(value: Any) -> int:
+    leaves: Iterable[Any] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    tensors = (getattr(leaf, LOCAL_TENSOR, leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _fft(given: Tensor, dims: list[int], *_: Any, out_val: Tensor, **__: Any) -> float:
+    """Return 5 n log2(n) per complex transform of n points, half of it per real one: the convention of FFTW."""
+    larger = max(given, out_val, key=Tensor.numel)
+    points = math.prod(max(given.shape[dim], out_val.shape[dim]) for dim in dims)
+    whole = given.is_complex() and out_val.is_complex()
+    return (5.0 if whole else 2.5) * larger.numel() * math.log2(max(points, 2))
+
+
+FFTS: dict[str, Callable[..., Any]] = dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fft)
+"""Names of operators of which torch has no formula (torch 2.13)."""
+_ATTENTION = "_scaled_dot_product_flash_attention"
+ON_CPU = {
+    f"{_ATTENTION}_for_cpu": getattr(torch.ops.aten, _ATTENTION),
+    f"{_ATTENTION}_for_cpu_backward": getattr(torch.ops.aten, f"{_ATTENTION}_backward"),
+}
+"""Names of the CPU's attention -> the GPU's, whose formula and arguments in front are the same."""

@@ -1,0 +1,77 @@
+"""Constants of machines: what they make of a step's work, and files of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import fsshard
+from fsshard.errors import ConfigurationError
+from fsshard.simulation.collectives import Traffic
+from fsshard.simulation.machine import MACHINES, Machine, machine_of, to_json
+from fsshard.simulation.work import Work
+
+UNIT = Machine(
+    name="unit",
+    device="cpu",
+    flops={"float32": 10.0, "bfloat16": 40.0},
+    written=5.0,
+    operator=0.5,
+    sent=4.0,
+    collective=2.0,
+    source="made up",
+)
+
+
+def test_the_five_terms() -> None:
+    work = Work(flops={"float32": 30, "bfloat16": 40, "float64": 20}, written=15, operators=6)
+    traffic = [Traffic(kind=kind, count=n, nbytes=9, sent=4) for n, kind in ((1, "all_gather"), (2, "reduce_scatter"))]
+    found = UNIT.terms(work, traffic)
+    # A dtype of which nothing is known is as fast as float32; gloo's reduce_scatter sends everything twice.
+    assert found == {"flops": 3 + 1 + 2, "written": 3, "operators": 3, "sent": 1 + 2, "collectives": 6}
+    assert dataclasses.replace(UNIT, device="cuda").terms(work, traffic)["sent"] == 2
+
+
+def test_a_machine_by_name_by_file_and_by_itself(tmp_path: Path) -> None:
+    assert machine_of(None, "cuda") is MACHINES["h100"] and machine_of(None, "cpu") is MACHINES["cpu"]
+    assert machine_of("a100", "cuda").name == "a100" and machine_of(UNIT, "cpu") is UNIT
+    file = tmp_path / "machine.json"
+    file.write_text(to_json([UNIT, MACHINES["h200"]]))
+    assert machine_of(str(file), "cpu") == UNIT and machine_of(file, "cuda") == MACHINES["h200"]
+    assert all(one.source and one.name == name for name, one in MACHINES.items())
+
+
+def test_an_estimate_by_constants(tmp_path: Path) -> None:
+    plan = fsshard.plan(nn.Linear(8, 8))
+    one = fsshard.estimate(plan, world_size=2, backend="ddp", machine=UNIT)
+    assert one.machine == "unit" and one.seconds == sum(one.terms.values())
+    (traffic,) = one.collectives
+    assert one.terms["sent"] == traffic.sent / 4 and one.terms["collectives"] == 2 * traffic.count
+    assert one.terms["operators"] == one.work.operators / 2 and one.terms["written"] == one.work.written / 5
+    assert "time by 'unit'" in one.table() and "operators" in one.table()
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "said"),
+    [
+        ("h100", "cpu", r"'h100' is for cuda, not for device='cpu'; known are cpu, a100"),
+        ("no_such", "cpu", r"machine='no_such': No such file.*fsshard doctor --measure machine\.json"),
+        (7, "cpu", "machine=7: expected a name, a file or a Machine"),
+        (None, "tpu", "device='tpu': expected 'cpu' or 'cuda'"),
+    ],
+)
+def test_what_is_no_machine(machine: Any, device: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        machine_of(machine, device)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"machines": []}', '{"machines": [{"name": "x"}]}', "zero"])
+def test_a_file_that_is_none_of_ours(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(to_json([dataclasses.replace(UNIT, sent=0.0)]) if text == "zero" else text)
+    with pytest.raises(ConfigurationError, match=r"x\.json' is no file of constants"):
+        machine_of(file, "cpu")
