@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.backends.forward_guards import LooksAtForwards
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import RankMismatch
 from fsshard.torch_private.dispatch import disable_current_modes
@@ -33,7 +32,6 @@ class StepCounts:
         # Per optimizer its steps and its groups' learning rates. Kept here and not with the optimizers, which one
         # rank's garbage collector may take earlier than another's.
         self._taken: list[tuple[int, list[float]]] = []
-        self._looks = LooksAtForwards()
 
     def new_optimizer(self) -> int:
         """Return a number for another optimizer, under which it reports its steps."""
@@ -45,21 +43,11 @@ class StepCounts:
         if self._group is not None:
             self._taken[number] = (self._taken[number][0] + 1, [_number(group.get("lr")) for group in groups])
 
-    def forward_begins(self) -> None:
-        """Compare, if this forward is looked at. Collective; every rank has run as many forwards.
-
-        Raises:
-            RankMismatch: on every rank, naming those that left out steps.
-        """
-        # A count that is behind stays behind, so that nothing is missed by not looking each time.
-        if self._group is not None and self._looks.begin():
-            self.compare()
-
     def compare(self) -> None:
-        """Compare now. Collective.
+        """Compare with the other ranks. Collective.
 
         Raises:
-            RankMismatch: on every rank, naming those that left out steps.
+            RankMismatch: on every rank, with what two of them have done.
         """
         if self._group is None or type(torch.empty(0)) is not Tensor:
             return  # in an estimate there are no numbers, and no other ranks
@@ -72,7 +60,14 @@ class StepCounts:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
             largest, smallest = both.tolist()
         if largest != -smallest:
-            _raise(per_rank(self._group, self._taken))
+            first, *others = per_rank(self._group, self._taken)
+            rank, other = next((pair for pair in enumerate(others, 1) if pair[1] != first), (1, others[0]))
+            raise RankMismatch(
+                "expected optimizer.step() to be called on every rank, and at the same rates, since each updates a part "
+                f"of the weights; got {_told(first)} on rank 0 and {_told(other)} on rank {rank}. The parts belong to "
+                "different steps now, so load a checkpoint; give schedulers the same values on every rank "
+                "(ReduceLROnPlateau the mean of all ranks' losses)"
+            )
 
 
 def _number(rate: Any) -> float:
@@ -82,23 +77,5 @@ def _number(rate: Any) -> float:
     return float(rate) if isinstance(rate, (int, float)) else -1.0
 
 
-def _raise(taken: list[list[tuple[int, list[float]]]]) -> None:
-    """Say what differs; ``taken`` is every rank's."""
-    for index, optimizers in enumerate(zip(*taken, strict=True)):
-        counts = [count for count, _ in optimizers]
-        which = f"optimizer {index}: " if len(taken[0]) > 1 else ""
-        if behind := [rank for rank, count in enumerate(counts) if count < max(counts)]:
-            named = ", ".join(f"rank {rank} has taken {counts[rank]}" for rank in behind[:8])
-            raise RankMismatch(
-                f"{which}optimizer.step() ran {max(counts)} times, but {named}: every rank has to call it, since each "
-                "updates a part of the weights; now the parts belong to different steps, so load a checkpoint"
-            )
-        for group, rates in enumerate(zip(*(rates for _, rates in optimizers), strict=False)):
-            other = next((rank for rank, rate in enumerate(rates) if rate != rates[0]), None)
-            if other is not None:
-                raise RankMismatch(
-                    f"{which}ranks 0 and {other} train at different rates: lr of param_groups[{group}] is {rates[0]} "
-                    f"and {rates[other]}; give schedulers the same values on every rank (ReduceLROnPlateau the mean of "
-                    "all ranks' losses)"
-                )
-    raise RankMismatch("the ranks' optimizers differ in their groups; build and change them alike on every rank")
+def _told(taken: list[tuple[int, list[float]]]) -> str:
+    return ", ".join(f"{count} steps of optimizer {number} at lr {rates}" for number, (count, rates) in enumerate(taken))

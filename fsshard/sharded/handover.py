@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
@@ -19,7 +17,6 @@ from fsshard.errors import ModelError, OptimizerError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import check_unstepped, constructor_arguments, name_groups, new_optimizer, retire
 from fsshard.sharded.optimizer_checks import OptimizerRequest
-from fsshard.torch_private.optimizers import mark_stepped, mark_tracked, steps_are_tracked
 
 
 @dataclass
@@ -118,7 +115,9 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
         for members, key in list(_places(scheduler, set())):
             for new in [new for old, new in replaced if old is members[key]]:  # none: the user has pointed it elsewhere
                 members[key] = new
-                _track_steps(new)
+                # A new scheduler, which changes no rate: torch's constructor lets ``new.step`` note its calls, and
+                # schedulers warn of an order of calls that is none where it does not.
+                ConstantLR(new, factor=1.0, total_iters=0)
 
 
 def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -137,19 +136,3 @@ def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any],
         for item in items:
             if isinstance(item, LRScheduler) or isinstance(getattr(item, "__dict__", {}).get("optimizer"), Optimizer):
                 yield from _places(item, seen)
-
-
-def _track_steps(optimizer: Any) -> None:
-    """Note steps as ``LRScheduler.__init__`` does: else schedulers warn of an order of calls that is none (2.13)."""
-    if steps_are_tracked(optimizer.step):
-        return
-    stepped, reference = type(optimizer).step, weakref.ref(optimizer)
-
-    @functools.wraps(stepped)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        owner = reference()
-        mark_stepped(owner)
-        return stepped(owner, *args, **kwargs)
-
-    mark_tracked(step)
-    optimizer.step = step

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
+from fsshard.backends.forward_guards import LooksAtForwards
 from fsshard.backends.step_counts import StepCounts
 from fsshard.backends.whole import counts_all_ranks, gather_all, owned
 from fsshard.comm.stores import check_not_inherited
@@ -33,7 +34,7 @@ from fsshard.parallel.replicas import SameGradients
 from fsshard.parallel.shared_gradients import SharedGradients
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Plan
-from fsshard.sharded.contents import ModelBuffers, ModelWatch
+from fsshard.sharded.contents import ModelBuffers, check_same_parameters
 from fsshard.sharded.forward_methods import ForwardMethod, explain_forward_error
 from fsshard.sharded.grad_norm import clip_by_norm, norm_of
 from fsshard.sharded.parameters import ParameterViews, refuse_hooks
@@ -83,10 +84,10 @@ class ShardedModule(nn.Module):
         )
         backend.on_move = weakref.WeakMethod(self._views.moving)
         self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
+        self._looks = LooksAtForwards()
         self._optimizers = weakref.WeakSet[Any]()
         if any(counts_all_ranks(backend, entry) for entry in backend.all):
             count_all_ranks(self)
-        object.__setattr__(self, "_watch", ModelWatch(self, backend, self.buffers_held))
         for entry in backend.all:
             if backend.facts.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
@@ -182,14 +183,17 @@ class ShardedModule(nn.Module):
         """Run the user's forward under the engine."""
         if self._whole is not None:
             raise FsshardError("forward inside full_parameters(); leave the context first")
-        self.check_filled()
+        # Every rank looks at the same forwards: those with gradients, of which all run as many.
+        looked_at = torch.is_grad_enabled() and self._looks.begin()
+        if looked_at or self._unfilled:
+            self.check_filled()
         backend, training = self.backend, self.module.training
         divided, group = backend.facts.divides == "elements", backend.settings.group
         if training or torch.is_grad_enabled() or divided:  # DDP's second one is collective
             check_not_inherited(group, "the forward of a wrapped model")
         try:
-            if divided and torch.is_grad_enabled():
-                self._step_counts.forward_begins()
+            if divided and looked_at:  # a count that is behind stays behind, so that nothing is missed in between
+                self._step_counts.compare()
             backend.before_forward(training=training)
             self.buffers_held.sync(then_differ=training or self.buffers_held.are_trained())
             if backend.engine.training != training:
@@ -213,11 +217,10 @@ class ShardedModule(nn.Module):
             ModelError: names it, and says where its values can come from; or what was added, replaced or removed.
         """
         if self._whole is None:
-            watch: ModelWatch = self.__dict__["_watch"]
-            watch.check()
-        if not self._unfilled:
-            return
-        raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
+            check_same_parameters(self, self.backend)
+            self.buffers_held.look_again()
+        if self._unfilled:
+            raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
 
     def note_filled(self, names: Iterable[str]) -> None:
         """Remember that these parameters and buffers of a model from the meta device have their values now."""

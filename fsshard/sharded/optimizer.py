@@ -182,9 +182,8 @@ class ShardedOptimizer(Optimizer):
         if self._owns_whole:
             return self._step_owned_with(closure, kwargs)
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
-        local.begins_with_closure = self.request.begins_with_closure
         local.gradients_are_local = self.model.has_local_gradients
-        if not local.gradients_are_local or not local.begins_with_closure:
+        if not (local.gradients_are_local and self.request.begins_with_closure):
             self.finish_gradients()  # they are looked at before the closure runs
         try:
             return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)

@@ -463,7 +463,7 @@ class _Shards:
                     view.write_back()
                     if called or not optimizer.gradients_are_local:
                         view.take_gradient(self.backend)
-                if called or not optimizer.begins_with_closure:
+                if called or self.foreign:  # torch's own change nothing before they call it
                     self.backend.before_closure(optimizer)
             called = True
             with self._readable(optimizer, views, groups):
@@ -503,7 +503,6 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
         gradients_are_local = False  # no optimizer may see them then; only a closure can make others
-        begins_with_closure = False  # it calls the closure before it reads or writes anything
         _fsshard_owners = shards.owners
 
         if shards.foreign or shards.owners is not None:

@@ -33,11 +33,6 @@ _STEPPED = AREA.attribute(
 )
 
 
-def steps_are_tracked(step: Any) -> bool:
-    """Return whether ``optimizer.step`` notes its calls for schedulers already."""
-    return hasattr(step, _TRACKED)
-
-
 def mark_tracked(step: Any) -> None:
     """Say of ``optimizer.step`` that it calls :func:`mark_stepped`."""
     setattr(step, _TRACKED, True)

@@ -1,4 +1,4 @@
-"""The contents of modules: buffers, rank 0's everywhere; and changes after wrap, named at the next forward."""
+"""The contents of modules: buffers, rank 0's everywhere; and changes after wrap, named in forwards that are looked at."""
 
 from __future__ import annotations
 
