@@ -24,7 +24,6 @@ __all__ = [
     "ModelError",
     "NotConsolidated",
     "NotCopyable",
-    "NotPassedOn",
     "NotTogether",
     "OptimizerError",
     "OptimizerStateMismatch",
@@ -273,10 +272,6 @@ class NotConsolidated(FsshardError, RuntimeError):
 
 class NotCopyable(FsshardError, TypeError):
     """A sharded optimizer was to be copied or pickled, and it belongs to its process group."""
-
-
-class NotPassedOn(OptimizerError, AttributeError):
-    """A method or attribute of the user's optimizer class was asked for that the sharded optimizer does not have."""
 
 
 class NotTogether(RankMismatch):

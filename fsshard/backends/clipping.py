@@ -10,24 +10,17 @@ complex ones by their modulus even where they are stored as pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsshard.backends.base import Backend
 from fsshard.backends.whole import counts_all_ranks, owned
 from fsshard.complex_params.shown import stored_of
-from fsshard.oss.norm_and_scaling import exchanged
+from fsshard.oss.norm_and_scaling import combined, exchanged
 from fsshard.patches import CLIP_GRAD_NORM
 from fsshard.planning.entries import Entry
-from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
-
-
-class _Member(NamedTuple):
-    """A parameter that was given, of a wrapped model."""
-
-    model: Any
-    entry: Entry
 
 
 def count_all_ranks(model: Any) -> None:
@@ -35,52 +28,39 @@ def count_all_ranks(model: Any) -> None:
     CLIP_GRAD_NORM.keep_for(model, _norm, first=True)
 
 
-def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
-    members = _members(parameters)
-    return _as_torchs(_total(parameters, members, norm_type, torchs), parameters) if any(members) else None
-
-
-def _members(parameters: Sequence[Any]) -> list[_Member | None]:
-    """Whose parameters, or views of parameters, these are."""
-    models = CLIP_GRAD_NORM.needing(_norm)
-    known = {id(entry.parameter): _Member(model, entry) for model in models for entry in model.backend.all}
-    found: list[_Member | None] = []
-    for parameter in parameters:
-        member = known.get(id(stored_of(parameter)))
-        counts = member is not None and counts_all_ranks(member.model.backend, member.entry)
-        found.append(member if counts else None)
-    return found
-
-
 @torch.no_grad()
-def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: float, torchs: Any) -> Tensor:
-    """Return the norm over everything that was given. Collective."""
-    pairs = [*zip(parameters, members, strict=True)]
-    norms = {i: _each(q.grad, p, torchs) for i, (q, m) in enumerate(pairs) if m is None and q.grad is not None}
-    for model in dict.fromkeys(member.model for member in members if member is not None):
-        chosen = {i: member.entry for i, member in enumerate(members) if member is not None and member.model is model}
+def _norm(parameters: Sequence[Tensor], p: float, torchs: Callable[..., Tensor]) -> Tensor | None:
+    """Return the norm over everything that was given; None where no wrapped model has any of it. Collective."""
+    known = {
+        id(entry.parameter): (model, entry)
+        for model in CLIP_GRAD_NORM.needing(_norm)
+        for entry in model.backend.all
+        if counts_all_ranks(model.backend, entry)
+    }
+    norms: dict[int, Tensor] = {}
+    by_model: dict[Any, dict[int, Entry]] = {}
+    like = list(parameters)  # in dtype and device, as the user sees them
+    for place, parameter in enumerate(parameters):
+        if (member := known.get(id(stored_of(parameter)))) is not None:
+            model, entry = member
+            by_model.setdefault(model, {})[place] = entry
+            like[place] = torch.empty(0, dtype=entry.dtype, device=model.backend.settings.device)
+        elif parameter.grad is not None:
+            norms[place] = _each(parameter.grad, p, torchs)
+    if not by_model:
+        return None
+    for model, entries in by_model.items():
         model.check_knows_all_ranks("torch.nn.utils.clip_grad_norm_")
-        model.finish_gradients(chosen.values())
+        model.finish_gradients(entries.values())
         # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
         if model.backend.facts.divides == "elements" or any(entry.divided_over for entry in model.backend.all):
-            norms[min(chosen)] = model.norm_of(chosen.values(), p)  # one for all of them
+            norms[min(entries)] = model.norm_of(entries.values(), p)  # one for all of them
         else:
-            norms |= _of_owners(model.backend, chosen, p, torchs)
-    if not norms:
-        return torch.tensor(0.0)
-    # The norm of the norms, added in torch's own order: that of its groups by device and dtype.
-    places, like = sorted(norms), []
-    for parameter, member in (pairs[place] for place in places):
-        dtype, device = parameter.dtype, parameter.device
-        if member is not None:
-            dtype, device = member.entry.dtype, member.model.backend.settings.device
-        like.append(torch.empty(0, dtype=dtype, device=device))
-    order = [places[index] for indices in grouped_by_device_and_dtype(like) for index in indices]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[place].to(like[0].device) for place in order]), p)
-    return total
+            norms |= _of_owners(model.backend, entries, p, torchs)
+    return _as_torchs(combined(norms, like, p), parameters)
 
 
-def _of_owners(backend: Any, entries: dict[int, Entry], p: float, torchs: Any) -> dict[int, Tensor]:
+def _of_owners(backend: Backend, entries: dict[int, Entry], p: float, torchs: Any) -> dict[int, Tensor]:
     """Return the norm of each gradient, from the rank that has it, computed as torch computes it there."""
     norms: dict[int, Tensor] = {}
     for place, entry in entries.items():
@@ -94,7 +74,7 @@ def _of_owners(backend: Any, entries: dict[int, Entry], p: float, torchs: Any) -
     group: Any = next(iter(entries.values())).group
     device = backend.settings.device
     found = exchanged(own, max(entries) + 1, group, device)
-    return {p: torch.tensor(norm, dtype=entries[p].dtype.to_real(), device=device) for p, norm in found.items()}
+    return {i: torch.tensor(norm, dtype=entries[i].dtype.to_real(), device=device) for i, norm in found.items()}
 
 
 def _each(gradient: Tensor, p: float, torchs: Any) -> Tensor:
@@ -103,7 +83,7 @@ def _each(gradient: Tensor, p: float, torchs: Any) -> Tensor:
 
 
 def _as_torchs(total: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """``total`` as torch gives it: a DTensor where all gradients are; scripts for FSDP2 call its ``full_tensor()``."""
+    """Return ``total`` as torch does, a DTensor where all gradients are: scripts for FSDP2 call ``full_tensor()``."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or not all(hasattr(gradient, "full_tensor") for gradient in gradients):
         return total

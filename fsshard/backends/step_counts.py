@@ -63,8 +63,8 @@ class StepCounts:
             first, *others = per_rank(self._group, self._taken)
             rank, other = next((pair for pair in enumerate(others, 1) if pair[1] != first), (1, others[0]))
             raise RankMismatch(
-                "expected optimizer.step() to be called on every rank, and at the same rates, since each updates a part "
-                f"of the weights; got {_told(first)} on rank 0 and {_told(other)} on rank {rank}. The parts belong to "
+                "expected optimizer.step() on every rank, and at the same rates, since each updates a part of the "
+                f"weights; got {_told(first)} on rank 0 and {_told(other)} on rank {rank}. The parts belong to "
                 "different steps now, so load a checkpoint; give schedulers the same values on every rank "
                 "(ReduceLROnPlateau the mean of all ranks' losses)"
             )
@@ -78,4 +78,6 @@ def _number(rate: Any) -> float:
 
 
 def _told(taken: list[tuple[int, list[float]]]) -> str:
-    return ", ".join(f"{count} steps of optimizer {number} at lr {rates}" for number, (count, rates) in enumerate(taken))
+    return ", ".join(
+        f"{count} steps of optimizer {number} at lr {rates}" for number, (count, rates) in enumerate(taken)
+    )

@@ -61,7 +61,9 @@ def _norms(gradients: Sequence[Any], norm_type: float) -> list[float]:
     return found
 
 
-def combined(norms: Mapping[int, float], parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+def combined(
+    norms: Mapping[int, float] | Mapping[int, Tensor], parameters: Sequence[Tensor], norm_type: float
+) -> Tensor:
     """Return the norm of all gradients from that of each, by place; devices and dtypes decide how torch adds."""
     present = sorted(norms)
     if not present:
@@ -69,9 +71,13 @@ def combined(norms: Mapping[int, float], parameters: Sequence[Tensor], norm_type
     owners = [parameters[index].detach() for index in present]
     # One list per device and dtype, one list after the other: torch's own grouping gives the order of the sum.
     order = [present[place] for places in grouped_by_device_and_dtype(owners) for place in places]
-    dtype = functools.reduce(torch.promote_types, [parameter.dtype.to_real() for parameter in owners])
-    values = torch.tensor([norms[index] for index in order], dtype=torch.float64)
-    total: Tensor = torch.linalg.vector_norm(values.to(owners[0].device, dtype), norm_type)
+    tensors = [norm.to(owners[0].device) for index in order if isinstance(norm := norms[index], Tensor)]
+    if tensors:
+        values = torch.stack(tensors)  # without a wait for a device
+    else:
+        dtype = functools.reduce(torch.promote_types, [parameter.dtype.to_real() for parameter in owners])
+        values = torch.tensor([norms[index] for index in order], dtype=torch.float64).to(owners[0].device, dtype)
+    total: Tensor = torch.linalg.vector_norm(values, norm_type)
     return total
 
 

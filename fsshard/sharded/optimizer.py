@@ -24,7 +24,7 @@ from fsshard.backends.reducer_arrivals import check_step
 from fsshard.backends.whole import gather_states, owned, scatter_state, state_of, states_at_rest, whole_owners
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
-from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
+from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_optimizer
 from fsshard.patches import OPTIMIZER_STEP
@@ -57,22 +57,6 @@ class ShardedOptimizer(Optimizer):
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
         self._by_id = {id(entry.parameter): entry for entry in model.backend.all}
         self._list_entries()
-
-    def __getattr__(self, name: str) -> Any:
-        """Refuse what ``torch.optim.Optimizer`` has not, since it would act on this rank's parts.
-
-        Raises:
-            NotPassedOn: the class that this was built of has it (``train`` of schedule-free optimizers, ``_get_lr``
-                that ``transformers``' AdafactorSchedule asks for).
-        """
-        known = vars(self).get("optimizer_class", Optimizer)
-        if hasattr(known, name) and not name.startswith("__"):
-            raise NotPassedOn(
-                f"{known.__name__}.{name} is not passed on: it would act on what the engine keeps, perhaps parts of "
-                "parameters, or complex numbers as pairs of reals; use what torch.optim.Optimizer has, such as "
-                "param_groups[0]['lr']"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -133,10 +117,9 @@ class ShardedOptimizer(Optimizer):
         # They look parameters up by identity: a KeyError for views, numbers instead of names for others (torch 2.13).
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise OptimizerError(
-                "get_state_dict and set_state_dict of torch.distributed.checkpoint expected an optimizer over the "
-                "model's own parameters, got a ShardedOptimizer, which has views or shards of them; write "
-                "fsshard.save(folder, model, optimizer) and fsshard.load(folder, model, optimizer), or for a file "
-                "take model.state_dict() and optimizer.state_dict()"
+                "torch.distributed.checkpoint expected an optimizer over the model's own parameters, got a "
+                "ShardedOptimizer, which has views or shards of them; write fsshard.save(folder, model, optimizer) and "
+                "fsshard.load(folder, model, optimizer), or take model.state_dict() and optimizer.state_dict()"
             )
         return states_at_rest(self.inner)
 

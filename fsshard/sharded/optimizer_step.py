@@ -298,6 +298,7 @@ def _per_element(value: object, local: Tensor) -> bool:
 
 # ------------------------------------------------------------------------------------------------ one optimizer
 
+_Groups = list[list[nn.Parameter]]
 _Held = list[tuple[nn.Parameter, Tensor]]
 """Parameters that are shown themselves, and their memory, which is the engine's."""
 
@@ -394,15 +395,14 @@ class _Shards:
 
     def step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run the step of the user's class over what it is shown."""
-        groups = [list(group["params"]) for group in optimizer.param_groups]
         if self.owners is None:
-            result = self._step(optimizer, base_step, closure, kwargs, groups)
+            result = self._step(optimizer, base_step, closure, kwargs)
         else:
             failed = True
             with torch.no_grad():
                 self.owners.begin()
             try:  # from here on the other ranks wait for finish(), whatever is raised
-                result = self._step(optimizer, base_step, closure, kwargs, groups)
+                result = self._step(optimizer, base_step, closure, kwargs)
                 failed = False
             finally:
                 with torch.no_grad():
@@ -412,15 +412,9 @@ class _Shards:
             self.rest(optimizer)
         return result
 
-    def _step(
-        self,
-        optimizer: Any,
-        base_step: Any,
-        closure: Callable[[], Any] | None,
-        kwargs: dict[str, Any],
-        groups: list[list[nn.Parameter]],
-    ) -> Any:
+    def _step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run it between showing and taking back. Local, but for a closure."""
+        groups: _Groups = [list(group["params"]) for group in optimizer.param_groups]
         with torch.no_grad():
             views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
             held: _Held = []
@@ -441,14 +435,7 @@ class _Shards:
                 for view in views:
                     view.end(optimizer, self.backend, foreign=self.foreign)
 
-    def _refreshing(
-        self,
-        optimizer: Any,
-        closure: Callable[[], Any],
-        views: list[_View],
-        held: _Held,
-        groups: list[list[nn.Parameter]],
-    ) -> Callable[[], Any]:
+    def _refreshing(self, optimizer: Any, closure: Any, views: list[_View], held: _Held, groups: _Groups) -> Any:
         """Return the closure, before which the engine sees what the optimizer has done, and which shows new gradients.
 
         Closures of :class:`~fsshard.sharded.optimizer.ShardedOptimizer` finish their gradients themselves.
@@ -475,7 +462,7 @@ class _Shards:
         return closure_then_gradients
 
     @contextlib.contextmanager
-    def _readable(self, optimizer: Any, views: list[_View], groups: list[list[nn.Parameter]]) -> Iterator[None]:
+    def _readable(self, optimizer: Any, views: list[_View], groups: _Groups) -> Iterator[None]:
         """Context of a closure, which finds in the optimizer what it does between steps."""
         shown = [list(group["params"]) for group in optimizer.param_groups]
         pieces = [piece for view in views for piece in view.pieces if piece in optimizer.state]
@@ -491,7 +478,7 @@ class _Shards:
             optimizer.state.update(states)
 
 
-def _regroup(optimizer: Any, groups: list[list[nn.Parameter]]) -> None:
+def _regroup(optimizer: Any, groups: _Groups) -> None:
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"][:] = members  # in place: LBFGS keeps the list
 

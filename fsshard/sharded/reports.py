@@ -234,16 +234,12 @@ def explain(backend: Backend, estimate: Any = None) -> str:
 def _check_same(backend: Backend, estimate: Any) -> None:
     settings, plan = backend.settings, backend.settings.plan
     mesh = (settings.world_size,) if settings.mesh is None else tuple(settings.mesh.shape)
-    pairs: list[tuple[str, object, object]] = [
-        ("backend", estimate.backend, backend.name),
-        ("mesh", estimate.mesh, mesh),
-        ("bytes of parameters", estimate.parameters, plan.nbytes),
-        ("number of units", estimate.units, len(plan.units)),
-    ]
-    wrong = [f"{what} {theirs!r}, not {ours!r}" for what, theirs, ours in pairs if theirs != ours]
-    if wrong:
+    names = ("backend", "mesh", "bytes of parameters", "number of units")
+    theirs = dict(zip(names, (estimate.backend, estimate.mesh, estimate.parameters, estimate.units), strict=True))
+    ours = dict(zip(names, (backend.name, mesh, plan.nbytes, len(plan.units)), strict=True))
+    if theirs != ours:
         raise ConfigurationError(
-            f"the estimate of {estimate.name} is for another training: {'; '.join(wrong)}. Give fsshard.estimate the "
+            f"explain: expected an estimate of {ours}, got {estimate.name} with {theirs}; give fsshard.estimate the "
             "settings of fsshard.wrap"
         )
 

@@ -1,4 +1,4 @@
-"""The contents of modules: buffers, rank 0's everywhere; and changes after wrap, named in forwards that are looked at."""
+"""The contents of modules: buffers, rank 0's everywhere; and changes after wrap, named where they are looked for."""
 
 from __future__ import annotations
 

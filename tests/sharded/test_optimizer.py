@@ -8,10 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import fsshard
-from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
+from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from tests.models import Net, batch, net, two_heads
 from tests.sharded.training import ALL, train
 from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, ranks_of, wrapped
@@ -151,28 +150,6 @@ def job_names(backend: str) -> list[Any]:
 def test_names_of_named_parameters_stay_in_groups(ranks: Any, backend: str) -> None:
     """As in torch since 2.6."""
     assert ranks.run(job_names, 2, backend) == [[True, True, False]] * 2
-
-
-class Averaging(torch.optim.SGD):
-    """Shows other weights while it evaluates, as schedule-free optimizers do."""
-
-    def eval(self) -> None:
-        """Swap them."""
-
-
-def job_own_methods() -> None:
-    model = fsshard.wrap(nn.Linear(2, 2), backend="fsdp2")
-    optimizer: Any = fsshard.build_optimizer(model, Averaging, lr=0.1)
-    assert not hasattr(optimizer, "eval")
-    with pytest.raises(NotPassedOn, match=r"^Averaging.eval is not passed on"):
-        optimizer.eval()
-    with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'fresh'"):
-        optimizer.fresh()
-
-
-def test_methods_of_the_users_class_are_refused_by_name(ranks: Any) -> None:
-    """They would act on parts; transformers' AdafactorSchedule calls ``_get_lr``, schedule-free ones have ``eval``."""
-    ranks.run(job_own_methods, 2)
 
 
 # ------------------------------------------------------------------------------------------------ groups and schedulers

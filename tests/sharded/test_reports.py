@@ -267,8 +267,10 @@ def test_an_estimate_stands_below(ranks: Any) -> None:
     assert ranks.run(job_with_estimate, 2, 2, WHOLE)[0].endswith("\n\nNet, rank 0 needs 4.00 KiB")
     (error, *_) = ranks.run_expecting_errors(job_with_estimate, 2, 4, WHOLE + 4)
     assert isinstance(error, fsshard.ConfigurationError)
-    assert "mesh (4,), not (2,)" in str(error) and f"bytes of parameters {WHOLE + 4}, not {WHOLE}" in str(error)
-    assert "Give fsshard.estimate the settings of fsshard.wrap" in str(error)
+    ours, theirs = str(error).split(", got Net with ")
+    assert f"'mesh': (2,), 'bytes of parameters': {WHOLE}" in ours
+    assert f"'mesh': (4,), 'bytes of parameters': {WHOLE + 4}" in theirs
+    assert "give fsshard.estimate the settings of fsshard.wrap" in str(error)
 
 
 def job_alone() -> str:
