@@ -1,9 +1,9 @@
-"""wrap(): validates, plans, stores complex weights as pairs, synchronises, shards; each step is one line of it."""
+"""wrap(): validates, plans, stores complex weights as pairs, synchronises, shards; each step is a line or two of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
@@ -18,17 +18,16 @@ from fsshard.backends import backend_class
 from fsshard.backends.registry import check_known, wrapper_classes
 from fsshard.backends.settings import Settings
 from fsshard.comm import watchdog
-from fsshard.comm.agreement import broadcast_tensors, per_rank
+from fsshard.comm.agreement import agree, per_rank
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import showing_the_users
-from fsshard.complex_params.slots import ParameterSlot, parameter_slots
+from fsshard.complex_params.slots import ParameterSlot
 from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model, has_dtensors, keep_local_parts
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.launching.context import init
 from fsshard.launching.leaving import keep_group, watch_end
 from fsshard.model.activation_checkpointing import apply_checkpointing, check_checkpointing
 from fsshard.model.checks import (
-    agree,
     check_model,
     check_modules,
     check_not_wrapped,
@@ -38,7 +37,7 @@ from fsshard.model.checks import (
 )
 from fsshard.model.compiling import check_compilation, compile_units, resolve_compilation, takes_compiled_models
 from fsshard.model.memory_layout import own_memory
-from fsshard.model.meta import Initialiser, check_resettable, initialiser, ranks_on_meta, value_source
+from fsshard.model.meta import check_resettable, initialiser, ranks_on_meta, value_source
 from fsshard.model.precision import (
     cast_buffers,
     cast_params,
@@ -48,14 +47,8 @@ from fsshard.model.precision import (
     shield_fp32_units,
 )
 from fsshard.parallel.meshes import data_mesh
-from fsshard.parallel.model_mesh import ModelMesh, check_asked_alike, find_model_mesh
-from fsshard.parallel.replicas import (
-    check_even_dtensors,
-    check_same_buffers,
-    check_same_values,
-    check_split_fields,
-    share_values,
-)
+from fsshard.parallel.model_mesh import ModelMesh, find_model_mesh
+from fsshard.parallel.replicas import check_even_dtensors, check_same_on_mesh, check_split_fields, send_values
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_torchs_words
@@ -213,9 +206,13 @@ def wrap(
     )
     handed = HandedOver(optimizer, scheduler)
 
-    with taking_part(group, WHAT), _local_parts(model, mesh):  # of DTensors; put back where something is refused
+    # Of DTensors; put back where something is refused.
+    with taking_part(group, WHAT), contextlib.nullcontext() if mesh is None else keep_local_parts(model):
         engine, settings, slots = agree(_everyone(group, mesh), lambda: _validated(model, request, handed, group, mesh))
-        _compared(model, slots, _asked(request, settings, handed), settings)
+        asked = _asked(request, settings, handed)
+        agree(None if mesh is None else mesh.group, lambda: check_same_model(model, slots, asked, group))
+        if mesh is not None:
+            check_same_on_mesh(model, slots, mesh, settings.rank)
         if handed.optimizer is not None:
             agree(settings.everyone, lambda: handed.check_separable(engine, settings))
         on_meta = ranks_on_meta(slots, group)
@@ -223,14 +220,25 @@ def wrap(
             raise _Passed
     # From here on the model is changed: all that can be refused has been.
     own_memory(model)
-    settings = _placed(model, slots, settings, on_meta, initialiser(param_init_fn))
+    if any(on_meta):
+        init = initialiser(param_init_fn)
+        settings = replace(settings, source=value_source(model, slots, on_meta, settings.device, group, init))
+    else:
+        model.to(settings.device)
     flatten_model(model, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     with taking_part(group, WHAT):
         if sync_module_states:
-            _send_values(model, group, mesh)
-        wrapped = _sharded(model, engine, settings, request)
-    showing_the_users(model.modules())
+            send_values(model, group, mesh)
+        # Units are put into the dtypes and the form that they compute in.
+        modules, buffers = dict(model.named_modules()), cast_buffers(model, settings.plan)
+        compile_units(model, settings.plan, settings.compilation)
+        apply_checkpointing(model, settings.plan, request.checkpointing)
+        shield_fp32_units(model, settings.plan)
+        cast_params(model, settings.plan)
+        wrapped = ShardedModule(engine(model, settings), broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
+        cast_unit_inputs_and_outputs(modules, settings.plan)
     mark_managed(model)
+    showing_the_users(model.modules())
     refuse_foreign_optimizers(wrapped)
     honour_state_dict_type(wrapped)
     return handed.given_back(wrapped)
@@ -283,39 +291,6 @@ def _everyone(group: dist.ProcessGroup, mesh: ModelMesh | None) -> dist.ProcessG
     return group if mesh is None else mesh.group
 
 
-@contextlib.contextmanager
-def _local_parts(model: nn.Module, mesh: ModelMesh | None) -> Iterator[None]:
-    """Keep DTensor parameters as this rank's parts, within, and from then on unless it raises."""
-    undo = None if mesh is None else keep_local_parts(model)
-    try:
-        yield
-    except BaseException:
-        if undo is not None:
-            undo()
-        raise
-
-
-def _compared(model: nn.Module, slots: list[ParameterSlot], asked: dict[str, Any], settings: Settings) -> None:
-    """Raise unless the ranks of data hold one model and ask for one thing, and the others too. Collective."""
-    mesh = settings.model_mesh
-    if mesh is None:
-        check_same_model(model, slots, asked, settings.group)
-        return
-    agree(mesh.group, lambda: check_same_model(model, slots, asked, settings.group))
-    check_asked_alike(mesh, [slot.name for slot in slots])
-    check_same_values(slots, mesh, settings.rank)
-    kept = set(model.state_dict(keep_vars=True))
-    check_same_buffers({n: b for n, b in model.named_buffers() if n in kept}, mesh, settings.rank)
-
-
-def _send_values(model: nn.Module, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
-    """Rank 0's parameters and buffers to all ranks of data; then to those that share a parameter, the first one's."""
-    if group.size() > 1:
-        broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
-    if mesh is not None:
-        share_values(list(parameter_slots(model)), mesh)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _WrapRequest:
     """The settings that :func:`wrap` was asked for, but for the objects that it works on."""
@@ -361,7 +336,7 @@ def _validated(
         ),
         group=group,
         mesh=request.device_mesh,
-        device=_device(slots, request.device, group),
+        device=_device(slots[0].parameter.device, request.device, group),
         sharding_strategy=_strategy_name(request.sharding_strategy),
         cpu_offload=_offload(request.cpu_offload),
         find_unused_parameters=request.find_unused_parameters,
@@ -405,29 +380,6 @@ def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dic
     }
 
 
-def _placed(
-    model: nn.Module, slots: list[ParameterSlot], settings: Settings, on_meta: Sequence[bool], init: Initialiser | None
-) -> Settings:
-    """Move the model to its device; or, on any rank's meta device, say where its values will come from."""
-    if not any(on_meta):
-        model.to(settings.device)
-        return settings
-    return replace(settings, source=value_source(model, slots, on_meta, settings.device, settings.group, init))
-
-
-def _sharded(model: nn.Module, engine: type[Any], settings: Settings, request: _WrapRequest) -> ShardedModule:
-    """Put units into the dtypes and the form that they compute in, and the model under the engine."""
-    modules = dict(model.named_modules())
-    buffers = cast_buffers(model, settings.plan)
-    compile_units(model, settings.plan, settings.compilation)
-    apply_checkpointing(model, settings.plan, request.checkpointing)
-    shield_fp32_units(model, settings.plan)
-    cast_params(model, settings.plan)
-    sharded = ShardedModule(engine(model, settings), broadcast_buffers=request.broadcast_buffers, buffer_dtypes=buffers)
-    cast_unit_inputs_and_outputs(modules, settings.plan)
-    return sharded
-
-
 def _group(device_mesh: Any) -> dist.ProcessGroup:
     """The ranks that share the work; makes a one-rank group where there is none and nobody launched us."""
     if not dist.is_initialized():
@@ -449,8 +401,8 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
     return group
 
 
-def _device(slots: list[ParameterSlot], device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
-    chosen = torch.device(device) if device is not None else slots[0].parameter.device
+def _device(now: torch.device, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
+    chosen = torch.device(device) if device is not None else now
     if chosen.type in ("meta", "cpu"):
         chosen = torch.device("cpu")  # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError
     on_gpus = takes_only_cuda(group)

@@ -9,7 +9,8 @@ Parameters that are DTensors over other mesh dimensions than data are kept in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -169,8 +170,9 @@ def check_dtensors(model: nn.Module) -> None:
             )
 
 
-def keep_local_parts(model: nn.Module) -> Callable[[], None]:
-    """Replace DTensor parameters by this rank's parts, which modules show as DTensors; return what undoes it."""
+@contextlib.contextmanager
+def keep_local_parts(model: nn.Module) -> Iterator[None]:
+    """Replace DTensor parameters by this rank's parts, which modules show as DTensors, unless the context raises."""
     # No engine takes them as they are: DDP, FSDP1 and FairScale stop at "aten.cat got mixed torch.Tensor and DTensor",
     # and what FSDP2 makes of them has other state dicts and norms (torch 2.13). To an engine a rank's part is a
     # parameter like any other; the module goes on seeing the DTensor over it, so that tensor-parallel code runs as
@@ -185,15 +187,16 @@ def keep_local_parts(model: nn.Module) -> Callable[[], None]:
     for owner in before:
         store_otherwise(owner, lambda _, parameter: parts.get(id(parameter)))
 
-    def restore() -> None:
+    try:
+        yield
+    except BaseException:
         for *_, parameter in places:
             forget_replacement(parameter)
         for owner, (cls, parameters) in before.items():
             owner.__class__ = cls
             owner._parameters.clear()
             owner._parameters.update(parameters)
-
-    return restore
+        raise
 
 
 def _local_part(parameter: Any) -> tuple[nn.Parameter, Kind]:

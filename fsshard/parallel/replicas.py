@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fsshard.comm.agreement import broadcast_tensors, per_rank
 from fsshard.complex_params.layouts import HandSplit, Layout, Shared
-from fsshard.complex_params.slots import ParameterSlot
+from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.errors import ConfigurationError, GradientError, ModelError, UnsupportedByBackend
-from fsshard.parallel.model_mesh import Axis, ModelMesh
+from fsshard.parallel.model_mesh import Axis, ModelMesh, check_asked_alike
 from fsshard.planning.entries import Entry
 
 SAY = (
@@ -49,6 +49,14 @@ def layouts_by_name(slots: Iterable[ParameterSlot], mesh: ModelMesh) -> dict[str
 def _spoken_for(layouts: Sequence[Layout], axis: Axis) -> bool:
     groups = [group for layout in layouts for group in (*layout.divides, *layout.shares)]
     return any(tuple(dist.get_process_group_ranks(group)) == axis.ranks for group in groups)
+
+
+def check_same_on_mesh(model: nn.Module, slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank: int) -> None:
+    """Raise on every rank unless all say the same of parameters, and hold alike what all are to hold. Collective."""
+    check_asked_alike(mesh, [slot.name for slot in slots])
+    check_same_values(slots, mesh, data_rank)
+    kept = set(model.state_dict(keep_vars=True))
+    check_same_buffers({n: b for n, b in model.named_buffers() if n in kept}, mesh, data_rank)
 
 
 def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank: int) -> None:
@@ -156,18 +164,21 @@ def _bits(tensor: Tensor) -> tuple[int, int]:
     return int(numbers.sum(dtype=torch.int64)), int(odd)
 
 
-def share_values(slots: Sequence[ParameterSlot], mesh: ModelMesh) -> None:
-    """Give all ranks that share a parameter the values of the first of them. Collective."""
-    layouts = layouts_by_name(slots, mesh)
+def send_values(model: nn.Module, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
+    """Give all ranks of data rank 0's values; then those that share a parameter the first one's. Collective."""
+    if group.size() > 1:
+        broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
+    slots = [] if mesh is None else list(parameter_slots(model))
+    layouts = {} if mesh is None else layouts_by_name(slots, mesh)
     held = {slot.name: slot for slot in reversed(slots) if slot.name in layouts}
     groups: dict[dist.ProcessGroup, list[Tensor]] = {}
     for name, slot in sorted(held.items()):
         for layout in layouts[name]:
-            for group in layout.shares:
-                if group.size() > 1 and not slot.parameter.is_meta:
-                    groups.setdefault(group, []).append(slot.parameter)
-    for group, tensors in groups.items():
-        broadcast_tensors(tensors, group)
+            for shared in layout.shares:
+                if shared.size() > 1 and not slot.parameter.is_meta:
+                    groups.setdefault(shared, []).append(slot.parameter)
+    for shared, tensors in groups.items():
+        broadcast_tensors(tensors, shared)
 
 
 class SameGradients:
