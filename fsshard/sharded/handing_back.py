@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,12 +43,9 @@ class Bare:
             part.look_again()
 
     def hand_back(self, model: ShardedModule) -> None:
-        """Let the user's model be what it was, with whole weights in host memory. Collective.
+        """Let the user's model be what it was before ``wrap`` made ``model`` of it, whole, in host memory. Collective.
 
         Buffers stay this rank's. Gradients are dropped; ``model`` and its optimizers must not be used any more.
-
-        Args:
-            model: what ``wrap`` made of it.
 
         Raises:
             ModelError: other mesh dimensions than data divide it, too; nothing was changed.
@@ -88,8 +85,8 @@ class _Part:
     def look_again(self) -> None:
         """Keep the differences only: the user may let go of the rest."""
         before, now = self._before, _members(self.module)
-        hooks = {key for key, _ in _hook_tables(self.module)}
-        self._changed = {k for k in {**before, **now} if before.get(k, _ABSENT) is not now.get(k, _ABSENT)} - hooks
+        self._changed = {k for k in {**before, **now} if before.get(k, _ABSENT) is not now.get(k, _ABSENT)}
+        self._changed -= _hook_tables(self.module).keys()
         self._before, self._after = ({k: v for k, v in each.items() if k in self._changed} for each in (before, now))
         self._wrapped_children = dict(self.module._modules)
         self._stored = set(stored_in(self.module))  # names of parameters while an engine has it
@@ -104,7 +101,7 @@ class _Part:
             del members[key]  # made by a forward
         module.__class__ = self._class
         forget_unit(module)
-        tables = [table for _, table in _hook_tables(module)]
+        tables = _hook_tables(module).values()
         gone = {number for table in tables for number, hook in table.items() if _is_ours(hook)}
         for table in tables:  # those beside a table of hooks have the same numbers
             for number in gone & set(table):
@@ -159,10 +156,8 @@ class _Original:
         return parameter  # type: ignore[no-any-return]
 
 
-def _hook_tables(module: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
-    for key, table in vars(module).items():
-        if key.startswith("_") and "hooks" in key and isinstance(table, Mapping):
-            yield key, table  # type: ignore[misc]
+def _hook_tables(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    return {k: table for k, table in vars(module).items() if k[0] == "_" and "hooks" in k and isinstance(table, dict)}
 
 
 def _is_mark(key: str, item: Any) -> bool:

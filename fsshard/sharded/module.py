@@ -61,13 +61,14 @@ class ShardedModule(nn.Module):
     """
 
     module: nn.Module
+    backend: Backend
     _requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
 
     def __init__(self, backend: Backend, *, broadcast_buffers: bool, buffer_dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.module = backend.module
         self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
-        object.__setattr__(self, "_backend", backend)
+        self.__dict__["backend"] = backend
         self.buffers_held = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
         source = backend.settings.source
         self._unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
@@ -103,12 +104,6 @@ class ShardedModule(nn.Module):
             register_forward_method(self, "generate")
 
     # ------------------------------------------------------------------------------------------ what it is
-
-    @property
-    def backend(self) -> Backend:
-        """The backend."""
-        backend: Backend = self.__dict__["_backend"]
-        return backend
 
     @property
     def plan(self) -> Plan:
@@ -551,7 +546,7 @@ class ShardedModule(nn.Module):
     # ------------------------------------------------------------------------------------------ state dicts
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, config: Any = None, **kwargs: Any
+        self, *, rank0_only: bool = False, offload_to_cpu: bool = False, config: Any = None
     ) -> dict[str, Any]:
         """Return the original model's state dict: names, order, shapes, complex dtypes, whole tensors. Collective.
 
@@ -560,20 +555,16 @@ class ShardedModule(nn.Module):
         others need nothing; without it every rank needs a copy and two of the largest parameter.
 
         Args:
-            *args: not supported (torch's ``destination``).
             rank0_only: the other ranks take part and get ``{}``.
             offload_to_cpu: every tensor moves to host memory as soon as it is whole.
             config: torch's ``FullStateDictConfig`` in place of the two; under ``fsdp`` also what a
                 ``FSDP.state_dict_type(...)`` around the call says.
-            **kwargs: not supported (torch's ``prefix`` and ``keep_vars``).
 
         Raises:
-            ConfigurationError: an argument that is not supported.
+            ConfigurationError: ``config`` asks for anything else than whole tensors.
             ModelError: the model was built on the meta device, and some of it has no values yet.
             RankMismatch: the ranks asked for different things, or have not taken the same steps.
         """
-        if args or kwargs:
-            raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
         config = self._requested_state_dict if config is None else config
         rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
         self.check_filled()
@@ -669,14 +660,12 @@ def register_forward_method(model: ShardedModule, method_name: str) -> None:
     Raises:
         ConfigurationError: ``model`` is not what wrap returned, or its model has no such method.
     """
-    if not isinstance(model, ShardedModule):
-        raise ConfigurationError(
-            f"register_forward_method: expected model to be what fsshard.wrap returned, got {type(model).__name__}"
-        )
-    own = getattr(model.module, method_name, None)
+    own = getattr(model.module, method_name, None) if isinstance(model, ShardedModule) else None
     if not isinstance(own, (MethodType, ForwardMethod)):
-        kind = type(model.module).__name__
-        raise ConfigurationError(f"register_forward_method: {kind} has no method {method_name!r}; pass a method's name")
+        raise ConfigurationError(
+            "register_forward_method: expected what fsshard.wrap returned, and the name of a method of its model; got "
+            f"{type(model).__name__} and {method_name!r}"
+        )
     if isinstance(own, MethodType):
         vars(model.module)[method_name] = ForwardMethod(model, own)
 

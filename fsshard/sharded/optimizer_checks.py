@@ -181,10 +181,8 @@ class OptimizerRequest:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             given += [{**_own_copy(options), "params": mine}] if mine else []
         optimizer = self.optimizer_class(given, **_own_copy(self.defaults))
-        for each in optimizer.param_groups:
-            rate = each.get("lr")
-            # A warm-up begins with a rate of 0, where no algorithm does anything.
-            if isinstance(rate, (float, int, Tensor)) and abs(float(rate)) < 1e-6:
+        for each in optimizer.param_groups:  # a warm-up begins with a rate of 0, where no algorithm does anything
+            if isinstance(rate := each.get("lr"), (float, int, Tensor)) and abs(float(rate)) < 1e-6:
                 each["lr"] = rate * 0 + 0.01
         return optimizer, parameters
 
@@ -218,8 +216,8 @@ class OptimizerRequest:
                 mine = slice(rank, None, 2) if divides == "owners" else slice(rank, None)
                 parts, wanted = samples[mine], whole[mine]
                 if divides == "elements":
-                    parts = [(number, _half(stacked.flatten(1), rank)) for number, stacked in parts]
-                    wanted = [_half(one.flatten(), rank) for one in wanted]
+                    parts = [(group, stacked.flatten(1).chunk(2, -1)[rank]) for group, stacked in parts]
+                    wanted = [one.flatten().chunk(2)[rank] for one in wanted]
                 try:
                     trained = self._trained(parts, closure)
                 except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
@@ -270,10 +268,6 @@ def _own_copy(settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, (nn.Module, Optimizer)) or (isinstance(value, Tensor) and value.numel() > 1):
             raise TypeError(f"a {type(value).__name__} is among its settings")
     return copy.deepcopy(dict(settings))
-
-
-def _half(whole: Tensor, rank: int) -> Tensor:
-    return whole.chunk(2, -1)[rank].clone()
 
 
 def _is_near(sample: _Sample, wanted: Tensor, trained: Tensor) -> bool:

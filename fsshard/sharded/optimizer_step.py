@@ -60,13 +60,7 @@ def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[_Bloc
     tail of a tensor (torch 2.13, AVX2 and AVX-512); torch's fused kernels round real numbers so, too. So a part is cut
     at multiples of :data:`GRID` elements of the *whole* tensor: the middle is stepped in place, and the block at either
     end in a copy as long as the block of the whole is. Each element then sits in the body or the tail as it does in the
-    whole. Where torch has several threads, each gets a stretch of a large tensor, which has a tail of its own.
-
-    Args:
-        start: of the part.
-        stop: its end.
-        total: elements of the whole.
-        threads: that torch may use.
+    whole. Where torch may use several threads, each gets a stretch of a large tensor, which has a tail of its own.
     """
     cuts: list[_Block] = []
     stretch = max(1, -(-total // _shares(total, threads)))  # of one thread (ATen/ParallelOpenMP.h, invoke_parallel)
@@ -112,31 +106,20 @@ class _View:
 
     The pieces, and the state that the optimizer has for them, stay from step to step, since building them takes longer
     than most optimizers' arithmetic.
-
-    Args:
-        entry: the parameter.
-        is_complex: shown as complex numbers.
-        turned: a whole one is shown with its dims in the user's order.
-        part: start and stop in the whole, and the whole's size, where it is cut into blocks.
-        threads: that share a tensor, and each round its own tail; None: all that torch may use.
-
-    Attributes:
-        pieces: the parameters that stand for the local part.
-        blocks: how they are cut; None: shown as it is shaped.
     """
 
     def __init__(
         self,
         entry: Entry,
         is_complex: bool,
-        turned: bool = False,
-        part: tuple[int, int, int] | None = None,
-        threads: int | None = None,
+        turned: bool = False,  # a whole one is shown with its dims in the user's order
+        part: tuple[int, int, int] | None = None,  # start and stop in the whole and its size, where there are blocks
+        threads: int | None = None,  # share a tensor, and each rounds its own tail; None: all that torch may use
     ) -> None:
         self.entry, self.is_complex, self.turned = entry, is_complex, turned
         self._part, self._threads = part, threads
-        self.blocks: list[_Block] | None = None
-        self.pieces: list[nn.Parameter] = []
+        self.blocks: list[_Block] | None = None  # None: shown as it is shaped
+        self.pieces: list[nn.Parameter] = []  # stand for the local part
         self._over: tuple[int, torch.Size] | None = None  # address and shape of the local part
 
     def begin(self, optimizer: Any, backend: Backend, *, gradients: bool) -> list[nn.Parameter]:
@@ -304,24 +287,20 @@ _Held = list[tuple[nn.Parameter, Tensor]]
 
 
 class _Shards:
-    """All parameters of a model as one optimizer is shown them.
-
-    Attributes:
-        backend: the model's.
-        foreign: the class is not torch's: of those much is looked after that torch's own do not do.
-        resting: the state lies under the engine's parameters, and not under what was shown.
-        owners: who steps each parameter whole; None: each rank steps its part.
-    """
+    """All parameters of a model as one optimizer is shown them."""
 
     def __init__(self, request: OptimizerRequest, backend: Backend) -> None:
-        self.backend, self.foreign = backend, not request.of_torch
+        self.backend = backend
+        self.foreign = not request.of_torch  # of those much is looked after that torch's own do not do
         names = dict.fromkeys(name for group in request.groups for name in group["params"])
-        # On one rank, too: what state an optimizer may keep must not depend on how many there are.
+        # Who steps each parameter whole; None: each rank steps its part. On one rank, too: what state an optimizer may
+        # keep must not depend on how many there are.
         divided = backend.facts.divides == "elements"
         self.owners = Owners(backend, list(names)) if request.whole and divided and names else None
         fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
         self._views = {id(entry.parameter): self._view_of(entry, request.see_complex, fused) for entry in backend.all}
-        self.resting, self._has_stepped = True, False
+        self.resting = True  # the state lies under the engine's parameters, and not under what was shown
+        self._has_stepped = False
 
     def _view_of(self, entry: Entry, see_complex: bool, fused: bool) -> _View | None:
         """Return how a parameter is shown; None: as it is."""

@@ -78,8 +78,8 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
     """Stands for a parameter whose part on this rank has no shape of its own (FSDP1's flat shards).
 
     It is on the meta device: shape, dtype and ``requires_grad`` are right, there are no values, and none can be
-    written. Its gradient can be dropped, and nothing else: reading None there would make torch's own clipping skip it
-    silently. Python attributes are those of the engine's parameter, which the modules show, too.
+    written. FSDP1's gradient can be dropped, and nothing else: reading None there would make torch's own clipping skip
+    it silently. Python attributes are those of the engine's parameter, which the modules show, too.
     """
 
     __torch_function__ = _Hollow.__torch_function__
@@ -102,6 +102,11 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
 
     @property
     def grad(self) -> Tensor | None:
+        if hasattr(self._fsshard_entry.parameter, LOCAL_TENSOR):
+            # FSDP2 holds a complex one as a list of its numbers, cut between any two of them. The gradient is a DTensor
+            # of one dimension over the engine's memory: what is done number by number, and norms, are right on it.
+            gradient = even_gradient(self._fsshard_entry.parameter)
+            return None if gradient is None else cast(Tensor, self._fsshard_entry.kind.to_user(gradient))
         raise FsshardError(
             f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit. An optimizer that "
             "fsshard.build_optimizer(model, torch.optim.AdamW, ...) has made takes it for step() and zero_grad(); clip "
@@ -120,21 +125,6 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-
-def _gradient(view: Any) -> Tensor | None:
-    gradient = even_gradient(view._fsshard_entry.parameter)
-    return None if gradient is None else cast(Tensor, view._fsshard_entry.kind.to_user(gradient))
-
-
-class _Listed(_ShapeOnly):
-    """Stands for a complex parameter that FSDP2 holds as a list of its numbers, cut between any two of them.
-
-    Its gradient is a DTensor of one dimension over the engine's memory: what is done number by number, and norms, are
-    right on it.
-    """
-
-    grad: Any = property(_gradient, _ShapeOnly.grad.fset, _ShapeOnly.grad.fdel)  # type: ignore[attr-defined]
 
 
 class ParameterViews:
@@ -156,19 +146,17 @@ class ParameterViews:
             return parameter
         is_dtensor = hasattr(parameter, LOCAL_TENSOR)
         as_stored = parameter.shape == entry.stored_shape
-        view = self._views.get(entry.name)
         # A DTensor of one number cannot lose the dimension that it is sharded along.
         if not hidden and as_stored and (not is_dtensor or entry.kind.form is Form.COMPLEX or entry.kind.order):
-            view = show_stored(parameter, entry.kind)
-        elif view is None:
-            view = self._stand_in(entry, _Listed if is_dtensor and not as_stored else _ShapeOnly)
-        self._views[entry.name] = view
-        return cast(nn.Parameter, view)
+            self._views[entry.name] = show_stored(parameter, entry.kind)
+        elif entry.name not in self._views:
+            self._views[entry.name] = self._stand_in(entry)
+        return cast(nn.Parameter, self._views[entry.name])
 
-    def _stand_in(self, entry: Entry, kind: type[_ShapeOnly]) -> nn.Parameter:
+    def _stand_in(self, entry: Entry) -> nn.Parameter:
         with torch.inference_mode(False):  # it is kept
             value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            view: Any = kind(value, requires_grad=entry.parameter.requires_grad)
+            view: Any = _ShapeOnly(value, requires_grad=entry.parameter.requires_grad)
         view._fsshard_entry, view._fsshard_backend = entry, self._backend
         stand_for(view, entry.parameter)
         view._fsshard_stale = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.cost import Payload, UnitCost, divided_among, unit_cost
 from fsshard.backends.whole import whole_owners
 from fsshard.comm.agreement import per_rank
-from fsshard.errors import ConfigurationError, MissingExtra
+from fsshard.errors import ConfigurationError
 from fsshard.model.compiling import explain_compilation
 from fsshard.nested import leaves as tree_leaves
 from fsshard.planning.bounds import Circumstances, bounds_of, sent
@@ -118,38 +118,14 @@ class MemoryReport:
             writer: a ``SummaryWriter``, or whatever has its ``add_scalar(tag, value, step)``.
             step: the step that they are of.
             tag: what all tags begin with; ``memory/rank0/optimizer_state`` is one.
-
-        Raises:
-            ConfigurationError: ``writer`` has no ``add_scalar``.
         """
-        add = check_writer(writer)
         for rank in self.ranks:
             values: dict[str, int | None] = {"total": rank.total, **rank.by_kind}
             values |= {f"in {phase}": nbytes for phase, nbytes in rank.phases.items()}
             values |= {"allocated": rank.allocated, "max allocated": rank.max_allocated}
             for name, value in values.items():
                 if value is not None:  # TensorBoard takes no blanks in tags
-                    add(f"{tag}/rank{rank.rank}/{name.replace(' ', '_')}", value, step)
-
-
-def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
-    """Return the ``add_scalar`` of a TensorBoard writer, or raise if it has none."""
-    add: Any = getattr(writer, "add_scalar", None)
-    if not callable(add):
-        raise ConfigurationError(
-            f"writer={writer!r} has no add_scalar(tag, value, step); hand over a "
-            "torch.utils.tensorboard.SummaryWriter, a MemoryTracker takes a folder too"
-        )
-    return add  # type: ignore[no-any-return]
-
-
-def summary_writer() -> Any:
-    """Return the class of TensorBoard's writers, or raise if tensorboard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtra("tensorboard", "tensorboard", "writing to a folder for TensorBoard") from error
-    return SummaryWriter
+                    writer.add_scalar(f"{tag}/rank{rank.rank}/{name.replace(' ', '_')}", value, step)
 
 
 def memory_report(

@@ -13,17 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.comm.agreement import per_rank
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, MissingExtra
 from fsshard.nested import leaves
 from fsshard.sharded.module import ShardedModule, live_optimizers
-from fsshard.sharded.reports import (
-    MemoryReport,
-    RankMemory,
-    check_writer,
-    cuda_bytes,
-    held_tensors,
-    summary_writer,
-)
+from fsshard.sharded.reports import MemoryReport, RankMemory, cuda_bytes, held_tensors
 from fsshard.simulation.tracking import GRANULARITY, Tracker
 from fsshard.torch_private.modules import is_compiled
 
@@ -63,7 +56,7 @@ class MemoryTracker:
         next_step: number of the step under way.
 
     Raises:
-        ConfigurationError: no model, or on several kinds of device; ``writer`` is none; a model is compiled.
+        ConfigurationError: no model, or on several kinds of device; a model is compiled.
         MissingExtra: a folder was given, and tensorboard is not installed.
     """
 
@@ -74,8 +67,6 @@ class MemoryTracker:
         if isinstance(writer, (str, os.PathLike)):
             self._folder, writer = Path(writer), None
             summary_writer()
-        elif writer is not None:
-            check_writer(writer)
         for model in models:
             # Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing under a tracker.
             ours = isinstance(model, ShardedModule) and model.backend.settings.compilation is not None
@@ -215,6 +206,15 @@ class MemoryTracker:
             world_size=1 if group is None else group.size(),
             ranks=(mine,),
         )
+
+
+def summary_writer() -> Any:
+    """Return the class of TensorBoard's writers, or raise if tensorboard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra("tensorboard", "tensorboard", "writing to a folder for TensorBoard") from error
+    return SummaryWriter
 
 
 def _device_of(model: nn.Module) -> torch.device:

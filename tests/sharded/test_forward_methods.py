@@ -115,8 +115,8 @@ def job_refused() -> list[str]:
 
 def test_what_cannot_be_registered(ranks: Any) -> None:
     bare, module = ranks.run(job_refused, 1)[0]
-    assert "expected model to be what fsshard.wrap returned, got Clip" in bare
-    assert "Clip has no method 'image'" in module
+    assert "expected what fsshard.wrap returned, and the name of a method of its model; got Clip and" in bare
+    assert "got ShardedModule and 'image'" in module
 
 
 def job_generate(backend: str) -> list[bool]:
