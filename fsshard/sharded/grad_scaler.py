@@ -37,35 +37,22 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         model: what :func:`fsshard.wrap` returned.
-        init_scale: what the loss is multiplied by at first.
-        growth_factor: > 1; what the scale is multiplied by after ``growth_interval`` steps that were taken.
-        backoff_factor: < 1; what it is multiplied by after one that was skipped.
-        growth_interval: in steps.
-        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
+        *args: as ``torch.amp.GradScaler`` takes them after the device: ``init_scale``, ``growth_factor``,
+            ``backoff_factor``, ``growth_interval``, ``enabled``.
+        **kwargs: the same by name.
 
     Raises:
         OptimizerError: ``model`` is not wrapped.
-        AssertionError: a factor is on the wrong side of 1.
     """
 
-    def __init__(
-        self,
-        model: ShardedModule,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
+    def __init__(self, model: ShardedModule, *args: Any, **kwargs: Any) -> None:
         if not isinstance(model, ShardedModule):
             raise OptimizerError(
                 f"GradScaler(model): expected what fsshard.wrap returned, got {type(model).__name__}; "
                 "for a plain model use torch.amp.GradScaler"
             )
         settings = model.backend.settings
-        super().__init__(
-            settings.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled=enabled
-        )
+        super().__init__(settings.device.type, *args, **kwargs)
         self._group = settings.everyone
         model.scaled |= self.is_enabled()
 

@@ -342,12 +342,6 @@ class ShardedModule(nn.Module):
         self.backend.zero_grad(self.backend.all, set_to_none=set_to_none)
         self.has_local_gradients = False
 
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
-        """Freeze or unfreeze all parameters."""
-        for entry in self.backend.all:
-            entry.parameter.requires_grad_(requires_grad)
-        return self
-
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.

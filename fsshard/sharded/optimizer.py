@@ -55,7 +55,6 @@ class ShardedOptimizer(Optimizer):
         self._under_scaler = self._has_stepped = False
         defaults = dict(local_optimizer(inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
-        self._by_id = {id(entry.parameter): entry for entry in model.backend.all}
         self._list_entries()
 
     @property
@@ -104,8 +103,9 @@ class ShardedOptimizer(Optimizer):
 
     def _list_entries(self) -> None:
         # Kept, because a closure looks at it while the groups hold views.
-        self.entries = [self._by_id[id(p)] for group in self.param_groups for p in group["params"]]
-        self._group_of = {self._by_id[id(p)].name: group for group in self.param_groups for p in group["params"]}
+        pairs = [(self.model.find_entry(p), group) for group in self.param_groups for p in group["params"]]
+        self.entries = [entry for entry, _ in pairs]
+        self._group_of = {entry.name: group for entry, group in pairs}
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -358,7 +358,7 @@ def _to_stored(entry: Entry, value: Any) -> Any:
 
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters."""
-    names = ([optimizer._by_id[id(parameter)].name for parameter in g["params"]] for g in optimizer.param_groups)
+    names = ([optimizer.model.find_entry(p).name for p in group["params"]] for group in optimizer.param_groups)
     groups = zip(optimizer.param_groups, names, strict=True)
     return [{**{key: g[key] for key in sorted(g) if key != "params"}, "params": n} for g, n in groups]
 
