@@ -103,9 +103,7 @@ class ReadsGuard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # a user's own compiled function: nothing of this goes into its graph
             return func(*args, **(kwargs or {}))
-        watched = next(filter(None, map(self._find, args)), None) or next(
-            filter(None, map(self._find, (kwargs or {}).values())), None
-        )
+        watched = next(filter(None, map(self._find, (*args, *(kwargs or {}).values()))), None)
         if watched is None:
             return func(*args, **(kwargs or {}))
         name = _name_of(func)

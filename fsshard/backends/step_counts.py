@@ -19,12 +19,7 @@ from fsshard.torch_private.dispatch import disable_current_modes
 
 
 class StepCounts:
-    """The steps that the optimizers of one model have taken on this rank, and the learning rates of the last of them.
-
-    Args:
-        group: the ranks that share the work; None: there is nobody to compare with.
-        device: of the tensors that ranks exchange.
-    """
+    """The steps that the optimizers of one model have taken on this rank, and the latest learning rates."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = None if group is None or group.size() == 1 else group

@@ -23,20 +23,15 @@ _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
 
 class ModelBuffers:
-    """The buffers of one model: whether the ranks' may differ, and which dtypes users gave them.
-
-    Attributes:
-        differ: a forward in training may have made them differ since they were last sent.
-        dtypes: the user's, by name, of those that mixed precision holds in another one.
-    """
+    """The buffers of one model: whether the ranks' may differ, and which dtypes users gave them."""
 
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype]) -> None:
         self._module, self._group, self._device = backend.module, backend.settings.group, backend.settings.device
         self._broadcast = broadcast
         self._parts = _modules_of(self._module)
         self._changed = False  # modules have come or gone since it was wrapped
-        self.dtypes = dict(dtypes)
-        self.differ = False
+        self.dtypes = dict(dtypes)  # the user's, by name, of those that mixed precision holds in another one
+        self.differ = False  # a forward in training may have made the ranks' differ since they were last sent
         self._simulated = False
         self._layout = _layout_of(self._now())  # of rank 0's, as every rank knows it; ``wrap`` has compared them
 

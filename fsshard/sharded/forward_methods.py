@@ -43,16 +43,11 @@ def explain_forward_error(error: BaseException, backend: Backend) -> FsshardErro
 
 
 class ForwardMethod:
-    """Stand-in for a method of the user's model: called outside of a forward, it goes through the engine.
-
-    Args:
-        owner: what ``fsshard.wrap`` returned; not kept alive.
-        own: the method.
-    """
+    """Stand-in for a method ``own`` of the user's model: called outside of a forward, it goes through the engine."""
 
     def __init__(self, owner: Any, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)
-        self._owner, self._own = weakref.ref(owner), own
+        self._owner, self._own = weakref.ref(owner), own  # what ``fsshard.wrap`` returned is not kept alive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()

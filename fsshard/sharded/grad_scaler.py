@@ -74,12 +74,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             OptimizerError: it was not built by ``fsshard.build_optimizer``.
             RankMismatch: the ranks' scales differ; raised on every rank.
-            RuntimeError: a second step since the last ``update``, or a closure.
+            RuntimeError: a second step since the last ``update``, or ``closure=...``.
         """
-        if args:  # torch 2.13 sees a closure that is named, and drops one that is not
-            closure, *args = args  # type: ignore[assignment]
-            if closure is not None:
-                kwargs["closure"] = closure
         with self._sharded(optimizer).under_scaler():
             return super().step(optimizer, *args, **kwargs)
 

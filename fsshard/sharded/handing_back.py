@@ -1,9 +1,8 @@
 """A model that comes back from its engine: as it was before ``wrap``, with whole weights, so that anything can take it.
 
-An engine changes the user's modules in place: their classes, hooks, children and parameters. What :func:`fsshard.wrap`
-has changed is the difference between two looks at the modules, one before it and one behind it; that difference is
-taken back, and what the user has changed since stays. Parameters are the very objects of before, where somebody still
-holds them (a list in the model, say), so that no reference goes stale.
+An engine changes the user's modules in place. The difference between two looks at them, before :func:`fsshard.wrap` and
+behind it, is taken back; what the user has changed since stays. Parameters are the very objects of before, where
+somebody still holds them (a list in the model, say), so that no reference goes stale.
 """
 
 from __future__ import annotations

@@ -98,13 +98,11 @@ def _check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[obje
     """Raise unless ``schedulers`` drive ``optimizers`` and nothing else."""
     known = {id(optimizer) for optimizer in optimizers}
     for scheduler in schedulers:
-        driven = [members[key] for members, key in _places(scheduler, set())]
-        name = type(scheduler).__name__
-        if not driven:
-            raise OptimizerError(f"scheduler: expected an LR scheduler over the optimizer, got {name}")
-        if any(id(value) not in known for value in driven):
+        driven = [id(members[key]) for members, key in _places(scheduler, set())]
+        if not driven or not known.issuperset(driven):
             raise OptimizerError(
-                f"the {name} drives an optimizer that was not handed over; pass it to fsshard.wrap, too: "
+                "scheduler: expected LR schedulers over the optimizers that are handed over, got a "
+                f"{type(scheduler).__name__} over {'another one' if driven else 'none'}; pass all of them: "
                 "wrap(model, [optimizer, other], [scheduler, ...])"
             )
 
@@ -121,10 +119,7 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
 
 
 def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (attributes, name) where a scheduler holds an optimizer, and those that it calls do.
-
-    Such are SequentialLR's, ChainedScheduler's, and those of users' own warm-ups.
-    """
+    """Yield (attributes, name) where a scheduler, or one that it calls (SequentialLR's), holds an optimizer."""
     if id(scheduler) in seen or not hasattr(scheduler, "__dict__") or isinstance(scheduler, Optimizer):
         return
     seen.add(id(scheduler))

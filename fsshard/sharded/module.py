@@ -75,14 +75,13 @@ class ShardedModule(nn.Module):
         self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
-        self._silent_until: contextlib.ExitStack | None = None  # the one that require_backward_grad_sync=False opened
+        self._synchronises, self._no_sync = True, contextlib.ExitStack()  # of require_backward_grad_sync
         self.has_local_gradients = False  # the latest backward was inside one: ranks hold different gradients
         self._views = ParameterViews(backend)
         self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), backend.settings.device)
         mesh = backend.settings.model_mesh
-        self._same_gradients = (
-            None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
-        )
+        norm = partial(norm_of, backend, norm_type=2.0)
+        self._same_gradients = None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm([entry]))
         backend.on_move = weakref.WeakMethod(self._views.moving)
         self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
         self._looks = LooksAtForwards()
@@ -113,11 +112,7 @@ class ShardedModule(nn.Module):
     def explain(self, estimate: Any = None) -> str:
         """Return the plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
 
-        Per unit: what this rank holds of it between steps; how often a step gathers it, and its size then; what a rank
-        sends for it in a step, on average over the ranks; the bound of that, which is the same without padding; and
-        the ratio. Below: the sums, beside what no implementation of the engine can go below, where another unit may be
-        the one that stays gathered from forward to backward. A step has one forward and one backward, and calls
-        every unit once.
+        docs/estimate.md says what each column is. A step has one forward and one backward, and calls every unit once.
 
         Args:
             estimate: the result of :func:`fsshard.estimate` for this training, which is shown below: peak by kind.
@@ -130,9 +125,8 @@ class ShardedModule(nn.Module):
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
         """Report bytes of parameters, buffers, gradients and optimizer states that this rank holds, on its host too.
 
-        Storages are counted, each once and whole: padding is memory, and FSDP1 lets gradients go at the next forward
-        only, whenever they were dropped. What an engine keeps beside these (DDP's buckets, say) and what a step needs
-        on its way :class:`fsshard.MemoryTracker` sees.
+        Storages are counted, each once and whole, with padding; FSDP1 lets dropped gradients go at the next forward
+        only. :class:`fsshard.MemoryTracker` sees what an engine keeps beside these, and what a step needs on its way.
 
         Args:
             all_ranks: report every rank's; collective then, else local.
@@ -288,16 +282,15 @@ class ShardedModule(nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Tell whether backward reduces gradients: False is :meth:`no_sync`, until True. Set it before a forward."""
-        return self._silent_until is None
+        return self._synchronises
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        if not value and self._silent_until is None:
-            self._silent_until = contextlib.ExitStack()
-            self._silent_until.enter_context(self.no_sync())
-        elif value and self._silent_until is not None:
-            stack, self._silent_until = self._silent_until, None
-            stack.close()
+        if value != self._synchronises:
+            self._synchronises = value
+            self._no_sync.close()
+            if not value:
+                self._no_sync.enter_context(self.no_sync())
 
     @property
     def is_silenced(self) -> bool:
@@ -394,11 +387,7 @@ class ShardedModule(nn.Module):
             return term_gradients(self.backend, check_terms(self.backend, terms))
 
     def check_knows_all_ranks(self, what: str) -> None:
-        """Raise where other ranks may have parts of the model, of which ``wrap`` was told nothing.
-
-        Args:
-            what: the call, for the message.
-        """
+        """Raise for the call ``what`` where other ranks may have parts of the model, of which ``wrap`` was not told."""
         settings = self.backend.settings
         if not settings.knows_all_ranks:
             raise ConfigurationError(
@@ -460,13 +449,11 @@ class ShardedModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the original names with parameters of the original shape and dtype.
 
-        Where the engine keeps a parameter whole and real it is that parameter; a complex one is what its module shows:
-        it shares memory and gradient; under ``fsdp2`` it is a DTensor. What an engine cuts elsewhere than between rows
-        has no shape on a rank and is on the meta device (use :meth:`full_parameters` for values): all parameters under
-        ``fsdp``; complex ones under ``fsdp2`` whose rows the ranks cannot share evenly, with a DTensor of one dimension
-        as their gradient. Gradients are the engine's, as they are when they are asked for, and can be changed in place
-        or dropped. Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer over complex ones
-        raises at its first step.
+        Each is what its module shows, over the engine's memory and with its gradient, which can be changed in place or
+        dropped; under ``fsdp2`` a DTensor. What an engine cuts elsewhere than between rows has no shape on a rank and
+        is on the meta device (use :meth:`full_parameters` for values): all parameters under ``fsdp``; complex ones
+        under ``fsdp2`` whose rows the ranks cannot share evenly, with a DTensor of one dimension as their gradient.
+        Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer over complex ones raises.
         """
         if not recurse:
             return
@@ -567,8 +554,7 @@ class ShardedModule(nn.Module):
                 raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same")
             self._step_counts.compare()
             self.buffers_held.sync()
-            flags = {"rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
-            return gather_state_dict(self.backend, self.buffers_held, **flags)
+            return gather_state_dict(self.backend, self.buffers_held, rank0_only, offload_to_cpu)
 
     def load_state_dict(
         self,
@@ -593,8 +579,7 @@ class ShardedModule(nn.Module):
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
         with taking_part(self.backend.settings.group, "load_state_dict()"):
-            flags = {"strict": strict, "from_rank0": broadcast_from_rank0}
-            result = load_whole(self.backend, state_dict, self.buffers_held, **flags)
+            result = load_whole(self.backend, state_dict, self.buffers_held, strict, broadcast_from_rank0)
         keys, loaded = self.backend.keys, set(self.backend.key_order) - set(result.missing_keys)
         self.note_filled(loaded | {keys[key] for key in loaded & keys.keys()})
         return result
@@ -631,21 +616,17 @@ def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
     On all of them they would say that any model is iterable and has a length, and so may be false.
     """
 
-    def forwarded(name: str) -> Any:
-        return lambda self, *args: getattr(self.module, name)(*args)
-
     # A class without __contains__, and a Sequential is one, is searched by iteration.
-    found = {name: forwarded(name) for name in names}
+    found = {name: lambda self, *args, name=name: getattr(self.module, name)(*args) for name in names}
     return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **found}) if found else ShardedModule
 
 
 def register_forward_method(model: ShardedModule, method_name: str) -> None:
     """Let a method of the user's model run under the engine, with whole weights and gradients, as its forward does.
 
-    For methods that compute with weights and are called by themselves, as in ``model.encode_image(images)``. Call it
-    on every rank, after :func:`fsshard.wrap`; under every engine, and as often as you like. A call is then a forward of
-    the whole model: all ranks make it, and weights that it does not use are unused ones of that forward. Called within
-    the model's forward the method is an ordinary one. ``generate`` of transformers is registered by itself.
+    For methods that compute with weights and are called by themselves, as in ``model.encode_image(images)``. Register
+    them on every rank. A call is then a forward of the whole model: all ranks make it, and weights that it does not use
+    are unused ones of that forward. ``generate`` of transformers is registered by itself.
 
     Args:
         model: what :func:`fsshard.wrap` returned.

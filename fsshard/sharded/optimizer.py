@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from fsshard.sharded.module import ShardedModule
 
 
-log = logging.getLogger("fsshard")
-
-
 class ShardedOptimizer(Optimizer):
     """A torch ``Optimizer`` over a :class:`~fsshard.sharded.module.ShardedModule`; made by :func:`build_optimizer`.
 
@@ -52,7 +48,7 @@ class ShardedOptimizer(Optimizer):
         self.inner, self.request, self.optimizer_class = inner, request, request.optimizer_class
         self._number = model._step_counts.new_optimizer()
         self.model = model
-        self._under_scaler = self._has_stepped = False
+        self._under_scaler = False
         defaults = dict(local_optimizer(inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
         self._list_entries()
@@ -93,13 +89,8 @@ class ShardedOptimizer(Optimizer):
         self._list_entries()
 
     def _check_groups_may_change(self, how: str) -> None:
-        if isinstance(self.inner, PartitionedOptimizer) or self._owns_whole:
+        if isinstance(self.inner, PartitionedOptimizer) or whole_owners(self.inner) is not None:
             raise UnsupportedByBackend(how, self.model.backend.name, "build a second optimizer over the new parameters")
-
-    @property
-    def _owns_whole(self) -> bool:
-        """Return whether each parameter, of which ranks have parts, has one rank that steps it whole."""
-        return whole_owners(self.inner) is not None
 
     def _list_entries(self) -> None:
         # Kept, because a closure looks at it while the groups hold views.
@@ -153,7 +144,6 @@ class ShardedOptimizer(Optimizer):
             )
         with taking_part(model.backend.settings.group, "optimizer.step()"):
             model._step_counts.took_step(self._number, self.param_groups)
-            self._warn_of_uncovered()
             if closure is not None:
                 return self._step_with(closure, kwargs)
             self.finish_gradients()
@@ -162,7 +152,7 @@ class ShardedOptimizer(Optimizer):
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """Step with gradients that the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
-        if self._owns_whole:
+        if whole_owners(self.inner) is not None:
             return self._step_owned_with(closure, kwargs)
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
         local.gradients_are_local = self.model.has_local_gradients
@@ -172,17 +162,6 @@ class ShardedOptimizer(Optimizer):
             return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
         finally:
             local.gradients_are_local = False
-
-    def _warn_of_uncovered(self) -> None:
-        """Log, at the first step, by which all optimizers have been built, what none of them updates."""
-        if self._has_stepped:
-            return
-        self._has_stepped = True
-        covered = {id(p) for each in self.model._optimizers for group in each.param_groups for p in group["params"]}
-        entries = (entry for entry in self.model.backend.all if entry.parameter.requires_grad)
-        left = [entry.name for entry in entries if id(entry.parameter) not in covered]
-        if left:
-            log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
 
     def _step_owned_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """Step whole parameters after the closure: all ranks run it, owners or not, and once, as torch's own do."""
@@ -310,9 +289,6 @@ class ShardedOptimizer(Optimizer):
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise StateDictError("optimizer state", missing=["state", "param_groups"])
         mine, saved, state = groups_by_name(self), state_dict["param_groups"], state_dict["state"]
-        if len(mine) != len(saved):
-            sizes = {"number of param_groups": (len(mine), len(saved))}
-            raise StateDictError("optimizer state", mismatched=sizes)
         want, got = ({(i, n) for i, group in enumerate(groups) for n in group["params"]} for groups in (mine, saved))
         wrong: dict[str, tuple[object, object]] = {
             f"{entry.name}: {key}": (tuple(entry.full_shape), tuple(value.shape))
@@ -320,6 +296,8 @@ class ShardedOptimizer(Optimizer):
             for key, value in state.get(entry.name, {}).items()
             if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value)
         }
+        if len(mine) != len(saved):
+            wrong["number of param_groups"] = (len(mine), len(saved))
         missing = [f"{name} in group {i}" for i, name in want - got]
         unexpected = [f"{name} in group {i}" for i, name in got - want]
         unexpected += [f"state of {name}" for name in state.keys() - {n for _, n in want}]
@@ -386,14 +364,12 @@ def build_optimizer(
         see_complex: show complex weights to the optimizer as complex numbers. False shows real pairs, which fused
             kernels need; for optimizers that do not treat real and imaginary parts separately, that is another
             algorithm.
-        separable: whether the optimizer computes the same on shards as on whole parameters, which sharding backends
-            need. None: a class that is not torch's is tried on small tensors with these settings, and refused
-            if the results differ; one that cannot be tried warns. True: you know that it does, and it is not tried.
-            False: it needs whole parameters.
+        separable: whether the optimizer computes the same on shards as on whole parameters. None: a class that is not
+            torch's is tried on small tensors, and refused if the results differ; one that cannot be tried warns. True:
+            you know that it does. False: it needs whole parameters.
         whole: let one rank step each parameter whole, for algorithms that look at matrices (Muon, SOAP, Shampoo) under
-            ``fsdp`` and ``fsdp2``; elsewhere parameters are whole in any case. A step sends the gradients' shards to
-            the owners and rows of the new weights back: two collectives for each 64 MiB of parameters, and
-            2 (W - 1) / W times the bytes of the parameters over W ranks. An owner keeps a copy of what it owns.
+            ``fsdp`` and ``fsdp2``; elsewhere parameters are whole in any case. An owner keeps a copy of what it owns;
+            docs/how-it-works.md says what a step sends.
         **defaults: what the class takes (``lr`` and so on).
 
     Returns:
@@ -452,9 +428,7 @@ def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOpt
 
 def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
     """Return groups of names for what torch's optimizers take: parameters, names, pairs, or dicts of them."""
-    if isinstance(given, (str, Tensor)):
-        raise OptimizerError(f"param_groups must be an iterable of parameters, names or dicts, got {type(given)}")
-    groups = list(given)
+    groups = [given] if isinstance(given, (str, Tensor)) else list(given)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     resolved = []

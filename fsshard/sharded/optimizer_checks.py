@@ -27,7 +27,6 @@ from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
-from fsshard.nested import leaves as tree_leaves
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
 
@@ -95,10 +94,6 @@ class OptimizerRequest:
     def check_separable(self, backend: type[Backend], settings: Settings) -> None:
         """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
 
-        Args:
-            backend: what divides.
-            settings: among which ranks; other mesh dimensions than data divide parameters under whatever backend.
-
         Raises:
             UnsupportedByBackend: names the nearest backend that works.
         """
@@ -106,7 +101,7 @@ class OptimizerRequest:
         divides = backend.facts.divides if settings.world_size > 1 else "nothing"
         on_mesh = settings.model_mesh is not None and settings.model_mesh.divides
         if on_mesh:
-            divides = "elements"
+            divides = "elements"  # under whatever backend
         if self.whole and divides == "elements":
             if on_mesh:
                 told = "whole=True on a mesh that has other dimensions than data"
@@ -179,8 +174,8 @@ class OptimizerRequest:
         for number, group in enumerate(self.groups):
             mine = [parameter for parameter, sample in zip(parameters, samples, strict=True) if sample[0] == number]
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            given += [{**_own_copy(options), "params": mine}] if mine else []
-        optimizer = self.optimizer_class(given, **_own_copy(self.defaults))
+            given += [{**copy.deepcopy(options), "params": mine}] if mine else []
+        optimizer = self.optimizer_class(given, **copy.deepcopy(dict(self.defaults)))
         for each in optimizer.param_groups:  # a warm-up begins with a rate of 0, where no algorithm does anything
             if isinstance(rate := each.get("lr"), (float, int, Tensor)) and abs(float(rate)) < 1e-6:
                 each["lr"] = rate * 0 + 0.01
@@ -199,8 +194,7 @@ class OptimizerRequest:
     def _agrees_on_parts(self, divides: str) -> bool:
         """Return whether ranks with parts compute what one with everything does, but for rounding. Raises what it does.
 
-        A rank's part is some whole parameters; or a run of each, which begins at a multiple of 64 numbers, and as a
-        vector, since FSDP1 cuts anywhere; the second rank has none of the first one.
+        A part is some whole parameters; or a run of each, from a multiple of 64 numbers on, as a vector.
         """
         with _surroundings():
             samples, closure = self._samples(), False
@@ -260,14 +254,6 @@ class OptimizerRequest:
 
 _Sample = tuple[int, Tensor]
 """A small parameter: the number of its group; its value and its gradient in each step, stacked."""
-
-
-def _own_copy(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that the trial may use and change; raise where they hold more than that, such as a model."""
-    for value in tree_leaves(dict(settings)):
-        if isinstance(value, (nn.Module, Optimizer)) or (isinstance(value, Tensor) and value.numel() > 1):
-            raise TypeError(f"a {type(value).__name__} is among its settings")
-    return copy.deepcopy(dict(settings))
 
 
 def _is_near(sample: _Sample, wanted: Tensor, trained: Tensor) -> bool:

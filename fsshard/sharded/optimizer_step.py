@@ -1,10 +1,9 @@
 """The parameters that an optimizer sees inside ``step()``: this rank's shards, complex where the model is.
 
 Engines hold real storage: whole tensors, DTensors, or flat shards. During a step each parameter is swapped in its
-group for plain local tensors over the same memory, complex where the user's parameter is, and its state likewise. At
-rest the state is real and shaped like the stored local part, so that it can be gathered, saved and resharded. So
-optimizers that treat complex numbers as such keep their meaning (neuraloperator's AdamW uses |g|^2), and no kernel goes
-through DTensor dispatch. :func:`blocks_of` says how shards are cut so that they are rounded as the whole is.
+group for plain local tensors over the same memory, complex where the user's parameter is, and its state likewise, so
+that optimizers which treat complex numbers as such keep their meaning (neuraloperator's AdamW uses |g|^2). At rest the
+state is real and shaped like the stored local part. :func:`blocks_of` cuts shards so that they round as the whole does.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class _View:
         for index, piece in enumerate(self.pieces if at_rest else ()):
             optimizer.state[piece] = {
                 key: self._cut(value)[index]
-                if _per_element(value, local)
+                if isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex()
                 # A step counter is counted up in place, by each piece.
                 else (value.clone() if index and isinstance(value, Tensor) else value)
                 for key, value in at_rest.items()
@@ -275,10 +274,6 @@ def _memory_of(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
-def _per_element(value: object, local: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex()
-
-
 # ------------------------------------------------------------------------------------------------ one optimizer
 
 _Groups = list[list[nn.Parameter]]
@@ -415,10 +410,7 @@ class _Shards:
                     view.end(optimizer, self.backend, foreign=self.foreign)
 
     def _refreshing(self, optimizer: Any, closure: Any, views: list[_View], held: _Held, groups: _Groups) -> Any:
-        """Return the closure, before which the engine sees what the optimizer has done, and which shows new gradients.
-
-        Closures of :class:`~fsshard.sharded.optimizer.ShardedOptimizer` finish their gradients themselves.
-        """
+        """Return the closure, before which the engine sees what the optimizer has done, and which shows new gradients."""
         called = False
 
         def closure_then_gradients() -> Any:

@@ -22,10 +22,7 @@ from fsshard.sharded.contents import ModelBuffers
 from fsshard.torch_private.modules import IncompatibleKeys, load_state_dict_post_hooks, load_state_dict_pre_hooks
 
 NEURALOP_ARGUMENTS = "_metadata"
-"""A key that neuralop's BaseModel adds to its state dicts, for its constructor's arguments: no weight, and left alone.
-
-torch gives state dicts an attribute of this name, which is something else.
-"""
+"""A key (torch's is an attribute) that neuralop's BaseModel adds to state dicts for its arguments: it is left alone."""
 
 
 # ----------------------------------------------------------------------------------------------- putting it together
@@ -71,7 +68,7 @@ def _request(
 
 
 def gather_state_dict(
-    backend: Backend, buffers: ModelBuffers, *, rank0_only: bool, offload_to_cpu: bool
+    backend: Backend, buffers: ModelBuffers, rank0_only: bool, offload_to_cpu: bool
 ) -> dict[str, Any]:
     """Return whole tensors by the original keys; ``{}`` on the other ranks with ``rank0_only``. Collective."""
     keep = backend.settings.is_first or not rank0_only
@@ -107,7 +104,7 @@ def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch
 
 
 def load_whole(
-    backend: Backend, state_dict: Mapping[str, Any] | None, buffers: ModelBuffers, *, strict: bool, from_rank0: bool
+    backend: Backend, state_dict: Mapping[str, Any] | None, buffers: ModelBuffers, strict: bool, from_rank0: bool
 ) -> IncompatibleKeys:
     """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective then."""
     from_rank0 = from_rank0 and backend.settings.all_ranks > 1
@@ -211,14 +208,10 @@ def check_keys(
 ) -> tuple[list[str], list[str]]:
     """Return the missing and the unexpected keys of a state dict that is to be loaded. Local.
 
-    Args:
-        backend: of the model that is to load it.
-        given: the state dict.
-        raw: what the model has as ``raw_state_dict``, which is collective.
-        strict: raise on missing and unexpected keys. Another shape raises in any case.
+    ``raw`` is the model's ``raw_state_dict``, which is collective.
 
     Raises:
-        StateDictError: names every missing, unexpected or wrongly shaped key.
+        StateDictError: names every missing or unexpected key, if ``strict``, and every wrongly shaped one.
     """
     expected = {**raw, **dict.fromkeys(backend.keys)}
     missing = [key for key in expected if key not in given and key != NEURALOP_ARGUMENTS]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -231,25 +229,6 @@ def test_groups_that_cannot_be_put_there_change_nothing(ranks: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ frozen and unused
-
-
-def job_uncovered() -> list[str]:
-    model = fsshard.wrap(net(), backend="ddp")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1)
-    with mock.patch.object(logging.getLogger("fsshard"), "warning") as warning:
-        for _ in range(2):
-            step(model, optimizer)
-        also = fsshard.build_optimizer(
-            model, torch.optim.SGD, [n for n in model.backend.entries if n[0] != "f"], lr=0.1
-        )
-        step(model, also)
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
-
-
-def test_what_no_optimizer_updates_is_logged_once(ranks: Any) -> None:
-    first, *others = ranks.run(job_uncovered, 2)[0]
-    assert first.startswith("trainable parameters in no optimizer: ")
-    assert "middle.0.weight" in first and "first.weight" not in first and len(others) < 2
 
 
 def job_unused(backend: str, heads: list[str], find: bool) -> dict[str, Any]:

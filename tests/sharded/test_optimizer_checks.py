@@ -139,12 +139,6 @@ def test_settings_of_each_group_count() -> None:
     assert [agrees(Mixed, {"whole": False}, {"whole": whole}) for whole in (False, True)] == [NUMBERS, PARAMETERS]
 
 
-def test_a_model_or_a_large_tensor_among_the_settings_is_not_copied_for_a_trial() -> None:
-    for kept in (nn.Linear(2, 2), [torch.ones(2)]):
-        with pytest.raises(TypeError, match="is among its settings"):
-            requested(written.MyLion, {"kept": kept})._agrees_on_parts("owners")
-
-
 def test_nothing_is_disturbed() -> None:
     """Random numbers, a generator among the settings, the settings, and what surrounds the call."""
 
