@@ -410,7 +410,7 @@ class _Shards:
                     view.end(optimizer, self.backend, foreign=self.foreign)
 
     def _refreshing(self, optimizer: Any, closure: Any, views: list[_View], held: _Held, groups: _Groups) -> Any:
-        """Return the closure, before which the engine sees what the optimizer has done, and which shows new gradients."""
+        """Return the closure: before it the engine sees what was stepped, after it the optimizer has new gradients."""
         called = False
 
         def closure_then_gradients() -> Any:
