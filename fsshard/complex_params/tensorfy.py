@@ -3,8 +3,6 @@
 Sharding engines flatten, cut and pack *real* parameters of one dtype. :func:`tensorfy` therefore moves each
 complex parameter ``w`` of shape ``S`` to a real parameter ``w__real`` of shape ``(*S, 2)`` over the same memory,
 and gives the module a property ``w`` that returns ``torch.view_as_complex(self.w__real)``.
-
-Parameters that are DTensors over other mesh dimensions than data are kept in the same way (:func:`keep_local_parts`).
 """
 
 from __future__ import annotations
@@ -174,9 +172,8 @@ def check_dtensors(model: nn.Module) -> None:
 def keep_local_parts(model: nn.Module) -> Iterator[None]:
     """Replace DTensor parameters by this rank's parts, which modules show as DTensors, unless the context raises."""
     # No engine takes them as they are: DDP, FSDP1 and FairScale stop at "aten.cat got mixed torch.Tensor and DTensor",
-    # and what FSDP2 makes of them has other state dicts and norms (torch 2.13). To an engine a rank's part is a
-    # parameter like any other; the module goes on seeing the DTensor over it, so that tensor-parallel code runs as
-    # written, and DTensor's own backward sums what ranks that share a parameter have.
+    # and FSDP2's have other state dicts and norms (torch 2.13). To an engine a rank's part is a parameter like any
+    # other; tensor-parallel code sees the DTensor over it, whose own backward sums what ranks share.
     places = list(dtensor_parameters(model))
     before = {owner: (owner.__class__, dict(owner._parameters)) for _, owner, _, _ in places}
     parts: dict[int, tuple[nn.Parameter, Kind]] = {}

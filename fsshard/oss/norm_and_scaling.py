@@ -71,9 +71,8 @@ def combined(
     owners = [parameters[index].detach() for index in present]
     # One list per device and dtype, one list after the other: torch's own grouping gives the order of the sum.
     order = [present[place] for places in grouped_by_device_and_dtype(owners) for place in places]
-    tensors = [norm.to(owners[0].device) for index in order if isinstance(norm := norms[index], Tensor)]
-    if tensors:
-        values = torch.stack(tensors)  # without a wait for a device
+    if isinstance(norms[order[0]], Tensor):  # all are, and no device is waited for
+        values = torch.stack([torch.as_tensor(norms[index]).to(owners[0].device) for index in order])
     else:
         dtype = functools.reduce(torch.promote_types, [parameter.dtype.to_real() for parameter in owners])
         values = torch.tensor([norms[index] for index in order], dtype=torch.float64).to(owners[0].device, dtype)
@@ -106,16 +105,11 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
     if not reductions:
         return None
     given = {id(parameter) for parameter in parameters if parameter.grad is not None}
-    counted: list[Tensor] = []
-    norms: dict[int, float] = {}
+    counted, norms = list[Tensor](), dict[int, float]()
     for reduction in reductions:
         # What is owned everywhere is the same everywhere: the first rank speaks for it.
-        rank = reduction.group.rank()
-        mine = [
-            i
-            for i, (p, owner) in enumerate(zip(reduction.parameters, reduction.owners, strict=True))
-            if id(p) in given and rank == max(owner, 0)
-        ]
+        speaks = [reduction.group.rank() == max(owner, 0) for owner in reduction.owners]
+        mine = [i for i, p in enumerate(reduction.parameters) if id(p) in given and speaks[i]]
         found = owned_norms(reduction.parameters, mine, norm_type, reduction.group, parameters[0].device)
         norms.update({len(counted) + i: value for i, value in found.items()})
         counted += reduction.parameters
