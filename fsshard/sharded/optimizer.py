@@ -155,8 +155,8 @@ class ShardedOptimizer(Optimizer):
         if whole_owners(self.inner) is not None:
             return self._step_owned_with(closure, kwargs)
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
-        local.gradients_are_local = self.model.has_local_gradients
-        if not (local.gradients_are_local and self.request.begins_with_closure):
+        begins, local.gradients_are_local = self.request.begins_with_closure, self.model.has_local_gradients
+        if not (begins and local.gradients_are_local):
             self.finish_gradients()  # they are looked at before the closure runs
         try:
             return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
@@ -490,15 +490,12 @@ def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def retire(optimizer: Optimizer, successor: Optimizer) -> None:
-    """Make the optimizer that was handed over raise instead of stepping stale parameters.
-
-    Its groups are its successor's: whoever sets rates in them, as a scheduler that was not handed over, sets those that
-    are used, and keeps no whole weights.
-    """
+    """Make the optimizer that was handed over raise instead of stepping stale parameters."""
 
     def step(*_: Any, **__: Any) -> None:
         raise OptimizerError("this optimizer was handed to fsshard.wrap; use the one that wrap returned")
 
+    # A scheduler that was not handed over then sets the rates that are used; and no whole weights are kept.
     optimizer.param_groups[:] = successor.param_groups  # for who keeps the list
     optimizer.param_groups = successor.param_groups
     optimizer.state.clear()

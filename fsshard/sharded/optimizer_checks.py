@@ -222,22 +222,27 @@ class OptimizerRequest:
 
     @cached_property
     def begins_with_closure(self) -> bool:
-        """Return whether ``step(closure)`` uses no gradient before it calls the closure. Local.
+        """Return whether ``step(closure)`` neither uses a gradient nor changes a parameter before it calls the closure.
 
-        False where that cannot be found out: it takes no closure, or raises on small tensors.
+        Local. False where that cannot be found out: it takes no closure, or raises on small tensors.
         """
         if self.of_torch:
             return True
-        found: list[list[nn.Parameter]] = []
+        untouched: list[bool] = []
+        trained: list[list[nn.Parameter]] = []
         with contextlib.suppress(Exception), _surroundings():
             samples = self._samples()
             for factor in (1.0, -1e3):  # other gradients before the closure, which gives both the same
                 optimizer, parameters = self._build(samples)
-                give = partial(_give_gradients, parameters)
-                give([factor * stacked[1] for _, stacked in samples])
-                unhooked_step(self.optimizer_class)(optimizer, partial(give, [stacked[1] for _, stacked in samples]))
-                found.append(parameters)
-            return all(map(torch.equal, *found))
+                trained.append(parameters)
+
+                def closure() -> Tensor:
+                    untouched.append(all(torch.equal(p, s[0]) for p, (_, s) in zip(trained[-1], samples, strict=True)))
+                    return _give_gradients(trained[-1], [stacked[1] for _, stacked in samples])
+
+                _give_gradients(parameters, [factor * stacked[1] for _, stacked in samples])
+                unhooked_step(self.optimizer_class)(optimizer, closure)
+            return bool(untouched) and untouched[0] and all(map(torch.equal, *trained))
         return False
 
     # ------------------------------------------------------------------------------------------ asked alike

@@ -285,7 +285,7 @@ class _Shards:
     """All parameters of a model as one optimizer is shown them."""
 
     def __init__(self, request: OptimizerRequest, backend: Backend) -> None:
-        self.backend = backend
+        self.request, self.backend = request, backend
         self.foreign = not request.of_torch  # of those much is looked after that torch's own do not do
         names = dict.fromkeys(name for group in request.groups for name in group["params"])
         # Who steps each parameter whole; None: each rank steps its part. On one rank, too: what state an optimizer may
@@ -421,7 +421,7 @@ class _Shards:
                     view.write_back()
                     if called or not optimizer.gradients_are_local:
                         view.take_gradient(self.backend)
-                if called or self.foreign:  # torch's own change nothing before they call it
+                if called or not self.request.begins_with_closure:
                     self.backend.before_closure(optimizer)
             called = True
             with self._readable(optimizer, views, groups):
