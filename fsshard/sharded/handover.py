@@ -102,7 +102,7 @@ def _check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[obje
         if not driven or not known.issuperset(driven):
             raise OptimizerError(
                 "scheduler: expected LR schedulers over the optimizers that are handed over, got a "
-                f"{type(scheduler).__name__} over {'another one' if driven else 'none'}; pass all of them: "
+                f"{type(scheduler).__name__} over {'another one' if driven else 'none'}; pass it to fsshard.wrap, too: "
                 "wrap(model, [optimizer, other], [scheduler, ...])"
             )
 
