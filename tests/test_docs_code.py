@@ -217,6 +217,12 @@ RUN: dict[str, Shown] = {
         "inside, border, known, steps = torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 1), 2",
         "assert (found.norms > 0).all() and found.cosines.shape == (2, 2) and weights.isfinite().all()",
     ),
+    "docs/physics.md 1": Shown(
+        2,
+        "model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))\n"
+        "points, known, steps = torch.rand(3, 2), torch.rand(3, 1), 2",
+        "assert closure() < loss",
+    ),
     "docs/precision.md 0": Shown(2, after=STEP),
     "docs/proof.md 0": Shown(
         1,

@@ -51,7 +51,8 @@ def check_separable(optimizer_class: Any, world_size: int) -> None:
     FairScale 0.4.13 runs LBFGS on each shard, with a line search each: NaN.
     """
     known = {base.__name__ for base in getattr(optimizer_class, "__mro__", ())} & GLOBAL_OPTIMIZERS
-    if known and world_size > 1:
+    # That of build_optimizer asks all ranks by itself.
+    if known and world_size > 1 and not getattr(optimizer_class, "counts_all_ranks", False):
         raise UnsupportedByBackend(
             f"optim={optimizer_class.__name__} on {world_size} ranks (it needs all parameters on every rank)",
             "OSS",

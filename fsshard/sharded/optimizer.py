@@ -307,7 +307,7 @@ class ShardedOptimizer(Optimizer):
     def _fits(self, entry: Entry, key: str, value: Tensor) -> bool:
         # Factors and histories are shaped as the algorithm likes, on backends that keep parameters whole.
         known = {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS)
-        if known or self.request.whole:
+        if (known or self.request.whole) and self.optimizer_class is not torch.optim.LBFGS:
             return True
         mine = state_of(self.inner, entry).get(key)
         return value.shape == entry.full_shape or (isinstance(mine, Tensor) and mine.shape == value.shape)

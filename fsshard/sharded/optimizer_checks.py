@@ -98,6 +98,9 @@ class OptimizerRequest:
             UnsupportedByBackend: names the nearest backend that works.
         """
         name, ancestry = self.optimizer_class.__name__, {base.__name__ for base in self.optimizer_class.__mro__}
+        if self.whole and ancestry & GLOBAL_OPTIMIZERS and backend.facts.divides == "elements":
+            told = f"{name} with whole=True (it looks at all parameters at once, and no rank has them)"
+            raise UnsupportedByBackend(told, backend.name, "leave whole=True out")
         divides = backend.facts.divides if settings.world_size > 1 else "nothing"
         on_mesh = settings.model_mesh is not None and settings.model_mesh.divides
         if on_mesh:
@@ -107,7 +110,9 @@ class OptimizerRequest:
                 told = "whole=True on a mesh that has other dimensions than data"
                 raise UnsupportedByBackend(told, backend.name, "use a mesh of data alone")
             divides = "owners"
-        if (self.separable and not self.of_torch) or divides == "nothing":
+        # Over ranks of data the inner products of torch's own are those of all ranks: optimizer_lbfgs.py.
+        asks_all = self.optimizer_class is torch.optim.LBFGS and not on_mesh and self.separable is not False
+        if (self.separable and not self.of_torch) or divides == "nothing" or asks_all:
             return
         instead, vouch = "use backend='ddp'", f"fsshard.build_optimizer(model, {name}, ..., separable=True)"
         if self.separable is False:

@@ -27,6 +27,7 @@ from fsshard.nested import has_arrays
 from fsshard.oss.partitioned import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import OptimizerRequest
+from fsshard.sharded.optimizer_lbfgs import lbfgs_over
 from fsshard.sharded.optimizer_whole import Owners, WholeEntry
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
@@ -362,6 +363,7 @@ class _Shards:
     def rest(self, optimizer: Any) -> None:
         """Put the state of all parameters under the engine's, for who reads it, saves it or replaces it."""
         self.resting = True
+        getattr(optimizer, "put_vectors_to_rest", bool)()
         with torch.no_grad():
             for view in self._views.values():
                 if view is not None and view.pieces:  # it was shown
@@ -457,6 +459,8 @@ def _regroup(optimizer: Any, groups: _Groups) -> None:
 def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer]:
     """Make a subclass of the requested class whose ``step`` works on views of this rank's parts."""
     optimizer_class = request.optimizer_class
+    if optimizer_class is torch.optim.LBFGS:
+        optimizer_class = lbfgs_over(backend, [name for group in request.groups for name in group["params"]])
     shards, base_step = _Shards(request, backend), unhooked_step(optimizer_class)
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
@@ -477,8 +481,8 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
 
         step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
 
-    Viewing.__name__, Viewing.__qualname__ = optimizer_class.__name__, optimizer_class.__qualname__
-    Viewing.__module__ = optimizer_class.__module__
+    Viewing.__name__, Viewing.__qualname__ = request.optimizer_class.__name__, request.optimizer_class.__qualname__
+    Viewing.__module__ = request.optimizer_class.__module__
     return Viewing
 
 

@@ -52,13 +52,13 @@ REFUSED = {
     "Noisy": ALONE,
     "MyLion": {},
     "Adafactor": {"fsdp": WHOLE, "fsdp2": WHOLE},
-    "LBFGS": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
+    "LBFGS": {},
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_algorithms_that_need_more_than_a_part(ranks: Any, name: str) -> None:
-    """Whole matrices, norms of a parameter or of all of them, random numbers. LBFGS under FairScale's OSS gives NaN."""
+    """Whole matrices, norms of a parameter or of all of them, random numbers. torch's LBFGS asks all ranks."""
     for backend in DISTRIBUTED:
         for found in ranks.run(job_build, 2, backend, name, {}):
             assert found[:1] == [REFUSED[name][backend]] if backend in REFUSED[name] else found == [], backend
