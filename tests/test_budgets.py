@@ -22,15 +22,15 @@ LINES = {
     "fsshard/backends": 4_213,
     "fsshard/checkpoint": 4_738,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_010,
+    "fsshard/sharded": 4_249,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_569,
     "fsshard/model": 2_073,
-    "fsshard/oss": 1_925,
+    "fsshard/oss": 1_926,
     "fsshard/torch_private": 1_595,
     "fsshard/complex_params": 1_608,
     "compat": 7_872,
-    "tests": 49_275,
+    "tests": 49_390,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 125
