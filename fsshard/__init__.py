@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.averages import EMA
     from fsshard.sharded.grad_scaler import GradScaler
-    from fsshard.sharded.module import ShardedModule, register_forward_method
+    from fsshard.sharded.module import ShardedModule, clip_grad_norm_, register_forward_method
     from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
     from fsshard.sharded.reports import MemoryReport
     from fsshard.simulation.estimating import estimate
@@ -91,6 +91,7 @@ __all__ = [
     "bfSixteen",
     "build_optimizer",
     "checkpoint_blocks",
+    "clip_grad_norm_",
     "data_rank",
     "estimate",
     "export",
@@ -127,7 +128,7 @@ _NAMES = {
     "sharded.averages": "EMA",
     "sharded.grad_scaler": "GradScaler",
     "sharded.reports": "MemoryReport",
-    "sharded.module": "ShardedModule register_forward_method",
+    "sharded.module": "ShardedModule clip_grad_norm_ register_forward_method",
     "sharded.optimizer": "ShardedOptimizer build_optimizer",
     "simulation.estimating": "estimate",
     "simulation.memory_tracker": "MemoryTracker",

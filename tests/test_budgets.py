@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 47_151,
+    "fsshard + compat": 47_168,
     "fsshard/backends": 4_213,
-    "fsshard/checkpoint": 4_738,
+    "fsshard/checkpoint": 4_908,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_249,
+    "fsshard/sharded": 4_289,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_569,
     "fsshard/model": 2_073,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_595,
     "fsshard/complex_params": 1_608,
     "compat": 7_872,
-    "tests": 49_390,
+    "tests": 49_754,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 125

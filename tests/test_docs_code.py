@@ -151,7 +151,15 @@ RUN: dict[str, Shown] = {
         "scaler, step = fsshard.GradScaler(model), 3",
         "assert step == 3",
     ),
-    "docs/checkpoints.md 1": Shown(2, WRAPPED, "assert len(list(DataLoader(dataset, sampler=sampler))) == 4"),
+    "docs/checkpoints.md 1": Shown(
+        2,
+        "generator, critic = (fsshard.wrap(nn.Linear(4, 4), backend=each) for each in ('fsdp', 'fsdp2'))\n"
+        "og, od = (fsshard.build_optimizer(each, torch.optim.Adam) for each in (generator, critic))\n"
+        "schedulers = [torch.optim.lr_scheduler.StepLR(each, 1) for each in (og, od)]\n"
+        "ema = fsshard.EMA(generator)\ncritic(generator(x)).sum().backward()",
+        "assert fsshard.latest('ckpt').name == 'gan'",
+    ),
+    "docs/checkpoints.md 2": Shown(2, WRAPPED, "assert len(list(DataLoader(dataset, sampler=sampler))) == 4"),
     "docs/darcy.md 0": Shown(
         2, "from fsshard.demo.tfno_darcy import build_model", "scheduler.optimizer", needs="neuralop"
     ),
@@ -243,7 +251,7 @@ RUN: dict[str, Shown] = {
 
 RUNS_IN = {
     "README.md 0": "tests/test_docs.py",
-    "docs/checkpoints.md 2": "tests/tools/test_mend_layout.py",
+    "docs/checkpoints.md 3": "tests/tools/test_mend_layout.py",
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_reports.py",
     "docs/how-it-works.md 1": "tests/backends/test_sixth_backend.py",

@@ -51,6 +51,7 @@ NAMES = [
     "build_optimizer",
     "export",
     "checkpoint_blocks",
+    "clip_grad_norm_",
     "data_rank",
     "estimate",
     "fp32_policy",

@@ -32,8 +32,9 @@ class Inspection:
             ``origin``, ``format_version`` (1 has no checksum of the index itself), ``files`` (name -> bytes),
             ``tensors`` (name, dtype, shape, number of pieces, bytes of each), ``tied`` (name -> the first name of the
             same parameter), ``optimizers`` (name -> class, and for each group its settings and number of parameters),
-            ``objects`` (name -> ``"all"`` or ``"per_rank"``), ``rng`` (of how many ranks the generators' states are
-            there), ``dropped`` (keys of the state dict that could not be saved -> why).
+            ``models`` (of several: name -> its optimizers), ``objects`` (name -> ``"all"`` or ``"per_rank"``), ``rng``
+            (of how many ranks the generators' states are there), ``dropped`` (keys of the state dict that could not be
+            saved -> why).
     """
 
     path: Path
@@ -81,6 +82,9 @@ def _lines(held: dict[str, Any]) -> Iterator[str]:
             rows.append((name, info["class"].rpartition(".")[2], str(number), str(group["params"]), settings))
     if rows:
         yield from aligned([("optimizer", "class", "group", "parameters", "settings"), *rows], "<<<><")
+    if held["models"]:
+        models = (f"{name} (optimizers: {', '.join(its) or 'none'})" for name, its in held["models"].items())
+        yield f"models: {', '.join(models)}"
     if held["tied"]:
         yield "tied: " + ", ".join(f"{name} = {first}" for name, first in held["tied"].items())
     if held["objects"]:
@@ -215,6 +219,7 @@ def _contents(index: Index) -> dict[str, Any]:
             name: {"class": info.kind, "groups": [group(node) for node in info.groups]}
             for name, info in index.optimizers.items()
         },
+        "models": index.models,
         "objects": {name: next(iter(entry)) for name, entry in index.objects.items()},
         "rng": len(index.rng["per_rank"]) if index.rng is not None else 0,
         "dropped": index.model.dropped,

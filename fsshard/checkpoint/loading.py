@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign
+from fsshard.checkpoint.models import choose_models, name_models, prefix
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
@@ -63,7 +64,7 @@ class Loaded:
 
 def load(
     path: str | os.PathLike[str],
-    model: ShardedModule,
+    model: ShardedModule | Mapping[str, ShardedModule],
     optimizer: Any = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -86,7 +87,8 @@ def load(
 
     Args:
         path: the checkpoint's directory, or another program's checkpoint.
-        model: what :func:`fsshard.wrap` returned.
+        model: what :func:`fsshard.wrap` returned; a mapping of models by name, where several were saved, or of some of
+            these: the others are not read.
         optimizer: as handed to ``save``: one, a list, or a mapping of them; None leaves the saved ones alone.
         scheduler: gets its state by ``load_state_dict``; a list or a mapping as handed to ``save``.
         scaler: gets its state by ``load_state_dict``.
@@ -109,34 +111,45 @@ def load(
     path, call = parts.check_call(
         "fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle
     )
-    sharded = parts.check_model(model, "fsshard.load")
-    channel = Channel.of(sharded.backend.settings.everyone)
+    models = name_models(model, "fsshard.load")
+    channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
     wait_for_saves()
     given = parts.named_objects(scheduler, scaler, objects)
-    channel.arrive(parts.as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
+    called = parts.as_called(call, models, optimizer, given, strict=strict, verify=verify, rng=rng)
+    channel.arrive(called, timeout, call)
     averages = parts.take_averages(given)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
-        job = _Load(sharded, given, strict, call)
+        # What belongs to no model is the first one's to load.
+        jobs = [_Load(name, sharded, {}, strict, call) for name, sharded in models.items()]
+        jobs[0].given = given
 
         def opened(kind: str | None, place: Path) -> str:
-            job.optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.load", averages)
+            optimizers = parts.name_optimizers(models, optimizer, "fsshard.load", averages)
+            for job in jobs:
+                job.optimizers = {name: its for name, its in optimizers.items() if its.model is job.model}
             if kind is None:  # it is ours
-                job.reader = until_done.enter_context(Reader(place))
+                reader: Reader | ForeignReader = until_done.enter_context(Reader(place))
+            elif any(models):
+                raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
             else:
-                job.reader = until_done.enter_context(ForeignReader(place, kind, trust_pickle=trust_pickle))
-                job.reader.add_for(sharded, job.optimizers, strict=strict)
-            job.reader.check_headers()  # from here on all files are open, and no save takes them away
-            return job.reader.index.id
+                reader = until_done.enter_context(ForeignReader(place, kind, trust_pickle=trust_pickle))
+                reader.add_for(jobs[0].model, jobs[0].optimizers, strict=strict)
+            reader.check_headers()  # from here on all files are open, and no save takes them away
+            chosen = choose_models(reader.index, models, call)
+            for job in jobs:
+                job.reader = copy.copy(reader)  # over the same open files
+                job.reader.index = chosen[job.name]
+            return reader.index.id
 
         _open_together(channel, path, opened, call)
-        exchange(channel, job.check)
+        exchange(channel, lambda: _each(jobs, _Load.check))
         if verify:
-            exchange(channel, lambda: job.reader.verify(channel.rank, channel.size), timeout)
-        exchange(channel, job.read, timeout)
-        job.commit(channel, rng)
-    return job.result()
+            exchange(channel, lambda: jobs[0].reader.verify(channel.rank, channel.size), timeout)
+        exchange(channel, lambda: _each(jobs, _Load.read), timeout)
+        _commit(jobs, channel, rng)
+    return _result(jobs)
 
 
 def _open_together(channel: Channel, path: str, opened: Callable[[str | None, Path], str], call: str) -> None:
@@ -164,8 +177,9 @@ def _open_together(channel: Channel, path: str, opened: Callable[[str | None, Pa
 
 @dataclass
 class _Load:
-    """One load on one rank: checked, read, and only then put in place."""
+    """One load of a model on one rank: checked, read, and only then put in place."""
 
+    name: str  # of one of several models
     model: ShardedModule
     given: Mapping[str, Any]
     strict: bool
@@ -190,7 +204,8 @@ class _Load:
         self._check_layout()
         wrong = self._match_model()
         if wrong or (self.strict and (self.missing or self.unexpected)):
-            raise StateDictError(f"{self.call}: the model", self.missing, self.unexpected, wrong)
+            which = f" {self.name!r}" if self.name else ""
+            raise StateDictError(f"{self.call}: the model{which}", self.missing, self.unexpected, wrong)
         for name, optimizer in self.optimizers.items():
             self._check_optimizer(name, optimizer)
         saved = self.reader.index.objects
@@ -379,28 +394,16 @@ class _Load:
         else:
             self.per_rank[name] = [self.reader.tree(tree) for tree in trees]
 
-    def commit(self, channel: Channel, rng: bool) -> None:
-        """Put in place first what can refuse: objects, the model's own code, generators; then memory. Collective."""
-        undo: list[tuple[str, Callable[[], Any]]] = []
-        self.model.backend.reshard()
-        try:
-            exchange(channel, lambda: self._commit_refusable(undo, rng))
-        except BaseException:
-            for what, restore in reversed(undo):
-                try:
-                    restore()
-                except Exception as error:  # the others must get theirs back all the same
-                    log.warning("%s: %s does not accept its own former state: %s", self.call, what, error)
-            raise
-        with torch.no_grad():
-            for name, values in self.values.items():
-                self.model.backend.entries[name].local().copy_(values)
-            self.model.note_filled({*self.values, *self.others})
-            for name, optimizer in self.optimizers.items():
-                self._commit_optimizer(name, optimizer)
-        seen_ordinal(self.reader.directory.parent, self.reader.index.ordinal)
+    @torch.no_grad()
+    def commit_memory(self) -> None:
+        """Put in place what nothing can refuse. Local."""
+        for name, values in self.values.items():
+            self.model.backend.entries[name].local().copy_(values)
+        self.model.note_filled({*self.values, *self.others})
+        for name, optimizer in self.optimizers.items():
+            self._commit_optimizer(name, optimizer)
 
-    def _commit_refusable(self, undo: list[tuple[str, Callable[[], Any]]], rng: bool) -> None:
+    def commit_refusable(self, undo: list[tuple[str, Callable[[], Any]]], rng: bool) -> None:
         """Run the code of others, which may raise; how to undo it is noted before each. Local."""
 
         def taken(what: str, load: Callable[[Any], Any], state: Any) -> None:
@@ -444,8 +447,37 @@ class _Load:
                 state[key] = value.to(device) if part else optimizer.placed(entry, value, held.get(key))
             set_state(self.model.backend, optimizer.inner, entry, state)
 
-    def result(self) -> Loaded:
-        """Return what the caller gets."""
-        state = {name: value for name, value in self.objects.items() if name not in self.given}
-        missing, unexpected, origin = tuple(self.missing), tuple(self.unexpected), self.reader.index.origin.described()
-        return Loaded(self.reader.directory, state, self.per_rank, missing, unexpected, origin)
+
+def _each(jobs: Sequence[_Load], work: Callable[[_Load], None]) -> None:
+    for job in jobs:
+        work(job)
+
+
+def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
+    """Put in place first what can refuse: objects, the models' own code, generators; then memory. Collective."""
+    undo: list[tuple[str, Callable[[], Any]]] = []
+    for job in jobs:
+        job.model.backend.reshard()
+    first = jobs[0]
+    try:
+        exchange(channel, lambda: _each(jobs, lambda job: job.commit_refusable(undo, rng)))
+    except BaseException:
+        for what, restore in reversed(undo):
+            try:
+                restore()
+            except Exception as error:  # the others must get theirs back all the same
+                log.warning("%s: %s does not accept its own former state: %s", first.call, what, error)
+        raise
+    _each(jobs, _Load.commit_memory)
+    seen_ordinal(first.reader.directory.parent, first.reader.index.ordinal)
+
+
+def _result(jobs: Sequence[_Load]) -> Loaded:
+    """Return what the caller gets."""
+    first = jobs[0]
+    state = {name: value for name, value in first.objects.items() if name not in first.given}
+    # Names of objects, which are the first model's to load, get its prefix nowhere else.
+    missing = [key if key in first.given else prefix(job.name) + key for job in jobs for key in job.missing]
+    unexpected = [prefix(job.name) + key for job in jobs for key in job.unexpected]
+    origin = first.reader.index.origin.described()
+    return Loaded(first.reader.directory, state, first.per_rank, tuple(missing), tuple(unexpected), origin)

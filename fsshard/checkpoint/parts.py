@@ -34,6 +34,7 @@ from fsshard.checkpoint.format.index import (
 from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
+from fsshard.checkpoint.models import Models, prefix, quoted
 from fsshard.comm.agreement import Channel, agree
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
 from fsshard.planning.entries import Entry
@@ -73,7 +74,9 @@ class Collected:
     """The parts that one rank brings to a checkpoint."""
 
     parts: dict[str, Part] = field(default_factory=dict)  # by the tensor's name
-    model: dict[str, Any] = field(default_factory=dict)  # the index's model and tied
+    model: ModelInfo = field(default_factory=lambda: ModelInfo({}, {}, {}))  # as in the index; so are the next two
+    tied: dict[str, str] = field(default_factory=dict)
+    models: dict[str, list[str]] = field(default_factory=dict)
     groups: dict[str, tuple[str, Any]] = field(default_factory=dict)  # optimizer -> (class, groups as a tree)
     # optimizer -> parameter -> key -> tree, of state that is no tensor
     state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -100,29 +103,31 @@ class Collected:
         }
 
 
-def _part(entry: Entry, stored: Tensor) -> Part:
+def _part(entry: Entry, stored: Tensor, model: str) -> Part:
     """Return this rank's part of a parameter, or of state that has a number for each of its stored elements."""
     values = entry.flat(stored.detach(), whole=entry.in_order)
-    scattered = "" if entry.in_order and not entry.divided_over else entry.name
+    scattered = "" if entry.in_order and not entry.divided_over else f"{prefix(model)}{entry.name}"
     if entry.kept_as_pairs(stored.dtype):
         return Part(stored.dtype, entry.pairs_shape, entry.here, values, scattered)
     return Part(entry.kind.user_dtype(stored.dtype), tuple(entry.full_shape), entry.user_range, values, scattered)
 
 
 @torch.no_grad()
-def _put_in_ranges(collected: Collected, backend: Backend, channel: Channel) -> None:
+def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> None:
     """Turn what is scattered into ranges of the flattened tensor, the only form that is stored. Collective."""
-    if not any(not entry.in_order or entry.divided_over for entry in backend.all):  # the same on every rank
+    entries = {f"{prefix(m)}{e.name}": (e, model.backend) for m, model in models.items() for e in model.backend.all}
+    if not any(not entry.in_order or entry.divided_over for entry, _ in entries.values()):  # the same on every rank
         return
     mine = {name: part for name, part in collected.parts.items() if part.scattered}
     told = {name: [p.scattered, dtype_name(p.dtype), list(p.shape)] for name, p in mine.items()}
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
     known: dict[str, Any] = {name: item for table in channel.gather(told) for name, item in table.items()}
     for name, (parameter, dtype, shape) in sorted(known.items()):
+        entry, backend = entries[parameter]
         if name not in mine and backend.facts.divides != "elements":
             continue  # nor have the ranks that hold other parts of it: the same rank of data owns all
         empty = Part(BY_NAME[dtype], tuple(shape), (0, 0), torch.empty(0, dtype=BY_NAME[dtype]))
-        part = _in_range(backend.entries[parameter], mine.get(name, empty), backend)
+        part = _in_range(entry, mine.get(name, empty), backend)
         if name in mine or part.values.numel():
             collected.parts[name] = part
 
@@ -148,25 +153,29 @@ def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
 
 
 def collect_together(
-    work: Callable[[], Collected], backend: Backend, channel: Channel, timeout: float | None = None
+    work: Callable[[], Collected], models: Models, channel: Channel, timeout: float | None = None
 ) -> Collected:
     """Run ``work``, which collects, on every rank, and put all tensors in ranges. Collective."""
     collected: Collected = agree(channel, work, timeout)
-    _put_in_ranges(collected, backend, channel)
+    _put_in_ranges(collected, models, channel)
     return collected
 
 
 def collect(
-    model: ShardedModule,
+    models: Models,
     optimizers: Mapping[str, ShardedOptimizer],
     objects: Mapping[str, Any],
     rank: int,
     random: Mapping[str, Any] | None = None,
 ) -> Collected:
-    """Collect this rank's share of the model, optimizers, objects and generators' state. No communication."""
-    model.check_filled()
+    """Collect this rank's share of models, optimizers, objects and generators' state. No communication."""
     collected = Collected()
-    _add_model(collected, model, rank)
+    for of, model in models.items():
+        model.check_filled()
+        _add_model(collected, model, rank, of)
+        if of:
+            collected.models[of] = [name for name, optimizer in optimizers.items() if optimizer.model is model]
+    model_names = {id(model): of for of, model in models.items()}
     for name, optimizer in optimizers.items():
         groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts)
         collected.groups[name] = (class_name(optimizer.optimizer_class), groups)
@@ -175,9 +184,9 @@ def collect(
         single = counters(
             (entry, {k: v.shape for k, v in state.items() if isinstance(v, Tensor)}) for entry, state in states
         )
-        divides = state_divides(model.backend, optimizer.inner)
+        divides, of = state_divides(optimizer.model.backend, optimizer.inner), model_names[id(optimizer.model)]
         for entry, state in states:
-            _add_state(collected, name, divides, state_entry(optimizer.inner, entry), state, single)
+            _add_state(collected, name, divides, state_entry(optimizer.inner, entry), state, single, of)
     for name, value in objects.items():
         state = value.state_dict() if hasattr(value, "state_dict") else value
         own = collected.own[name] = {}
@@ -196,8 +205,8 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _add_model(collected: Collected, model: ShardedModule, rank: int) -> None:
-    backend, parts = model.backend, collected.parts
+def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str) -> None:
+    backend, parts, before = model.backend, collected.parts, prefix(name)
     # neuralop's BaseModel puts its constructor's arguments into the state dict; the model that loads has its own.
     raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
@@ -205,22 +214,21 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int) -> None:
     listed = {backend.keys[key] for key in ordered if key in backend.keys}
     for entry in backend.entries.values():
         if entry.name in listed:
-            parts[f"model/{entry.name}"] = _part(entry, entry.local())
-    keys: dict[str, str | None] = {}
-    extra: dict[str, Any] = {}
+            parts[f"model/{before}{entry.name}"] = _part(entry, entry.local(), name)
+    keys, extra, _ = collected.model
     for key in ordered:
-        value = raw[key]
+        value, told = raw[key], before + key
         if key in backend.keys:
-            keys[key] = f"model/{backend.keys[key]}"
+            keys[told] = f"model/{before}{backend.keys[key]}"
         elif isinstance(value, Tensor):
-            keys[key] = f"model/{key}"
+            keys[told] = f"model/{told}"
             if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
-                parts[f"model/{key}"] = Part.of_all(model.buffers_held.for_user(key, value))
+                parts[f"model/{told}"] = Part.of_all(model.buffers_held.for_user(key, value))
         else:
-            keys[key] = None
-            extra[key] = _encode(value, f"model/{key}", parts if rank == 0 else {})
-    tied = {slot.name: entry.name for entry in backend.entries.values() for slot in entry.slots[1:]}
-    collected.model = {"model": ModelInfo(keys, extra, {}), "tied": tied}
+            keys[told] = None
+            extra[told] = _encode(value, f"model/{told}", parts if rank == 0 else {})
+    for entry in backend.entries.values():
+        collected.tied |= {before + slot.name: before + entry.name for slot in entry.slots[1:]}
 
 
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:
@@ -231,7 +239,13 @@ def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set
 
 
 def _add_state(
-    collected: Collected, name: str, divides: str, entry: Entry, state: Mapping[str, Any], single: Collection[str]
+    collected: Collected,
+    name: str,
+    divides: str,
+    entry: Entry,
+    state: Mapping[str, Any],
+    single: Collection[str],
+    model: str,
 ) -> None:
     local = entry.local()
     if divides == "elements" and not local.numel():
@@ -244,7 +258,7 @@ def _add_state(
         if not isinstance(value, Tensor):
             small[key] = _encode(value, place, collected.parts)
         elif value.shape == local.shape and key not in single:
-            collected.parts[place] = _part(entry, value)
+            collected.parts[place] = _part(entry, value, model)
         elif value.dim() and (divides == "elements" or entry.divided_over):
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
@@ -323,11 +337,14 @@ def divide(
     return {name: info._replace(pieces=in_order[name]) for name, info in infos.items()}, written
 
 
-def origin_of(model: ShardedModule) -> Origin:
-    """Return what writes a checkpoint of a model."""
-    mesh = model.backend.settings.model_mesh
-    shape = {} if mesh is None else mesh.shape()
-    return Origin(__version__, str(torch.__version__), model.backend.name, model.backend.settings.all_ranks, shape)
+def origin_of(models: Models) -> Origin:
+    """Return what writes a checkpoint of models."""
+    backends = [model.backend for model in models.values()]
+    shape: dict[str, int] = {}
+    for mesh in (backend.settings.model_mesh for backend in backends):
+        shape |= {} if mesh is None else mesh.shape()
+    names = ", ".join(dict.fromkeys(backend.name for backend in backends))
+    return Origin(__version__, str(torch.__version__), names, backends[0].settings.all_ranks, shape)
 
 
 def make_index(
@@ -349,7 +366,9 @@ def make_index(
         origin=origin,
         files={},
         tensors=tensors,
-        **collected.model,
+        model=collected.model,
+        tied=collected.tied,
+        models=collected.models,
         optimizers={
             name: OptimizerInfo(kind, groups, _first_of([told["state"][name] for told in trees]))
             for name, (kind, groups) in collected.groups.items()
@@ -408,18 +427,8 @@ def check_call(name: str, path: object, timeout: object, **flags: object) -> tup
     return path, f"{name}({path!r})"
 
 
-def check_model(model: object, call: str) -> ShardedModule:
-    """Return the model itself; raise if it is not wrapped."""
-    if not isinstance(model, ShardedModule):
-        raise ConfigurationError(
-            f"{call}: expected what fsshard.wrap returned as the model, got {type(model).__name__}; a model on one "
-            "process takes fsshard.wrap(model, backend='none')"
-        )
-    return model
-
-
 def name_optimizers(
-    model: ShardedModule, optimizer: object, call: str, averages: Mapping[str, EMA] | None = None
+    models: Models, optimizer: object, call: str, averages: Mapping[str, EMA] | None = None
 ) -> dict[str, ShardedOptimizer]:
     """Name one optimizer ("optimizer"), a sequence of them ("0", "1", ...), or a mapping (by its keys).
 
@@ -436,13 +445,13 @@ def name_optimizers(
     for name, value in named.items():
         if not name or "/" in name:
             raise ConfigurationError(f"{call}: an optimizer cannot be named {name!r}; use a word without '/'")
-        if not isinstance(value, ShardedOptimizer) or value.model is not model:
+        if not isinstance(value, ShardedOptimizer) or not any(value.model is model for model in models.values()):
             raise ConfigurationError(
                 f"{call}: expected optimizer {name!r} to be of this model, got {type(value).__name__} of another or of "
                 "none; build it with fsshard.build_optimizer, or hand a live one to fsshard.wrap"
             )
     for name, average in (averages or {}).items():
-        if average.model is not model:
+        if not any(average.model is model for model in models.values()):
             raise ConfigurationError(f"{call}: {name}= is the average of another model")
         if name in named:
             raise ConfigurationError(f"{call}: {name!r} names two things, an optimizer and an average; rename one")
@@ -450,15 +459,21 @@ def name_optimizers(
     return named
 
 
-def as_called(call: str, optimizer: Any, objects: Mapping[str, Any], **options: Any) -> str:
+def as_called(call: str, models: Iterable[str], optimizer: Any, objects: Mapping[str, Any], **options: Any) -> str:
     """Return the call with all that ranks have to agree on, so that they find out where they do not."""
+    several = [f"{{{quoted(models)}}}"] if any(models) else []
     if isinstance(optimizer, Mapping):
         handed = [f"optimizer={{{', '.join(map(repr, sorted(map(str, optimizer))))}}}"]
     elif isinstance(optimizer, Sequence):
         handed = [f"optimizer=[{len(optimizer)}]"]
     else:
         handed = [] if optimizer is None else ["optimizer"]
-    handed += [f"{name}=" for name in sorted(objects)] + [f"{key}={value!r}" for key, value in options.items()]
+    handed = (
+        several
+        + handed
+        + [f"{name}=" for name in sorted(objects)]
+        + [f"{key}={value!r}" for key, value in options.items()]
+    )
     return f"{call[:-1]}, {', '.join(handed)})"
 
 

@@ -25,6 +25,7 @@ from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
 from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, rank_file, write_index
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
+from fsshard.checkpoint.models import name_models
 from fsshard.checkpoint.staging import Staging
 from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
@@ -40,7 +41,7 @@ OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
 
 def save(
     path: str | os.PathLike[str],
-    model: ShardedModule,
+    model: ShardedModule | Mapping[str, ShardedModule],
     optimizer: Any = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -60,7 +61,8 @@ def save(
     Args:
         path: the directory that the checkpoint will be, on a file system that all ranks see. Its parent is made. A
             leading ``~`` is the home directory, here and wherever a checkpoint's path is taken.
-        model: what :func:`fsshard.wrap` returned.
+        model: what :func:`fsshard.wrap` returned, or several by name, ``{"g": generator, "d": critic}``, each under an
+            engine of its own choice, of which :func:`fsshard.load` can take some.
         optimizer: one of :func:`fsshard.build_optimizer`, a list, or a mapping of them.
         scheduler: anything with ``state_dict``, a list, or a mapping of such.
         scaler: anything with ``state_dict``.
@@ -84,31 +86,34 @@ def save(
         ConfigurationError: an argument without meaning.
     """
     path, call = parts.check_call("fsshard.save", path, timeout, block=block, rng=rng)
-    sharded = parts.check_model(model, "fsshard.save")
-    settings = sharded.backend.settings
+    models = name_models(model, "fsshard.save")
+    settings = next(iter(models.values())).backend.settings
     channel = Channel.of(settings.everyone)
     objects = parts.named_objects(scheduler, scaler, state)
     wait_for_saves()
-    channel.arrive(parts.as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
+    channel.arrive(parts.as_called(call, models, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     averages = parts.take_averages(objects)
     for average in averages.values():
         average.check_alike()
-    sharded.buffers_held.sync()  # rank 0's count, as in a state dict
-    if settings.model_mesh is not None:
-        kept = set(sharded.backend.key_order)
-        check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)
-    job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(sharded))
+    for sharded in models.values():
+        sharded.buffers_held.sync()  # rank 0's count, as in a state dict
+        own = sharded.backend.settings
+        if own.model_mesh is not None:
+            kept = set(sharded.backend.key_order)
+            check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, own.model_mesh, own.rank)
+    job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(models))
 
     def collected() -> parts.Collected:
         _check_arguments(keep, Path(path).name, objects)
-        sharded.backend.reshard()
-        optimizers = parts.name_optimizers(sharded, optimizer, "fsshard.save", averages)
+        for sharded in models.values():
+            sharded.backend.reshard()
+        optimizers = parts.name_optimizers(models, optimizer, "fsshard.save", averages)
         random = generators.capture(settings.device) if rng else None
-        mine = parts.collect(sharded, optimizers, objects, settings.overall_rank, random)
+        mine = parts.collect(models, optimizers, objects, settings.overall_rank, random)
         job.place = CheckpointTarget(path)
         return mine
 
-    job.collected = parts.collect_together(collected, sharded.backend, channel, timeout)
+    job.collected = parts.collect_together(collected, models, channel, timeout)
     job.arrange()
     handle = SaveHandle(job)
     if block:
@@ -132,8 +137,8 @@ def _check_arguments(keep: object, name: str, objects: Mapping[str, Any]) -> Non
             raise ConfigurationError(f"{name}= is an option of fsshard.load; save that value under another name")
         if isinstance(value, (ShardedModule, ShardedOptimizer)):
             raise ConfigurationError(
-                f"{name}= is a {type(value).__name__}: a checkpoint has one model, and its optimizers come as "
-                "optimizer=[...] or optimizer={name: ...}; save another model to a path of its own"
+                f"{name}= is a {type(value).__name__}: several models come by name in the place of one, as in "
+                "fsshard.save(path, {'g': generator, 'd': critic}, {'g': og, 'd': od}), and so do their optimizers"
             )
 
 

@@ -78,6 +78,7 @@ def export(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="The optimizer's state as well (torch and dcp).")
     ] = False,
+    model: Annotated[str | None, typer.Option(help="The one to write, of a checkpoint of several models.")] = None,
     max_shard_bytes: Annotated[
         int, typer.Option(min=1, help="Above it a model is divided into several safetensors files.")
     ] = 5_000_000_000,
@@ -88,7 +89,7 @@ def export(
     from fsshard.checkpoint.interop.exporting import export as write
 
     more: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "config": config, "overwrite": overwrite}
-    for path in write(checkpoint, file, format, optimizer=optimizer, **more):
+    for path in write(checkpoint, file, format, optimizer=optimizer, model=model, **more):
         print(path)
 
 

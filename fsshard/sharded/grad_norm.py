@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,13 @@ from fsshard.planning.entries import Entry
 NORM_CHUNK = 2**20
 
 
-def clip_by_norm(backend: Backend, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+def clip_by_norm(backends: Sequence[Backend], max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
     """Scale all gradients, which are final, so that their norm is at most ``max_norm``; the norm before. Collective."""
-    norm = norm_of(backend, backend.entries.values(), norm_type)
+    norm = _norm_over([(backend, [*backend.entries.values()]) for backend in backends], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise FsshardError(f"the gradients' norm of order {norm_type} is {norm.item()}; nothing was clipped")
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for entry in backend.all:
+    for entry in (entry for backend in backends for entry in backend.all):
         if (gradient := entry.grad()) is not None:
             gradient.mul_(scale.to(gradient.device, gradient.dtype))
     return norm
@@ -35,24 +35,32 @@ def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Ten
 
     What other mesh dimensions divide is added up over them, too; what they hold alike counts once.
     """
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Entry]] = {}
-    dtype = torch.float32
-    for entry in entries:
-        groups = (*(() if entry.group is None else (entry.group,)), *entry.divided_over)
-        by_groups.setdefault(groups, []).append(entry)
-        if entry.dtype in (torch.float64, torch.complex128):
-            dtype = torch.float64
-    powers = []
-    for groups, chosen in by_groups.items():
-        value = _local(backend, chosen, norm_type)
-        for group in groups:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
-        powers.append(value)
+    return _norm_over([(backend, [*entries])], norm_type)
+
+
+def _norm_over(parts: Sequence[tuple[Backend, Sequence[Entry]]], norm_type: float) -> Tensor:
+    """Return :func:`norm_of` over entries of several models."""
+    double = any(entry.dtype in (torch.float64, torch.complex128) for _, entries in parts for entry in entries)
+    dtype = torch.float64 if double else torch.float32
+    powers = [power for backend, entries in parts for power in _powers(backend, entries, norm_type)]
     if not powers:
-        return torch.zeros((), dtype=dtype, device=backend.settings.device)
+        return torch.zeros((), dtype=dtype, device=parts[0][0].settings.device)
     if math.isinf(norm_type):
         return torch.stack(powers).max().to(dtype)
     return torch.stack(powers).sum().pow(1.0 / norm_type).to(dtype)
+
+
+def _powers(backend: Backend, entries: Sequence[Entry], p: float) -> Iterator[Tensor]:
+    """Yield sums of powers, or largest moduli, over all ranks: 0-dim float64. Collective."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Entry]] = {}
+    for entry in entries:
+        groups = (*(() if entry.group is None else (entry.group,)), *entry.divided_over)
+        by_groups.setdefault(groups, []).append(entry)
+    for groups, chosen in by_groups.items():
+        value = _local(backend, chosen, p)
+        for group in groups:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+        yield value
 
 
 def _local(backend: Backend, entries: Iterable[Entry], p: float) -> Tensor:

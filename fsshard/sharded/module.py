@@ -335,7 +335,6 @@ class ShardedModule(nn.Module):
         self.backend.zero_grad(self.backend.all, set_to_none=set_to_none)
         self.has_local_gradients = False
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
 
@@ -352,12 +351,7 @@ class ShardedModule(nn.Module):
         Returns:
             The norm before clipping: 0-dim float32, or float64 if a weight is, the same on every rank.
         """
-        if not norm_type > 0:
-            raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
-        self.check_knows_all_ranks("clip_grad_norm_")
-        with taking_part(self.backend.settings.group, "clip_grad_norm_()"):
-            self.finish_gradients(self.backend.all)
-            return clip_by_norm(self.backend, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+        return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 
     def term_gradients(self, terms: Sequence[Tensor]) -> TermGradients:
         """Compare the gradients of a loss's terms, averaged over the ranks, to weight the terms by. Collective.
@@ -596,6 +590,44 @@ class ShardedModule(nn.Module):
                 f"move or cast it (here: to {moved.device}, {moved.dtype}) before fsshard.wrap"
             )
         return self
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    models: Iterable[ShardedModule], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients of several models by one factor, so that their norm together is at most ``max_norm``.
+
+    Collective. As :meth:`ShardedModule.clip_grad_norm_` for a single model; the models may be under different engines.
+
+    Args:
+        models: what :func:`fsshard.wrap` returned, in the same order on every rank.
+        max_norm: the largest norm allowed over the gradients of all models together.
+        norm_type: p of the p-norm, > 0; ``inf`` for the largest modulus.
+        error_if_nonfinite: raise if the norm is NaN or infinite.
+
+    Returns:
+        The norm before clipping: 0-dim float32, or float64 if a weight is, the same on every rank.
+
+    Raises:
+        ConfigurationError: a model is not what wrap returned, or is there twice.
+        OptimizerError: every backward pass of a model since its last step ran under ``no_sync()``.
+    """
+    members = [models] if isinstance(models, ShardedModule) else [*models]
+    if not members or not all(isinstance(model, ShardedModule) for model in members):
+        kinds = ", ".join(type(model).__name__ for model in members) or "none"
+        raise ConfigurationError(f"clip_grad_norm_: expected models that fsshard.wrap returned, got {kinds}")
+    if len({id(model) for model in members}) < len(members):
+        raise ConfigurationError("clip_grad_norm_: expected different models, got one of them twice")
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
+    backends = [model.backend for model in members]
+    for model in members:
+        model.check_knows_all_ranks("clip_grad_norm_")
+    with taking_part(backends[0].settings.group, "clip_grad_norm_()"):
+        for model in members:
+            model.finish_gradients(model.backend.all)
+        return clip_by_norm(backends, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
 
 def _refuse_on_parts(name: str, owner: str, *_: Any, **__: Any) -> None:

@@ -106,7 +106,7 @@ def job_arguments(folder: str) -> dict[str, str]:
         "expected seconds": refused(lambda: fsshard.save(path, model, timeout="1")),  # type: ignore[arg-type]
         "takes True or False": refused(lambda: fsshard.load(path, model, strict=optimizer)),  # type: ignore[arg-type]
         "an option of fsshard.load": refused(lambda: fsshard.save(path, model, verify=3)),
-        "a checkpoint has one model": refused(lambda: fsshard.save(path, model, other=model)),
+        "several models come by name": refused(lambda: fsshard.save(path, model, other=model)),
         "without '/'": refused(lambda: fsshard.save(path, model, {"a/b": optimizer})),
         "at least 2": refused(lambda: fsshard.save(f"{path}-1", model, keep=1)),
         "a name that has a number": refused(lambda: fsshard.save(path, model, keep=2)),

@@ -212,6 +212,26 @@ def test_resumed_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> No
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
+def job_gan(folder: str) -> list[Any]:
+    def run(name: str, steps: int, *more: str) -> Any:
+        arguments = ["--path", f"{folder}/{name}/gan", "--steps", str(steps), "--batch-size", "16", *more]
+        return trained("gan.py", *arguments)
+
+    (losses, share, weights), said = run("whole", 40)
+    run("parts", 25, "--backend", "fsdp")
+    (rest, _, others), _ = run("parts", 40, "--backend", "fairscale")
+    return [losses, share, weights, said, rest, others]
+
+
+def test_a_gan_goes_on_under_another_engine(ranks: RankPool, tmp_path: Path) -> None:
+    losses, share, weights, said, rest, others = ranks.run(job_gan, 2, str(tmp_path))[0]
+    assert rest == losses[25:] and len(losses) == 40
+    for name in ("g", "d"):
+        assert all(torch.equal(value, others[name][key]) for key, value in weights[name].items())
+    assert weights["g"]["modes"].dtype == torch.complex64
+    assert share > 0.3 and "steps 0 to 40" in said  # of noise: 3 of 9 wavenumbers
+
+
 def serial(name: str, batch: Callable[[dict[str, Any], int], tuple[Tensor, Tensor]], steps: int, clip: float) -> Any:
     """The same in plain torch, on one process with the batches of all ranks: losses, norms, weights."""
     code = runpy.run_path(str(FOLDER / name))

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -149,6 +149,8 @@ class Index:
     optimizers: dict[str, OptimizerInfo] = field(default_factory=dict)  # by name
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"all": tree} or {"per_rank": [...]}
     rng: dict[str, Any] | None = None  # {"per_rank": [tree, ...]}
+    # name -> its optimizers, of several models: keys and names of parameters begin with "<name>."; empty for one
+    models: dict[str, list[str]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION  # of the text that was read; what is written has the present one
 
     def to_json(self) -> bytes:
@@ -160,7 +162,7 @@ class Index:
         return sealed(
             {
                 "format": FORMAT,
-                **vars(self),
+                **{key: value for key, value in vars(self).items() if key != "models" or value},  # as before, of one
                 "format_version": FORMAT_VERSION,
                 "origin": self.origin.described(),
                 "files": {name: file._asdict() for name, file in self.files.items()},
@@ -186,6 +188,21 @@ class Index:
     def may_be_permuted(self) -> bool:
         """Tell whether what wrote it put parameters that were not contiguous into another order."""
         return self.format_version == 1 and self.origin.backend == WROTE_IN_MEMORY_ORDER and self.origin.world_size > 1
+
+    def of_model(self, name: str) -> Index:
+        """Return the index of one of several models, with its own keys, names and optimizers; all of the rest."""
+        prefix = f"{name}."
+
+        def own(table: Mapping[str, Any]) -> dict[str, Any]:
+            return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}
+
+        return replace(
+            self,
+            model=ModelInfo(*map(own, self.model)),
+            tied={key: first.removeprefix(prefix) for key, first in own(self.tied).items()},
+            optimizers={optimizer: self.optimizers[optimizer] for optimizer in self.models[name]},
+            models={},
+        )
 
     def optimizer_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
         """Map parameters to keys to the names of the tensors of one optimizer's state."""
@@ -298,6 +315,7 @@ def _index(value: Any, whole: bool) -> Index:
         },
         objects=dict(value["objects"]),
         rng=value["rng"],
+        models=dict(value.get("models", {})),
         format_version=version,
     )
 

@@ -21,6 +21,7 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.index import Index, Piece, rank_of
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
+from fsshard.checkpoint.models import choose_models
 from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
@@ -43,6 +44,7 @@ def export(
     *,
     optimizer: bool | str | ShardedOptimizer = False,
     average: str | None = None,
+    model: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
     overwrite: bool = False,
@@ -65,6 +67,7 @@ def export(
             the one that was saved under that name. Of a wrapped model: the optimizer itself.
         average: of a checkpoint: the name under which an :class:`fsshard.EMA` was saved, which is written in place of
             the weights. Of a wrapped model: export it within ``ema.swapped()``.
+        model: of a checkpoint of several models: the name of the one to write.
         max_shard_bytes: of tensors in one safetensors file.
         config: for ``"hf"``: a transformers configuration, a mapping, or the path of a ``config.json``. None: the
             model's own ``config``.
@@ -90,11 +93,15 @@ def export(
         if average is not None:
             raise ConfigurationError("average= goes with a checkpoint; export a model within `with ema.swapped():`")
         return _of_model(source, job, config, optimizer, timeout)
+    if isinstance(source, Mapping):
+        raise ConfigurationError("export: expected a checkpoint or one wrapped model, got several; export each alone")
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigurationError("export of a checkpoint: optimizer= takes True, or the name that it was saved under")
     if format == "hf":
         job.config = _config(config)
     with Reader.at(source) as reader:
+        hint, name = "pass model= with one of these names (--model)", model or ""
+        reader.index = choose_models(reader.index, [name], "fsshard.export", hint)[name]
         chosen = _chosen(reader.index, optimizer)
         if average is not None:
             reader.index = _averaged(reader.index, average)
@@ -111,7 +118,7 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
         if job.format == "hf":
             own = config if config is not None else getattr(model.module, "config", None)
             job.config = {"architectures": [type(model.module).__name__], **_config(own)}
-        return {} if optimizer is False else parts.name_optimizers(model, optimizer, "fsshard.export")
+        return {} if optimizer is False else parts.name_optimizers({"": model}, optimizer, "fsshard.export")
 
     live = LiveReader(model, prepared, channel, call)
 
@@ -368,13 +375,13 @@ class LiveReader(PieceReader):
         def collected() -> parts.Collected:
             chosen = optimizers()
             model.backend.reshard()
-            return parts.collect(model, chosen, {}, settings.overall_rank)
+            return parts.collect({"": model}, chosen, {}, settings.overall_rank)
 
-        mine = parts.collect_together(collected, model.backend, channel)
+        mine = parts.collect_together(collected, {"": model}, channel)
         self._parts = mine.parts
         told = channel.gather([parts.as_table(mine.parts), mine.trees(())])
         tensors, _ = parts.divide([table for table, _ in told], call, shared=False)
-        self.index = parts.make_index(parts.origin_of(model), mine, tensors, [trees for _, trees in told])
+        self.index = parts.make_index(parts.origin_of({"": model}), mine, tensors, [trees for _, trees in told])
         self._numbers = {name: number for number, name in enumerate(tensors)}  # the same on all ranks
         ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
         self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
