@@ -29,7 +29,7 @@ LINES = {
     "fsshard/oss": 1_926,
     "fsshard/torch_private": 1_595,
     "fsshard/complex_params": 1_608,
-    "compat": 7_872,
+    "compat": 7_865,
     "tests": 49_754,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""

@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
@@ -197,22 +197,14 @@ class _Numbered:
         return batch, self.sampled.place(rank, world_size, number)[1]
 
 
-@dataclass(frozen=True)
-class _Order:
-    """Samples as Lightning's Trainer does: by a ``DistributedSampler``, which shuffles where the loader does."""
-
-    dataset: Any
-    shuffle: bool
-    batch_size: int
-    drop_last: bool
-    seed: int = field(default_factory=lambda: int(os.environ.get("PL_GLOBAL_SEED", "0")))
-
-    def __call__(self, rank: int, world_size: int, epoch: int) -> list[list[int]]:
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            self.dataset, num_replicas=world_size, rank=rank, shuffle=self.shuffle, seed=self.seed
-        )
-        sampler.set_epoch(epoch)
-        return list(BatchSampler(sampler, self.batch_size, self.drop_last))
+def _order(
+    dataset: Any, shuffle: bool, batch_size: int, drop_last: bool, seed: int, rank: int, world_size: int, epoch: int
+) -> list[list[int]]:
+    """Return a rank's batches as Lightning's Trainer does, by a ``DistributedSampler``."""
+    options: dict[str, Any] = {"num_replicas": world_size, "rank": rank, "shuffle": shuffle, "seed": seed}
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, **options)
+    sampler.set_epoch(epoch)
+    return list(BatchSampler(sampler, batch_size, drop_last))
 
 
 def _loader(datamodule: Any, build: Callable[[], nn.Module]) -> Any:
@@ -239,5 +231,6 @@ def _sampled(loader: Any, seed: int) -> SampledBatches:
     shuffle = type(loader.sampler) is RandomSampler
     if not shuffle and type(loader.sampler) is not SequentialSampler:
         raise RecipeError(f"train_dataloader(): sampler {type(loader.sampler).__name__} cannot be divided{advice}")
-    order = _Order(loader.dataset, shuffle, batches.batch_size, batches.drop_last)
+    shuffled_by = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    order = functools.partial(_order, loader.dataset, shuffle, batches.batch_size, batches.drop_last, shuffled_by)
     return SampledBatches(loader.dataset, loader.collate_fn, order, seed)

@@ -6,7 +6,6 @@ ranks' gradients in their place: what data-parallel ranks compute, by definition
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,32 +51,6 @@ def same_buffers(model: nn.Module) -> None:
     """Rank 0's buffers to all, as DDP does before a forward. Collective."""
     for buffer in model.buffers():
         dist.broadcast(torch.view_as_real(buffer) if buffer.is_complex() else buffer, 0)
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[[Any, int, int], Tensor],
-    steps: range,
-) -> list[float]:
-    """Train this rank's replica and return its losses. Collective.
-
-    Args:
-        model: the same on every rank.
-        optimizer: torch's own over it.
-        loss: ``(model, rank, step)`` -> the loss on that rank's batch.
-        steps: their numbers.
-    """
-    losses = []
-    for step in steps:
-        found = loss(model, dist.get_rank(), step)
-        found.backward()
-        average(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        same_buffers(model)
-        losses.append(float(found.detach()))
-    return losses
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -28,14 +28,18 @@ def wrapped(training: Training, backend: str) -> tuple[Any, Any]:
     return model, fsshard.build_optimizer(model, torch.optim.Adam, **training.hyper)
 
 
-def go_on(training: Training, model: Any, optimizer: Any, steps: range) -> list[float]:
-    """Train under an engine, as a user would."""
+def go_on(training: Training, model: Any, optimizer: Any, steps: range, *, by_hand: bool = False) -> list[float]:
+    """Train under an engine, as a user would, or a replica whose gradients are averaged by hand. Collective."""
     losses = []
     for step in steps:
         found = training.loss(model, dist.get_rank(), step)
         found.backward()
+        if by_hand:
+            bare.average(model)
         optimizer.step()
         optimizer.zero_grad()
+        if by_hand:
+            bare.same_buffers(model)
         losses.append(float(found.detach()))
     return losses
 
@@ -56,7 +60,7 @@ def by_hand(training: Training) -> Reference:
     seed()
     found = []
     for steps in (STEPS, AFTER):
-        losses = bare.train(model, optimizer, training.loss, steps)
+        losses = go_on(training, model, optimizer, steps, by_hand=True)
         found.append(bare.Trained(losses, bare.copied(model.state_dict()), bare.state_of(model, optimizer)))
     return found[0], found[1]
 

@@ -168,6 +168,7 @@ def test_strategies_and_units_of_ones_own(ranks: Any) -> None:
     alone = {"backend": "none", "find_unused_parameters": False}
     report = compare(partly_frozen, backends=[kept, "fsdp", "fsdp2", alone], world_sizes=[2], steps=3, pool=ranks)
     assert [cell.verdict for cell in report] == ["exact", "exact", "exact", "bound"], str(report)
+    assert report.cells[0].backend == "fsdp(sharding_strategy='SHARD_GRAD_OP')"
 
 
 # ------------------------------------------------------------------------------------------ engines
