@@ -51,13 +51,19 @@ from fsshard.parallel.model_mesh import ModelMesh, find_model_mesh
 from fsshard.parallel.replicas import check_even_dtensors, check_same_on_mesh, check_split_fields, send_values
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
-from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_torchs_words
+from fsshard.planning.torch_settings import (
+    asks_for_hybrid,
+    asks_for_offload,
+    device_for,
+    strategy_name,
+    takes_torchs_words,
+)
 from fsshard.sharded.handover import HandedOver
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, refuse_foreign_optimizers
 from fsshard.sharded.optimizer_checks import rank_independent_text
 from fsshard.sharded.state_dict import honour_state_dict_type
-from fsshard.torch_private.c10d import flattened, takes_only_cuda
+from fsshard.torch_private.c10d import flattened
 
 _ONLY_CHECKS: ContextVar[bool] = ContextVar("_ONLY_CHECKS", default=False)
 
@@ -210,9 +216,10 @@ def wrap(
     with taking_part(group, WHAT), contextlib.nullcontext() if mesh is None else keep_local_parts(model):
         engine, settings, slots = agree(_everyone(group, mesh), lambda: _validated(model, request, handed, group, mesh))
         asked = _asked(request, settings, handed)
-        agree(None if mesh is None else mesh.group, lambda: check_same_model(model, slots, asked, group))
-        if mesh is not None:
-            check_same_on_mesh(model, slots, mesh, settings.rank)
+        everyone = settings.everyone if settings.model_mesh is not None else None
+        agree(everyone, lambda: check_same_model(model, slots, asked, group))
+        if settings.model_mesh is not None:
+            check_same_on_mesh(model, slots, settings.model_mesh, settings.rank)
         if handed.optimizer is not None:
             agree(settings.everyone, lambda: handed.check_separable(engine, settings))
         on_meta = ranks_on_meta(slots, group)
@@ -228,7 +235,7 @@ def wrap(
     flatten_model(model, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     with taking_part(group, WHAT):
         if sync_module_states:
-            send_values(model, group, mesh)
+            send_values(model, group, settings.model_mesh)
         # Units are put into the dtypes and the form that they compute in.
         modules, buffers = dict(model.named_modules()), cast_buffers(model, settings.plan)
         compile_units(model, settings.plan, settings.compilation)
@@ -281,10 +288,7 @@ def _model_mesh(
     if not named or not is_module:
         return None
     check_not_wrapped(model, wrapper_classes())
-    mesh = find_model_mesh(model, group, replicated, sharded, device_mesh)
-    if mesh is not None:
-        keep_group(mesh.group)
-    return mesh
+    return find_model_mesh(model, group, replicated, sharded, device_mesh)
 
 
 def _everyone(group: dist.ProcessGroup, mesh: ModelMesh | None) -> dist.ProcessGroup:
@@ -336,9 +340,9 @@ def _validated(
         ),
         group=group,
         mesh=request.device_mesh,
-        device=_device(slots[0].parameter.device, request.device, group),
-        sharding_strategy=_strategy_name(request.sharding_strategy),
-        cpu_offload=_offload(request.cpu_offload),
+        device=device_for(slots[0].parameter.device, request.device, group),
+        sharding_strategy=strategy_name(request.sharding_strategy),
+        cpu_offload=asks_for_offload(request.cpu_offload),
         find_unused_parameters=request.find_unused_parameters,
         options=request.options,
         compilation=resolve_compilation(request.compile),
@@ -399,35 +403,3 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
     watch_end(keep_group(group))
     watchdog.join()
     return group
-
-
-def _device(now: torch.device, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
-    chosen = torch.device(device) if device is not None else now
-    if chosen.type in ("meta", "cpu"):
-        chosen = torch.device("cpu")  # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError
-    on_gpus = takes_only_cuda(group)
-    if device is None and on_gpus and chosen.type == "cpu":
-        chosen = torch.device("cuda")  # where init() has put this rank
-    if on_gpus and chosen.type == "cpu":
-        raise ConfigurationError("device='cpu' in a job over nccl, which moves CUDA tensors only; leave device out")
-    if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _strategy_name(strategy: object) -> str | None:
-    name = getattr(strategy, "name", strategy)
-    if isinstance(name, str):
-        name = name.upper()  # transformers and accelerate write "full_shard"
-    if name is None or (isinstance(name, str) and name in STRATEGIES):
-        return name
-    raise ConfigurationError(
-        f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name: {', '.join(STRATEGIES)}"
-    )
-
-
-def _offload(cpu_offload: object) -> bool:
-    wanted = getattr(cpu_offload, "offload_params", cpu_offload is not None and cpu_offload)  # torch's CPUOffload
-    if not isinstance(wanted, bool):
-        raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected a bool or torch's CPUOffload")
-    return wanted

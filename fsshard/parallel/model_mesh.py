@@ -16,6 +16,7 @@ from fsshard.complex_params.layouts import HandSplit, Layout, Shared
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.complex_params.tensorfy import check_dtensors, dtensor_parameters
 from fsshard.errors import ConfigurationError, RankMismatch
+from fsshard.launching.leaving import keep_group
 from fsshard.parallel.meshes import shape_text, shares_samples
 from fsshard.torch_private.c10d import whole_mesh
 
@@ -100,7 +101,7 @@ def find_model_mesh(
     layouts = named.layouts()
     parted = any(placed.is_shard() for *_, parameter in dtensors for placed in parameter.placements)
     parted |= any(layout.divides for each in layouts.values() for layout in each)
-    return ModelMesh(found, _everyone(data, found), layouts, len(data_ranks), parted)
+    return ModelMesh(found, keep_group(_everyone(data, found)), layouts, len(data_ranks), parted)
 
 
 def check_asked_alike(mesh: ModelMesh, names: Sequence[str]) -> None:

@@ -134,3 +134,38 @@ def _offloads(policy: Any) -> bool:
     if not getattr(policy, "pin_memory", True):
         raise ConfigurationError("offload_policy=CPUOffloadPolicy(pin_memory=False): shards are pinned; leave it True")
     return kind == "CPUOffloadPolicy"
+
+
+def device_for(now: torch.device, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
+    """Return the device that a model which is on ``now`` is to be on, where the user asks for ``device``."""
+    chosen = torch.device(device) if device is not None else now
+    if chosen.type in ("meta", "cpu"):
+        chosen = torch.device("cpu")  # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError
+    on_gpus = takes_only_cuda(group)
+    if device is None and on_gpus and chosen.type == "cpu":
+        chosen = torch.device("cuda")  # where init() has put this rank
+    if on_gpus and chosen.type == "cpu":
+        raise ConfigurationError("device='cpu' in a job over nccl, which moves CUDA tensors only; leave device out")
+    if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def strategy_name(strategy: object) -> str | None:
+    """Return the name of torch's ``ShardingStrategy``, or of one that is given by name."""
+    name = getattr(strategy, "name", strategy)
+    if isinstance(name, str):
+        name = name.upper()  # transformers and accelerate write "full_shard"
+    if name is None or (isinstance(name, str) and name in STRATEGIES):
+        return name
+    raise ConfigurationError(
+        f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name: {', '.join(STRATEGIES)}"
+    )
+
+
+def asks_for_offload(cpu_offload: object) -> bool:
+    """Return whether ``cpu_offload``, a bool or torch's ``CPUOffload``, asks for it."""
+    wanted = getattr(cpu_offload, "offload_params", cpu_offload is not None and cpu_offload)  # torch's CPUOffload
+    if not isinstance(wanted, bool):
+        raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected a bool or torch's CPUOffload")
+    return wanted

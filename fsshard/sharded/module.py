@@ -77,14 +77,14 @@ class ShardedModule(nn.Module):
         self._silenced = 0  # how many no_sync contexts are open
         self._synchronises, self._no_sync = True, contextlib.ExitStack()  # of require_backward_grad_sync
         self.has_local_gradients = False  # the latest backward was inside one: ranks hold different gradients
+        self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
+        self._looks = LooksAtForwards()
         self._views = ParameterViews(backend)
         self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), backend.settings.device)
         mesh = backend.settings.model_mesh
         norm = partial(norm_of, backend, norm_type=2.0)
         self._same_gradients = None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm([entry]))
         backend.on_move = weakref.WeakMethod(self._views.moving)
-        self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
-        self._looks = LooksAtForwards()
         self._optimizers = weakref.WeakSet[Any]()
         if any(counts_all_ranks(backend, entry) for entry in backend.all):
             count_all_ranks(self)
