@@ -214,10 +214,10 @@ def wrap(
 
     # Of DTensors; put back where something is refused.
     with taking_part(group, WHAT), contextlib.nullcontext() if mesh is None else keep_local_parts(model):
-        engine, settings, slots = agree(_everyone(group, mesh), lambda: _validated(model, request, handed, group, mesh))
+        everyone = group if mesh is None else mesh.group
+        engine, settings, slots = agree(everyone, lambda: _validated(model, request, handed, group, mesh))
         asked = _asked(request, settings, handed)
-        everyone = settings.everyone if settings.model_mesh is not None else None
-        agree(everyone, lambda: check_same_model(model, slots, asked, group))
+        agree(None if mesh is None else everyone, lambda: check_same_model(model, slots, asked, group))
         if settings.model_mesh is not None:
             check_same_on_mesh(model, slots, settings.model_mesh, settings.rank)
         if handed.optimizer is not None:
@@ -289,10 +289,6 @@ def _model_mesh(
         return None
     check_not_wrapped(model, wrapper_classes())
     return find_model_mesh(model, group, replicated, sharded, device_mesh)
-
-
-def _everyone(group: dist.ProcessGroup, mesh: ModelMesh | None) -> dist.ProcessGroup:
-    return group if mesh is None else mesh.group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ LINES = {
     "fsshard/backends": 4_213,
     "fsshard/checkpoint": 4_908,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_289,
+    "fsshard/sharded": 4_285,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_569,
     "fsshard/model": 2_073,

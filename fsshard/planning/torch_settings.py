@@ -154,8 +154,7 @@ def device_for(now: torch.device, device: torch.device | str | None, group: dist
 def strategy_name(strategy: object) -> str | None:
     """Return the name of torch's ``ShardingStrategy``, or of one that is given by name."""
     name = getattr(strategy, "name", strategy)
-    if isinstance(name, str):
-        name = name.upper()  # transformers and accelerate write "full_shard"
+    name = name.upper() if isinstance(name, str) else name  # transformers and accelerate write "full_shard"
     if name is None or (isinstance(name, str) and name in STRATEGIES):
         return name
     raise ConfigurationError(

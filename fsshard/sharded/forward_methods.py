@@ -14,10 +14,9 @@ from fsshard.backends.forward_guards import READS_SHARD
 from fsshard.errors import FsshardError, ModelError, PrecisionError
 from fsshard.model.unit_inputs import is_write_to_unit_input
 
+# Messages of torch 2.13 about operands in two dtypes: linear, convolution, RNN; and about another unit's under FSDP2.
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
-"""Messages of torch 2.13 about operands in two dtypes: linear, convolution, RNN."""
 SHARD = "got mixed torch.Tensor and DTensor"
-"""Messages of torch 2.13 where a forward computes with the weights of another unit under FSDP2."""
 
 
 def explain_forward_error(error: BaseException, backend: Backend) -> FsshardError | None:

@@ -86,9 +86,7 @@ def _as_given(given: Any, items: list[Any]) -> Any:
 
 def _listed(given: Any) -> list[Any]:
     """Return as a list what was given as one, several or None."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 # ------------------------------------------------------------------------------------------------ schedulers

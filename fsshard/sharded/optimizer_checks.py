@@ -262,8 +262,7 @@ class OptimizerRequest:
         return asked
 
 
-_Sample = tuple[int, Tensor]
-"""A small parameter: the number of its group; its value and its gradient in each step, stacked."""
+_Sample = tuple[int, Tensor]  # a small parameter: number of its group; value and gradient of each step, stacked
 
 
 def _is_near(sample: _Sample, wanted: Tensor, trained: Tensor) -> bool:
