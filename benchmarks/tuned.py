@@ -122,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", choices=[[], *RECIPES], default=[])
     parser.add_argument("--world-size", type=int, default=4)
-    parser.add_argument("--memory", help="the least traffic that fits into so much, instead of the least peak")
+    parser.add_argument("--memory", help="the least time within so much, instead of the least peak")
     options = parser.parse_args()
     for model in options.models or RECIPES:
         compare(model, options.world_size, options.memory)

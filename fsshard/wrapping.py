@@ -146,7 +146,8 @@ def wrap(
             ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own complex
             weights, and BatchNorms, compute in float32.
         activation_checkpointing: blocks that compute their activations again in the backward pass; True for the plan's
-            own, or see :func:`fsshard.plan`. Their configs' ``use_cache`` (transformers) is set to False, and stays so.
+            own, or see :func:`fsshard.plan`; a :class:`~fsshard.Checkpointing` can keep them in host memory.
+            The configs' ``use_cache`` (transformers) of recomputed blocks is set to False, and stays so.
         sharding_strategy: torch's ``ShardingStrategy`` or its name, where the backend has several.
         cpu_offload: keep shards in host memory between steps (``fsdp``, ``fsdp2`` on a GPU).
         device_mesh: a 1-D ``DeviceMesh`` slice such as ``mesh["data"]``, or a 2-D one (replicas, shards) for
@@ -362,7 +363,8 @@ def _validated(
 def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dict[str, Any]:
     """Return what ranks have to ask for alike, as they tell each other."""
     checkpointing, compilation = request.checkpointing, settings.compilation
-    recomputed = [*settings.plan.recomputed, checkpointing.offload_to_cpu, checkpointing.preserve_rng_state]
+    blocks = [*settings.plan.recomputed, *settings.plan.offloaded]
+    recomputed = [*blocks, checkpointing.offload_to_cpu, checkpointing.preserve_rng_state, checkpointing.recompute]
     compiler = None if compilation is None else (compilation.backend, rank_independent_text(request.compile))
     return {
         "backend": request.backend,

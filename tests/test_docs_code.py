@@ -173,6 +173,12 @@ RUN: dict[str, Shown] = {
         2, f'{FNO}\nmesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "domain"))', needs="neuralop"
     ),
     "docs/estimate.md 0": Shown(1, after="assert forecast.peak > 0", instead=(("=64", "=2"),), needs="matplotlib"),
+    "docs/how-it-works.md 1": Shown(
+        1,
+        "class Block(nn.Linear): pass\nbare = nn.Sequential(Block(4, 4))",
+        "assert list(fsshard.plan(bare, activation_checkpointing=blocks).offloaded) == ['0']",
+        (("activation_checkpointing=blocks, ", ""),),  # which a CPU refuses
+    ),
     "docs/how-it-works.md 0": Shown(2, after="model(x).sum().backward(); muon.step(); adamw.step()"),
     "docs/lightning.md 0": Shown(
         2,
@@ -254,7 +260,7 @@ RUNS_IN = {
     "docs/checkpoints.md 3": "tests/tools/test_mend_layout.py",
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_reports.py",
-    "docs/how-it-works.md 1": "tests/backends/test_sixth_backend.py",
+    "docs/how-it-works.md 2": "tests/backends/test_sixth_backend.py",
 }
 """Blocks that other tests run: in each, what the block calls, with files or models that it needs."""
 

@@ -16,7 +16,9 @@ from torch import nn
 
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError
-from fsshard.model.recomputation import HOST, RecomputedForward, adopt_fairscale
+from fsshard.model.activation_offload import OffloadedForward
+from fsshard.model.host_copies import HOST
+from fsshard.model.recomputation import RecomputedForward, adopt_fairscale
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.torch_private.modules import Dropout
@@ -27,7 +29,7 @@ log = logging.getLogger("fsshard")
 def checkpoint_blocks(
     model: nn.Module, choice: object, *, auto_wrap_policy: object = "auto", preserve_rng_state: bool = True
 ) -> list[str]:
-    """Recompute the activations of chosen blocks in the backward pass of a bare model.
+    """Recompute the activations of chosen blocks in the backward pass of a bare model, or keep them in host memory.
 
     What ``fsshard.wrap(model, activation_checkpointing=choice)`` does, for a model that gets no engine.
 
@@ -38,7 +40,7 @@ def checkpoint_blocks(
         preserve_rng_state: recompute dropout with the random numbers of the forward.
 
     Returns:
-        Names of the blocks that are recomputed.
+        Names of the blocks.
 
     Raises:
         ConfigurationError: nothing was matched.
@@ -48,7 +50,7 @@ def checkpoint_blocks(
         asked = Checkpointing(policy=choice, preserve_rng_state=preserve_rng_state)
     planned = plan(model, auto_wrap_policy=auto_wrap_policy, activation_checkpointing=asked)
     apply_checkpointing(model, planned, asked)
-    return list(planned.recomputed)
+    return [*planned.recomputed, *planned.offloaded]
 
 
 def check_checkpointing(checkpointing: Checkpointing, device: torch.device) -> None:
@@ -67,8 +69,9 @@ def apply_checkpointing(model: nn.Module, planned: Plan, checkpointing: Checkpoi
     for name, module in modules.items():
         adopt_fairscale(module, name)
     blocks = [modules[name] for name in planned.recomputed]
-    for name, block in zip(planned.recomputed, blocks, strict=True):
-        block.forward = RecomputedForward(
+    for name in (*planned.recomputed, *planned.offloaded):
+        block, kind = modules[name], RecomputedForward if name in planned.recomputed else OffloadedForward
+        block.forward = kind(
             block,
             block.__dict__.get("forward"),
             checkpointing.offload_to_cpu,

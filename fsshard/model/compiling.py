@@ -81,6 +81,11 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
     """Raise for what cannot be compiled here. Local."""
     if compilation is None:
         return
+    if plan.offloaded:
+        raise ConfigurationError(
+            "compile= together with Checkpointing(recompute=False): what compiled code saves cannot be told from "
+            "weights; leave out one of them, or recompute the blocks"
+        )
     # A checkpoint has to be around compiled units, and to be put there after they were compiled.
     units = [public_name(name) for name in compiled_modules(plan, compilation)]
     for unit in units:

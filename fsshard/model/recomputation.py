@@ -17,7 +17,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
+from fsshard.model.host_copies import Kept, can_leave, offloader_of
 from fsshard.nested import map_containers
 from fsshard.planning.plan import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import saved_tensors_hooks
@@ -168,12 +168,14 @@ class _Recomputation:
         self._random = _random_states() if owner.preserve_rng_state else None
         leaves: list[Any] = []
         self._structure = map_containers(leaves.append, (args, kwargs), "plain")
-        # Where offloaded tensors were; what is kept of them has no graph, which would keep the tensors themselves.
-        self._homes = [(x.device, x.requires_grad) if owner.offload_to_cpu and _can_leave(x) else None for x in leaves]
-        kept = [
-            leaf if home is None else leaf.detach().to(HOST.get(), non_blocking=True)
-            for leaf, home in zip(leaves, self._homes, strict=True)
+        # What is kept of offloaded tensors has no graph, which would keep the tensors themselves.
+        self._away = [
+            (offloader_of(leaf.device).keep(leaf), leaf.requires_grad)
+            if owner.offload_to_cpu and can_leave(leaf)
+            else None
+            for leaf in leaves
         ]
+        kept = [leaf if away is None else None for leaf, away in zip(leaves, self._away, strict=True)]
         self.kept = kept + _device_marks(self._module, leaves)
 
     def __call__(self, *kept: Any) -> Any:
@@ -182,11 +184,7 @@ class _Recomputation:
             (args, kwargs), self._given = self._given, None
             self.kept = []  # torch has them now, and lets them go when the backward pass is over
             return self._run_first(args, kwargs)
-        leaves = (
-            # No leaf, for the module may change it in place.
-            leaf if home is None else leaf.detach().requires_grad_(home[1]).to(home[0], non_blocking=True)
-            for leaf, home in zip(kept, self._homes, strict=False)
-        )
+        leaves = (leaf if away is None else _fetched(*away) for leaf, away in zip(kept, self._away, strict=False))
         args, kwargs = map_containers(lambda _: next(leaves), self._structure, "plain")
         drawing = nullcontext() if self._random is None else _drawing_from(self._random)
         with self._contexts[1](), _put_back(self._changed), drawing:
@@ -292,22 +290,9 @@ def _restore(states: tuple[Any, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-HOST: ContextVar[str] = ContextVar("HOST", default="cpu")
-"""The kind of device that activations are offloaded to: another one in an estimate, where the CPU stands for a GPU."""
-
-
-@contextmanager
-def offloading_to(kind: str) -> Iterator[None]:
-    """Let activations that are offloaded, within, go to this kind of device."""
-    token = HOST.set(kind)
-    try:
-        yield
-    finally:
-        HOST.reset(token)
-
-
-def _can_leave(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type not in (HOST.get(), "meta")
+def _fetched(kept: Kept, requires_grad: bool) -> Tensor:
+    # No leaf, and memory of its own, for the module may change it in place.
+    return offloader_of(kept.held.device).fetch(kept).requires_grad_(requires_grad).clone()
 
 
 def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:

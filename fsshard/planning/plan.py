@@ -92,6 +92,7 @@ class Plan:
         dropped: modules that the policy picked but that cannot be units, with the reason.
         precision: what is computed in which dtype.
         recomputed: blocks whose activations are computed again in the backward pass, and why.
+        offloaded: blocks whose activations wait in host memory instead, and why.
         recomputed_before: blocks that were checkpointed already, and by what; :func:`fsshard.wrap` leaves them
             unchanged.
     """
@@ -104,6 +105,7 @@ class Plan:
     precision: Precision = field(default_factory=Precision)
     recomputed: Mapping[str, str] = field(default_factory=dict)
     recomputed_before: Mapping[str, str] = field(default_factory=dict)
+    offloaded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -189,6 +191,8 @@ def make_plan(
     kept = _split_dtypes(model, kept, names, leaks)
     recomputed, before = _recomputed(model, activation_checkpointing, kept)
     made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, precision)
+    if not resolve_checkpointing(activation_checkpointing).recompute:
+        return replace(made, dropped=dropped, offloaded=recomputed, recomputed_before=before)
     return replace(made, dropped=dropped, recomputed=recomputed, recomputed_before=before)
 
 
@@ -521,8 +525,10 @@ def _short(dtype: torch.dtype) -> str:
 def _explain_recomputed(plan: Plan) -> list[str]:
     """Return one line per reason: how many blocks, and which."""
     lines = []
-    for blocks, what in ((plan.recomputed, ""), (plan.recomputed_before, "by ")):
+    recomputed, offloaded = "recomputed in backward", "activations in host memory"
+    kinds = ((recomputed, plan.recomputed, ""), (recomputed, plan.recomputed_before, "by "))
+    for done, blocks, what in (*kinds, (offloaded, plan.offloaded, "")):
         for reason in dict.fromkeys(blocks.values()):
             names = [name or "(root)" for name, why in blocks.items() if why == reason]
-            lines.append(f"recomputed in backward: {_count(len(names), 'block')} ({what}{reason}): {', '.join(names)}")
+            lines.append(f"{done}: {_count(len(names), 'block')} ({what}{reason}): {', '.join(names)}")
     return lines

@@ -112,12 +112,14 @@ def _refuse_other_settings(value: Any) -> None:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The blocks that compute their activations again in the backward pass, and the way in which they do.
+    """The blocks that keep no activations on the device, and what they do instead: compute them again, or fetch them.
 
     Attributes:
         policy: True (the plan's own units), a module class, a set of classes or class names, a callable
             ``module -> bool``, or one of torch's wrap policies; None or False: none.
         offload_to_cpu: keep the block's inputs in host memory until the backward pass.
+        recompute: False, with ``offload_to_cpu=True``: compute nothing again, but keep all that the block saves for the
+            backward pass in host memory, gathered weights left out. On CUDA copies run beside the computation.
         preserve_rng_state: recompute with the random numbers of the first forward. Without it dropout drops other
             elements in the second forward, and the gradients are wrong.
     """
@@ -125,6 +127,14 @@ class Checkpointing:
     policy: object = True
     offload_to_cpu: bool = False
     preserve_rng_state: bool = True
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.recompute and not self.offload_to_cpu:
+            raise ConfigurationError(
+                "Checkpointing(recompute=False) would change nothing: expected offload_to_cpu=True with it, so that "
+                "activations wait in host memory; or leave activation_checkpointing out"
+            )
 
 
 def resolve_checkpointing(value: object) -> Checkpointing:

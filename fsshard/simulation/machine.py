@@ -33,6 +33,7 @@ class Machine:
         written: bytes per second that an operator writes which reads two tensors as large as its result.
         operator: seconds per operator until its kernel runs, autograd and Python included.
         sent: bytes per second that a rank sends in collectives.
+        host: bytes per second that are copied to host memory, or back.
         collective: seconds per collective, whatever it sends, with what an engine does around it.
         source: where the numbers come from.
     """
@@ -44,6 +45,7 @@ class Machine:
     operator: float
     sent: float
     collective: float
+    host: float
     source: str
 
     def __str__(self) -> str:
@@ -57,6 +59,8 @@ class Machine:
     def terms(self, work: Work, traffic: Iterable[Traffic]) -> dict[str, float]:
         """Return the seconds of a step by term; nothing overlaps, so that their sum is the step's.
 
+        Only copies of offloaded activations do: they count with what they take longer than the computation.
+
         Args:
             work: what a rank computes.
             traffic: the collectives that it takes part in, by kind.
@@ -64,20 +68,24 @@ class Machine:
         plain, traffic = self.flops["float32"], list(traffic)
         detours = OVER_GLOO if self.device == "cpu" else {}
         sent = sum(one.sent * detours.get(one.kind, 1) for one in traffic)
-        return {
+        found = {
             "flops": sum(count / self.flops.get(dtype, plain) for dtype, count in work.flops.items()),
             "written": work.written / self.written,
             "operators": work.operators * self.operator,
             "sent": sent / self.sent,
             "collectives": sum(one.count for one in traffic) * self.collective,
         }
+        if work.offloaded:
+            copies = 2 * work.offloaded / self.host
+            found["offloaded"] = max(0.0, copies - found["flops"] - found["written"] - found["operators"])
+        return found
 
 
-def _gpu(name: str, flops: Mapping[str, float], memory: float, link: float, source: str) -> Machine:
+def _gpu(name: str, flops: Mapping[str, float], memory: float, link: float, host: float, source: str) -> Machine:
     """Return a GPU by its data sheet: peak flops of dense products, bytes of memory and of NVLink one way, a second."""
     # Two tensors are read for one that is written. A collective over NVLink: 8.4 us, and 3.4 us of a hop (NCCL,
     # src/graph/tuning.cc, ring, protocol Simple). An operator: 10 us of the host in eager mode, assumed.
-    more = {"written": memory / 3, "operator": 10e-6, "sent": link, "collective": 11.8e-6}
+    more = {"written": memory / 3, "operator": 10e-6, "sent": link, "collective": 11.8e-6, "host": host}
     return Machine(name=name, device="cuda", flops=flops, **more, source=f"{source}; NCCL's tuning.cc; 10 us assumed")
 
 
@@ -96,11 +104,19 @@ MACHINES = {
             operator=7e-6,
             sent=1.2e9,
             collective=500e-6,
+            host=10e9,
             source="fsshard doctor --measure on 2 ranks of a virtual x86-64 server, a thread each, gloo, torch 2.13",
         ),
-        _gpu("a100", _tensor_cores(19.5e12, 9.7e12, 312e12), 2.039e12, 300e9, "NVIDIA A100 80GB SXM data sheet, 2021"),
-        _gpu("h100", _tensor_cores(67e12, 34e12, 989e12), 3.35e12, 450e9, "NVIDIA H100 SXM data sheet, 2023"),
-        _gpu("h200", _tensor_cores(67e12, 34e12, 989e12), 4.8e12, 450e9, "NVIDIA H200 SXM data sheet, 2024"),
+        _gpu(
+            "a100",
+            _tensor_cores(19.5e12, 9.7e12, 312e12),
+            2.039e12,
+            300e9,
+            32e9,
+            "NVIDIA A100 80GB data sheet, 2021",
+        ),
+        _gpu("h100", _tensor_cores(67e12, 34e12, 989e12), 3.35e12, 450e9, 64e9, "NVIDIA H100 SXM data sheet, 2023"),
+        _gpu("h200", _tensor_cores(67e12, 34e12, 989e12), 4.8e12, 450e9, 64e9, "NVIDIA H200 SXM data sheet, 2024"),
     )
 }
 """Machines that are known by name. Peaks of data sheets: seconds are those of perfect kernels, the order of plans is

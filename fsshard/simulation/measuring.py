@@ -46,10 +46,12 @@ def measured_machine(device: str) -> Machine:
         latency = max(bare, _per_collective(device, operator))
     else:
         about += f"; one rank: collectives as of {usual.name!r}"
-    constants = [*flops.values(), 4 * written / write, operator, bandwidth, latency]
+    host = torch.empty(written, pin_memory=device == "cuda")
+    leave = _seconds(device, lambda: host.copy_(first, non_blocking=True))
+    constants = [*flops.values(), 4 * written / write, operator, bandwidth, latency, 4 * written / leave]
     mean = torch.tensor(constants, dtype=torch.float64, device=device)
     dist.all_reduce(mean)  # one file for all ranks
-    *speeds, write_speed, operator, bandwidth, latency = (mean / ranks).tolist()
+    *speeds, write_speed, operator, bandwidth, latency, host_speed = (mean / ranks).tolist()
     return Machine(
         name="measured",
         device=device,
@@ -58,6 +60,7 @@ def measured_machine(device: str) -> Machine:
         operator=operator,
         sent=bandwidth,
         collective=latency,
+        host=host_speed,
         source=f"fsshard doctor --measure on {ranks} rank{'s' if ranks > 1 else ''}, {about}",
     )
 

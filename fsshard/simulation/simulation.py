@@ -23,7 +23,7 @@ from fsshard.backends.cost import divided_among
 from fsshard.backends.whole import owned
 from fsshard.complex_params.tensorfy import dtensor_parameters
 from fsshard.errors import ConfigurationError
-from fsshard.model.recomputation import offloading_to
+from fsshard.model.host_copies import offloading_to
 from fsshard.nested import map_leaves
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank

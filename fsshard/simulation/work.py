@@ -38,11 +38,13 @@ class Work:
         written: bytes that operators write, views left out.
         operators: how many are called, below autograd; collectives left out, and for each recomputed block
             :data:`RECOMPUTATION` more.
+        offloaded: bytes of activations that are copied to host memory, and back.
     """
 
     flops: Mapping[str, int]
     written: int
     operators: int
+    offloaded: int = 0
 
 
 class WorkCounter:
@@ -54,12 +56,15 @@ class WorkCounter:
     def reset(self) -> None:
         """Start at zero."""
         self._flops: Counter[str] = Counter()
-        self._written = self._operators = 0
+        self._written = self._operators = self._offloaded = 0
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count one call of an operator, which is no collective."""
         self._operators += 1
         writes, mutated, formula = _traits(func)
+        if func.name() == "aten::_to_copy" and result.is_meta:  # where a simulation's host memory is
+            self._offloaded += _nbytes(result)
+            return
         if writes:
             # A foreach operator returns nothing: what it writes are the lists that it was given.
             self._written += _nbytes(result) or sum(_nbytes(args[place]) for place in mutated if place < len(args))
@@ -72,7 +77,9 @@ class WorkCounter:
 
     def work(self) -> Work:
         """Return the sums."""
-        return Work(flops=dict(self._flops), written=self._written, operators=self._operators)
+        return Work(
+            flops=dict(self._flops), written=self._written, operators=self._operators, offloaded=self._offloaded
+        )
 
 
 @functools.cache

@@ -21,6 +21,8 @@ import fsshard
 from fsshard.backends import fsdp2
 from fsshard.cli import app as cli
 from fsshard.errors import ConfigurationError, ModelError, RecipeError, UnknownBackend, UnsupportedByBackend
+from fsshard.model import host_copies
+from fsshard.model.host_copies import WINDOW
 from fsshard.simulation.estimating import estimate
 from fsshard.simulation.result import figure, overview
 from fsshard.simulation.simulation import Job, simulate
@@ -380,7 +382,22 @@ def test_offloaded_activations_are_not_on_the_gpu() -> None:
             job = Job(source=recipe, changes={}, backend=backend, mesh=(2,), device="cuda")
             saved[offload, backend] = simulate(job).usage.saved
     for backend in ("ddp", "fsdp2"):
-        assert saved[False, backend] - saved[True, backend] == 6 * 8 * 16 * 4  # the inputs of six blocks
+        # The inputs of six blocks, but for those that are on their way still when the backward begins.
+        assert saved[False, backend] - saved[True, backend] == (6 - WINDOW) * 8 * 16 * 4
+
+
+def test_what_blocks_save_goes_to_the_host_but_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "LEAST", 1)
+    found = {}
+    for backend in ("ddp", "fsdp2"):
+        for choice in (None, fsshard.Checkpointing({Block}, offload_to_cpu=True, recompute=False)):
+            recipe = net(build=blocks, activation_checkpointing=choice)
+            job = Job(source=recipe, changes={}, backend=backend, mesh=(2,), device="cuda")
+            found[backend, choice is None] = simulate(job)
+        plain, away = found[backend, True].usage, found[backend, False].usage
+        assert away.saved < plain.saved and away.work.flops == plain.work.flops and away.work.offloaded
+        assert len(found[backend, False].plan.offloaded) == 6
+    assert found["ddp", False].usage.work.offloaded == found["fsdp2", False].usage.work.offloaded
 
 
 SCRIPT = """

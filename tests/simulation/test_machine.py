@@ -23,6 +23,7 @@ UNIT = Machine(
     operator=0.5,
     sent=4.0,
     collective=2.0,
+    host=2.0,
     source="made up",
 )
 
@@ -33,6 +34,9 @@ def test_the_five_terms() -> None:
     found = UNIT.terms(work, traffic)
     # A dtype of which nothing is known is as fast as float32; gloo's reduce_scatter sends everything twice.
     assert found == {"flops": 3 + 1 + 2, "written": 3, "operators": 3, "sent": 1 + 2, "collectives": 6}
+    away = UNIT.terms(dataclasses.replace(work, offloaded=20), [])
+    assert away["offloaded"] == 20 - (found["flops"] + found["written"] + found["operators"])  # out and back
+    assert UNIT.terms(dataclasses.replace(work, offloaded=1), [])["offloaded"] == 0  # beside the computation
     assert dataclasses.replace(UNIT, device="cuda").terms(work, traffic)["sent"] == 2
 
 
@@ -45,7 +49,7 @@ def test_a_machine_by_name_by_file_and_by_itself(tmp_path: Path) -> None:
     assert all(one.source and one.name == name for name, one in MACHINES.items())
 
 
-def test_an_estimate_by_constants(tmp_path: Path) -> None:
+def test_an_estimate_by_constants() -> None:
     plan = fsshard.plan(nn.Linear(8, 8))
     one = fsshard.estimate(plan, world_size=2, backend="ddp", machine=UNIT)
     assert one.machine == "unit" and one.seconds == sum(one.terms.values())

@@ -233,7 +233,9 @@ def _draw(axes: Any, result: TuneResult, value: Callable[[Tried], float]) -> Non
     for name, one in result.aliases.items():
         names.setdefault(point(one), []).append(name)
     for place, found in names.items():
-        axes.annotate(", ".join(found), place, xytext=(6, 5), textcoords="offset points", fontsize=8, parse_math=False)
+        style = {"fontsize": 7, "va": "top", "parse_math": False}
+        note = axes.annotate("\n".join(found), place, xytext=(8, 4), textcoords="offset points", **style)
+        note.set_in_layout(False)  # else long names leave no room for the axes
     axes.set_ylim(bottom=0)
     axes.margins(x=0.12)
     style_axes(axes, "both")

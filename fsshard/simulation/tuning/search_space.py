@@ -200,6 +200,7 @@ def _expression(value: object) -> str | None:
         return f"fsshard.{value!r}"
     if isinstance(value, Checkpointing) and (policy := _expression(value.policy)):
         more = f"offload_to_cpu={value.offload_to_cpu}, preserve_rng_state={value.preserve_rng_state}"
+        more += "" if value.recompute else ", recompute=False"
         return f"fsshard.Checkpointing(policy={policy}, {more})"
     if isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(item, (str, type)) for item in value):
         names = sorted({item if isinstance(item, str) else item.__name__ for item in value})
@@ -279,6 +280,12 @@ def recomputations(profile: ModelProfile) -> list[set[str]]:
     repeated = [{name} for name in _repeated(profile, lambda facts: facts.saved)]
     pieces = set(_pieces(profile))
     return [names for names in (pieces, *(one for one in repeated if one != pieces)) if names]
+
+
+def offloadings(choices: list[set[str]]) -> list[Checkpointing]:
+    """Return how the first of these choices can use host memory: for the blocks' inputs, or for all activations."""
+    flags = (True, False)
+    return [Checkpointing(each, offload_to_cpu=True, recompute=again) for each in choices[:1] for again in flags]
 
 
 def _pieces(profile: ModelProfile) -> Iterator[str]:

@@ -22,7 +22,16 @@ from fsshard.simulation.machine import Machine, machine_of
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job
 from fsshard.simulation.tuning.result import Tried, TuneResult, best
-from fsshard.simulation.tuning.search_space import PLAIN, Candidate, code_of, plan_of, profile_of, recomputations, units
+from fsshard.simulation.tuning.search_space import (
+    PLAIN,
+    Candidate,
+    code_of,
+    offloadings,
+    plan_of,
+    profile_of,
+    recomputations,
+    units,
+)
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
 WORLDS_AHEAD = 3  # how often the ranks are doubled to find out how many would do
@@ -204,7 +213,11 @@ class Search:
         if "auto_wrap_policy" in self.fixed:
             self.always, others = {"as given": self.fixed["auto_wrap_policy"]}, []
         self.others = self._unrepeated(others)
-        self.again = recomputations(self.profile) if "activation_checkpointing" not in self.fixed else []
+        again = recomputations(self.profile) if "activation_checkpointing" not in self.fixed else []
+        asked = self._asked
+        # Real tensors of a simulation lie on the CPU, from which nothing can be offloaded.
+        away = offloadings(again) if asked["device"] == "cuda" and not asked["real"] else []
+        self.again: list[Any] = [*again, *away]
         for backend in backends:
             self._named = f"{backend}, " if len(backends) > 1 else ""
             facts = backend_class(backend, self.ranks).facts
@@ -373,7 +386,9 @@ class Search:
             groups = sorted(joining.travelling(planned, candidate.settings[joining.option], self.ranks))
         if self._space.root_stays and len(groups) == 1:
             options = {n: code for n, code in options.items() if n not in kept or code_of(n, kept[n]) != code}
-        return candidate.backend, tuple(groups), tuple(planned.recomputed), tuple(sorted(options.items()))
+        choice = candidate.settings.get("activation_checkpointing")
+        away = getattr(choice, "offload_to_cpu", False), tuple(planned.offloaded)
+        return candidate.backend, tuple(groups), tuple(planned.recomputed), away, tuple(sorted(options.items()))
 
     def _simulated(self, candidate: Candidate, name: str, planned: Plan) -> Tried | None:
         self._tell(candidate.code())

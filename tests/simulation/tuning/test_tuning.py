@@ -140,6 +140,17 @@ def test_the_picture_has_every_plan(found: TuneResult) -> None:
     assert list(drawn.get_xdata()) == [1e3 * one.estimate.seconds for one in found.frontier]
 
 
+@pytest.mark.long
+def test_for_gpus_activations_may_go_to_the_host() -> None:
+    given: dict[str, Any] = {"world_size": 4, "backend": "fsdp2", "device": "cuda", "limit": 8}
+    tuned = fsshard.tune(RECIPE, **given)
+    choices = [one.candidate.settings.get("activation_checkpointing") for one in tuned.tried]
+    away = [choice for choice in choices if getattr(choice, "offload_to_cpu", False)]
+    assert {choice.recompute for choice in away} == {True, False}
+    assert any("recompute=False" in one.candidate.code() and one.estimate.work.offloaded for one in tuned.tried)
+    assert len({one.candidate.code() for one in tuned.tried}) == len(tuned.tried)
+
+
 def test_the_machine_decides_which_plan_is_fast() -> None:
     def machine(**constants: float) -> Machine:
         return dataclasses.replace(MACHINES["cpu"], name="mine", **constants)
