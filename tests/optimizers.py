@@ -47,6 +47,70 @@ class MyMuon(Written):
         return u @ v
 
 
+class Shampoo(Written):
+    """Shampoo of order 2 (arXiv 1802.09568), for real and complex matrices: roots of sums of G G^H and G^H G.
+
+    Filters are matrices of the first dim by the others; vectors are stepped as SGD with momentum steps them.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9, every: int = 2) -> None:
+        super().__init__(params, lr, momentum=momentum, every=every)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state["step"], state["momentum"] = 0, torch.zeros_like(gradient)
+        state["momentum"].mul_(group["momentum"]).add_(gradient)
+        if parameter.dim() < 2:
+            return state["momentum"]
+        matrix, smoothed = (each.reshape(len(gradient), -1) for each in (gradient, state["momentum"]))
+        for side, product in (("left", matrix @ matrix.mH), ("right", matrix.mH @ matrix)):
+            state[side] = state.get(side, 1e-2 * torch.eye(len(product), dtype=matrix.dtype)) + product
+            if state["step"] % group["every"] == 0:
+                values, vectors = torch.linalg.eigh(state[side])
+                state[side + "_root"] = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.mH
+        state["step"] += 1
+        return (state["left_root"] @ smoothed @ state["right_root"]).reshape(gradient.shape)
+
+
+class SOAP(Written):
+    """Adam in the eigenbasis of Shampoo's factors (arXiv 2409.11321), for real and complex matrices."""
+
+    def __init__(self, params: Any, lr: float = 0.01, betas: Any = (0.9, 0.95), every: int = 2) -> None:
+        super().__init__(params, lr, betas=betas, every=every)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        state, gradient, (first, second) = self.state[parameter], parameter.grad, group["betas"]
+        matrix = gradient.reshape(len(gradient), -1) if gradient.dim() > 1 else gradient.reshape(1, -1)
+        if not state:
+            state["step"], state["mean"] = 0, torch.zeros_like(matrix)
+            state["square"] = torch.zeros_like(matrix.abs())
+        if parameter.dim() > 1:
+            self.learn_bases(state, matrix, second, state["step"] % group["every"] == 0)
+        state["step"] += 1
+        state["mean"].lerp_(matrix, 1 - first)
+        state["square"].lerp_(self.turned(state, matrix).abs().square(), 1 - second)
+        mean = self.turned(state, state["mean"]) / (1 - first ** state["step"])
+        size = (state["square"] / (1 - second ** state["step"])).sqrt() + 1e-8
+        found = mean / size
+        if parameter.dim() > 1:
+            found = state["left_basis"] @ found @ state["right_basis"].mH
+        return found.reshape(gradient.shape)
+
+    def learn_bases(self, state: dict[str, Any], matrix: Tensor, beta: float, renew: bool) -> None:
+        """The bases begin with eigenvectors, and follow by a step of orthogonal iteration."""
+        for side, product in (("left", matrix @ matrix.mH), ("right", matrix.mH @ matrix)):
+            began = side in state
+            state[side] = state[side].lerp(product, 1 - beta) if began else product
+            if not began:
+                state[side + "_basis"] = torch.linalg.eigh(state[side])[1]
+            elif renew:
+                state[side + "_basis"] = torch.linalg.qr(state[side] @ state[side + "_basis"])[0]
+
+    def turned(self, state: dict[str, Any], matrix: Tensor) -> Tensor:
+        return state["left_basis"].mH @ matrix @ state["right_basis"] if "left" in state else matrix
+
+
 class MyLars(Written):
     def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
         return parameter.grad * (parameter.norm() / parameter.grad.norm() * 0.1)

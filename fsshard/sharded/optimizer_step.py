@@ -240,7 +240,9 @@ class _View:
             return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
         gradient, real = self.entry.grad(), torch.view_as_real(piece) if piece.is_complex() else piece
         own = gradient is None or _memory_of(piece) != _memory_of(gradient)
-        if own and self.blocks is None and not self.turned and piece.is_contiguous():
+        # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
+        fits = piece.is_contiguous() or real.shape == local.shape
+        if own and self.blocks is None and not self.turned and fits:
             return real.view(local.shape)
         return torch.zeros_like(local, dtype=real.dtype)
 

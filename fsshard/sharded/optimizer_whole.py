@@ -22,6 +22,8 @@ from fsshard.torch_private.tensors import version_of
 
 BUCKET_BYTES = 2**26
 """Most bytes of whole parameters whose shards are sent together; the buffers have as many, divided by the ranks."""
+CHUNK = 65521
+"""Numbers of a shard that are summed at a time."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> the integers that have its bits."""
 
@@ -109,10 +111,10 @@ class Owners:
             OptimizerError: another rank's step has raised.
         """
         blamed: set[int] = set()
+        for entry in self.mine.values():
+            entry.gradient = None  # there is room for what is sent
         for bucket in self._buckets:
             blamed |= bucket.to_shards({name: entry.elements for name, entry in self.mine.items()}, failed)
-        for entry in self.mine.values():
-            entry.gradient = None
         self._marks = self._mark()
         if blamed and not failed:
             raise OptimizerError(
@@ -130,14 +132,21 @@ class Owners:
     def _mark(self) -> list[int]:
         """Return what changes when a shard is written: how often that was, and for ``p.data`` a sum of its bits."""
         shards = [entry.local() for entry in self._entries]
-        sums: list[int] = torch.stack([_sum_of_bits(shard) for shard in shards]).tolist()
-        return [*map(version_of, shards), *sums]
+        sums = torch.stack([_sum_of_bits(shard) for shard in shards])
+        return [*map(version_of, shards), *(sums.tolist() if _has_values(sums) else ())]
 
 
 def _sum_of_bits(shard: Tensor) -> Tensor:
     """Weighted by the place, so that other signs and another order are another sum."""
-    bits = shard.reshape(-1).view(BITS[shard.element_size()])
-    return (bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum()
+    chunks = shard.reshape(-1).view(BITS[shard.element_size()]).split(CHUNK)  # a bounded part at a time in 64 bits
+    weights = torch.arange(1, 1 + min(CHUNK, shard.numel()), device=shard.device)
+    sums = [(bits * weights[: len(bits)]).sum() * (place + 1) for place, bits in enumerate(chunks)]
+    return torch.stack(sums).sum()
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether there are numbers in it: not in an estimate."""
+    return type(tensor) is Tensor
 
 
 def _divided(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
@@ -185,7 +194,9 @@ class _Bucket:
             outgoing.append([header, *(self._flat(e, part) for e, part in zip(entries, given, strict=True))])
         sizes = [[stop - start for start, stop in (e.part(r) for e in self._mine)] for r in range(self._group.size())]
         received = self._exchange(outgoing, [[1 + len(self._mine), *each] for each in sizes])
-        flags: list[list[float]] = torch.stack([header for header, *_ in received]).tolist()
+        headers = torch.stack([header for header, *_ in received])
+        own = [flag, *(parts[entry.name] is not None for entry in self._mine)]
+        flags = headers.tolist() if _has_values(headers) else [own]
         wholes: dict[Entry, Tensor | None] = {}
         for number, entry in enumerate(self._mine, 1):
             wholes[entry] = None
@@ -208,8 +219,8 @@ class _Bucket:
             for entry, piece in zip(entries, pieces, strict=True):
                 shard = entry.local()
                 shard.copy_(piece.view(shard.shape))
-        flags: list[float] = torch.cat([header for header, *_ in received]).tolist()
-        return {rank for rank, told in enumerate(flags) if told}
+        flags = torch.cat([header for header, *_ in received])
+        return {rank for rank, told in enumerate(flags.tolist() if _has_values(flags) else ()) if told}
 
     def _flags(self, flags: Sequence[bool]) -> Tensor:
         return torch.tensor([float(flag) for flag in flags], dtype=self._dtype, device=self._device)

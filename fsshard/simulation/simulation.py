@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.cost import divided_among
-from fsshard.backends.whole import owned
+from fsshard.backends.whole import owned, whole_owners
 from fsshard.complex_params.tensorfy import dtensor_parameters
 from fsshard.errors import ConfigurationError
 from fsshard.model.host_copies import offloading_to
@@ -92,7 +92,7 @@ class Measured:
     usage: Usage  # of the step with the highest peak; its collectives and its work are the last step's
     state_ratio: float  # bytes of optimizer state per byte of parameter, counters left out
     # Payloads of the last step's reductions, largest first, where gradients are sent in buffers of their own that go
-    # when they have arrived; else empty.
+    # when they have arrived, to owners of whole matrices too; else empty.
     in_flight: tuple[int, ...]
     plan: Plan
     comm_groups: Mapping[str, tuple[str, ...]]  # unit -> the parameters that were sent with it
@@ -220,6 +220,9 @@ def _heaviest_rank(trained: Trained, rank: int) -> int:
             owner = optimizer.owner_of(parameter)
             if owner is not None:
                 nbytes[owner] += parameter.numel() * parameter.element_size()
+    elif (owners := whole_owners(optimizer)) is not None:
+        for entry in (entry for entry in trainable if entry.name in owners.owner):
+            nbytes[owners.owner[entry.name]] += entry.stored_shape.numel() * entry.parameter.dtype.itemsize
     elif backend.facts.divides == "elements" and len(trainable) < len(backend.entries):
         ranks = range(divided_among(backend))  # a frozen layer can fill the whole shard of a rank of FSDP1
         for entry in trainable:
@@ -283,7 +286,8 @@ def _run_steps(
     copied = backend.facts.divides == "owners" or (
         model.plan.precision.reduce_dtype is not None and backend.facts.divides != "elements"
     )
-    reduced = (c.nbytes for c in tracker.collectives if copied and c.kind in ("reduce", "all_reduce"))
+    kinds = ("reduce", "all_reduce") if copied else ("all_to_all",) if whole_owners(optimizer) is not None else ()
+    reduced = (c.nbytes for c in tracker.collectives if c.kind in kinds)
     group = optimizer.param_groups[0]
     chosen = ", ".join(f"{key}={group[key]}" for key in ("foreach", "fused", "capturable") if group.get(key))
     return Measured(

@@ -17,7 +17,8 @@ import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
 from tests.models import Spectral
-from tests.optimizers import average
+from tests.optimizers import SOAP, average
+from tests.training_runs import DISTRIBUTED
 
 grad = torch.autograd.grad
 
@@ -250,6 +251,42 @@ def all_right(ranks: Any, backend: str, losses: Any, numbers: str, **settings: A
     size = 1 if backend == "none" else 2
     expected = {loss.__name__: True for loss in losses}
     assert ranks.run(functools.partial(job, **settings), size, backend, losses, numbers) == [expected] * size
+
+
+def burgers(model: Any, step: int) -> None:
+    """u_t + u u_x = 0.01 u_xx."""
+    x = points(step).requires_grad_()
+    u = model(x)
+    (first,) = grad(u.sum(), x, create_graph=True)
+    (curve,) = grad(first[:, 0].sum(), x, create_graph=True)
+    (first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * curve[:, 0]).square().mean().backward()
+
+
+def job_soap(numbers: str) -> Found:
+    """For each engine whether SOAP, of every weight, trains as over replicas."""
+    bare, units = build(Smooth, numbers=numbers), {Square} if numbers == "real" else {Spectral}
+    optimizer: Any = SOAP(bare.parameters())
+    for step in range(3):
+        burgers(bare, step)
+        average(bare)
+        optimizer.step()
+        optimizer.zero_grad()
+    found: Found = {}
+    for backend in DISTRIBUTED:
+        model = fsshard.wrap(build(Smooth, numbers=numbers), backend=backend, auto_wrap_policy=units)
+        optimizer = fsshard.build_optimizer(model, SOAP, whole=True)
+        for step in range(3):
+            burgers(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[backend] = same(model.state_dict(), dict(bare.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("numbers", ["real", "complex"])
+def test_soap_trains_burgers_as_replicas_do(ranks: Any, numbers: str) -> None:
+    """Second derivatives, whole matrices and sharding together, to the last bit."""
+    assert ranks.run(job_soap, 2, numbers) == [dict.fromkeys(DISTRIBUTED, True)] * 2
 
 
 def job_clipped(loss: Callable[[Any, int], None]) -> tuple[float, float, list[bool]]:

@@ -14,7 +14,7 @@ import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.sharded.optimizer_whole import deal
 from tests.models import Spectral, batch
-from tests.optimizers import Written, average
+from tests.optimizers import SOAP, Shampoo, Written, average
 from tests.training_runs import DISTRIBUTED, differences
 
 DIVIDING = ("fsdp2", "fsdp")
@@ -77,7 +77,7 @@ def grouped(named: Any, kind: str) -> tuple[Any, list[dict[str, Any]], dict[str,
         return torch.optim.AdamW, [{"params": others}], {"lr": 0.01}
     if kind == "mixed":
         return Kron, [{"params": matrices}, {"params": others, "matrices": False, "lr": 0.01}], {}
-    return Kron, [{"params": [p for _, p in named]}], {}
+    return {"Kron": Kron, "Shampoo": Shampoo, "SOAP": SOAP}[kind], [{"params": [p for _, p in named]}], {}
 
 
 def built(model: Any, kind: str) -> Any:
@@ -133,7 +133,7 @@ def job_exact(kind: str, *backends: str) -> dict[str, list[str]]:
     return wrong
 
 
-@pytest.mark.parametrize("kind", ["Muon", "Kron", "mixed"])
+@pytest.mark.parametrize("kind", ["Muon", "Shampoo", "SOAP", "mixed"])
 def test_two_ranks_train_as_bare_replicas(ranks: Any, kind: str) -> None:
     """Losses, weights and whole state to the last bit; one rank too."""
     assert ranks.run(job_exact, 2, kind, *DISTRIBUTED) == [{backend: [] for backend in DISTRIBUTED}] * 2

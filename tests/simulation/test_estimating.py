@@ -128,6 +128,25 @@ def test_settings_are_as_simulated(ranks: Any, name: str) -> None:
     check(ranks, Job(source=source, changes=changes, backend=backend, mesh=(2,), settings=settings))
 
 
+def matrices() -> nn.Module:
+    """Three, of which one rank owns the largest."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(*shape, bias=False) for shape in ((16, 256), (256, 256), (256, 16)))
+    return nn.Sequential(*(layer for each in layers for layer in (each, nn.Tanh())))
+
+
+@pytest.mark.parametrize("backend", often(["fsdp", "fsdp2"], "fsdp2"))
+def test_optimizers_over_whole_matrices_are_as_simulated(ranks: Any, backend: str) -> None:
+    """Owners' copies and state, and what is sent to them and back."""
+    changes = {"optimizer": torch.optim.Muon, "hyper": {"lr": 0.01, "whole": True}}
+    job = Job(source=net(build=matrices), changes=changes, backend=backend, mesh=(2,))
+    check(ranks, job)
+    plain = simulate(dataclasses.replace(job, changes={}))
+    more = {t.kind: t.count for t in simulate(job).usage.traffic}
+    less = {t.kind: t.count for t in plain.usage.traffic}
+    assert more.get("all_to_all", 0) == less.get("all_to_all", 0) + 2
+
+
 def test_units_that_fsdp_keeps_gathered_are_as_simulated(ranks: Any) -> None:
     """In the process that estimates are made in: FSDP1 asked for addresses there, and failed."""
     settings = {**LAYERS, "sharding_strategy": "SHARD_GRAD_OP"}
