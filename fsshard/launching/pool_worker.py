@@ -218,7 +218,7 @@ def environment_of(values: dict[str, str]) -> Iterator[None]:
 def _fresh_torch() -> Iterator[None]:
     """Global state as a new process has it."""
     random.seed(0)
-    torch.manual_seed(0)
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)  # the first is slow
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)

@@ -133,7 +133,6 @@ def whole_mesh(mesh: Any) -> Any:
 
 
 _TENSOR = "torch.distributed.tensor"
-LRU_CACHE = type(functools.cache(print))
 _forget_meshes = AREA.later(
     f"{_TENSOR}.debug:_clear_sharding_prop_cache",
     source="torch/distributed/tensor/debug/__init__.py",
@@ -151,22 +150,24 @@ def forget_meshes() -> None:
     """Let DTensor forget what it has remembered of meshes, whose groups are gone with their world.
 
     A mesh of the next world with the same ranks and names is equal to a remembered one, which is handed out in its
-    place: "Could not resolve the process group registered under the name 7" (torch 2.13). And a mesh that is remembered
-    keeps its process groups, each of which has a thread of gloo's that wakes up every ten milliseconds.
+    place: "Could not resolve the process group registered under the name 7" (torch 2.13). Its groups' threads stay.
     """
     if f"{_TENSOR}.debug" not in sys.modules and _TENSOR not in sys.modules:
         return
     _forget_meshes.value()
     if _forget_planners.present:
         _forget_planners.value()
-    for module in [module for name, module in sys.modules.items() if name.startswith(f"{_TENSOR}.")]:
-        values = list(vars(module).values())
-        members = [each for kind in values if isinstance(kind, type) for each in vars(kind).values()]
-        for cached in (*values, *(getattr(each, "__func__", each) for each in members)):
-            if isinstance(cached, LRU_CACHE):  # some are by meshes
-                cached.cache_clear()
+    for cached in _caches(len(sys.modules)):
+        cached.cache_clear()
     if CLASSES.present:
         CLASSES.value.clear()
+
+
+@functools.lru_cache(1)  # looking through all classes takes longer than many a job of a pool
+def _caches(imported: int) -> list[Any]:
+    values = [v for name, m in [*sys.modules.items()] if name.startswith(f"{_TENSOR}.") for v in vars(m).values()]
+    values += [getattr(m, "__func__", m) for kind in values if isinstance(kind, type) for m in vars(kind).values()]
+    return [value for value in values if isinstance(value, type(_caches))]  # some are by meshes
 
 
 _resolve: Callable[[str], Any] = AREA.take(
