@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The user's own is neither read nor written.
     """
     return tmp_path_factory.mktemp("cache")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave modules to no collection of garbage; where it pays, fork ranks from a process with other libraries too."""
+    gc.collect()
+    gc.freeze()
+    if len(session.items) > 500:
+        from tests import forked
+
+        forked.PRELOADED[-1:-1] = forked.OF_OTHERS
 
 
 PATIENCE = 300

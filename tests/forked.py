@@ -26,8 +26,13 @@ import pytest
 
 from fsshard.launching.pool import RankPool
 
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "fsshard.launching.pool", "fsshard.wrapping"]
+PRELOADED = [
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"),
+    *("fsshard.launching.pool", "fsshard.wrapping", "pytest", "tests.forked", "tests.frozen"),
+]
 """Modules that start no thread when they are imported, for threads do not survive a fork."""
+OF_OTHERS = ("matplotlib.pyplot", "neuralop", "transformers.trainer", "transformers.models.t5.modeling_t5", "lightning")
+"""Imported too where a session has many tests: each rank would, one after the other."""
 
 
 class _Envelope:
@@ -42,6 +47,8 @@ class _Envelope:
             os.dup2(output.detach(), number)
         os.environ.clear()
         os.environ.update(self._environment)
+        # The server that has made this process serves it too, which multiprocessing does not know (Python 3.11).
+        vars(forkserver._forkserver)["ensure_running"] = lambda: None
         process: Any = pickle.loads(self._process)
         code = process._bootstrap(parent_sentinel)
         atexit._run_exitfuncs()  # a forked process ends without
@@ -108,13 +115,23 @@ def run_script(
         return subprocess.CompletedProcess(words, process.exitcode, out, err)
 
 
+def run_module(
+    name: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """``python -W ignore -m name arguments`` in a folder, and the ranks that it launches, forked."""
+    script = folder / "run_module.py"
+    script.write_text(
+        f"import os, runpy, sys\nos.chdir({str(folder)!r})\nsys.argv = {[name, *arguments]!r}\n"
+        f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)\n"
+    )
+    return run_script(script, [], environment)
+
+
 def _script(words: list[str], folder: str) -> None:
     """In a process of its own."""
     for number, name in ((1, "out"), (2, "err")):
         with open(Path(folder, name), "w") as file:
             os.dup2(file.fileno(), number)
-    # The server that has made this process serves it too, which multiprocessing does not know (Python 3.11).
-    vars(forkserver._forkserver)["ensure_running"] = lambda: None
     warnings.simplefilter("ignore")
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
