@@ -54,7 +54,7 @@ def inspect(
 ) -> None:
     """Print what CHECKPOINT holds, where it comes from, and whether it is complete.
 
-    The exit code is 1 if it is not: the file and the tensors in it are named.
+    The exit code is 1 if it is not; then the output names the file and the tensors in it.
     """
     from fsshard.checkpoint.inspecting import inspect as inspected
 
@@ -114,9 +114,9 @@ def import_(
 
 def estimate(
     recipe: Recipe,
-    backends: Annotated[str, typer.Option(help="Comma list of backends.")] = DEFAULT_BACKENDS,
+    backends: Annotated[str, typer.Option(help="Backends, comma-separated.")] = DEFAULT_BACKENDS,
     world_size: Annotated[
-        list[str] | None, typer.Option(help="Numbers of ranks: repeat it, or give a comma list.", show_default="2")
+        list[str] | None, typer.Option(help="Numbers of ranks, separated by commas.", show_default="2")
     ] = None,
     mesh: Annotated[
         str | None,
@@ -138,12 +138,12 @@ def estimate(
     json_file: Json = None,
     picture: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE", help="Draw them, and 1 to 4096 ranks: .png, .svg or .pdf."),
+        typer.Option("--plot", metavar="FILE", help="Draw the estimates for 1 to 4096 ranks: .png, .svg or .pdf."),
     ] = None,
     progress: Progress = None,
     quiet: Quiet = False,
 ) -> None:
-    """Memory, traffic and time of a training step of RECIPE per rank, before it is launched and without a GPU.
+    """Estimate memory, traffic and time of a training step of RECIPE per rank, without a GPU.
 
     The exit code is 0; 2 for bad input, which includes a step that depends on the values of tensors.
     """
@@ -185,15 +185,15 @@ def tune(
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory that a rank may use, such as 40GiB; without it the smallest peak is searched."),
+        typer.Option(help="Memory that a rank may use, such as 40GiB; by default the smallest peak wins."),
     ] = None,
-    backends: Annotated[str, typer.Option(help="Comma list of backends.")] = "fsdp2",
+    backends: Annotated[str, typer.Option(help="Backends, comma-separated.")] = "fsdp2",
     device: Target = "cpu",
     machine: Machine = None,
     mixed_precision: MixedPrecision = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Simulations after which no further plan is tried.", show_default="12 to 40"),
+        typer.Option(min=1, help="Largest number of simulations.", show_default="12 to 40"),
     ] = None,
     real: Real = False,
     json_file: Json = None,
@@ -235,18 +235,18 @@ Data = Enum("Data", {"solved": "solved", "official": "official"})
 def demo(
     context: typer.Context,
     more_backends: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
-    backends: Annotated[str, typer.Option("--backends", "--backend", help="Comma list of backends.")] = "fsdp2",
+    backends: Annotated[str, typer.Option("--backends", "--backend", help="Backends, comma-separated.")] = "fsdp2",
     world_size: Annotated[
         int, typer.Option("--world-size", "--nprocs", min=1, help="Ranks to start; not under torchrun.")
     ] = 2,
     trainer: Annotated[Trainer, typer.Option(help="A plain loop, or neuraloperator's own.")] = Trainer.plain,
     epochs: Annotated[int, typer.Option(min=1)] = 20,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch, of all ranks together.")] = 32,
     clip: Annotated[float, typer.Option(help="Largest gradient norm (plain loop).")] = 1.0,
     n_train: Annotated[int, typer.Option(min=1, help="Samples to train on.")] = 1000,
     n_test: Annotated[int, typer.Option(min=1, help="Samples to test on.")] = 50,
     data: Annotated[
-        Data, typer.Option(help="Solved here, or neuraloperator's own files, which pip fetches once (4 MB).")
+        Data, typer.Option(help="Solve the equation here, or have pip fetch neuraloperator's files once (4 MB).")
     ] = Data.solved,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with neuraloperator's darcy_*.pt, instead of --data.")
@@ -260,8 +260,7 @@ def demo(
 ) -> None:
     """Train a Tucker-factorised TFNO (complex64 weights) on Darcy flow under one engine or several.
 
-    The same training runs under each backend, and the table at the end shows the largest difference between their
-    losses. The data are solved on this machine once and cached.
+    Print the largest difference between the losses under each backend. The data are computed once and cached.
     """
     # `--backend fairscale fsdp2` is what the option looked like before it took a comma list.
     names = options.backend_names(",".join([backends, *(more_backends or ())]))

@@ -16,9 +16,9 @@ from fsshard.errors import ConfigurationError, FsshardError, RecipeError
 DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")]
-Progress = Annotated[bool | None, typer.Option(help="A progress bar on stderr; by default if that is a terminal.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The shortest output, and no progress bar.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - is stdout.")]
+Progress = Annotated[bool | None, typer.Option(help="Show a progress bar; by default on terminals only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print less, and show no progress bar.")]
 
 
 def backend_names(text: str) -> list[str]:

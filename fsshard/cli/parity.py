@@ -85,10 +85,10 @@ def command(
         list[str] | None,
         typer.Argument(metavar="[RECIPE]...", help="module:attribute, importable from the current folder."),
     ] = None,
-    backends: Annotated[str | None, typer.Option(help="Comma list of backends.", show_default=DEFAULT_BACKENDS)] = None,
+    backends: Annotated[str | None, typer.Option(help="Names of backends.", show_default=DEFAULT_BACKENDS)] = None,
     world_size: Annotated[
         list[str] | None,
-        typer.Option(help="Numbers of ranks: repeat it, or give a comma list.", show_default="1,2"),
+        typer.Option(help="Numbers of ranks, separated by commas.", show_default="1,2"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 10,
     reference: Annotated[str, typer.Option(help="The reference: ddp, or none (one process, joined batches).")] = "ddp",
@@ -105,14 +105,14 @@ def command(
         str | None, typer.Option("--plot", metavar="FILE", help="Draw the report: .png, .svg or .pdf.")
     ] = None,
     record: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Train RECIPE under one backend, and keep what every step gave.")
+        str | None, typer.Option(metavar="FILE", help="Train under one backend, and keep the numbers of every step.")
     ] = None,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="With --record: keep all tensors too, in a safetensors file beside FILE.")
     ] = False,
     against: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Compare with a recorded training: of another torch, machine, commit."),
+        typer.Option(metavar="FILE", help="Compare with a recorded training, of another torch, machine or commit."),
     ] = None,
     golden: Annotated[
         bool, typer.Option("--golden", help="Check the golden runs of this installation instead of a RECIPE.")
