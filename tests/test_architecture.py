@@ -366,7 +366,12 @@ def private_torch(source: str, own: set[str], ours: set[str], torchs: Set[str]) 
             direct = isinstance(node.value, ast.Name) or ast.unparse(node.value) == "super()"
             mine = direct and node.attr in own if node.attr in torchs else node.attr in ours
             found += [] if mine else [ast.unparse(node)]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in torchs - own:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value in torchs
+            and node.value not in own
+        ):
             found.append(repr(node.value))
     return found
 

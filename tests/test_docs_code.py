@@ -20,6 +20,7 @@ import pytest
 
 from fsshard.cli.app import application
 from tests.documents import ROOT, blocks
+from tests.forked import forking
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -289,7 +290,7 @@ def job_blocks(codes: dict[str, tuple[str, str, str]], folder: str) -> list[str]
         names: dict[str, Any] = {"__name__": "docs"}
         try:
             os.chdir(own)
-            with redirect_stdout(io.StringIO()):
+            with redirect_stdout(io.StringIO()), forking():  # what a search starts
                 for code in (IMPORTS, *parts):
                     exec(compile(code, name, "exec"), names)
         except Exception as error:

@@ -178,12 +178,9 @@ def test_a_project_with_names_of_its_own(tmp_path: Path, pytest_from: Path | Non
 
 
 @pytest.mark.parametrize("shown", often(["--help", "--markers", "--fixtures"], "--fixtures"))
-def test_what_is_registered_has_our_prefix(tmp_path: Path, pytest_from: Path | None, shown: str) -> None:
+def test_what_is_registered_has_our_prefix(tmp_path: Path, shown: str) -> None:
     """This holds for everything that pytest lists with us and not without us, whatever way it came there."""
-    ours, without = (
-        strangers(tmp_path, shown, *more, pytest_from=pytest_from).stdout.splitlines()
-        for more in ([], ["-p", "no:fsshard"])
-    )
+    ours, without = (strangers(tmp_path, shown, *more).stdout.splitlines() for more in ([], ["-p", "no:fsshard"]))
     added = [line for line in ours if line.strip() and line not in without]
     named = [line for line in added if re.match(r"( {0,2}--?\w| {2}\w|@|\w+ \[)", line)]
     assert named and all(re.match(r" *(--|@pytest\.mark\.)?fsshard", line) for line in named), added

@@ -58,11 +58,8 @@ def test_the_process_is_as_before() -> None:
 # ------------------------------------------------------------------------------------------------ in that process
 
 
-def state() -> dict[Any, Any]:
-    """Whatever can be called in these libraries, by its place, and the registers of hooks."""
-    from torch.distributed.tensor import DTensor
-    from torch.optim import optimizer
-
+def holders() -> list[tuple[str, Any]]:
+    """The modules and classes of these libraries that are there by now."""
     modules = [
         (name, module)
         for name, module in list(sys.modules.items())
@@ -74,9 +71,17 @@ def state() -> dict[Any, Any]:
         for kind in list(vars(module).values())
         if isinstance(kind, type) and kind.__module__ == name
     ]
+    return [*modules, *classes]
+
+
+def state(places: list[tuple[str, Any]]) -> dict[Any, Any]:
+    """Whatever can be called there, by its place, and the registers of hooks."""
+    from torch.distributed.tensor import DTensor
+    from torch.optim import optimizer
+
     found: dict[Any, Any] = {
         (owner, name): value
-        for owner, holder in modules + classes
+        for owner, holder in places
         for name, value in list(vars(holder).items())
         if callable(value) or isinstance(value, staticmethod)
     }
@@ -125,19 +130,20 @@ def main() -> None:
 
     warnings.simplefilter("ignore")  # torch names deprecated things of its own when they are looked at
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    before = state()
+    places = holders()
+    before = state(places)
     import fsshard
     import fsshard.parallel  # noqa: F401
 
-    assert differences(before, state()) == [], "import fsshard has changed the process"
+    assert differences(before, state(places)) == [], "import fsshard has changed the process"
     for backend in BACKENDS:
         kept = train(backend)
-        changed = differences(before, state())
+        changed = differences(before, state(places))
         assert changed, f"{backend}: this comparison sees nothing"
         del kept
         gc.collect()
         left = [name for name, patch in PATCHES.items() if patch.in_place and name != "END_OF_PROCESS"]
-        assert (left, differences(before, state())) == ([], []), f"{backend} leaves something behind"
+        assert (left, differences(before, state(places))) == ([], []), f"{backend} leaves something behind"
 
 
 if __name__ == "__main__":

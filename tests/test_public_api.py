@@ -103,10 +103,20 @@ def test_import_brings_torch_and_nothing_heavier() -> None:
         "import torch, sys; before = set(sys.modules); import fsshard; "
         "print([m for m in sys.modules if m.startswith('fsshard.sharded') or m == 'fsshard.wrapping']); "
         "fsshard.launch, fsshard.wrap, fsshard.build_optimizer; "
-        f"print([m for m in {heavy} if m in sys.modules and m not in before])"
+        f"print([m for m in {heavy} if m in sys.modules and m not in before]); "
+        "sys.modules['fairscale'] = None; import fsshard.compat.fairscale as f; "
+        "print(f.nn.checkpoint.checkpoint_activations.__name__, f.nn.wrap.__name__, "
+        "'torch.distributed.fsdp' in sys.modules); "
+        "import fsshard.backends as b; b.backend_names(); fsshard.wrap(torch.nn.Linear(2, 2), backend='none'); "
+        "print([path for path in b.registry._OURS.values() if path.partition(':')[0] in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "[]"]
+    assert done.stdout.splitlines() == [
+        "[]",
+        "[]",
+        "fsshard.compat.fairscale.nn.checkpoint.checkpoint_activations wrap False",
+        "['fsshard.backends.none:SingleBackend']",
+    ]
 
 
 def test_what_is_imported_later_is_there_and_is_itself() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ConfigurationError, MissingExtra, RankMismatch
+from tests.forked import run_script
 from tests.training_runs import Run, compare, differences, wrapped
 
 BOTH = ("real", "native")
@@ -159,6 +159,8 @@ def test_the_real_one_must_be_installed(ranks: Any) -> None:
 
 
 REDIRECTED = """
+import fsshard.compat
+fsshard.compat.install()
 import fsshard.compat.fall_through as beside
 beside._find_root = lambda: None
 import torch, fsshard, fairscale
@@ -169,8 +171,7 @@ print(fairscale.__name__, model.backend.settings.about)
 
 def test_under_the_redirect_what_serves_fairscales_names_is_not_taken_for_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(REDIRECTED)
-    command = [sys.executable, "-W", "ignore", "-m", "fsshard.compat", str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(tmp_path / "script.py", [], {})
     assert done.stdout.strip() == "fsshard.compat.fairscale fsshard's own OSS and ShardedDDP", done.stderr
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from fsshard.cli import app as cli
 from fsshard.errors import RankFailed, RecipeError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace
 from fsshard.parity.golden import GoldenResult
+from tests.forked import run_module
 from tests.parity import faults
 from tests.parity.test_report import bounded, different, exact, failed, refused, report
 
@@ -301,8 +301,8 @@ def test_for_real(tmp_path: Path) -> None:
         "def loss(model, batch): return model(batch).square().mean()\n"
         "def recipe():\n    print('talk')\n    return Recipe(build=build, batches=batches, loss=loss)\n"
     )
-    words = "-m fsshard parity mine:recipe --backends fsdp2,ddp --world-size 1 --steps 2 --json - --plot p.png"
-    done = subprocess.run([sys.executable, *words.split()], capture_output=True, text=True, check=False, cwd=tmp_path)
+    words = "parity mine:recipe --backends fsdp2,ddp --world-size 1 --steps 2 --json - --plot p.png"
+    done = run_module("fsshard", words.split(), tmp_path, {})
     assert done.returncode == 0, done.stderr
     made = ParityReport.from_json(done.stdout)
     assert [(c.backend, c.world_size, c.verdict) for c in made] == [("fsdp2", 1, "exact"), ("ddp", 1, "exact")]

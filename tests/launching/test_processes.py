@@ -25,6 +25,7 @@ from fsshard.launching.context import Context, cores, init
 from fsshard.launching.processes import launch
 from tests.forked import forking
 from tests.launching.launched import NAMES, ON_LOOPBACK, PATIENCE, environment, listeners, nested, script
+from tests.sets import often
 
 # --------------------------------------------------------------------------------------------- what launched ranks run
 
@@ -232,9 +233,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL, signal.SIGTERM]
-)
+@pytest.mark.parametrize("number", often([signal.SIGINT, signal.SIGKILL, signal.SIGTERM], signal.SIGKILL))
 def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     command: Any = [sys.executable, script(tmp_path, INTERRUPTED_SCRIPT)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
@@ -330,7 +329,8 @@ def torchrun(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("mode", ["works", pytest.param("fails", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["works", "fails"])
 def test_under_torchrun(tmp_path: Path, mode: str) -> None:
     done = torchrun(script(tmp_path, LAUNCHED_SCRIPT), mode)
     if mode == "fails":

@@ -36,7 +36,7 @@ ALL = (*DISTRIBUTED, "none")
     [
         pytest.param("tied", "bf16", marks=pytest.mark.long),
         ("buffered", fsshard.bfSixteen),
-        ("tfno_tucker", "bf16"),
+        pytest.param("tfno_tucker", "bf16", marks=pytest.mark.long),
         ("tfno_cp", "fp16"),
         pytest.param("uno", fsshard.fpSixteen, marks=pytest.mark.long),
         ("t5", Precision(param=BF16)),
@@ -107,7 +107,7 @@ def test_with_blocks_that_were_checkpointed_before(ranks: RankPool, how: str) ->
         ("mlp_complex", {"autocast": True}),  # for tensors that the forward makes
         ("recurrent", {"autocast": True}),
         ("tfno_tucker", {"clip": (0.1, 2.0)}),
-        ("tfno_tucker", {"groups": True}),
+        ("conv_batchnorm", {"groups": True}),
         ("tfno_tucker", {"micro_batches": 3}),
     ],
     ids=str,

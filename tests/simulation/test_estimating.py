@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fsshard.simulation.estimating import estimate
 from fsshard.simulation.result import figure, overview
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.worker import rebuilt, run_job, simulate_all
-from tests.forked import run_script
+from tests.forked import forking, run_script
 from tests.sets import often
 from tests.simulation.recipes import (
     Branching,
@@ -64,6 +65,13 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked() -> Iterator[None]:
+    """Simulators start as copies of a process that has imported torch."""
+    with forking():
+        yield
 
 
 @pytest.fixture

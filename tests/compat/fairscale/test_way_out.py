@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.redirect_world import build
-from tests.forked import run_script
+from tests.forked import run_module, run_script
 
-COMPAT = ("-W", "ignore", "-m", "fsshard.compat")
 WAY_OUT = "  to leave FairScale, write:"
 
 SCRIPT = """
@@ -112,9 +110,8 @@ def section(lines: list[str], title: str) -> list[str]:
 def test_the_lines_to_write_train_the_same(tmp_path: Path, case: str) -> None:
     """A script as it was, with its report; and with the lines that the report says to write."""
     text, engines, replaced = CASES[case]
-    world = build(tmp_path)
-    world.write("before.py", script(text))
-    before = world.run(*COMPAT, "--report", "before.py", light=False, library=False, FSSHARD_REDIRECT="")
+    (tmp_path / "before.py").write_text(script(text))
+    before = run_module("fsshard.compat", ["--report", "before.py"], tmp_path, {})
     assert before.returncode == 0, before.stderr
     report = before.stderr[before.stderr.index("fsshard.compat: what this run used") :].splitlines()
     said = dict(line.strip().split(" served by ", 1) for line in section(report, "  called:"))
@@ -126,7 +123,8 @@ def test_the_lines_to_write_train_the_same(tmp_path: Path, case: str) -> None:
     assert titles == [f"    instead of {names}:" for names in replaced]
     instead = [line.strip() for line in way_out if line.startswith(8 * " ")]
     plain = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)"
-    after = run_script(world.write("after.py", script("\n".join([plain, *instead]))), [], {})
+    (tmp_path / "after.py").write_text(script("\n".join([plain, *instead])))
+    after = run_script(tmp_path / "after.py", [], {})
     assert after.returncode == 0, after.stderr
     *losses, has_fairscale = before.stdout.splitlines()
     assert len(losses) == 4 and after.stdout.splitlines() == [*losses, "False"] and has_fairscale == "False"
