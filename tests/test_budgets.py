@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 47_499,
+    "fsshard + compat": 47_794,
     "fsshard/backends": 4_213,
     "fsshard/checkpoint": 4_908,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_298,
+    "fsshard/sharded": 4_593,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_623,
     "fsshard/model": 2_325,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_595,
     "fsshard/complex_params": 1_608,
     "compat": 7_865,
-    "tests": 50_203,
+    "tests": 50_630,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 125

@@ -174,13 +174,12 @@ RUN: dict[str, Shown] = {
         2, f'{FNO}\nmesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "domain"))', needs="neuralop"
     ),
     "docs/estimate.md 0": Shown(1, after="assert forecast.peak > 0", instead=(("=64", "=2"),), needs="matplotlib"),
-    "docs/how-it-works.md 1": Shown(
+    "docs/how-it-works.md 0": Shown(
         1,
         "class Block(nn.Linear): pass\nbare = nn.Sequential(Block(4, 4))",
         "assert list(fsshard.plan(bare, activation_checkpointing=blocks).offloaded) == ['0']",
         (("activation_checkpointing=blocks, ", ""),),  # which a CPU refuses
     ),
-    "docs/how-it-works.md 0": Shown(2, after="model(x).sum().backward(); muon.step(); adamw.step()"),
     "docs/lightning.md 0": Shown(
         2,
         LIGHTNING,
@@ -226,6 +225,13 @@ RUN: dict[str, Shown] = {
         'mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))',
         "assert (found.size, found.rank) == (2, dist.get_rank() // 2) and len(sampler) == 4",
     ),
+    "docs/optimizers.md 0": Shown(2, after="model(x).sum().backward(); muon.step(); adamw.step()"),
+    "docs/optimizers.md 1": Shown(
+        2,
+        f"{FNO}\nfrom examples.muon_per_mode import Muon",
+        "assert spectral; model(torch.randn(1, 1, 8, 8)).sum().backward(); optimizer.step()",
+        needs="neuralop",
+    ),
     "docs/physics.md 0": Shown(
         2,
         "model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))\n"
@@ -261,7 +267,7 @@ RUNS_IN = {
     "docs/checkpoints.md 3": "tests/tools/test_mend_layout.py",
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_reports.py",
-    "docs/how-it-works.md 2": "tests/backends/test_sixth_backend.py",
+    "docs/how-it-works.md 1": "tests/backends/test_sixth_backend.py",
 }
 """Blocks that other tests run: in each, what the block calls, with files or models that it needs."""
 

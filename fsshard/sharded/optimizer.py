@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_opt
 from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import WHOLE_TENSOR_OPTIMIZERS, OptimizerRequest, check_asked_alike
+from fsshard.sharded.optimizer_matrices import See, take_see
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
@@ -352,6 +353,7 @@ def build_optimizer(
     see_complex: bool = True,
     separable: bool | None = None,
     whole: bool = False,
+    see: See | None = None,
     **defaults: Any,
 ) -> ShardedOptimizer:
     """Build an optimizer over a wrapped model. Collective over the ranks that share the work.
@@ -369,14 +371,19 @@ def build_optimizer(
             you know that it does. False: it needs whole parameters.
         whole: let one rank step each parameter whole, for algorithms that look at matrices (Muon, SOAP, Shampoo) under
             ``fsdp`` and ``fsdp2``; elsewhere parameters are whole in any case. An owner keeps a copy of what it owns;
-            docs/how-it-works.md says what a step sends.
+            docs/optimizers.md says what a step sends.
+        see: with ``whole=True``, show weights of three or more dims as matrices, complex ones as complex. "matrix":
+            the first dim by all others. "modes": a matrix of the first two dims for each place along the others, as
+            a spectral weight (in, out, \\*modes) has them for each Fourier mode; a class that takes a stack of
+            matrices gets (modes, in, out). None: show weights as they are. A group may have a ``"see"`` of its own.
         **defaults: what the class takes (``lr`` and so on).
 
     Returns:
         A :class:`ShardedOptimizer`.
 
     Raises:
-        OptimizerError: the parameters are not this model's, or a setting cannot work with complex weights.
+        OptimizerError: the parameters are not this model's, or a setting cannot work with complex weights; or under
+            ``see`` the algorithm is none of complex matrices: a step for U G is not U times that for G.
         UnsupportedByBackend: the algorithm needs whole parameters, or all of them, and this backend divides them.
         RankMismatch: the ranks ask for different classes, groups or settings, or one of them raised.
     """
@@ -394,7 +401,9 @@ def build_optimizer(
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
-        requests.append(OptimizerRequest(optimizer_class, groups, defaults, parameters, see_complex, separable, whole))
+        groups, shown = take_see(groups, see)
+        asked = OptimizerRequest(optimizer_class, groups, defaults, parameters, see_complex, separable, whole, shown)
+        requests.append(asked)
         requests[0].check_settings()
         return hashlib.sha256(repr(requests[0].asked()).encode()).hexdigest()
 
@@ -442,8 +451,10 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
     return resolved
 
 
-def with_parameters(model: ShardedModule, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return groups of names as groups of the engine's parameters."""
+    if any("see" in group for group in groups):
+        raise OptimizerError("'see' in a group added later: how weights are shown is fixed; build another optimizer")
     return [{**group, "params": [model.find_entry(name).parameter for name in group["params"]]} for group in groups]
 
 

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
 from typing import Any
@@ -29,6 +29,7 @@ from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
+from fsshard.sharded.optimizer_matrices import Matrices, See, check_equivariant, check_see, matrices_of
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
 """Known to use the shape, a norm or a factorisation of each parameter."""
@@ -56,6 +57,7 @@ class OptimizerRequest:
         see_complex: complex parameters are shown as such, and not as pairs of reals.
         separable: True vouches that it works on parts, False refuses it there, None finds out.
         whole: ranks that have parts of each parameter are to step some of them whole.
+        see: name -> as which matrices the optimizer sees it, of those that it does not see as they are.
     """
 
     optimizer_class: type[Optimizer]
@@ -65,17 +67,29 @@ class OptimizerRequest:
     see_complex: bool = True
     separable: bool | None = None
     whole: bool = False
+    see: Mapping[str, See] = field(default_factory=dict)
 
     @property
     def of_torch(self) -> bool:
         """Return whether the class is torch's own."""
         return self.optimizer_class.__module__.startswith("torch.optim")
 
-    def check_settings(self) -> None:
-        """Raise OptimizerError for fused kernels over complex numbers, and for torch's Muon over other than matrices.
+    @cached_property
+    def matrices(self) -> dict[str, Matrices]:
+        """Return how weights of more than two dims are shown as matrices, by name."""
+        return matrices_of(self)
 
-        Local.
+    def _dims(self, name: str) -> int:
+        """Return how many dims the optimizer sees of a parameter."""
+        return self.matrices[name].dims if name in self.matrices else len(self.parameters[name][0])
+
+    def check_settings(self) -> None:
+        """Raise OptimizerError for settings that cannot work, whatever the backend.
+
+        They are fused kernels over complex numbers, torch's Muon over other than matrices, and what ``see`` does not
+        go with. Local.
         """
+        check_see(self)
         if self.defaults.get("fused") and self.see_complex and any(c for _, c in self.parameters.values()):
             raise OptimizerError(
                 "fused=True: torch's fused kernels take no complex numbers; use foreach=True, or see_complex=False, "
@@ -84,12 +98,14 @@ class OptimizerRequest:
         # torch's Muon raises by itself, but under OSS on the rank alone that owns the parameter: the others would wait.
         for name in (n for g in self.groups for n in g["params"]) if self.optimizer_class is torch.optim.Muon else ():
             shape, is_complex = self.parameters[name]
-            if is_complex or len(shape) != 2:
+            if is_complex or self._dims(name) != 2:
+                filters = "" if is_complex or len(shape) < 3 else ", or pass whole=True, see='matrix'"
                 raise OptimizerError(
                     f"Muon takes real matrices, and {name!r} is {'complex' if is_complex else 'real'}, of shape "
                     f"{tuple(shape)}; give it the names of matrices, fsshard.build_optimizer(model, torch.optim.Muon, "
-                    "[...]), and another optimizer the rest"
+                    f"[...]), and another optimizer the rest{filters}"
                 )
+        check_equivariant(self)
 
     def check_separable(self, backend: type[Backend], settings: Settings) -> None:
         """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
@@ -157,8 +173,8 @@ class OptimizerRequest:
         """Return two tensors of each kind that a group has, since algorithms treat filters otherwise than matrices."""
         generator, samples = torch.Generator().manual_seed(1), []
         for number, group in enumerate(self.groups):
-            shown = (self.parameters[name] for name in group["params"])
-            kinds = {(len(s), c) if self.see_complex else (len(s) + c, False) for s, c in shown}  # (dims, complex)
+            shown = ((self._dims(name), self.parameters[name][1]) for name in group["params"])
+            kinds = {(dims, c) if self.see_complex else (dims + c, False) for dims, c in shown}  # (dims, complex)
             for at_end, (dims, is_complex) in itertools.product((False, True), sorted(kinds)):
                 dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
                 # As a matrix whether the first dim stands against the others, or the last two are taken. There of
@@ -185,6 +201,11 @@ class OptimizerRequest:
             if isinstance(rate := each.get("lr"), (float, int, Tensor)) and abs(float(rate)) < 1e-6:
                 each["lr"] = rate * 0 + 0.01
         return optimizer, parameters
+
+    def trained(self, samples: Sequence[_Sample]) -> list[Tensor]:
+        """Return the values of samples after two steps, each as (group's number, value and gradients). Local."""
+        with _surroundings():
+            return self._trained(samples, closure=False)
 
     def _trained(self, samples: Sequence[_Sample], closure: bool) -> list[Tensor]:
         """Return the samples' values as they are after all steps."""
@@ -255,6 +276,7 @@ class OptimizerRequest:
     def asked(self) -> list[tuple[str, str]]:
         """Return what a rank asks for: (name of the argument, text that is the same on every rank)."""
         settings = {**self.defaults, "see_complex": self.see_complex, "separable": self.separable, "whole": self.whole}
+        settings |= {"see": self.see} if self.see else {}
         asked = [("optimizer", f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}")]
         asked += [(key, rank_independent_text(value)) for key, value in sorted(settings.items())]
         for index, group in enumerate(self.groups):

@@ -28,6 +28,7 @@ from fsshard.oss.partitioned import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import OptimizerRequest
 from fsshard.sharded.optimizer_lbfgs import lbfgs_over
+from fsshard.sharded.optimizer_matrices import Matrices
 from fsshard.sharded.optimizer_whole import Owners, WholeEntry
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
@@ -115,9 +116,10 @@ class _View:
         turned: bool = False,  # a whole one is shown with its dims in the user's order
         part: tuple[int, int, int] | None = None,  # start and stop in the whole and its size, where there are blocks
         threads: int | None = None,  # share a tensor, and each rounds its own tail; None: all that torch may use
+        matrices: Matrices | None = None,  # as which a whole one is shown; None: as it is shaped
     ) -> None:
         self.entry, self.is_complex, self.turned = entry, is_complex, turned
-        self._part, self._threads = part, threads
+        self._part, self._threads, self._matrices = part, threads, matrices
         self.blocks: list[_Block] | None = None  # None: shown as it is shaped
         self.pieces: list[nn.Parameter] = []  # stand for the local part
         self._over: tuple[int, torch.Size] | None = None  # address and shape of the local part
@@ -129,15 +131,21 @@ class _View:
         if gradients:
             self.show_gradient()
         at_rest = optimizer.state.pop(self.entry.parameter, {}) if self.pieces else {}
+        shown = {key: self._state_shown(value, local) for key, value in at_rest.items()}
         for index, piece in enumerate(self.pieces if at_rest else ()):
-            optimizer.state[piece] = {
-                key: self._cut(value)[index]
-                if isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex()
-                # A step counter is counted up in place, by each piece.
-                else (value.clone() if index and isinstance(value, Tensor) else value)
-                for key, value in at_rest.items()
-            }
+            optimizer.state[piece] = {key: values[index] for key, values in shown.items()}
         return self.pieces
+
+    def _state_shown(self, value: Any, local: Tensor) -> list[Any]:
+        """Return what each piece has of a state at rest."""
+        if isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex():
+            return self._cut(value)
+        if self._matrices is not None:
+            if isinstance(value, Tensor) and value.shape == self.entry.shape:  # a real number per complex one
+                return self._matrices.cut(value)
+            return self._matrices.state_of_pieces(value, len(self.pieces))
+        # A step counter is counted up in place, by each piece.
+        return [value, *(value.clone() if isinstance(value, Tensor) else value for _ in self.pieces[1:])]
 
     def _place_pieces(self, optimizer: Any, backend: Backend, local: Tensor) -> None:
         parameter, before = self.entry.parameter, self.blocks
@@ -152,9 +160,10 @@ class _View:
                 self.pieces = [nn.Parameter(value, parameter.requires_grad) for value in values]
                 for piece in self.pieces:
                     piece.__dict__.update(attributes_of(parameter))
-            for number, (piece, value) in enumerate(zip(self.pieces, values, strict=True)):
-                if same and blocks and blocks[number].size:
-                    piece.data.copy_(value)  # a padded copy; an optimizer may keep views of it,
+            memory = _memory_of(local)
+            for piece, value in zip(self.pieces, values, strict=True):
+                if same and _memory_of(value) != memory:
+                    piece.data.copy_(value)  # a padded copy, or a mode; an optimizer may keep views of it,
                 else:
                     piece.data = value  # and the object, which is the same as before
             self._over = (local.data_ptr(), local.shape)
@@ -199,13 +208,15 @@ class _View:
             return
         if any(part is None for part in parts):
             backend.zero_grad([self.entry], set_to_none=True)
-        elif self.blocks is not None:
+        elif self.blocks is not None or self._matrices is not None:
             self._write([part for part in parts if part is not None], gradient.detach())
 
     def _write(self, pieces: Sequence[Tensor], local: Tensor) -> None:
         seen = self._seen(local) if pieces and pieces[0].is_complex() == self.is_complex else local
         places = [(seen, piece) for piece in pieces]
-        if self.blocks is not None:
+        if self._matrices is not None:
+            places = [(seen, self._matrices.put_together(pieces, seen.shape))] if pieces else []
+        elif self.blocks is not None:
             flat, inside = seen.view(-1), zip(self.blocks, pieces, strict=True)
             places = [(flat[b.start : b.stop], p[b.offset :][: b.stop - b.start] if b.size else p) for b, p in inside]
         for target, value in places:
@@ -215,9 +226,16 @@ class _View:
     def rest(self, optimizer: Any, backend: Backend) -> None:
         """Put the state of the pieces back under the engine's parameter: real, and shaped like the local part."""
         states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
+        if len(set(map(frozenset, states))) > 1:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps other state for some parts of {self.entry.name!r} than for others"
+            )
         local, at_rest = self.entry.local(), dict[str, Any]()
         for key, first in (states[0] if states else {}).items():
             shaped = isinstance(first, Tensor) and first.shape == self.pieces[0].shape and first.dim()
+            if not shaped and self._matrices is not None:
+                at_rest[key] = self._state_of_matrices(key, [state[key] for state in states])
+                continue
             if not shaped and not (len(states) > 1 and has_arrays(first)):
                 at_rest[key] = first
                 continue
@@ -234,12 +252,24 @@ class _View:
         if at_rest:
             optimizer.state[self.entry.parameter] = at_rest
 
+    def _state_of_matrices(self, key: str, values: list[Any]) -> Any:
+        """Return as one value what is not shaped as the matrices are."""
+        assert self._matrices is not None
+        value = self._matrices.state_at_rest(values)
+        if isinstance(value, Tensor) and value.shape in (self.entry.stored_shape, self.entry.shape):
+            raise OptimizerError(
+                f"state {key!r} of {self.entry.name!r} has the weight's shape {tuple(value.shape)}, and is none of its "
+                "matrices: a checkpoint could not tell; keep its transpose, or keep it in a list"
+            )
+        return value
+
     def _memory_at_rest(self, piece: Tensor, local: Tensor) -> Tensor:
         """Return memory for a state whose piece is ``piece``: its own, unless it is the engine's gradient."""
         if piece.is_complex() != self.is_complex:
             return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
         gradient, real = self.entry.grad(), torch.view_as_real(piece) if piece.is_complex() else piece
         own = gradient is None or _memory_of(piece) != _memory_of(gradient)
+        own = own and (self._matrices is None or self._matrices.how == "matrix")
         # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
         fits = piece.is_contiguous() or real.shape == local.shape
         if own and self.blocks is None and not self.turned and fits:
@@ -249,6 +279,8 @@ class _View:
     def _cut(self, local: Tensor) -> list[Tensor]:
         """Return the pieces of a tensor shaped like the local part, over its memory except at padded blocks."""
         seen = self._seen(local)
+        if self._matrices is not None:
+            return self._matrices.cut(seen)
         if self.blocks is None:
             return [seen]
         flat, pieces = seen.reshape(-1), []
@@ -296,6 +328,7 @@ class _Shards:
         divided = backend.facts.divides == "elements"
         self.owners = Owners(backend, list(names)) if request.whole and divided and names else None
         fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
+        self.matrices = request.matrices  # as which weights of more than two dims are shown, by name
         self._views = {id(entry.parameter): self._view_of(entry, request.see_complex, fused) for entry in backend.all}
         self.resting = True  # the state lies under the engine's parameters, and not under what was shown
         self._has_stepped = False
@@ -305,7 +338,8 @@ class _Shards:
         if self.owners is not None:
             if (whole := self.owners.mine.get(entry.name)) is None:
                 return _View(entry, False, part=(0, 0, 0))  # another rank's: in no piece
-            return _View(whole, see_complex and entry.kind.is_complex, bool(entry.kind.order))
+            shown_as = self.matrices.get(entry.name)
+            return _View(whole, see_complex and entry.kind.is_complex, bool(entry.kind.order), matrices=shown_as)
         divided = self.backend.facts.divides == "elements" and self.backend.settings.world_size > 1
         is_complex, part, threads = see_complex and entry.kind.is_complex, None, None
         if divided and self.backend.settings.device.type == "cpu":
@@ -317,8 +351,9 @@ class _Shards:
             elif fused and (start % GRID or (stop % GRID and stop < total)):
                 part, threads = (start, stop, total), 1
         turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
+        matrices = self.matrices.get(entry.name)
         shown = is_complex or part is not None or turned or hasattr(entry.parameter, LOCAL_TENSOR)
-        return _View(entry, is_complex, turned, part, threads) if shown else None
+        return _View(entry, is_complex, turned, part, threads, matrices) if shown or matrices else None
 
     def show(self, optimizer: Any, *, gradients: bool = True) -> list[_View]:
         """Put in the groups what the optimizer is to see, and return the views among it."""
@@ -469,7 +504,7 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
         gradients_are_local = False  # no optimizer may see them then; only a closure can make others
         _fsshard_owners = shards.owners
 
-        if shards.foreign or shards.owners is not None:
+        if shards.foreign or shards.owners is not None or shards.matrices:
 
             def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
                 shards.build(self, super().__init__, groups, defaults)

@@ -1,0 +1,227 @@
+"""Weights of three or more dims as matrices, for optimizers of whole parameters (``see=`` of ``build_optimizer``).
+
+:class:`Matrices` cuts a weight and puts it together; :func:`matrices_of` decides how each is shown. The checks are
+:func:`check_see` and :func:`check_equivariant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from fsshard.errors import OptimizerError
+from fsshard.nested import map_leaves
+
+See = Literal["matrix", "modes"]
+BOUND = 1e-5
+"""Largest difference between the step of U G and U times the step of G, of the largest number of the step. In
+complex128 Newton-Schulz, roots and eigenbases differ by 1e-9 at most; ``.T`` in place of ``.mH`` by 1."""
+TALL_AND_WIDE = ((24, 16), (16, 24))
+"""Shapes of the matrices of the trial: algorithms turn what is taller than wide."""
+OF_STACK = (6, 4)
+"""Shape of the matrices in a stack that is tried, of as many as the weight has modes."""
+
+
+class Request(Protocol):
+    """What is needed here of :class:`~fsshard.sharded.optimizer_checks.OptimizerRequest`."""
+
+    @property
+    def optimizer_class(self) -> type: ...
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def parameters(self) -> Mapping[str, tuple[torch.Size, bool]]: ...
+    @property
+    def see_complex(self) -> bool: ...
+    @property
+    def whole(self) -> bool: ...
+    @property
+    def see(self) -> Mapping[str, See]: ...
+    def trained(self, samples: Sequence[tuple[int, Tensor]]) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """How a weight of three or more dims is shown to an optimizer.
+
+    Attributes:
+        how: "matrix": the first dim by all others; "modes": a matrix of the first two dims for each place along the
+            others.
+        stacked: all modes in one tensor (modes, first, second), for classes that take that as so many matrices.
+    """
+
+    how: See
+    stacked: bool = False
+
+    @property
+    def dims(self) -> int:
+        """Return how many dims the optimizer sees."""
+        return 3 if self.stacked else 2
+
+    def cut(self, weight: Tensor) -> list[Tensor]:
+        """Return what is shown of a tensor shaped as the user's weight: a view if it can be, modes as copies."""
+        if self.how == "matrix":
+            return [weight.flatten(1)]
+        stack = weight.flatten(2).permute(2, 0, 1)
+        # Memory of their own, which torch aligns to 64 bytes: matrix products round by the address.
+        pieces = [stack] if self.stacked else stack.unbind()
+        return [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]
+
+    def put_together(self, pieces: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """Return the inverse of :meth:`cut`; ``shape`` is the user's."""
+        if self.how == "matrix":
+            return pieces[0].view(shape)
+        stack = pieces[0] if self.stacked else torch.stack(list(pieces))
+        weight: Tensor = stack.permute(1, 2, 0).unflatten(2, shape[2:])
+        return weight
+
+    def state_at_rest(self, values: Sequence[Any]) -> Any:
+        """Return as one value what an optimizer keeps for each mode: tensors stacked, numbers that are equal once.
+
+        Raises:
+            OptimizerError: values that are no tensors differ.
+        """
+        return values[0] if len(values) == 1 else map_leaves(_stacked, *values)
+
+    def state_of_pieces(self, value: Any, count: int) -> list[Any]:
+        """Return the inverse of :meth:`state_at_rest`, for ``count`` pieces."""
+        return [value] if count == 1 else [map_leaves(lambda leaf, at=at: _at(leaf, at), value) for at in range(count)]
+
+
+def _stacked(first: Any, *others: Any) -> Any:
+    if isinstance(first, Tensor):
+        together = torch.stack([first, *others])
+        # A step counter, which stays one: its state dict is that of a class that sees all modes at once.
+        return first if not first.dim() and bool((together == first).all()) else together
+    if any(other != first for other in others):
+        raise OptimizerError(
+            f"the optimizer keeps {first!r} for one mode of a weight, and something else for another; keep tensors, "
+            "which are stacked, or let the class take a stack of matrices"
+        )
+    return first
+
+
+def _at(leaf: Any, at: int) -> Any:
+    return (leaf[at] if leaf.dim() else leaf).clone() if isinstance(leaf, Tensor) else leaf
+
+
+# ------------------------------------------------------------------------------------------------ what is asked for
+
+
+def take_see(groups: Iterable[Mapping[str, Any]], see: Any) -> tuple[list[dict[str, Any]], dict[str, See]]:
+    """Return groups of names without ``"see"``, and what it is by name; ``see`` where a group does not say.
+
+    Raises:
+        OptimizerError: it is something else than None, "matrix" or "modes".
+    """
+    found: dict[str, See] = {}
+    rest = []
+    for group in groups:
+        how = group.get("see", see)
+        if how is not None and how not in get_args(See):
+            raise OptimizerError(f"see: expected 'matrix', 'modes' or None, got {how!r}")
+        found |= dict.fromkeys(group["params"], how) if how is not None else {}
+        rest.append({key: value for key, value in group.items() if key != "see"})
+    return rest, found
+
+
+def check_see(request: Request) -> None:
+    """Raise OptimizerError for settings that do not go with ``see``. Local."""
+    if request.see and not request.whole:
+        raise OptimizerError("see= shows whole weights as matrices, also where ranks have shards: pass whole=True, too")
+    if request.see and not request.see_complex:
+        raise OptimizerError("see= shows complex weights as complex matrices: leave out see_complex=False")
+
+
+def matrices_of(request: Request) -> dict[str, Matrices]:
+    """Return, by name, how weights are shown that are to be seen as matrices and have more dims than two. Local."""
+    found: dict[str, Matrices] = {}
+    for number, group in enumerate(request.groups):
+        of_group = {name: request.parameters[name] for name in group["params"] if name in request.see}
+        large = {name: shape for name, (shape, _) in of_group.items() if len(shape) > 2}
+        modes = [name for name in large if request.see[name] == "modes"]
+        most = max((large[name][2:].numel() for name in modes), default=0)
+        stacked = bool(modes) and _takes_stacks(request, number, {of_group[name][1] for name in modes}, most)
+        found |= {name: Matrices(request.see[name], stacked and name in modes) for name in large}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ trying a class
+
+
+def _takes_stacks(request: Request, number: int, kinds: set[bool], modes: int) -> bool:
+    """Return whether a step of a stack is that of each of its matrices, with the settings of a group.
+
+    Args:
+        request: whose class is tried.
+        number: of the group.
+        kinds: whether weights are complex: both may be.
+        modes: how many matrices the largest weight has, since a class may look at the first dim.
+    """
+    if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
+        return False
+    generator, some = torch.Generator().manual_seed(1), sorted({0, modes // 2, modes - 1})
+    try:
+        for is_complex in sorted(kinds):
+            dtype = torch.complex128 if is_complex else torch.float64
+            given = torch.randn(3, modes, *OF_STACK, dtype=dtype, generator=generator)
+            (stack,) = request.trained([(number, given)])
+            alone = torch.stack(request.trained([(number, given[:, at].clone()) for at in some]))
+            if not _distance(stack[some], alone, given[0, some]) <= BOUND:
+                return False
+    except Exception:  # it takes matrices alone, as torch's Muon does
+        return False
+    return True
+
+
+def check_equivariant(request: Request) -> None:
+    """Raise unless groups treat the complex matrices that they see as such: step(U G) = U step(G), U unitary. Local.
+
+    Raises:
+        OptimizerError: tells by how much the steps differ; or the class raised.
+    """
+    shown = [[request.parameters[name] for name in group["params"] if name in request.see] for group in request.groups]
+    for number, weights in enumerate(shown):
+        if not any(is_complex and len(shape) > 1 for shape, is_complex in weights):
+            continue
+        if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
+            continue
+        difference, name = _turned_difference(request, number), request.optimizer_class.__name__
+        if not difference <= BOUND:
+            raise OptimizerError(
+                f"{name} is no algorithm of complex matrices: for gradients U G its step is not U times the step for G "
+                f"(U unitary), but differs by {difference:.1e} of its largest number; at most {BOUND:.0e} is allowed. "
+                "Write .mH where it has .T, and abs() ** 2 where it squares; or build another optimizer for the "
+                "complex weights; or leave out see=, and the class is shown them as they are"
+            )
+
+
+def _turned_difference(request: Request, number: int) -> float:
+    """Return the largest difference between the step of U G and U times the step of G, of the step's largest number."""
+    raised: Exception | None = None
+    for dtype in (torch.complex128, torch.complex64):  # a class may have but one
+        generator = torch.Generator().manual_seed(1)
+        given = [torch.randn(3, *shape, dtype=dtype, generator=generator) for shape in TALL_AND_WIDE]
+        squares = [torch.randn(rows, rows, dtype=dtype, generator=generator) for rows, _ in TALL_AND_WIDE]
+        turns = [torch.linalg.qr(square)[0] for square in squares]
+        try:
+            plain = request.trained([(number, each) for each in given])
+            turned = request.trained([(number, turn @ each) for turn, each in zip(turns, given, strict=True)])
+        except Exception as error:
+            raised = raised or error
+            continue
+        results = zip(turned, turns, plain, given, strict=True)
+        return max(_distance(of_turned, turn @ of_plain, turn @ each[0]) for of_turned, turn, of_plain, each in results)
+    raise OptimizerError(
+        f"{request.optimizer_class.__name__} takes no complex matrices, which see= shows it: tried on small ones, it "
+        f"raised {type(raised).__name__}: {raised}. Build another optimizer for the complex weights"
+    ) from raised
+
+
+def _distance(found: Tensor, wanted: Tensor, start: Tensor) -> float:
+    """Return the largest difference between two results, of the largest number of the step."""
+    return float((found - wanted).abs().max() / (wanted - start).abs().max().clamp_min(1e-9))
