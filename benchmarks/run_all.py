@@ -74,6 +74,14 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         minutes=7.5,
     ),
     Benchmark(
+        name="whole-matrices",
+        title="Muon over whole matrices",
+        command="benchmarks/whole_matrices.py",
+        shows="The step of Muon by owners (`whole=True`), beside torch's Muon on DTensors and beside AdamW.",
+        target="two collectives, the bytes of the weights on two ranks, half the CPU time of torch's Muon",
+        minutes=0.5,
+    ),
+    Benchmark(
         name="peers",
         title="Step time beside Accelerate and Lightning Fabric",
         command="benchmarks/peers.py --models tfno gpt-short --rounds 15",
