@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fsshard.launching.context import Context, init
     from fsshard.launching.processes import launch
     from fsshard.model.activation_checkpointing import checkpoint_blocks
+    from fsshard.model.lora import lora
     from fsshard.model.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
     from fsshard.model.recomputation import RecomputationError
     from fsshard.parallel.data_rank import data_rank
@@ -101,6 +102,7 @@ __all__ = [
     "latest",
     "launch",
     "load",
+    "lora",
     "plan",
     "register_forward_method",
     "save",
@@ -120,6 +122,7 @@ _NAMES = {
     "launching.context": "Context init",
     "launching.processes": "launch",
     "model.activation_checkpointing": "checkpoint_blocks",
+    "model.lora": "lora",
     "model.precision": "Readiness bf16_ready bfSixteen fp32_policy fpSixteen",
     "model.recomputation": "RecomputationError",
     "parallel.data_rank": "data_rank",

@@ -140,6 +140,14 @@ STEP = "loss = model(torch.randn(2, 4)).square().mean(); loss.backward()"
 
 RUN: dict[str, Shown] = {
     "README.md 1": Shown(1, PARITY, ASKS_FOR_PARITY),
+    "docs/adapters.md 0": Shown(
+        2,
+        "from neuralop.models import TFNO\nfields = torch.randn(2, 1, 8, 8)\n"
+        "model = TFNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=4, n_layers=1, rank=1.0)",
+        "assert 'fno_blocks.convs.0.weight.factors.factor_0' in __import__('safetensors.torch').torch.load_file("
+        "'merged.safetensors')",
+        needs="neuralop",
+    ),
     "docs/averages.md 0": Shown(
         2,
         f"{WRAPPED}\nloader = [{{'x': torch.randn(2, 4), 'y': torch.randn(2, 4)}}] * 2\n"

@@ -60,6 +60,7 @@ NAMES = [
     "latest",
     "launch",
     "load",
+    "lora",
     "plan",
     "register_forward_method",
     "save",

@@ -103,7 +103,7 @@ def _write(context: Any, folder: str, name: str) -> dict[str, str] | None:
         model(torch.randn(4, 2, generator=torch.Generator().manual_seed(step))).sum().backward()
         optimizers.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers, step_size=3)
-    random = {} if name == "none" else {"rng": False}  # generators take 15 kB a rank
+    random: Any = {} if name == "none" else {"rng": False}  # generators take 15 kB a rank
     mine = [context.rank, torch.tensor(0.5)]
     fsshard.save(f"{folder}/{name}", model, optimizers, scheduler, step=2, mine=mine, **random)
     found = digests(model, optimizers)

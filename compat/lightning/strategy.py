@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 import fsshard
 from fsshard.backends.registry import backend_class
-from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.errors import ConfigurationError, StateDictError, UnsupportedByBackend
 from fsshard.model.checks import is_managed
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
@@ -175,6 +175,10 @@ class Strategy(DDPStrategy):
                     f"callback {name} averages whole real parameters, of which an engine keeps parts, or pairs of "
                     "reals; use EMAWeightAveraging or WeightAveraging, or, without complex weights, backend='ddp'"
                 )
+            facts = backend_class(self.backend, self.world_size).facts
+            if isinstance(callback, callbacks.BaseFinetuning) and self._divides and not facts.has_dtensors:
+                # It leaves out parameters equal to one that is trained (2.6), and of some a rank has no element.
+                raise UnsupportedByBackend(f"{name}, which compares parts", self.backend, "use 'fsdp2' or 'ddp'")
             if isinstance(callback, AVERAGING):
                 if self.divides_files:
                     raise ConfigurationError(

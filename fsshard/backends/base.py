@@ -302,6 +302,10 @@ class Backend(ABC):
         """For each gather of ``unit`` in a step, how many ranks take part."""
         return ()
 
+    def _gathered_again(self, unit: Unit) -> list[Entry]:
+        """Return the parameters of ``unit`` that are gathered once more than it is."""
+        return []
+
 
 @contextlib.contextmanager
 def taking_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:

@@ -82,6 +82,9 @@ def unit_cost(backend: Backend, unit: Unit) -> UnitCost:
     (padded, real), (padded_grads, real_grads) = _numbers(entries), _numbers(trained)
     gathers, whole = backend._gathers(unit), padded * ranks * compute
     payloads = [Payload("all_gather", whole, real * compute, count) for count in gathers]
+    if again := backend._gathered_again(unit):
+        count, own = _numbers(again)
+        payloads.append(Payload("all_gather", count * ranks * compute, own * compute, ranks))
     payloads.append(Payload("reduce_scatter", padded_grads * send * ranks, real_grads * send, ranks))
     if replicas > 1:
         payloads.append(Payload("all_reduce", padded_grads * send, -(-real_grads // ranks) * send, replicas))

@@ -33,6 +33,7 @@ from fsshard.complex_params.flattened import stored_in
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.model.memory_layout import Order, memory_order, packed
 from fsshard.model.outputs import forward_begins, hook_bases
+from fsshard.model.unit_inputs import without_leaves
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
@@ -62,6 +63,7 @@ from fsshard.torch_private.fsdp1 import (
     sharded_size,
     show,
     tensors_of,
+    trains_now,
     wrapped_by,
 )
 from fsshard.torch_private.tensors import version_of
@@ -99,12 +101,14 @@ class FSDP1Backend(TorchShardedBackend):
         modules = dict(self.module.named_modules())
         self._told = False
         self._passed: int | None = None  # the graph task of the last pass backwards since the last forward
-        self._wrappers: list[tuple[nn.Module, str, nn.Module]] = []  # (parent, child's name, wrapper)
+        # (parent, child's name, wrapper, the child)
+        self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in modules.values():
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
         units = {unit.name: unit for unit in self.settings.plan.units}
+        self._twice: set[str] = set()  # units with a flat parameter of what is frozen and one of what is not
         self._strides: dict[str, tuple[int, ...]] = {}  # of parameters that are not contiguous, 1x1 kernels among them
         self._orders: dict[str, Order | None] = {}  # of these, in their flat parameter
         with warnings.catch_warnings():
@@ -117,17 +121,13 @@ class FSDP1Backend(TorchShardedBackend):
                     wrapper = self._wrapped(units[name], modules[name])
                     for parent, key in places.get(id(modules[name]), ()):
                         parent._modules[key] = wrapper
-                        self._wrappers.append((parent, key, wrapper))
+                        self._wrappers.append((parent, key, wrapper, modules[name]))
         root = wrapper
         cast(Any, root)._passes = self._passes
         self._layout(root)
         self._watch(root)
+        self._modules, self._frozen_since = modules, set[str]()  # units in which something was frozen after wrap
         for planned in self.settings.plan.units:
-            infos = self.settings.plan.parameters
-            frozen = [self.entries[name] for name in planned.parameters if not infos[name].requires_grad]
-            if frozen and len(frozen) < len(planned.parameters):
-                lies = [self._place[entry.name] for entry in frozen]
-                modules[planned.name].register_forward_pre_hook(_showing(frozen, lies, _detached))
             numbers = [self.entries[n] for n in planned.parameters if self.entries[n].slots[0].is_complex]
             if numbers and self.settings.compilation is not None:
                 lies = [self._place[entry.name] for entry in numbers]
@@ -136,9 +136,9 @@ class FSDP1Backend(TorchShardedBackend):
         return root
 
     def _wrapped(self, planned: Unit, module: nn.Module) -> nn.Module:
-        """Give memory to a unit that has none, and put FSDP1 around it."""
-        from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-
+        """Give memory to a unit that has none, and put FSDP1 around it; twice where a part of it is frozen."""
+        # A flat parameter has one gradient as long as itself, which is held and sent for what is frozen in it, too.
+        # Wrapped twice, the unit has two: what is trainable, and around it what is frozen and has no gradient.
         self._make_real(planned)
         for name in planned.parameters:
             parameter = self.entries[name].parameter
@@ -146,6 +146,16 @@ class FSDP1Backend(TorchShardedBackend):
                 continue
             parameter.data = packed(parameter.data)
             self._strides[name], self._orders[name] = parameter.stride(), memory_order(parameter)
+        frozen = [self.entries[name] for name in planned.parameters if not self.entries[name].parameter.requires_grad]
+        if 0 < len(frozen) < len(planned.parameters):
+            self._twice.add(planned.name)
+            with _hidden(frozen):
+                module = self._flattened(planned, module)
+        return self._flattened(planned, module)
+
+    def _flattened(self, planned: Unit, module: nn.Module) -> nn.Module:
+        """Put FSDP1 around a module: the parameters in it that no flat parameter has yet become one."""
+        from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
         settings = self.settings
         where: dict[str, Any] = {"process_group": settings.group}
@@ -235,12 +245,23 @@ class FSDP1Backend(TorchShardedBackend):
             self.module.register_forward_pre_hook(check, prepend=True)
 
     def _change_trainable(self, flags: list[bool]) -> None:
-        changed = [e.name for e, now, before in zip(self.all, flags, self._flags, strict=True) if now != before]
-        raise UnsupportedByBackend(
-            f"freezing or unfreezing after wrap ({', '.join(changed[:3])})",
-            self.name,
-            "set requires_grad before fsshard.wrap, or use backend='fsdp2', 'fairscale' or 'ddp'",
-        )
+        infos = self.settings.plan.parameters
+        for entry, now, before in zip(self.all, flags, self._flags, strict=True):
+            unit = infos[entry.name].unit
+            if now or not before or unit in self._frozen_since:
+                continue
+            # A flat parameter that trains what is left of it has views of what is frozen, too.
+            self._frozen_since.add(unit)
+            own = [each for each in self.all if infos[each.name].unit == unit]
+            hook = _showing(own, [self._place[each.name] for each in own], _frozen_detached)
+            self._modules[unit].register_forward_pre_hook(hook)
+        super()._change_trainable(flags)
+
+    def on_trainable_changed(self) -> None:
+        if self.usage is not None:
+            self.usage.trainable_changed()
+        for _, handle in self._handles:
+            trains_now(handle)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -333,18 +354,24 @@ class FSDP1Backend(TorchShardedBackend):
         stays = not unit.name or self.settings.sharding_strategy in KEEP_GATHERED  # from forward to backward
         return (self.shard_group.size(),) * (1 if stays else 2)
 
+    def _gathered_again(self, unit: Unit) -> list[Entry]:
+        # The frozen root stays gathered; within it what is trainable is a unit as any other.
+        if unit.name or "" not in self._twice or self.settings.sharding_strategy in KEEP_GATHERED:
+            return []
+        return [self.entries[name] for name in unit.parameters if self.entries[name].parameter.requires_grad]
+
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
         # FSDP1's state-dict hooks sit on its wrappers, expect its own names, and after an exception leave the module
         # unsharded (torch 2.13); with offload_to_cpu they crash on CPU (pytorch issue #188989). Without the wrappers
         # in the tree, no hook runs.
-        for parent, name, wrapper in self._wrappers:
-            parent._modules[name] = wrapper.module  # type: ignore[assignment]
+        for parent, name, _, module in self._wrappers:
+            parent._modules[name] = module
         try:
-            with super().bare() as module:
-                yield module
+            with super().bare() as bare:
+                yield bare
         finally:
-            for parent, name, wrapper in self._wrappers:
+            for parent, name, wrapper, _ in self._wrappers:
                 parent._modules[name] = wrapper
 
     @contextlib.contextmanager
@@ -530,13 +557,26 @@ def _ignore(*_: Any) -> None:
     """Do nothing."""
 
 
-def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callable[[Tensor], Tensor]) -> Any:
+@contextlib.contextmanager
+def _hidden(entries: list[Entry]) -> Iterator[None]:
+    """Context in which modules do not hold these parameters."""
+    places = [(stored_in(slot.owner), slot.stored, entry.parameter) for entry in entries for slot in entry.slots]
+    for held, stored, _ in places:
+        del held[stored]
+    try:
+        yield
+    finally:
+        for held, stored, parameter in places:
+            held[stored] = parameter
+
+
+def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callable[[Tensor, Entry], Tensor]) -> Any:
     """Return a hook at the start of a unit's forward that shows it ``change(view)`` in place of FSDP1's views."""
 
     def before_forward(*_: Any) -> None:
         for entry, (flat, index) in zip(entries, places, strict=True):
             shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
-            if (changed := change(shown)) is shown:
+            if (changed := change(shown, entry)) is shown:
                 continue
             show(flat, index, changed)  # FSDP1 compares by identity what it finds later with what it showed
             for slot in entry.slots:
@@ -546,14 +586,14 @@ def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callab
     return before_forward
 
 
-def _detached(shown: Tensor) -> Tensor:
+def _frozen_detached(shown: Tensor, entry: Entry) -> Tensor:
     # FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient,
     # and throws the gradient away (torch 2.13). It costs a backward up to the input, and attention over a frozen bias
     # then takes another kernel than it does natively, with other last bits.
-    return shown.detach() if shown.requires_grad else shown
+    return shown.detach() if shown.requires_grad and not entry.parameter.requires_grad else shown
 
 
-def _without_base(shown: Tensor) -> Tensor:
+def _without_base(shown: Tensor, _: Entry) -> Tensor:
     # A complex view that crosses a graph break is an input of the next graph, and dynamo makes its stand-in by
     # view_as_complex of the *base* of all views: "Tensor must have a last dimension of size 2" (torch 2.13).
     return _AliasNode.apply(shown)  # type: ignore[no-any-return, no-untyped-call]
@@ -620,6 +660,11 @@ def _unit_class() -> type[nn.Module]:
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 since = forward_begins()
+                handle = handle_of(self)
+                if handle is not None and not handle.flat_param.requires_grad and torch.is_grad_enabled():
+                    # FSDP1 frees what is frozen when the gradients of inputs have come, of which autograd.grad by one
+                    # of them does not tell: "A leaf node was passed to _will_engine_execute_node" (torch 2.13).
+                    args, kwargs = without_leaves(args, kwargs)
                 with contextlib.ExitStack() as guards:
                     if self._looks is not None and self._looks.begin():
                         guards.enter_context(self._written)

@@ -42,13 +42,19 @@ class UsageTracker:
     def __init__(self, settings: Settings, entries: Mapping[str, Entry], units: Mapping[str, nn.Module]) -> None:
         self.settings, self.entries = settings, entries
         self.used: set[str] = set()
+        self._known: list[tuple[dict[int, str], list[Entry]]] = []  # of each hook what it has found out about nodes
         for unit in settings.plan.units:
-            units[unit.name].register_forward_pre_hook(self._watch([entries[name] for name in unit.parameters]))
+            own: dict[bool, list[Entry]] = {}  # FSDP1 has a flat parameter for each
+            for name in unit.parameters:
+                own.setdefault(settings.plan.parameters[name].requires_grad, []).append(entries[name])
+            for together in own.values():
+                units[unit.name].register_forward_pre_hook(self._watch(together))
 
     def _watch(self, own: list[Entry]) -> Callable[..., None]:
         used = self.used  # not self: what a hook holds, a parameter on one rank would keep forever
         places: dict[int, str] = {}  # FSDP1: outputs of the node that divides a unit -> names; alike in each forward
         first: list[Entry] = []  # the one whose view leads to that node
+        self._known.append((places, first))
 
         def mark(gradients: Sequence[Tensor | None]) -> None:
             used.update(name for place, name in places.items() if gradients[place] is not None)
@@ -71,6 +77,12 @@ class UsageTracker:
                 first.append(next(entry for entry in own if entry.name in places.values()))
 
         return before_forward
+
+    def trainable_changed(self) -> None:
+        """Find out about nodes anew: parameters were frozen or unfrozen."""
+        for places, first in self._known:
+            places.clear()
+            first.clear()
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Trainable parameters among ``names`` that received no gradient on this rank since theirs was dropped."""

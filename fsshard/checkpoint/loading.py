@@ -49,7 +49,8 @@ class Loaded:
         path: the directory that was read.
         state: what was saved as ``**state`` and for which no object was passed to :func:`load`; this rank's values.
         per_rank: values that differed between ranks, by rank, if the number of ranks has changed.
-        missing: keys of the model, and names of objects, that the checkpoint lacks (``strict=False``).
+        missing: keys of the model, and names of objects, that the checkpoint lacks (``strict=False``); keys of frozen
+            weights too, where it was saved with ``only="trainable"``.
         unexpected: keys of the checkpoint that the model lacks (``strict=False``).
         origin: the fsshard, torch, backend and world size that wrote it.
     """
@@ -81,6 +82,9 @@ def load(
     Other programs' checkpoints are recognised and read the same way, by slices: a safetensors file, a directory of the
     Hugging Face Hub or of ``torch.distributed.checkpoint``, a file of ``torch.save`` (of DDP, FairScale, or plain
     torch), a folder of neuraloperator's trainer.
+
+    A checkpoint of ``save(..., only="trainable")`` leaves weights as they are that were frozen when it was saved, and
+    are frozen now: give the model its weights first.
 
     Each rank reads only the slices that it holds. Nothing of the model, the optimizers or the objects changes before
     every rank has read and checked all that it needs.
@@ -203,9 +207,10 @@ class _Load:
         """Raise for everything that does not fit. Local; reads headers only."""
         self._check_layout()
         wrong = self._match_model()
-        if wrong or (self.strict and (self.missing or self.unexpected)):
+        needed = [key for key in self.missing if not self._stays(key)]
+        if wrong or (self.strict and (needed or self.unexpected)):
             which = f" {self.name!r}" if self.name else ""
-            raise StateDictError(f"{self.call}: the model{which}", self.missing, self.unexpected, wrong)
+            raise StateDictError(f"{self.call}: the model{which}", needed, self.unexpected, wrong)
         for name, optimizer in self.optimizers.items():
             self._check_optimizer(name, optimizer)
         saved = self.reader.index.objects
@@ -265,6 +270,12 @@ class _Load:
                     dtype = self.model.buffers_held.dtypes.get(key, value.dtype)
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
+
+    def _stays(self, key: str) -> bool:
+        """Return whether a weight was frozen when the checkpoint was saved without it, and is now."""
+        backend = self.model.backend
+        left_out = self.reader.index.model.dropped.get(key) == parts.FROZEN and key in backend.keys
+        return left_out and not backend.entries[backend.keys[key]].parameter.requires_grad
 
     def _same_numbers(self, one: str, other: str) -> bool:
         """Compare two tensors to the last bit: shared weights that somebody saved under each name."""

@@ -167,12 +167,17 @@ def collect(
     objects: Mapping[str, Any],
     rank: int,
     random: Mapping[str, Any] | None = None,
+    *,
+    trainable: bool = False,
 ) -> Collected:
-    """Collect this rank's share of models, optimizers, objects and generators' state. No communication."""
+    """Collect this rank's share of models, optimizers, objects and generators' state. No communication.
+
+    ``trainable`` leaves out frozen parameters.
+    """
     collected = Collected()
     for of, model in models.items():
         model.check_filled()
-        _add_model(collected, model, rank, of)
+        _add_model(collected, model, rank, of, trainable)
         if of:
             collected.models[of] = [name for name, optimizer in optimizers.items() if optimizer.model is model]
     model_names = {id(model): of for of, model in models.items()}
@@ -205,17 +210,24 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str) -> None:
+FROZEN = "frozen, and saved with only='trainable'"
+"""Why a checkpoint does not have a key of the model."""
+
+
+def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str, trainable: bool) -> None:
     backend, parts, before = model.backend, collected.parts, prefix(name)
     # neuralop's BaseModel puts its constructor's arguments into the state dict; the model that loads has its own.
     raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
-    ordered = [key for key in dict.fromkeys([*backend.key_order, *raw]) if key in raw]
+    frozen = {entry.name for entry in backend.all if trainable and not entry.parameter.requires_grad}
+    dropped = {key: FROZEN for key in backend.key_order if key in raw and backend.keys.get(key) in frozen}
+    ordered = [key for key in dict.fromkeys([*backend.key_order, *raw]) if key in raw and key not in dropped]
     listed = {backend.keys[key] for key in ordered if key in backend.keys}
     for entry in backend.entries.values():
         if entry.name in listed:
             parts[f"model/{before}{entry.name}"] = _part(entry, entry.local(), name)
-    keys, extra, _ = collected.model
+    keys, extra, left_out = collected.model
+    left_out |= {before + key: why for key, why in dropped.items()}
     for key in ordered:
         value, told = raw[key], before + key
         if key in backend.keys:
@@ -228,7 +240,8 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str)
             keys[told] = None
             extra[told] = _encode(value, f"model/{told}", parts if rank == 0 else {})
     for entry in backend.entries.values():
-        collected.tied |= {before + slot.name: before + entry.name for slot in entry.slots[1:]}
+        if entry.name not in frozen:
+            collected.tied |= {before + slot.name: before + entry.name for slot in entry.slots[1:]}
 
 
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:

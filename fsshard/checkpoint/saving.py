@@ -46,6 +46,7 @@ def save(
     scheduler: Any = None,
     scaler: Any = None,
     *,
+    only: str | None = None,
     block: bool = True,
     keep: int | None = None,
     rng: bool = True,
@@ -66,6 +67,8 @@ def save(
         optimizer: one of :func:`fsshard.build_optimizer`, a list, or a mapping of them.
         scheduler: anything with ``state_dict``, a list, or a mapping of such.
         scaler: anything with ``state_dict``.
+        only: ``"trainable"`` leaves out the weights that are frozen at this moment (``requires_grad=False``), as those
+            that adapters are put on; buffers are saved. None: the whole model.
         block: False returns as soon as this rank's part is copied to host memory. A thread does the rest; its errors
             are raised by the next call and by the handle.
         keep: how many checkpoints to keep whose names differ from this one in their last number only, at least 2; None
@@ -91,7 +94,8 @@ def save(
     channel = Channel.of(settings.everyone)
     objects = parts.named_objects(scheduler, scaler, state)
     wait_for_saves()
-    channel.arrive(parts.as_called(call, models, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
+    told = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
+    channel.arrive(told, timeout, call)
     averages = parts.take_averages(objects)
     for average in averages.values():
         average.check_alike()
@@ -104,12 +108,13 @@ def save(
     job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(models))
 
     def collected() -> parts.Collected:
-        _check_arguments(keep, Path(path).name, objects)
+        _check_arguments(keep, only, Path(path).name, objects)
         for sharded in models.values():
             sharded.backend.reshard()
         optimizers = parts.name_optimizers(models, optimizer, "fsshard.save", averages)
         random = generators.capture(settings.device) if rng else None
-        mine = parts.collect(models, optimizers, objects, settings.overall_rank, random)
+        part = only is not None
+        mine = parts.collect(models, optimizers, objects, settings.overall_rank, random, trainable=part)
         job.place = CheckpointTarget(path)
         return mine
 
@@ -125,7 +130,9 @@ def save(
     return handle
 
 
-def _check_arguments(keep: object, name: str, objects: Mapping[str, Any]) -> None:
+def _check_arguments(keep: object, only: object, name: str, objects: Mapping[str, Any]) -> None:
+    if only not in (None, "trainable"):
+        raise ConfigurationError(f"only={only!r}: expected 'trainable', or None for the whole model")
     numbered = any(character.isdigit() for character in name)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2 or not numbered):
         raise ConfigurationError(

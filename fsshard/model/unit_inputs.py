@@ -72,6 +72,16 @@ def _aliased(tensor: Tensor) -> Tensor:
     return tensor[...]
 
 
+def without_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with aliases in place of leaves of autograd that take a gradient."""
+
+    def alias(value: Any) -> Any:
+        is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        return _aliased(value) if is_leaf else value
+
+    return tuple(map(alias, args)), {key: alias(value) for key, value in kwargs.items()}
+
+
 def mark_unit_inputs(unit: nn.Module) -> None:
     """From now on the differentiable inputs of ``unit`` enter it through one autograd node."""
     unit.register_forward_pre_hook(_through_node, prepend=True, with_kwargs=True)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.registry import Area
 
 AREA = Area("fsdp1", otherwise="backend 'fsdp', and FairScale's FullyShardedDataParallel")
@@ -271,6 +272,16 @@ def free_with_its_handle(flat: Any, handle: Any) -> None:
     weakref.finalize(handle, vars(flat).clear).atexit = False
 
 
+def trains_now(handle: Any) -> None:
+    """Let a handle train its flat parameter from here on if one of the parameters in it takes a gradient now."""
+    flat = handle.flat_param
+    trains = any(parameter.requires_grad for parameter in params_of(flat))
+    if trains != handle.trains:
+        handle.trains = flat.requires_grad = trains
+        # Its hook, of a forward whose graph was dropped, is for the other case: "Invalid: _post_backward_hook_state".
+        let_go(flat)
+
+
 # ------------------------------------------------------------------------------------------------ whole and shards
 
 _write_back = AREA.later(
@@ -325,6 +336,7 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
     class EvenFlatParamHandle(base):  # type: ignore[misc]
         world_size: int
         turned: dict[int, tuple[int, ...]]  # of parameters that are transposed: index and strides
+        trains: bool  # whether one of its parameters took a gradient in the latest forward that had a graph
 
         def _init_flat_param_and_metadata(self, *args: Any, **kwargs: Any) -> None:
             true_size, self.world_size = self.world_size, 2 * self.world_size  # only used for padding in there
@@ -334,6 +346,18 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
                 self.world_size = true_size
             kept = params_of(self.flat_param)
             self.turned = {i: p.stride() for i, p in enumerate(kept) if not p.is_contiguous()}
+            self.trains = self.flat_param.requires_grad
+
+        def _reset_flat_param_grad_info_if_needed(self) -> None:
+            # At each forward and backward FSDP1 lets the flat parameter take a gradient if one of its parameters does
+            # at that moment. A reference pass (DPO freezes for it) then loses the gradients of a graph that awaits its
+            # backward: "Invalid: _post_backward_hook_state" (torch 2.13).
+            super()._reset_flat_param_grad_info_if_needed()
+            self.flat_param.requires_grad = self.trains
+            if not (self.trains or self.uses_sharded_strategy) and current_graph_task_id() == -1:
+                # On one rank a backward leaves its views of what is frozen in the root, and the next forward would take
+                # them for parameters that were assigned, and write them back (torch 2.13).
+                self._use_sharded_views()
 
         def unshard(self) -> None:
             with passes.gathering():
@@ -352,6 +376,11 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
                     kept[index].grad = gradient.reshape(-1).as_strided(gradient.shape, strides)
 
         def reshard(self, free_unsharded_flat_param: bool) -> None:
+            if passes.keeps() and not self.trains and training_state_of(self) == "BACKWARD_POST":
+                # What is frozen is let go when the gradients of its inputs have come: behind a derivative, too, whose
+                # graph the loss's backward needs.
+                setattr(self, _TRAINING, type(getattr(self, _TRAINING)).BACKWARD_PRE)
+                return
             stays = passes.keeps() and training_state_of(self) != "BACKWARD_POST"
             super().reshard(free_unsharded_flat_param and not stays)
 
@@ -363,6 +392,10 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
 
 
 _GRADIENTS = AREA.attribute(f"{_HANDLE}_use_sharded_grad_views", use="gives parameters their parts of the gradient")
+AREA.attribute(
+    f"{_HANDLE}_reset_flat_param_grad_info_if_needed",
+    use="decides whether a flat parameter takes a gradient; frees that which no parameter has",
+)
 _METADATA = AREA.attribute(
     f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size"
 )

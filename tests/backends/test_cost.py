@@ -34,6 +34,7 @@ def cost(divides: str, frozen: int = 0, ranks: int = 4, gathers: int = 1, reduce
         facts=SimpleNamespace(divides=divides),
         settings=SimpleNamespace(group=FOUR, world_size=ranks),
         _gathers=lambda unit: (4,) * gathers,
+        _gathered_again=lambda unit: [],
     )
     unit: Any = SimpleNamespace(name="", parameters=("0", "1"), nbytes=40, compute=reduce, reduce_dtype=reduce)
     return unit_cost(backend, unit)

@@ -109,6 +109,41 @@ def test_frozen_weights_take_no_gradient(ranks: Any, world_size: int) -> None:
         assert same == [True, True, False, False]
 
 
+class Wide(nn.Module):
+    """A large frozen weight and a small one that is trained, in one unit and in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Frozen(), nn.Linear(4, 4)
+        self.block.free = nn.Linear(4, 1)
+        self.large = nn.Linear(4, 512).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.block(x) * self.large(self.head(x)).mean(1, keepdim=True)
+        return out
+
+
+def job_gradients_held() -> tuple[int, int]:
+    """Bytes of gradients after a backward: of trainable parameters, and of the frozen, unfrozen and frozen again."""
+    model = fsshard.wrap(Wide(), backend="fsdp", auto_wrap_policy={Frozen})
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    held = []
+    for large in (False, True, False):
+        model.module.large.requires_grad_(large)
+        model(torch.ones(2, 4)).sum().backward()
+        held.append(sum(t.untyped_storage().nbytes() for t in model.backend.held_by_engine()["gradients"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert held[0] == held[2]
+    return held[0], held[1]
+
+
+def test_frozen_weights_have_no_gradient_that_is_held_or_sent(ranks: Any) -> None:
+    """Raw FSDP1 holds one for the whole of a unit's flat parameter."""
+    for frozen, unfrozen in ranks.run(job_gradients_held, 2):
+        assert frozen <= 2 * 4 * (5 + 20 + 8) and unfrozen > frozen + 4 * 512
+
+
 def job_numbered_cpu() -> str:
     model = fsshard.wrap(torch.nn.Linear(4, 4), backend="fsdp", device="cpu:0")  # as accelerate names it
     model(torch.ones(1, 4)).sum().backward()

@@ -84,8 +84,8 @@ def wrapped(head: bool, **settings: Any) -> tuple[Adapted, Any, Any]:
 def job_preferences(folder: str, head: bool, unused: bool, reference_grad: bool) -> list[str]:
     want, found = bare(head, reference_grad), []
     for index, engine in enumerate(ENGINES):
-        if reference_grad and (engine["backend"] == "fsdp" or (engine["backend"] == "ddp" and unused)):
-            continue  # refused, and as raw DDP: "Expected to mark a variable ready only once" (torch 2.13)
+        if reference_grad and engine["backend"] == "ddp" and unused:
+            continue  # as raw DDP: "Expected to mark a variable ready only once" (torch 2.13)
         module, model, optimizer = wrapped(head, find_unused_parameters=unused, **engine)
         for number in range(4):
             if number == 2:
@@ -132,8 +132,7 @@ def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, T
 
 def job_freezing() -> list[str]:
     want = job_frozen_after_an_evaluation(None)
-    engines = [engine for engine in ENGINES if engine["backend"] != "fsdp"]
-    return [f"{e}: {found}" for e in engines for found in differences(want, job_frozen_after_an_evaluation(e))]
+    return [f"{e}: {found}" for e in ENGINES for found in differences(want, job_frozen_after_an_evaluation(e))]
 
 
 def test_freezing_between_steps(ranks: Any) -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+import fsshard
 from fsshard.comm import watchdog
 from fsshard.recipes.recipe import Recipe
 from fsshard.simulation.simulation import Job, Measured, measure
@@ -97,6 +98,21 @@ class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
         self.never = nn.Linear(64, 64)
+
+
+class Wide(Net):
+    """The next two, with nothing frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(256)
+
+
+class Adapted(Wide):
+    """Adapters alone are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fsshard.lora(self, rank=2, target="weight")
 
 
 class HalfFrozen(Net):

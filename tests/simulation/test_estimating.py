@@ -31,6 +31,7 @@ from fsshard.simulation.worker import rebuilt, run_job, simulate_all
 from tests.forked import forking, run_script
 from tests.sets import often
 from tests.simulation.recipes import (
+    Adapted,
     Branching,
     Broken,
     Converted,
@@ -40,6 +41,7 @@ from tests.simulation.recipes import (
     Recurrent,
     Selecting,
     Unused,
+    Wide,
     net,
     real_run,
 )
@@ -361,12 +363,26 @@ def test_what_takes_no_part_is_in_no_bound() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("source", "backend"), [("mlp", "fairscale"), (net(build=HalfFrozen), "fsdp")])
-def test_the_rank_that_needs_most_is_simulated(ranks: Any, source: Any, backend: str) -> None:
-    """FairScale's owners; and FSDP1 cuts a unit into equal parts, so that all that is frozen can lie on rank 0."""
-    job = Job(source=source, changes={}, backend=backend, mesh=(2,))
+def test_the_rank_that_needs_most_is_simulated(ranks: Any) -> None:
+    """FairScale's owners."""
+    job = Job(source="mlp", changes={}, backend="fairscale", mesh=(2,))
     assert simulate(job).rank == 1
     check(ranks, job)
+
+
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp"))
+def test_what_is_frozen_has_no_gradient_and_no_state(ranks: Any, backend: str) -> None:
+    """Half of the layers, and all but adapters, in one unit with what is trained."""
+    for build in (HalfFrozen, Adapted):
+        job = Job(source=net(build=build), changes={}, backend=backend, mesh=(2,))
+        check_sent(ranks, job)
+        mine, whole = (
+            simulate(Job(source=net(build=b), changes={}, backend=backend, mesh=(2,))) for b in (build, Wide)
+        )
+        trained = sum(info.nbytes for info in mine.plan.parameters.values() if info.requires_grad)
+        share = trained / whole.plan.nbytes
+        for kind in ("gradients", "optimizer state"):
+            assert mine.usage.highest[kind] <= 1.3 * share * whole.usage.highest[kind] + 256, kind
 
 
 @pytest.mark.long

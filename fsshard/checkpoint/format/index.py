@@ -123,7 +123,7 @@ class ModelInfo(NamedTuple):
 
     keys: dict[str, str | None]  # key -> name of a tensor or None, in the order of the state dict
     extra: dict[str, Any]  # key -> tree, for what is no tensor
-    dropped: dict[str, str]  # key -> why it is not kept, in checkpoints of earlier releases
+    dropped: dict[str, str]  # key -> why it is not kept: it was frozen; and in checkpoints of earlier releases
 
 
 class OptimizerInfo(NamedTuple):

@@ -21,6 +21,7 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.index import Index, Piece, rank_of
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
+from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
 from fsshard.checkpoint.models import choose_models
 from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
@@ -30,7 +31,7 @@ from fsshard.sharded.averages import KEY, Averages
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-FORMATS = ("safetensors", "torch", "dcp", "hf")
+FORMATS = ("safetensors", "torch", "dcp", "hf", "peft")
 MAX_SHARD_BYTES = 5_000_000_000  # above it a model is divided into several files, as on the Hugging Face Hub
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
@@ -45,6 +46,7 @@ def export(
     optimizer: bool | str | ShardedOptimizer = False,
     average: str | None = None,
     model: str | None = None,
+    merged: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
     overwrite: bool = False,
@@ -57,17 +59,20 @@ def export(
 
     Args:
         source: a checkpoint's directory, or what :func:`fsshard.wrap` returned.
-        file: the file, or for ``"hf"`` and ``"dcp"`` the directory, to write.
+        file: the file, or for ``"hf"``, ``"peft"`` and ``"dcp"`` the directory, to write.
         format: ``"safetensors"``: a file, or with more than ``max_shard_bytes`` several and an index. ``"hf"``: a
             directory that ``from_pretrained`` reads. ``"torch"``: what ``torch.load(weights_only=True)`` reads.
-            ``"dcp"``: a directory that ``torch.distributed.checkpoint.load`` reads. None: as the suffix of ``file``
-            says.
+            ``"dcp"``: a directory that ``torch.distributed.checkpoint.load`` reads. ``"peft"``: of a wrapped model,
+            the adapters alone (PEFT's, or :func:`fsshard.lora` on linear and convolutional layers), in a directory
+            that ``PeftModel.from_pretrained`` reads. None: as the suffix of ``file`` says.
         optimizer: write ``{"model": ..., "optimizer": ...}`` with the optimizer's state, which ``"torch"`` (numbered,
             as torch optimizers have it) and ``"dcp"`` (by name) can. True: the only one of the checkpoint; a string:
             the one that was saved under that name. Of a wrapped model: the optimizer itself.
         average: of a checkpoint: the name under which an :class:`fsshard.EMA` was saved, which is written in place of
             the weights. Of a wrapped model: export it within ``ema.swapped()``.
         model: of a checkpoint of several models: the name of the one to write.
+        merged: write weights that :func:`fsshard.lora` was put on with their adapters, under their own names, as the
+            model had them before; of these one is whole at a time.
         max_shard_bytes: of tensors in one safetensors file.
         config: for ``"hf"``: a transformers configuration, a mapping, or the path of a ``config.json``. None: the
             model's own ``config``.
@@ -88,7 +93,9 @@ def export(
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: expected a positive number of bytes")
     if (optimizer is not False and format not in ("torch", "dcp")) or (config is not None and format != "hf"):
         raise ConfigurationError(f"format={format!r}: optimizer= goes with 'torch' and 'dcp', config= with 'hf'")
-    job = _Export(path, format, max_shard_bytes, overwrite)
+    if merged and (optimizer is not False or format == "peft"):
+        raise ConfigurationError("merged=True: an optimizer's state is of the adapters, and format='peft' writes them")
+    job = _Export(path, format, max_shard_bytes, overwrite, merged)
     if isinstance(source, ShardedModule):
         if average is not None:
             raise ConfigurationError("average= goes with a checkpoint; export a model within `with ema.swapped():`")
@@ -97,6 +104,8 @@ def export(
         raise ConfigurationError("export: expected a checkpoint or one wrapped model, got several; export each alone")
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigurationError("export of a checkpoint: optimizer= takes True, or the name that it was saved under")
+    if format == "peft":
+        raise ConfigurationError("format='peft' goes with a wrapped model: load the checkpoint into one, and export it")
     if format == "hf":
         job.config = _config(config)
     with Reader.at(source) as reader:
@@ -113,6 +122,7 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
     channel = Channel.of(model.backend.settings.everyone)
     wait_for_saves()
     channel.arrive(call, timeout)
+    job.model = model
 
     def prepared() -> dict[str, ShardedOptimizer]:
         if job.format == "hf":
@@ -178,22 +188,28 @@ class _Export:
     format: str
     max_shard_bytes: int
     overwrite: bool
+    merged: bool = False
+    model: ShardedModule | None = None  # which is exported, if no checkpoint is
     config: dict[str, Any] = field(default_factory=dict)  # for "hf"
 
     @property
     def directory(self) -> Path:
         """Return where the files will be."""
-        return self.path if self.format == "hf" else self.path.parent
+        return self.path if self.format in ("hf", "peft") else self.path.parent
 
     def write(self, reader: TensorReader, optimizer: str | None) -> list[Path]:
         """Write all files in a hidden directory beside, and give them their names at the end; or leave nothing."""
         folder = self.directory / f".{self.path.name}.partial-{uuid.uuid4().hex}"
+        if self.merged:
+            reader = MergedReader(reader)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
             try:
                 if self.format in ("torch", "dcp"):
                     return self._write_one(reader, optimizer, folder)
+                if self.format == "peft":
+                    return self._write_adapters(reader, folder)
                 return self._write_safetensors(reader, folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -249,6 +265,13 @@ class _Export:
             with new_file(folder / name) as stream:
                 stream.write(memoryview((json.dumps(value, indent=2) + "\n").encode()))
         return self._commit(folder, [*files, *texts], stale)
+
+    def _write_adapters(self, reader: TensorReader, folder: Path) -> list[Path]:
+        """Write PEFT's two files."""
+        assert self.model is not None
+        stale = self._replaced([*PEFT_FILES], "")
+        write_peft(self.model, reader, folder)
+        return self._commit(folder, [*PEFT_FILES], stale)
 
     def _write_one(self, reader: TensorReader, optimizer: str | None, folder: Path) -> list[Path]:
         """Write one file of torch, or one directory of DCP."""

@@ -105,7 +105,7 @@ def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
     one, other = ranks.run(trainings.finetuned, 2, "lightning", str(tmp_path / "lightning"))
     name = "backbone.0.weight"
     assert not torch.equal(one[0]["state"][name], other[0]["state"][name])
-    for engine, words in (("fsdp", "freezing or unfreezing after wrap"), ("fairscale", "add_param_group")):
+    for engine, words in (("fsdp", "BackboneFinetuning"), ("fairscale", "add_param_group")):
         for error in ranks.run_expecting_errors(trainings.finetuned, 2, engine, str(tmp_path / engine)):
             assert isinstance(error, UnsupportedByBackend) and words in str(error)
 

@@ -1,0 +1,184 @@
+"""fsshard.lora: low-rank adapters on any weights of a model, complex and factorised ones among them."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.complex_params.flattened import Flattened, class_in_front, factorised_classes
+from fsshard.complex_params.slots import parameter_slots
+from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ADAPTER = "_lora"
+"""Suffix of the submodule that keeps an adapted weight: ``w`` is kept as ``w_lora.base``."""
+
+
+def lora(model: ModuleT, *, rank: int = 8, target: str, alpha: float | None = None) -> ModuleT:
+    """Freeze a model and add to each weight that ``target`` names a trainable matrix of low rank. Before ``wrap``.
+
+    A weight W of shape (n, ...) is seen as a matrix of its first dim by the rest: the module then computes with W +
+    alpha / rank * B A, where ``lora_A`` is (rank, rest) and ``lora_B`` (n, rank), of W's dtype, complex where W is (Hu
+    et al., https://arxiv.org/abs/2106.09685). B begins with zeros, so that the model computes what it did before. The
+    factors of a factorised weight (tltorch: Tucker, CP, TT) are weights of their own, each with its matrix.
+
+    ``w`` is kept as ``w_lora.base``: load values into the model first. PEFT's LoRA, which adds to the outputs of linear
+    layers, does without the gradient of a whole W for the time that a layer takes; it is wrapped as it is.
+
+    Args:
+        model: what is not wrapped yet; changed in place.
+        rank: of the matrices, 1 or more. Weights that have a smaller side, or one dim, are left out.
+        target: a regular expression that is searched in the names of parameters: ``"convs"``, ``r"\\.weight$"``.
+        alpha: the scale of the matrices, times the rank, as PEFT has it; None: ``rank``, which is a scale of 1.
+
+    Returns:
+        ``model``. :func:`fsshard.save` with ``only="trainable"`` writes the adapters, :func:`fsshard.export` with
+        ``merged=True`` the weights W + alpha / rank * B A under their own names.
+
+    Raises:
+        ConfigurationError: ``rank``, ``target`` or ``alpha`` without meaning, or nothing has such a name.
+        ModelError: a weight that is shared, or that a recurrent layer reads past its name; there are adapters already.
+        AlreadyWrapped: the model is wrapped.
+    """
+    chosen = _chosen(model, rank, target)
+    factor = 1.0 if alpha is None else float(alpha) / rank
+    model.requires_grad_(False)
+    for module, names in chosen.items():
+        for name in names:
+            held = module._parameters.pop(name)
+            assert held is not None
+            module.add_module(name + ADAPTER, LowRank(held, rank, factor, _keeps_pairs(module)))
+        kind: Any = type(module)
+        module.__class__ = _adapted_class(kind, tuple(names))
+    return model
+
+
+def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, list[str]]:
+    """Return the names of the parameters to adapt in each module that holds some; raise for what cannot be."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ConfigurationError(f"fsshard.lora: rank={rank!r}: expected a number, 1 or more")
+    if not isinstance(target, str):
+        raise ConfigurationError(f"fsshard.lora: target={target!r}: expected a regular expression for names")
+    if any(isinstance(module, Flattened) for module in model.modules()) or hasattr(model, "_backend"):
+        raise AlreadyWrapped("fsshard.lora: the model is wrapped or tensorfied; call lora(model), then wrap it")
+    if adapters_of(model):
+        raise ModelError("fsshard.lora: the model has adapters already; name all weights in one call, target='a|b'")
+    slots = list(parameter_slots(model))
+    found: dict[nn.Module, list[str]] = {}
+    for slot in slots:
+        if not re.search(target, slot.name) or rank > _largest_rank(slot.owner, slot.parameter):
+            continue
+        if sum(other.parameter is slot.parameter for other in slots) > 1:
+            raise ModelError(f"fsshard.lora: {slot.name!r} is shared between modules; leave it out of target=")
+        if isinstance(slot.owner, nn.RNNBase):  # which computes with a list of its own of the parameters
+            raise ModelError(f"fsshard.lora: {slot.name!r} is a recurrent layer's; leave it out of target=")
+        found.setdefault(slot.owner, []).append(slot.attribute)
+    if not found:
+        some = ", ".join(slot.name for slot in slots[:4])
+        raise ConfigurationError(
+            f"fsshard.lora: target={target!r}, rank={rank}: expected to find it in the name of a matrix of at "
+            f"least that rank, got none; names are {some}, ..."
+        )
+    return found
+
+
+def _keeps_pairs(module: nn.Module) -> bool:
+    """Return whether a class keeps complex numbers as pairs of reals itself (tltorch's complex tensors)."""
+    known = factorised_classes()
+    return known is not None and isinstance(module, known)
+
+
+def _largest_rank(module: nn.Module, parameter: Tensor) -> int:
+    """Return the smaller side of what is seen as a matrix; 0 for what cannot be."""
+    shape = parameter.shape[:-1] if _keeps_pairs(module) else parameter.shape
+    is_matrix = len(shape) > 1 and (parameter.is_floating_point() or parameter.is_complex())
+    return min(shape[0], math.prod(shape[1:])) if is_matrix else 0
+
+
+class LowRank(nn.ModuleList):  # a container to every policy: the module that computes with the weight is the unit
+    """A weight that is kept as ``base`` and a matrix of low rank.
+
+    Attributes:
+        base: the frozen weight itself; pairs of reals where its module keeps complex numbers so.
+        lora_A: (rank, elements of a row), normal with variance 1 / elements.
+        lora_B: (rows, rank), zeros.
+        scale: a buffer, so that a checkpoint can be merged without the model.
+    """
+
+    scale: Tensor
+
+    def __init__(self, base: nn.Parameter, rank: int, scale: float, pairs: bool) -> None:
+        super().__init__()
+        self.base, self.pairs = base.requires_grad_(False), pairs
+        whole = torch.view_as_complex(base.detach()) if pairs else base.detach()
+        rows, columns = whole.shape[0], whole[0].numel()
+        like: dict[str, Any] = {"dtype": whole.dtype, "device": whole.device}
+        self.lora_A = nn.Parameter(torch.randn(rank, columns, **like) / math.sqrt(columns))
+        self.lora_B = nn.Parameter(torch.zeros(rows, rank, **like))
+        self.register_buffer("scale", torch.tensor(scale, device=whole.device))
+
+    def full(self) -> Tensor:
+        """Return the weight with its adapter."""
+        base = torch.view_as_complex(self.base) if self.pairs else self.base
+        return merged(base, self.lora_A, self.lora_B, self.scale)
+
+
+def merged(base: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """Return ``base + scale * b a``, in the shape of ``base``."""
+    return base + (scale.to(a.real.dtype) * (b @ a)).view(base.shape)
+
+
+class _Adapted(nn.Module):
+    """First base of the classes of modules with adapted weights."""
+
+    _lora_origin: type[nn.Module]
+    _lora_names: tuple[str, ...]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Swallow it: tltorch demands ``name=`` here, and would register the subclass."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _rebuild, (type(self)._lora_origin, type(self)._lora_names), state
+
+
+def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    # tltorch's slices make another tensor of their own class, of what was adapted already.
+    return cls._lora_origin(*args, **kwargs)
+
+
+@cache
+def _adapted_class(origin: Any, names: tuple[str, ...]) -> Any:
+    """Return a subclass that shows under each name the weight with its adapter."""
+    members: dict[str, Any] = {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {"_lora_origin": origin, "_lora_names": names}
+    known = factorised_classes()
+    shows_pairs = known is not None and issubclass(origin, known[1])  # its methods make complex numbers of them
+    members |= {name: property(_getter(name + ADAPTER, shows_pairs)) for name in names}
+    return class_in_front(_Adapted, origin, origin.__name__, members, _call_origin)
+
+
+def _getter(adapter: str, shows_pairs: bool) -> Any:
+    def get(self: Any) -> Tensor:
+        full = cast(LowRank, self.__dict__["_modules"][adapter]).full()
+        return torch.view_as_real(full) if shows_pairs else full
+
+    return get
+
+
+def _rebuild(origin: Any, names: tuple[str, ...]) -> Any:
+    return nn.Module.__new__(_adapted_class(origin, names))
+
+
+def adapters_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the modules with adapted weights, and the attribute, by the name of the weight."""
+    return {
+        f"{name}.{attribute}".lstrip("."): (module, attribute)
+        for name, module in model.named_modules()
+        for attribute in getattr(type(module), "_lora_names", ())
+    }
