@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.averages import EMA
     from fsshard.sharded.grad_scaler import GradScaler
+    from fsshard.sharded.join import Joined, join
     from fsshard.sharded.module import ShardedModule, clip_grad_norm_, register_forward_method
     from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
     from fsshard.sharded.reports import MemoryReport
@@ -63,6 +64,7 @@ __all__ = [
     "DoesNotFit",
     "FsshardError",
     "GradScaler",
+    "Joined",
     "LaunchError",
     "Loaded",
     "MemoryReport",
@@ -99,6 +101,7 @@ __all__ = [
     "fp32_policy",
     "fpSixteen",
     "init",
+    "join",
     "latest",
     "launch",
     "load",
@@ -130,6 +133,7 @@ _NAMES = {
     "planning.policies": "Checkpointing Precision",
     "sharded.averages": "EMA",
     "sharded.grad_scaler": "GradScaler",
+    "sharded.join": "Joined join",
     "sharded.reports": "MemoryReport",
     "sharded.module": "ShardedModule clip_grad_norm_ register_forward_method",
     "sharded.optimizer": "ShardedOptimizer build_optimizer",

@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 48_283,
+    "fsshard + compat": 48_472,
     "fsshard/backends": 4_277,
     "fsshard/checkpoint": 5_099,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_593,
+    "fsshard/sharded": 4_778,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_623,
     "fsshard/model": 2_519,
@@ -30,11 +30,11 @@ LINES = {
     "fsshard/torch_private": 1_624,
     "fsshard/complex_params": 1_608,
     "compat": 7_869,
-    "tests": 51_135,
+    "tests": 51_360,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 126
-CONTRACT = 25
+CONTRACT = 26
 FLOORS = 10
 """Lines of the layers of imports in pyproject.toml."""
 """Public members of Backend."""

@@ -260,6 +260,20 @@ RUN: dict[str, Shown] = {
         needs="neuralop",
     ),
     "docs/proof.md 1": Shown(1, PARITY, ASKS_FOR_PARITY),
+    "docs/uneven.md 0": Shown(
+        2,
+        f"{WRAPPED}\nloader = [(torch.randn(2, 4), torch.randn(2, 4))] * (1 + dist.get_rank())\n"
+        "loss_fn, losses = nn.functional.mse_loss, []",
+        "assert len(losses) == 1 + dist.get_rank()",
+    ),
+    "docs/uneven.md 1": Shown(
+        2,
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "config = GPT2Config(vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=1)\n"
+        "model = fsshard.wrap(GPT2LMHeadModel(config).eval(), backend='fsdp2')\nprompts = torch.arange(3)[None]",
+        "assert tokens.shape == (1, 9)",
+        needs="transformers",
+    ),
     "docs/transformers.md 0": Shown(2, HUGGING_FACE, "assert trainer.state.global_step == 2", needs="transformers"),
     "docs/transformers.md 1": Shown(
         1, HUGGING_FACE, "assert recipe.batches(0, 2, 0) is not None", needs="transformers"

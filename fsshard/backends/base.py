@@ -192,9 +192,9 @@ class Backend(ABC):
     def accumulates(self) -> bool:
         """Return whether the graph task that runs adds to parameters' gradients; ``torch.autograd.grad`` does not."""
         # Below a transform of torch.func nothing has a gradient of its own.
-        return not functorch_transforms_active() and any(map(_is_accumulated, self._leaves()))
+        return not functorch_transforms_active() and any(map(_is_accumulated, self.leaves()))
 
-    def _leaves(self) -> Iterator[Tensor]:
+    def leaves(self) -> Iterator[Tensor]:
         """Yield the tensors to which autograd adds gradients."""
         return (entry.parameter for entry in self.all if entry.parameter.requires_grad)
 
@@ -203,7 +203,7 @@ class Backend(ABC):
 
         On every rank alike. Zeros stand where it does not depend on one; the graph stays for others, and for backward.
         """
-        leaves = list(self._leaves())
+        leaves = list(self.leaves())
         if not leaves:
             return []  # all are frozen
         return list(torch.autograd.grad(output, leaves, retain_graph=True, materialize_grads=True))

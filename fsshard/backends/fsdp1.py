@@ -312,7 +312,7 @@ class FSDP1Backend(TorchShardedBackend):
         """FSDP1's module by its handle; by None the root, where other units have all parameters."""
         return {handle_of(self.engine): self.engine} | {handle: unit for unit, handle in self._handles}
 
-    def _leaves(self) -> Iterator[Tensor]:
+    def leaves(self) -> Iterator[Tensor]:
         return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
 
     def derivatives_of(self, output: Tensor) -> list[Tensor]:

@@ -338,7 +338,7 @@ class FSDP2Backend(TorchShardedBackend):
             self._silenced -= 1
             self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
-    def _leaves(self) -> Iterator[Tensor]:
+    def leaves(self) -> Iterator[Tensor]:
         whole = (getattr(part, UNSHARDED_PARAM, None) for part in self._torchs.values())
         return (tensor for tensor in whole if tensor is not None and tensor.requires_grad)
 

@@ -28,6 +28,7 @@ class ModelBuffers:
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype]) -> None:
         self._module, self._group, self._device = backend.module, backend.settings.group, backend.settings.device
         self._broadcast = broadcast
+        self.source = 0  # the rank of the group whose buffers count; another where it trains on alone (join)
         self._parts = _modules_of(self._module)
         self._changed = False  # modules have come or gone since it was wrapped
         self.dtypes = dict(dtypes)  # the user's, by name, of those that mixed precision holds in another one
@@ -65,7 +66,7 @@ class ModelBuffers:
         group = self._group
         if group is None or group.size() == 1 or not (self._layout or self._changed):
             return
-        mine, is_first = self._now(), group.rank() == 0
+        mine, is_first = self._now(), group.rank() == self.source
         layout = _layout_of(mine)
         # The first byte says whether rank 0 has other buffers than the ranks know of. Then the rest means nothing, and
         # none of it may be written into anybody's buffers: rank 0 says what it has, and sends again.
@@ -74,9 +75,9 @@ class ModelBuffers:
         message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._device)
         if is_first and not changed and sizes:
             torch.cat([_bytes_of(mine[place]) for place in self._layout], out=message[1:])
-        dist.broadcast(message, group=group, group_src=0)
+        dist.broadcast(message, group=group, group_src=self.source)
         if changed or (not (is_first or self._simulated) and message[0]):
-            self._layout = per_rank(group, layout)[0]
+            self._layout = per_rank(group, layout)[self.source]
             self.send()
         elif not is_first:
             parts = dict(zip(self._layout, message[1:].split(sizes), strict=True))

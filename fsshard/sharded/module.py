@@ -79,6 +79,8 @@ class ShardedModule(nn.Module):
         self.has_local_gradients = False  # the latest backward was inside one: ranks hold different gradients
         self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
         self._looks = LooksAtForwards()
+        self._weight: float | None = None  # of this rank's gradients in the mean over ranks; None: 1, as of all
+        self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
         self._views = ParameterViews(backend)
         self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), backend.settings.device)
         mesh = backend.settings.model_mesh
@@ -194,6 +196,8 @@ class ShardedModule(nn.Module):
                 raise
             raise lost_ranks(group, error, "the forward of a wrapped model") from error
         if torch.is_grad_enabled():
+            if self._weight is not None:
+                self._weigh_leaves()
             if backend.facts.hooks_outputs:
                 check_output(output)
             self._watch_backward(output, since)
@@ -352,6 +356,26 @@ class ShardedModule(nn.Module):
             The norm before clipping: 0-dim float32, or float64 if a weight is, the same on every rank.
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
+
+    def weigh_gradients(self, weight: float | None) -> None:
+        """Multiply what each backward from now on adds to this rank's gradients; None takes that back."""
+        self._weight = weight
+        if weight is None:
+            for handle in self._weighed.values():
+                handle.remove()
+            self._weighed = {}
+
+    def _weigh_leaves(self) -> None:
+        """Hook what autograd adds gradients to, which under FSDP2 is there only once it was gathered."""
+
+        def weighed(gradient: Tensor) -> Tensor | None:
+            if not self._weight:  # not a product: NaN of a batch that does not count must reach nobody
+                return None if self._weight is None else torch.zeros_like(gradient)
+            return gradient * self._weight
+
+        for leaf in self.backend.leaves():
+            if id(leaf) not in self._weighed:
+                self._weighed[id(leaf)] = leaf.register_hook(weighed)
 
     def term_gradients(self, terms: Sequence[Tensor]) -> TermGradients:
         """Compare the gradients of a loss's terms, averaged over the ranks, to weight the terms by. Collective.
@@ -592,6 +616,17 @@ class ShardedModule(nn.Module):
         return self
 
 
+def wrapped_models(models: Any, call: str) -> list[ShardedModule]:
+    """Return one or several wrapped models as a list; raise a ConfigurationError for anything else."""
+    members = [models] if isinstance(models, nn.Module) else [*models]
+    if not members or not all(isinstance(model, ShardedModule) for model in members):
+        kinds = ", ".join(type(model).__name__ for model in members) or "none"
+        raise ConfigurationError(f"{call}: expected models that fsshard.wrap returned, got {kinds}")
+    if len({id(model) for model in members}) < len(members):
+        raise ConfigurationError(f"{call}: expected different models, got one of them twice")
+    return members  # type: ignore[return-value]  # as was checked
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     models: Iterable[ShardedModule], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -613,12 +648,7 @@ def clip_grad_norm_(
         ConfigurationError: a model is not what wrap returned, or is there twice.
         OptimizerError: every backward pass of a model since its last step ran under ``no_sync()``.
     """
-    members = [models] if isinstance(models, ShardedModule) else [*models]
-    if not members or not all(isinstance(model, ShardedModule) for model in members):
-        kinds = ", ".join(type(model).__name__ for model in members) or "none"
-        raise ConfigurationError(f"clip_grad_norm_: expected models that fsshard.wrap returned, got {kinds}")
-    if len({id(model) for model in members}) < len(members):
-        raise ConfigurationError("clip_grad_norm_: expected different models, got one of them twice")
+    members = wrapped_models(models, "clip_grad_norm_")
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
     backends = [model.backend for model in members]

@@ -155,6 +155,50 @@ def test_generate_before_during_and_after_full_parameters(ranks: Any, backend: s
         assert all(found), found
 
 
+def small_t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    ends = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(T5Config(vocab_size=32, **sizes, **ends)).eval()  # type: ignore[arg-type]
+
+
+def small_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=32, n_positions=32, n_embd=16, n_layer=2, n_head=2, eos_token_id=1, pad_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+def job_generate_unevenly(backend: str, build: Any) -> None:
+    """Beams, and ranks that end at different times: which blocks are gathered for each token then."""
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    units = {"auto_wrap_policy": {T5Block} if build is small_t5 else {GPT2Block}}
+    units |= {"merge_below": 0} if backend == "fsdp2" else {}
+    rank = torch.distributed.get_rank()
+    bare, model = build(), fsshard.wrap(build(), backend=backend, **(units if "fsdp" in backend else {}))
+    prompts = torch.randint(2, 32, (2, 5), generator=torch.Generator().manual_seed(rank))
+    settings: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(prompts)}
+    for more in ({"max_new_tokens": 3, "num_beams": 2}, {"max_new_tokens": 2 + 4 * rank}):
+        expected = bare.generate(prompts, **settings, **more)
+        assert torch.equal(model.generate(prompts, **settings, **more), expected)
+        with torch.inference_mode():
+            assert torch.equal(model.generate(prompts, **settings, **more), expected)
+        with model.full_parameters(), torch.inference_mode():
+            assert torch.equal(model.generate(prompts, synced_gpus=False, **settings, **more), expected)
+
+
+@pytest.mark.parametrize("build", [small_gpt2, small_t5])
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_generate_where_one_rank_ends_earlier(ranks: Any, backend: str, build: Any) -> None:
+    pytest.importorskip("transformers")
+    ranks.run(job_generate_unevenly, 2, backend, build)
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 TORCH_SAYS = {

@@ -1,0 +1,154 @@
+"""Training on ranks whose batches end at different times: the average is over the ranks that go on.
+
+torch's ``Join`` lets a rank without batches shadow the collectives of DDP. Where ranks hold parts of the weights it
+must take the optimizer's steps, too, and whatever else the script does on all ranks. So here it runs through the
+script's own loop, on the last batch that it had, and its gradients are zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsshard.comm.watchdog import taking_part, wait
+from fsshard.errors import ConfigurationError, RankMismatch
+from fsshard.sharded.module import ShardedModule, wrapped_models
+
+Batch = TypeVar("Batch")
+WHAT = "fsshard.join()"
+
+
+class Joined:
+    """Ranks that train together although their batches end at different times; made by :func:`join`.
+
+    Attributes:
+        active: whether this rank has a batch of its own now; where it has none, its loss means nothing.
+        ranks: how many ranks have one.
+    """
+
+    def __init__(self, models: Sequence[ShardedModule]) -> None:
+        settings = models[0].backend.settings
+        self._models, self._group, self._device = models, settings.group, settings.device
+        self.ranks, self.active = settings.world_size, True
+        self._open = self._loops = False
+        self._kept: list[dict[str, torch.Tensor]] = []  # the models' buffers when this rank's batches had ended
+
+    def __enter__(self) -> Joined:
+        """Let loops begin."""
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let no further loop begin."""
+        self._open = False
+
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield this rank's batches, and then the last one again, until all ranks are through with theirs.
+
+        Each batch is a small collective of all ranks: where one leaves the loop early, all do.
+
+        Args:
+            batches: this rank's, at least one.
+
+        Raises:
+            ConfigurationError: it is not within the ``with``, or within another loop.
+            RankMismatch: a rank has no batch at all, or has left the loop.
+        """
+        if not self._open or self._loops:
+            raise ConfigurationError(
+                "fsshard.join: expected one loop at a time, and within its context: "
+                "`with fsshard.join(model) as joined: for batch in joined(loader): ...`"
+            )
+        self._loops = True
+        try:
+            yield from self._until_all_end(iter(batches))
+        finally:
+            self._loops, self.active, self._kept = False, True, []
+            for model in self._models:
+                model.weigh_gradients(None)
+
+    def _until_all_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        self._send_buffers()  # an earlier loop may have been left in its middle
+        last: list[Batch] = []
+        while True:
+            batch = list(itertools.islice(batches, 1)) if self.active else []
+            if self.active and not batch:
+                self._kept = [{name: b.clone() for name, b in model.named_buffers()} for model in self._models]
+            self.active, last = bool(batch), batch or last
+            going_on, empty = self._tell(has_one=self.active, had_one=bool(last))
+            if not going_on:
+                self._send_buffers()
+                return
+            if empty:
+                raise RankMismatch(
+                    f"{WHAT}: rank {', '.join(map(str, empty))} has no batch at all, so none with which to go through "
+                    "the loop while others train; give every rank at least one"
+                )
+            self.ranks = len(going_on)
+            self._weigh()
+            yield last[0]
+            self._put_back_buffers()
+            for model in self._models:
+                model.buffers_held.source = going_on[0]
+
+    def _tell(self, *, has_one: bool, had_one: bool) -> tuple[list[int], list[int]]:
+        """Return which ranks have a batch now, and which have never had one. Collective."""
+        if self._group is None or self._group.size() == 1:
+            return ([0], []) if has_one else ([], [])
+        told = torch.zeros(self._group.size(), 2, dtype=torch.int64, device=self._device)
+        told[self._group.rank()] = torch.tensor([has_one, had_one])
+        with taking_part(self._group, WHAT):
+            work = dist.all_reduce(told, group=self._group, async_op=True)
+            wait(work, self._group, WHAT, on_cpu=self._device.type == "cpu")
+        columns: list[list[int]] = told.t().tolist()
+        now, ever = ([rank for rank, flag in enumerate(column) if flag] for column in columns)
+        return now, [rank for rank in range(self._group.size()) if rank not in ever]
+
+    def _weigh(self) -> None:
+        """Let the mean over all ranks, which engines compute, be the mean over those that go on."""
+        size = 1 if self._group is None else self._group.size()
+        for model in self._models:
+            model.weigh_gradients(None if self.ranks == size else size / self.ranks if self.active else 0.0)
+
+    def _send_buffers(self) -> None:
+        """Send the buffers of the rank that has gone on, where ranks' are not to differ; rank 0's count again."""
+        for model in self._models:
+            model.buffers_held.sync()
+            model.buffers_held.source = 0
+
+    @torch.no_grad()
+    def _put_back_buffers(self) -> None:
+        """Undo what a batch that does not count has done to buffers."""
+        for model, kept in zip(self._models, self._kept, strict=False):
+            for name, buffer in model.named_buffers():
+                if name in kept and kept[name].shape == buffer.shape:
+                    buffer.data.copy_(kept[name])
+
+
+def join(models: ShardedModule | Iterable[ShardedModule]) -> Joined:
+    """Train on ranks whose batches end at different times: ``with fsshard.join(model) as joined:``.
+
+    Within it ``for batch in joined(loader):`` runs equally often on all ranks. A rank whose batches have ended gets its
+    last one again: it goes through the script's loop with the others, its gradients count as zeros, and the average is
+    over the ranks that go on, as with ``torch.distributed.algorithms.Join`` and ``divide_by_initial_world_size=False``
+    under DDP. Everything that the loop does on all ranks (clipping, steps, schedulers, averages, checkpoints) stays as
+    it is. Buffers are those of a rank that goes on. ``joined.active`` tells whether the batch counts.
+
+    Args:
+        models: what :func:`fsshard.wrap` returned, or several that are trained in one loop.
+
+    Returns:
+        A context; calling it with the loader gives the batches.
+
+    Raises:
+        ConfigurationError: something else than wrapped models, or models of different ranks.
+    """
+    members = wrapped_models(models, "fsshard.join")
+    groups = [model.backend.settings.group for model in members]
+    if len({() if group is None else tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
+        raise ConfigurationError("fsshard.join: the models are trained by different ranks; join each by itself")
+    return Joined(members)

@@ -1,0 +1,165 @@
+"""fsshard.join: ranks whose batches end earlier, against bare replicas whose gradients are averaged by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import ConfigurationError, RankMismatch
+from tests.models import Spectral, net
+
+ENGINES: list[dict[str, Any]] = [
+    {"backend": "ddp"},
+    {"backend": "fairscale", "implementation": "real"},
+    {"backend": "fairscale", "implementation": "native"},
+    {"backend": "fsdp"},
+    {"backend": "fsdp2"},
+]
+NAMES = [str(engine.get("implementation", engine["backend"])) for engine in ENGINES]
+
+
+class Net(nn.Module):
+    """Complex rows that ranks cannot share evenly, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.spectral, self.norm = nn.Linear(4, 7), Spectral(7), nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(torch.tanh(self.spectral(self.first(x)))))
+
+
+def batches(rank: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 4, generator=generator) for _ in range(count)]
+
+
+def by_hand(counts: list[int], *, broadcast: bool, clip: float) -> list[dict[str, Tensor]]:
+    """Train one replica per rank, in this process; who has no batch left takes the others' step."""
+    replicas = [Net() for _ in counts]
+    optimizers = [torch.optim.Adam(replica.parameters(), lr=1e-2) for replica in replicas]
+    source = 0
+    for step in range(max(counts) + 1):
+        for replica in replicas if broadcast and step else ():
+            for mine, theirs in zip(replica.buffers(), replicas[source].buffers(), strict=True):
+                mine.copy_(theirs.clone())
+        going_on = [rank for rank, count in enumerate(counts) if step < count]
+        for rank in going_on:
+            replicas[rank](batches(rank, counts[rank])[step]).square().mean().backward()
+        for copies in zip(*(replica.parameters() for replica in replicas), strict=True):
+            gradients = [copies[rank].grad for rank in going_on if copies[rank].grad is not None]
+            for copy in copies if gradients else ():
+                copy.grad = sum(gradients[1:], gradients[0]) / len(going_on)  # type: ignore[arg-type, operator]
+        for replica, optimizer in zip(replicas, optimizers, strict=True) if going_on else ():
+            nn.utils.clip_grad_norm_(replica.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        source = going_on[0] if going_on else source
+    return [replica.state_dict() for replica in replicas]
+
+
+def job_uneven(engine: dict[str, Any], counts: list[int], broadcast: bool, exact: bool) -> list[tuple[bool, int]]:
+    rank, told = dist.get_rank(), []
+    model = fsshard.wrap(Net(), broadcast_buffers=broadcast, **engine)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    with fsshard.join(model) as joined:
+        for x in joined(iter(batches(rank, counts[rank]))):
+            loss = model(x).square().mean()
+            (loss if joined.active else loss * float("nan")).backward()  # which is nobody's affair
+            model.clip_grad_norm_(1e9)  # gradients as they are, and a collective more
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append((joined.active, joined.ranks))
+    found = model.state_dict()
+    for key, value in by_hand(counts, broadcast=broadcast, clip=1e9)[rank].items():
+        if exact:
+            assert torch.equal(found[key], value), key
+        elif "num" not in key:
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+    model(batches(rank, 1)[0]).square().mean().backward()  # and goes on with all ranks, at their full weight
+    optimizer.step()
+    return told
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
+def test_the_average_is_over_the_ranks_that_go_on(ranks: Any, engine: dict[str, Any]) -> None:
+    first, second = ranks.run(job_uneven, 2, engine, [2, 4], True, True)
+    assert first == [(True, 2), (True, 2), (False, 1), (False, 1)] and [active for active, _ in second] == [True] * 4
+    ranks.run(job_uneven, 2, engine, [4, 1], False, True)
+
+
+@pytest.mark.parametrize("engine", ENGINES[3:], ids=NAMES[3:])
+def test_three_of_four_ranks_go_on(ranks: Any, engine: dict[str, Any]) -> None:
+    # Three of four: 4 / 3 is rounded, and four numbers are added in another order.
+    told = ranks.run(job_uneven, 4, engine, [3, 2, 4, 3], True, False)
+    assert [count for _, count in told[0]] == [4, 4, 3, 1]
+
+
+def job_accumulated(engine: dict[str, Any]) -> None:
+    """Two models in one loop, two batches a step, the first of them without communication."""
+    model, other = fsshard.wrap(Net(), **engine), fsshard.wrap(net(), **engine)
+    with fsshard.join([model, other]) as joined:
+        for number, x in enumerate(joined(batches(dist.get_rank(), 2 - dist.get_rank()))):
+            if number == 0:
+                with model.no_sync(), other.no_sync():
+                    (model(x).square().mean() + other(x).square().mean()).backward()
+            else:
+                (model(x).square().mean() + other(x).square().mean()).backward()
+    norms = [float(each.clip_grad_norm_(1e9)) for each in (model, other)]
+    for bare, norm in zip((Net(), net()), norms, strict=True):
+        first, second = batches(0, 2)
+        bare(first).square().mean().div(2).backward()
+        bare(batches(1, 1)[0]).square().mean().div(2).backward()
+        bare(second).square().mean().backward()  # by itself
+        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(bare.parameters(), 1e9)), rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[4]], ids=["ddp", "fsdp2"])
+def test_several_models_and_accumulation(ranks: Any, engine: dict[str, Any]) -> None:
+    ranks.run(job_accumulated, 2, engine)
+
+
+def job_misused() -> list[str]:
+    model, said = fsshard.wrap(net(), backend="ddp"), []
+    joined = fsshard.join(model)
+    with pytest.raises(ConfigurationError) as raised:
+        next(joined([1]))
+    said.append(str(raised.value))
+    for wrong in (net(), []):
+        with pytest.raises(ConfigurationError) as raised:
+            fsshard.join(wrong)  # type: ignore[arg-type]
+        said.append(str(raised.value))
+    with pytest.raises(RankMismatch) as lost, joined:
+        list(joined([1] * dist.get_rank()))
+    said.append(str(lost.value))
+    with joined:  # and is as before
+        assert [each for each in joined([1]) if joined.active] == [1]
+        assert list(joined([])) == []
+    return said
+
+
+def test_misuse_is_told(ranks: Any) -> None:
+    for said in ranks.run(job_misused, 2):
+        texts = ["`with fsshard.join(model) as joined: for batch in joined(loader): ...`", "got Net", "got none"]
+        for told, text in zip(said, [*texts, "rank 0 has no batch at all"], strict=True):
+            assert text in told
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_without_it_the_rank_that_ended_is_named(backend: str) -> None:
+    """Its own processes: the ranks lose each other."""
+    with pytest.raises(fsshard.RankFailed, match=r"rank 1 failed with an early return.*fewer batches"):
+        fsshard.launch(job_ends_early, nprocs=2, args=(backend,), threads=1, timeout=60)
+
+
+def job_ends_early(context: fsshard.Context, backend: str) -> None:
+    model = fsshard.wrap(net(), backend=backend)
+    for x in batches(0, 3 - context.rank):
+        model(x).square().mean().backward()
