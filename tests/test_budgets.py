@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_624,
     "fsshard/complex_params": 1_608,
     "compat": 7_869,
-    "tests": 51_360,
+    "tests": 51_441,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 126

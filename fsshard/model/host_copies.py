@@ -36,17 +36,14 @@ def offloading_to(kind: str) -> Iterator[None]:
         HOST.reset(token)
 
 
-def can_leave(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a tensor that lies on another device than the host's."""
-    return isinstance(leaf, Tensor) and leaf.device.type not in (HOST.get(), "meta")
-
-
-def is_worth_leaving(tensor: Tensor) -> bool:
-    """Return whether a tensor can be kept by the host and is large enough for it."""
-    if not can_leave(tensor) or tensor.layout is not torch.strided or tensor.is_neg() or hasattr(tensor, LOCAL_TENSOR):
+def is_worth_leaving(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a tensor of another device that the host can keep, and large enough for it."""
+    if not isinstance(leaf, Tensor) or leaf.device.type in (HOST.get(), "meta"):
         return False
-    nbytes = tensor.numel() * tensor.element_size()
-    return nbytes >= LEAST and nbytes * SHARE >= tensor.untyped_storage().nbytes()
+    if leaf.layout is not torch.strided or leaf.is_neg() or hasattr(leaf, LOCAL_TENSOR):
+        return False
+    nbytes = leaf.numel() * leaf.element_size()
+    return nbytes >= LEAST and nbytes * SHARE >= leaf.untyped_storage().nbytes()
 
 
 class Copies:
@@ -112,7 +109,8 @@ class _Held:
         if self.source is not None and version_of(self.source) != self.version:
             raise ModelError(
                 f"a tensor of {self.dtype} that an offloaded block saved for its backward pass was changed in place "
-                "afterwards; compute out of place, or leave the block out of Checkpointing(offload_to_cpu=True)"
+                "afterwards; compute out of place, clone it before the call if the block was given it, or leave the "
+                "block out of Checkpointing(offload_to_cpu=True)"
             )
 
 
@@ -141,7 +139,7 @@ class Offloader:
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> Kept:
         """Let the tensor leave; return what :meth:`fetch` takes."""
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_neg()  # a negated view would pass for its base, of the same memory and version
         plain = tensor.conj() if tensor.is_conj() else tensor
         held = self._known(plain) or self._start(plain)
         return Kept(held, plain.size(), plain.stride(), int(plain.storage_offset()), tensor.is_conj())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
-from fsshard.model.host_copies import Kept, can_leave, offloader_of
+from fsshard.model.host_copies import Kept, is_worth_leaving, offloader_of
 from fsshard.nested import map_containers
 from fsshard.planning.plan import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import saved_tensors_hooks
@@ -171,7 +171,7 @@ class _Recomputation:
         # What is kept of offloaded tensors has no graph, which would keep the tensors themselves.
         self._away = [
             (offloader_of(leaf.device).keep(leaf), leaf.requires_grad)
-            if owner.offload_to_cpu and can_leave(leaf)
+            if owner.offload_to_cpu and is_worth_leaving(leaf)
             else None
             for leaf in leaves
         ]

@@ -416,8 +416,9 @@ def blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), *(Block(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6)))
 
 
-def test_offloaded_activations_are_not_on_the_gpu() -> None:
+def test_offloaded_activations_are_not_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for the GPU in an estimate, and was refused as a place from which nothing can be offloaded."""
+    monkeypatch.setattr(host_copies, "LEAST", 1)
     saved = {}
     for offload in (False, True):
         recipe = net(build=blocks, activation_checkpointing=fsshard.Checkpointing({Block}, offload_to_cpu=offload))

@@ -515,7 +515,7 @@ def test_row_22_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_offloading_frees_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU plays the device: inputs are kept without their graph, and brought back."""
-    monkeypatch.setattr(recomputation, "can_leave", lambda leaf: isinstance(leaf, Tensor))
+    monkeypatch.setattr(recomputation, "is_worth_leaving", lambda leaf: isinstance(leaf, Tensor))
     found = []
     for wrapper in (None, ours.checkpoint_wrapper):
         module, x = block(dropout=0.3), batch().requires_grad_()
