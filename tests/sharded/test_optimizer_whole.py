@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
-from fsshard.sharded.optimizer_whole import deal
+from fsshard.sharded.optimizer_whole import _sum_of_bits, deal
 from tests.models import Spectral, batch
 from tests.optimizers import SOAP, Shampoo, Written, average
 from tests.training_runs import DISTRIBUTED, differences
@@ -249,6 +249,36 @@ def test_two_collectives_and_twice_the_bytes(ranks: Any, backend: str) -> None:
         assert told["collectives"] == [2, 2, 2, 3]
         assert 1 <= told["bytes"] <= 1.05
         assert told["held"] == 1  # a copy and a momentum of half of them
+
+
+def job_negated(backend: str) -> list[str]:
+    """Weights get other signs between two steps, which version counters do not tell."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)).double()
+    model = fsshard.wrap(copy.deepcopy(bare), backend=backend)
+    optimizers = [torch.optim.Muon(bare.parameters(), lr=0.01)]
+    optimizers += [fsshard.build_optimizer(model, torch.optim.Muon, whole=True, lr=0.01)]  # type: ignore[list-item]
+    for each, optimizer in zip((bare, model), optimizers, strict=True):
+        for _ in range(2):
+            each.zero_grad()
+            each(torch.ones(4, 16, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            for parameter in getattr(each, "module", each).parameters():
+                getattr(parameter, "_local_tensor", parameter).data.neg_()
+    return list(differences(dict(bare.state_dict()), dict(model.state_dict())))
+
+
+@pytest.mark.parametrize("backend", DIVIDING)
+def test_other_signs_are_another_weight(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_negated, 2, backend) == [[]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_other_signs_and_another_order_are_another_sum(dtype: torch.dtype) -> None:
+    for shard in (torch.tensor([1.0, 1.0, -1.0]), torch.randn(100), torch.arange(70000.0) + 1):
+        shard = shard.to(dtype)
+        others = (-shard, shard.flip(0), torch.cat([shard[:1], -shard[1:]]), torch.cat([-shard[:2], shard[2:]]))
+        assert len({int(_sum_of_bits(each)) for each in (shard, *others)}) == 5
 
 
 def test_work_is_shared_evenly() -> None:
