@@ -22,7 +22,7 @@ LINES = {
     "fsshard/backends": 4_277,
     "fsshard/checkpoint": 5_099,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_778,
+    "fsshard/sharded": 4_779,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_623,
     "fsshard/model": 2_519,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_624,
     "fsshard/complex_params": 1_608,
     "compat": 7_869,
-    "tests": 51_441,
+    "tests": 51_471,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 126
