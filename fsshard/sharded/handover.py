@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
@@ -111,9 +111,6 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
         for members, key in list(_places(scheduler, set())):
             for new in [new for old, new in replaced if old is members[key]]:  # none: the user has pointed it elsewhere
                 members[key] = new
-                # A new scheduler, which changes no rate: torch's constructor lets ``new.step`` note its calls, and
-                # schedulers warn of an order of calls that is none where it does not.
-                ConstantLR(new, factor=1.0, total_iters=0)
 
 
 def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -174,8 +174,7 @@ class ShardedModule(nn.Module):
         """Run the user's forward under the engine."""
         if self._whole is not None:
             raise FsshardError("forward inside full_parameters(); leave the context first")
-        # Every rank looks at the same forwards: those with gradients, of which all run as many.
-        looked_at = torch.is_grad_enabled() and self._looks.begin()
+        looked_at = self._looks.begin()
         if looked_at or self._unfilled:
             self.check_filled()
         backend, training = self.backend, self.module.training
@@ -183,7 +182,9 @@ class ShardedModule(nn.Module):
         if training or torch.is_grad_enabled() or divided:  # DDP's second one is collective
             check_not_inherited(group, "the forward of a wrapped model")
         try:
-            if divided and looked_at:  # a count that is behind stays behind, so that nothing is missed in between
+            # All ranks run as many forwards with gradients, and compare in the same ones. A count that is behind stays
+            # behind, so that nothing is missed in between.
+            if divided and looked_at and torch.is_grad_enabled():
                 self._step_counts.compare()
             backend.before_forward(training=training)
             self.buffers_held.sync(then_differ=training or self.buffers_held.are_trained())
@@ -593,9 +594,12 @@ class ShardedModule(nn.Module):
 
         Raises:
             StateDictError: names every missing, unexpected or wrongly shaped key.
+            ModelError: trainable parameters were added, replaced or removed after :func:`fsshard.wrap`.
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
+        if self._whole is None:
+            check_same_parameters(self, self.backend)
         with taking_part(self.backend.settings.group, "load_state_dict()"):
             result = load_whole(self.backend, state_dict, self.buffers_held, strict, broadcast_from_rank0)
         keys, loaded = self.backend.keys, set(self.backend.key_order) - set(result.missing_keys)

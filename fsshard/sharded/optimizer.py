@@ -136,6 +136,7 @@ class ShardedOptimizer(Optimizer):
                 gradients are local, from backward passes under ``no_sync`` only, and the optimizer would look at them.
         """
         model = self.model
+        mark_stepped(self)
         if model.plan.precision.param == torch.float16 and not model.scaled:
             model.scaled = True
             warnings.warn(
@@ -414,6 +415,10 @@ def build_optimizer(
     check_asked_alike(group, request, digests)
     agree(group, lambda: request.check_separable(type(backend), backend.settings))
     return new_optimizer(model, request)
+
+
+# Else schedulers from before wrap warn of an order of calls that is none: their constructor has wrapped the old step.
+mark_tracked(ShardedOptimizer.step)
 
 
 def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOptimizer:

@@ -274,10 +274,11 @@ def job_changes(backend: str) -> dict[str, list[str]]:
         try:
             change(model)
         except ModelError as error:
-            found[name] = [str(error)] * 2
+            found[name] = [str(error)] * 3
             continue
         told = found[name] = []
-        for use in (lambda: model(batch(9)), model.state_dict):  # noqa: B023
+        state = net().state_dict()
+        for use in (lambda: model(batch(9)), model.state_dict, lambda: model.load_state_dict(state)):  # noqa: B023
             try:
                 use()
                 told.append("nothing was said")
@@ -291,6 +292,18 @@ def test_a_change_of_the_model_is_named(ranks: Any, backend: str) -> None:
     for found in ranks.run(job_changes, ranks_of(backend), backend):
         for name, told in found.items():
             assert all(CHANGES[name][1] in text and "wrap it then" in text for text in told), (name, told)
+
+
+def job_evaluated(backend: str) -> None:
+    model: Any = fsshard.wrap(net(), backend=backend)
+    model.module.last = nn.Linear(6, 1)
+    with torch.no_grad(), pytest.raises(ModelError, match=r"added: last\.weight"):
+        model.eval()(batch(0))
+
+
+@pytest.mark.parametrize("backend", often(ALL, "fsdp2"))
+def test_a_change_is_named_by_an_evaluation(ranks: Any, backend: str) -> None:
+    ranks.run(job_evaluated, ranks_of(backend), backend)
 
 
 def job_harmless(backend: str) -> list[Any]:

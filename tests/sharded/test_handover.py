@@ -137,3 +137,33 @@ def job_kept_back(backend: str) -> list[Any]:
 def test_schedulers_that_were_not_handed_over_drive_the_new_optimizer_too(ranks: Any) -> None:
     for backend in ("fsdp2", "fairscale"):
         assert ranks.run(job_kept_back, 2, backend) == [[0.0125, 0.0125]] * 2
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """As Adafactor, which computes its rate."""
+
+    def __init__(self, params: Any, lr: float | None = None) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+def job_rates_are_the_users() -> list[Any]:
+    module = net()
+    old = torch.optim.SGD(module.parameters(), lr=0.001)
+    _, optimizer, _ = fsshard.wrap(module, old, lr_scheduler.ReduceLROnPlateau(old), backend="fsdp2")
+    optimizer.param_groups[0]["lr"] = 0.1
+    lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    module = net()
+    computed = WithoutRate(module.parameters())
+    _, without, _ = fsshard.wrap(module, computed, Holder(computed), backend="fsdp2")
+    return [optimizer.param_groups[0]["lr"], without.param_groups[0]["lr"]]
+
+
+class Holder:
+    """A scheduler that has no rates to compute."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
+def test_wrap_computes_no_rates(ranks: Any) -> None:
+    assert ranks.run(job_rates_are_the_users, 2) == [[0.1, None]] * 2
