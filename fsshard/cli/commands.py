@@ -199,7 +199,7 @@ def tune(
     json_file: Json = None,
     picture: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE", help="Draw peaks against time and traffic: .png or .svg."),
+        typer.Option("--plot", metavar="FILE", help="Draw peaks against time and traffic: .png, .svg or .pdf."),
     ] = None,
     progress: Progress = None,
 ) -> None:

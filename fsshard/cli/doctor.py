@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 WORKS, MISSING, FAILS, NOTE = "works", "missing", "fails", "note"
 STYLES = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
 RANKS = 2
-MEASURING = 600.0
-"""Seconds that measuring a device may take; on an idle machine it takes two."""
+TRYING, MEASURING = 20.0, 600.0
+"""Seconds that a trial, and measuring a device, may take; on an idle machine both take a few."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ class Diagnosis:
 
 
 def command(
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that each trial on ranks may take.")] = 20.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Seconds that each trial on ranks may take: 20, or 600 with --measure."),
+    ] = None,
     measure: Annotated[
         str | None,
         typer.Option(
@@ -110,10 +113,10 @@ def command(
     if measure is not None:
         if json_file is not None:
             raise ConfigurationError("--measure writes a file of its own; leave out --json")
-        print(_measured(Path(measure)))
+        print(_measured(Path(measure), timeout or MEASURING))
         return
     with held_output(show=False):
-        found = examine(timeout=timeout)
+        found = examine(timeout=timeout or TRYING)
     out = sys.stderr if json_file == "-" else sys.stdout
     console = Console(file=out, markup=False, highlight=False, soft_wrap=True)
     for finding in found.findings:
@@ -124,14 +127,14 @@ def command(
     raise typer.Exit(AGREED if found.ok else DIFFERENT)
 
 
-def _measured(file: Path) -> str:
+def _measured(file: Path, timeout: float) -> str:
     """Measure each device, write the constants, and return them as text."""
     check_file(file)
     with held_output(show=False):
         machines = []
         for device, ranks in _devices_of_ranks().items():
             with RankPool(device=device) as pool:
-                machines.append(pool.run(measured_machine, ranks, device, timeout=MEASURING)[0])
+                machines.append(pool.run(measured_machine, ranks, device, timeout=timeout)[0])
     file.write_text(to_json(machines) + "\n", "utf-8")
     return "\n".join(str(one) for one in machines)
 
@@ -142,7 +145,7 @@ def _devices_of_ranks() -> dict[str, int]:
     return {"cpu": RANKS, **gpus}
 
 
-def examine(*, timeout: float = 20.0) -> Diagnosis:
+def examine(*, timeout: float = TRYING) -> Diagnosis:
     """Find out what this machine can do. Starts two processes, and as many more as there are GPUs, at most two.
 
     Args:

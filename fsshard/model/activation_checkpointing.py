@@ -19,7 +19,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.model.activation_offload import OffloadedForward
 from fsshard.model.host_copies import HOST
 from fsshard.model.recomputation import RecomputedForward, adopt_fairscale
-from fsshard.planning.plan import Plan, plan
+from fsshard.planning.plan import Plan, is_offloading, plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.torch_private.modules import Dropout
 
@@ -78,7 +78,7 @@ def apply_checkpointing(model: nn.Module, planned: Plan, checkpointing: Checkpoi
             checkpointing.preserve_rng_state,
             name,
         )
-    if planned.recomputed or planned.recomputed_before:
+    if planned.recomputed or not all(map(is_offloading, planned.recomputed_before.values())):
         _turn_caches_off(model)
     if not checkpointing.preserve_rng_state:
         _warn_of_dropout(blocks)

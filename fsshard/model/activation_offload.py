@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.flattened import stored_in
 from fsshard.model.host_copies import Kept, is_worth_leaving, offloader_of
 from fsshard.model.recomputation import RecomputedForward
+from fsshard.planning.plan import OFFLOADING
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
@@ -17,7 +18,7 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 class OffloadedForward(RecomputedForward):
     """Stands where a block's ``forward`` is looked up: what it saves for the backward pass goes to host memory."""
 
-    origin = "activation offloading"
+    origin = OFFLOADING
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; where gradients are enabled, what it saves leaves the device."""

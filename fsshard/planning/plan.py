@@ -246,6 +246,14 @@ def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[
     return recomputed, before
 
 
+OFFLOADING = "activation offloading"
+
+
+def is_offloading(how: str) -> bool:
+    """Return whether blocks in ``recomputed_before`` are only offloaded, by what stands there for one."""
+    return how.startswith(OFFLOADING)
+
+
 class RecomputingForward:
     """Base of what stands in the place of a module's ``forward`` and computes it again in the backward pass."""
 
@@ -529,6 +537,7 @@ def _explain_recomputed(plan: Plan) -> list[str]:
     kinds = ((recomputed, plan.recomputed, ""), (recomputed, plan.recomputed_before, "by "))
     for done, blocks, what in (*kinds, (offloaded, plan.offloaded, "")):
         for reason in dict.fromkeys(blocks.values()):
+            done = offloaded if is_offloading(reason) else done
             names = [name or "(root)" for name, why in blocks.items() if why == reason]
             lines.append(f"{done}: {_count(len(names), 'block')} ({what}{reason}): {', '.join(names)}")
     return lines

@@ -48,6 +48,14 @@ class Machine:
     host: float
     source: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.flops, Mapping) or "float32" not in self.flops:
+            raise ConfigurationError(f"Machine(flops={self.flops!r}): expected a dict in which 'float32' is")
+        named = {name: getattr(self, name) for name in _NUMBERS} | {f"flops[{k!r}]": v for k, v in self.flops.items()}
+        for name, number in named.items():
+            if not isinstance(number, (int, float)) or not number > 0:
+                raise ConfigurationError(f"Machine({name}={number!r}): expected a number above zero")
+
     def __str__(self) -> str:
         fastest = ", ".join(f"{dtype} {speed / 1e9:.3g}" for dtype, speed in self.flops.items())
         return (
@@ -93,6 +101,7 @@ def _tensor_cores(plain: float, double: float, half: float) -> dict[str, float]:
     return {"float32": plain, "float64": double, "bfloat16": half, "float16": half}
 
 
+_NUMBERS = [field.name for field in fields(Machine) if field.type == "float"]
 MACHINES = {
     one.name: one
     for one in (
@@ -154,7 +163,10 @@ def machine_of(machine: Any, device: str) -> Machine:
     fitting = [one for one in found if one.device == device]
     if not fitting:
         devices = " and ".join(one.device for one in found)
-        raise ConfigurationError(f"machine={str(machine)!r} is for {devices}, not for device={device!r}; {_ADVICE}")
+        raise ConfigurationError(
+            f"machine={str(machine)!r} is for {devices}, not for device={device!r}; pass "
+            f"device={found[0].device!r}, or another machine: {_ADVICE}"
+        )
     return fitting[0]
 
 
@@ -171,15 +183,10 @@ def read_machines(path: Path) -> list[Machine]:
     try:
         given = json.loads(path.read_text("utf-8"))["machines"]
         found = [Machine(**one) for one in given]
-        numbers = [[*one.flops.values(), *(getattr(one, name) for name in _NUMBERS)] for one in found]
-        known = all("float32" in one.flops for one in found)
-        if not found or not known or not all(float(number) > 0 for row in numbers for number in row):
-            raise ValueError("a constant is missing, or is not above zero")
+        if not found:
+            raise ValueError("no machine is in it")
     except OSError as error:
         raise ConfigurationError(f"machine={str(path)!r}: {error.strerror or error}; {_ADVICE}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ConfigurationError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(f"machine={str(path)!r} is no file of constants: {error}; {_ADVICE}") from None
     return found
-
-
-_NUMBERS = [field.name for field in fields(Machine) if field.type == "float"]

@@ -77,6 +77,12 @@ class Job:
                 f"compile={compiled!r}: what compiled code allocates cannot be estimated; leave it out to estimate "
                 "the same training without compilation"
             )
+        choice = changed.settings.get("activation_checkpointing", changed.activation_checkpointing)
+        if self.real and self.device == "cuda" and getattr(choice, "offload_to_cpu", False):
+            raise ConfigurationError(
+                "Checkpointing(offload_to_cpu=True) with real=True: real tensors are in host memory already; leave out "
+                "real=True"
+            )
         known = inspect.signature(changed.optimizer.__init__).parameters
         if self.device != "cuda" or "foreach" not in known or {"foreach", "fused", "capturable"} & set(changed.hyper):
             return changed

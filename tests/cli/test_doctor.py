@@ -119,7 +119,11 @@ def test_the_command(
 def test_constants_are_measured_and_written(ranks: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     file = tmp_path / "machine.json"
     monkeypatch.setattr(doctor, "RankPool", lambda device: contextlib.nullcontext(ranks))
-    assert cli.main(["doctor", "--measure", str(file)]) == 0
+    seen: list[float] = []
+    run = ranks.run
+    monkeypatch.setattr(ranks, "run", lambda *given, timeout: seen.append(timeout) or run(*given, timeout=timeout))
+    assert cli.main(["doctor", "--measure", str(file), "--timeout", "200"]) == 0
+    assert set(seen) == {200.0}
     assert "a rank sends" in capsys.readouterr().out
     assert machine_of(file, "cpu").name == "measured"
     assert cli.main(["doctor", "--measure", str(file), "--json", "-"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.model import activation_offload, host_copies, recomputation
+from fsshard.model.activation_checkpointing import apply_checkpointing
 from fsshard.model.host_copies import Copies, Offloader, offloading_to
 from tests.models import Spectral
 from tests.optimizers import average
@@ -333,3 +335,10 @@ def test_the_plan_says_which_blocks() -> None:
     planned = fsshard.plan(Net(), activation_checkpointing=CHOICES["offloaded"])
     assert list(planned.offloaded) == [f"blocks.{n}" for n in range(4)] and not planned.recomputed
     assert "activations in host memory: 4 blocks" in planned.explain()
+    model = offloaded(Net())
+    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    again = fsshard.plan(model)
+    assert "activations in host memory: 4 blocks (by activation offloading, before wrap)" in again.explain()
+    assert "recomputed in" not in again.explain()
+    apply_checkpointing(model, again, fsshard.Checkpointing())
+    assert model.config.use_cache  # nothing runs twice

@@ -428,6 +428,8 @@ def test_offloaded_activations_are_not_on_the_gpu(monkeypatch: pytest.MonkeyPatc
     for backend in ("ddp", "fsdp2"):
         # The inputs of six blocks, but for those that are on their way still when the backward begins.
         assert saved[False, backend] - saved[True, backend] == (6 - WINDOW) * 8 * 16 * 4
+    with pytest.raises(ConfigurationError, match="are in host memory already; leave out real=True"):
+        simulate(Job(source=recipe, changes={}, backend="ddp", mesh=(2,), device="cuda", real=True))
 
 
 def test_what_blocks_save_goes_to_the_host_but_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_an_estimate_by_constants() -> None:
 @pytest.mark.parametrize(
     ("machine", "device", "said"),
     [
-        ("h100", "cpu", r"'h100' is for cuda, not for device='cpu'; known are cpu, a100"),
+        ("h100", "cpu", "'h100' is for cuda, not for device='cpu'; pass device='cuda', .*: known are cpu, a100"),
         ("no_such", "cpu", r"machine='no_such': No such file.*fsshard doctor --measure machine\.json"),
         (7, "cpu", "machine=7: expected a name, a file or a Machine"),
         (None, "tpu", "device='tpu': expected 'cpu' or 'cuda'"),
@@ -73,9 +73,33 @@ def test_what_is_no_machine(machine: Any, device: str, said: str) -> None:
         machine_of(machine, device)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"machines": []}', '{"machines": [{"name": "x"}]}', "zero"])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "7", '{"machines": []}', '{"machines": [{"name": "x"}]}', "0.0", "NaN", '"1e9"']
+)
 def test_a_file_that_is_none_of_ours(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"
-    file.write_text(to_json([dataclasses.replace(UNIT, sent=0.0)]) if text == "zero" else text)
+    changed = to_json([UNIT]).replace('"sent": 4.0', f'"sent": {text}')
+    file.write_text(changed if text in ("0.0", "NaN", '"1e9"') else text)
     with pytest.raises(ConfigurationError, match=r"x\.json' is no file of constants"):
         machine_of(file, "cpu")
+
+
+def test_constants_are_checked_when_they_are_given() -> None:
+    said = "expected a dict in which 'float32' is"
+    for changed, text in (
+        ({"flops": {"bfloat16": 1e9}}, said),
+        ({"flops": 1e9}, said),
+        ({"sent": 0}, r"sent=0\): exp"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            dataclasses.replace(UNIT, **changed)
+    with pytest.raises(ConfigurationError, match=r"flops\['float64'\]='1e9'\): expected a number above zero"):
+        dataclasses.replace(UNIT, flops={"float32": 1, "float64": "1e9"})
+
+
+def test_a_machine_of_another_device_says_which() -> None:
+    """As the error advises."""
+    device = "cuda"
+    with pytest.raises(ConfigurationError, match=f"pass device={device!r}, or another machine: "):
+        machine_of("h100", "cpu")
+    assert machine_of("h100", device).device == device

@@ -27,6 +27,7 @@ class Tried:
     name: str  # "auto", "one unit" and so on of those that are always tried, else ""
     recomputed: int  # number of blocks whose activations are computed again
     estimate: Estimate
+    offloaded: int = 0  # number of blocks whose activations wait in host memory instead
 
     @property
     def peak(self) -> int:
@@ -57,10 +58,15 @@ class Tried:
             size(self.estimate.sent),
             f"{self.estimate.sent / self.estimate.parameters:.2f}",
             str(self.collectives),
-            f"{self.recomputed} block{'' if self.recomputed == 1 else 's'}" if self.recomputed else "-",
+            self._blocks(),
             str(self.estimate.moment),
             f"{name}{self.candidate.code()}",
         ]
+
+    def _blocks(self) -> str:
+        if self.offloaded:
+            return f"{self.offloaded} offloaded"
+        return f"{self.recomputed} block{'' if self.recomputed == 1 else 's'}" if self.recomputed else "-"
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON shows."""
@@ -72,6 +78,7 @@ class Tried:
             "sent": self.estimate.sent,
             "collectives": self.collectives,
             "recomputed": self.recomputed,
+            "offloaded": self.offloaded,
             "moment": asdict(self.estimate.moment),
         }
 

@@ -406,7 +406,8 @@ class Search:
             if apart == joined:  # the option means nothing: the code is no longer than it must be
                 candidate = candidate.changed(**{joining.option: ...})
         name = f"{self._named}{name}" if name else ""
-        one = Tried(candidate=candidate, name=name, recomputed=len(planned.recomputed), estimate=estimate)
+        blocks = {"recomputed": len(planned.recomputed), "offloaded": len(planned.offloaded)}
+        one = Tried(candidate=candidate, name=name, estimate=estimate, **blocks)
         self.tried.append(one)
         return one
 

@@ -147,7 +147,8 @@ def test_for_gpus_activations_may_go_to_the_host() -> None:
     choices = [one.candidate.settings.get("activation_checkpointing") for one in tuned.tried]
     away = [choice for choice in choices if getattr(choice, "offload_to_cpu", False)]
     assert {choice.recompute for choice in away} == {True, False}
-    assert any("recompute=False" in one.candidate.code() and one.estimate.work.offloaded for one in tuned.tried)
+    left = next(one for one in tuned.tried if "recompute=False" in one.candidate.code() and one.estimate.work.offloaded)
+    assert f"{left.offloaded} offloaded" in left.row("", left) and left.as_dict()["offloaded"] and not left.recomputed
     assert len({one.candidate.code() for one in tuned.tried}) == len(tuned.tried)
 
 
