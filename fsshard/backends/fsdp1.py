@@ -62,6 +62,7 @@ from fsshard.torch_private.fsdp1 import (
     reduce_by,
     sharded_size,
     show,
+    show_frozen,
     tensors_of,
     trains_now,
     wrapped_by,
@@ -246,6 +247,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     def _change_trainable(self, flags: list[bool]) -> None:
         infos = self.settings.plan.parameters
+        self._check_accumulation(flags)
         for entry, now, before in zip(self.all, flags, self._flags, strict=True):
             unit = infos[entry.name].unit
             if now or not before or unit in self._frozen_since:
@@ -256,6 +258,18 @@ class FSDP1Backend(TorchShardedBackend):
             hook = _showing(own, [self._place[each.name] for each in own], _frozen_detached)
             self._modules[unit].register_forward_pre_hook(hook)
         super()._change_trainable(flags)
+
+    def _check_accumulation(self, flags: list[bool]) -> None:
+        """Refuse to change a part of what has one gradient while that is held as a whole, between micro-batches."""
+        # On several ranks FSDP1 ends in errors of sizes, on one the gradient of what is frozen is lost (torch 2.13).
+        trains = {id(self._place[entry.name][0]) for entry, now in zip(self.all, flags, strict=True) if now}
+        for entry, now, before in zip(self.all, flags, self._flags, strict=True):
+            flat = self._place[entry.name][0]
+            if now != before and self._accumulating and flat.grad is not None and id(flat) in trains:
+                raise ModelError(
+                    f"{entry.name}: requires_grad has changed after a backward under no_sync(), whose gradients backend "
+                    "'fsdp' holds in one tensor with others: change it between two steps, or use backend='fsdp2'"
+                )
 
     def on_trainable_changed(self) -> None:
         if self.usage is not None:
@@ -462,6 +476,12 @@ class _DerivativePasses:
             self._ending = task
             queue_callback(self.let_go)
 
+    def backward_ends(self) -> None:
+        """Show the parameters of frozen units in their modules."""
+        if (backend := self._backend()) is not None:
+            for _, handle in backend._handles:
+                show_frozen(handle)
+
     def let_go(self) -> None:
         """Free what is gathered, and keep nothing from here on."""
         self._kept, self._ending = False, None
@@ -645,6 +665,8 @@ def _unit_class() -> type[nn.Module]:
             @_post_backward_callback_queued.setter
             def _post_backward_callback_queued(self, queued: bool) -> None:
                 self.__dict__["_queued"] = queued
+                if not queued and self._passes is not None:  # the last thing in a backward
+                    self._passes.backward_ends()
 
             def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
                 return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)

@@ -125,6 +125,7 @@ class TorchShardedBackend(Backend):
     facts: ClassVar[EngineFacts] = DIVIDED
     shard_group: dist.ProcessGroup  # the ranks among which one copy of the parameters is divided
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
+    _accumulating: bool = False  # the latest backward was under no_sync: gradients wait where they cannot be seen
 
     @classmethod
     def check(cls, settings: Settings) -> Settings:
@@ -193,8 +194,7 @@ class TorchShardedBackend(Backend):
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
-        accumulating = getattr(self, "_accumulating", False)  # gradients wait where they cannot be seen
-        if self.usage is not None and self.usage.used and not accumulating:
+        if self.usage is not None and self.usage.used and not self._accumulating:
             # A gradient dropped by hand. A rank without elements of a parameter has none to see; others speak for it.
             gone = [entry for entry in self.all if entry.parameter.grad is None]
             self.usage.forget(entry for entry in gone if entry.local().numel())

@@ -79,7 +79,8 @@ def without_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
         is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
         return _aliased(value) if is_leaf else value
 
-    return tuple(map(alias, args)), {key: alias(value) for key, value in kwargs.items()}
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = map_containers(alias, (args, kwargs), "fsdp2")
+    return changed
 
 
 def mark_unit_inputs(unit: nn.Module) -> None:

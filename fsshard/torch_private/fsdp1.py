@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.registry import Area
 
 AREA = Area("fsdp1", otherwise="backend 'fsdp', and FairScale's FullyShardedDataParallel")
@@ -239,6 +238,19 @@ def abandon(unit: Any) -> None:
     let_go(flat)
 
 
+_SHOW = AREA.attribute(f"{_HANDLE}_use_sharded_views", use="gives modules the parameters in place of views")
+
+
+def show_frozen(handle: Any) -> None:
+    """After a backward let modules have the parameters of a frozen unit again.
+
+    On one rank FSDP1 leaves its views of them there, which ``named_parameters()`` does not find, and the next forward
+    would take them for parameters that were assigned, and write them back (torch 2.13).
+    """
+    if not (handle.trains or handle.uses_sharded_strategy):
+        getattr(handle, _SHOW)()
+
+
 def is_idle(unit: Any) -> bool:
     """Return whether a unit is in the middle of nothing."""
     return bool(unit.training_state.name == "IDLE")
@@ -354,10 +366,6 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
             # backward: "Invalid: _post_backward_hook_state" (torch 2.13).
             super()._reset_flat_param_grad_info_if_needed()
             self.flat_param.requires_grad = self.trains
-            if not (self.trains or self.uses_sharded_strategy) and current_graph_task_id() == -1:
-                # On one rank a backward leaves its views of what is frozen in the root, and the next forward would take
-                # them for parameters that were assigned, and write them back (torch 2.13).
-                self._use_sharded_views()
 
         def unshard(self) -> None:
             with passes.gathering():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fsshard
+from fsshard.errors import ModelError
 from fsshard.torch_private.fsdp1 import let_go
 from tests.models import net
 from tests.training_runs import DISTRIBUTED
@@ -142,6 +143,51 @@ def test_frozen_weights_have_no_gradient_that_is_held_or_sent(ranks: Any) -> Non
     """Raw FSDP1 holds one for the whole of a unit's flat parameter."""
     for frozen, unfrozen in ranks.run(job_gradients_held, 2):
         assert frozen <= 2 * 4 * (5 + 20 + 8) and unfrozen > frozen + 4 * 512
+
+
+def job_frozen_by_module() -> list[Any]:
+    """What is frozen is a parameter of its module after a step, and is unfrozen with it, between steps alone."""
+    model, x = fsshard.wrap(Wide(), backend="fsdp", auto_wrap_policy={Frozen}), torch.ones(2, 4, requires_grad=True)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    names, found = {name for name, _ in model.module.named_parameters()}, list[Any]()
+    for unfrozen in (False, True):
+        if unfrozen:
+            model.module.requires_grad_()
+        model(x).sum().backward()
+        optimizer.step()
+        found += [names - {name for name, _ in model.module.named_parameters()}, model.module.large.weight.grad is None]
+        optimizer.zero_grad()
+    with model.no_sync():
+        model(x).sum().backward()
+    model.module.large.bias.requires_grad_(False)
+    with pytest.raises(ModelError, match="between two steps, or use backend='fsdp2'"):
+        model(x)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_frozen_is_unfrozen_by_its_module(ranks: Any, world_size: int) -> None:
+    """Raw FSDP1 on one rank leaves views in modules after a backward: ``requires_grad_()`` does not find the weights.
+
+    Between micro-batches of no_sync() it raises for sizes on two ranks, and on one loses a gradient.
+    """
+    assert ranks.run(job_frozen_by_module, world_size) == [[set(), True, set(), False]] * world_size
+
+
+class OfDict(Frozen):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch["x"])
+
+
+def job_gradient_of_nested_input() -> list[float]:
+    model, x = fsshard.wrap(OfDict().requires_grad_(False), backend="fsdp"), torch.ones(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model({"x": x}).sum(), x)
+    return [float(gradient.isfinite().all())]
+
+
+def test_a_frozen_model_has_the_gradient_of_an_input_within_a_dict(ranks: Any) -> None:
+    """Raw FSDP1: "A leaf node was passed to _will_engine_execute_node"."""
+    assert ranks.run(job_gradient_of_nested_input, 2) == [[1.0]] * 2
 
 
 def job_numbered_cpu() -> str:
