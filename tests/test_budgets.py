@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 48_511,
-    "fsshard/backends": 4_277,
+    "fsshard + compat": 48_542,
+    "fsshard/backends": 4_299,
     "fsshard/checkpoint": 5_099,
     "fsshard/parity": 3_876,
     "fsshard/sharded": 4_785,
@@ -27,10 +27,10 @@ LINES = {
     "fsshard/simulation": 3_644,
     "fsshard/model": 2_519,
     "fsshard/oss": 1_926,
-    "fsshard/torch_private": 1_624,
+    "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_608,
     "compat": 7_869,
-    "tests": 51_554,
+    "tests": 51_600,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 126

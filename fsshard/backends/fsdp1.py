@@ -268,7 +268,7 @@ class FSDP1Backend(TorchShardedBackend):
             if now != before and self._accumulating and flat.grad is not None and id(flat) in trains:
                 raise ModelError(
                     f"{entry.name}: requires_grad has changed after a backward under no_sync(), whose gradients "
-                    "backend 'fsdp' holds in one tensor with others: change it between two steps, or use backend='fsdp2'"
+                    "backend 'fsdp' holds together: change it between two steps, or use backend='fsdp2'"
                 )
 
     def on_trainable_changed(self) -> None:

@@ -228,7 +228,7 @@ def test_models_that_cannot_be_adapted() -> None:
         fsshard.lora(nn.LSTM(4, 4), rank=2, target="weight")
     with pytest.raises(ModelError, match=r"one call, target='a\|b'"):
         fsshard.lora(net(), rank=2, target="head")
-    with pytest.raises(AlreadyWrapped, match="lora"):
+    with pytest.raises(AlreadyWrapped, match=r"call lora\(model\), then wrap it"):
         fsshard.lora(fsshard.tensorfy(Net()), rank=2, target="conv")
 
 
