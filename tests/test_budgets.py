@@ -33,7 +33,7 @@ LINES = {
     "tests": 51_600,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 126
+PRIVATE_NAMES = 127
 CONTRACT = 26
 FLOORS = 10
 """Lines of the layers of imports in pyproject.toml."""
