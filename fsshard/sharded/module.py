@@ -75,6 +75,7 @@ class ShardedModule(nn.Module):
         self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
+        self._engine_silence = contextlib.ExitStack()  # the engine's no_sync, while any is open
         self._synchronises, self._no_sync = True, contextlib.ExitStack()  # of require_backward_grad_sync
         self.has_local_gradients = False  # the latest backward was inside one: ranks hold different gradients
         self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
@@ -277,12 +278,16 @@ class ShardedModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward accumulates local gradients; the first backward after it reduces them all."""
+        # Engines take their contexts to end in the reverse order; with require_backward_grad_sync they need not.
+        if not self._silenced:
+            self._engine_silence.enter_context(self.backend.no_sync())
         self._silenced += 1
         try:
-            with self.backend.no_sync():
-                yield
+            yield
         finally:
             self._silenced -= 1
+            if not self._silenced:
+                self._engine_silence.close()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -542,6 +547,12 @@ class ShardedModule(nn.Module):
             with torch.no_grad():
                 for name, entry in backend.entries.items():
                     entry.put(stored[name])
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
+        """Freeze or unfreeze all parameters; also within :meth:`full_parameters`, which shows copies of them."""
+        for entry in self.backend.all:
+            entry.parameter.requires_grad_(requires_grad)
+        return self
 
     # ------------------------------------------------------------------------------------------ state dicts
 

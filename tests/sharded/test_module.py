@@ -116,6 +116,24 @@ def test_ddps_attribute_is_no_sync(ranks: Any, backend: str) -> None:
     assert ranks.run(job_flag, size, backend) == [([], False)] * size
 
 
+def job_flag_in_no_sync(backend: str) -> tuple[bool, list[bool]]:
+    model = fsshard.wrap(net(), backend=backend)
+    with model.no_sync():
+        model.require_backward_grad_sync = False
+    model.require_backward_grad_sync = True
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, range(2))
+    with model.full_parameters():
+        model.requires_grad_(False)
+    return model.is_silenced, [parameter.requires_grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_the_attribute_may_change_in_no_sync_and_all_freeze_in_full_parameters(ranks: Any, backend: str) -> None:
+    for silenced, trained in ranks.run(job_flag_in_no_sync, ranks_of(backend), backend):
+        assert not silenced and not any(trained)
+
+
 def job_writes(backend: str) -> int:
     from neuralop.models import FNO
 
