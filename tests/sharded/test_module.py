@@ -130,8 +130,8 @@ def job_flag_in_no_sync(backend: str) -> tuple[bool, list[bool]]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_the_attribute_may_change_in_no_sync_and_all_freeze_in_full_parameters(ranks: Any, backend: str) -> None:
-    for silenced, trained in ranks.run(job_flag_in_no_sync, ranks_of(backend), backend):
-        assert not silenced and not any(trained)
+    for silenced, flags in ranks.run(job_flag_in_no_sync, ranks_of(backend), backend):
+        assert not silenced and not any(flags)
 
 
 def job_writes(backend: str) -> int:
