@@ -1,4 +1,4 @@
-"""Train a TFNO on Darcy flow twice: with AdamW, and with a Muon per mode of its spectral weights beside AdamW.
+"""Train an FNO on Darcy flow twice: with AdamW, and with a Muon per mode of its spectral weights beside AdamW.
 
     python examples/muon_per_mode.py
     python examples/muon_per_mode.py --backend fsdp --n-train 1000 --epochs 20
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from neuralop import H1Loss, LpLoss
-from neuralop.models import TFNO
+from neuralop.models import FNO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -70,7 +70,7 @@ def build_optimizer(model: nn.Module, name: str, args: argparse.Namespace) -> An
     names = [name for name, _ in model.named_parameters()]
     if name == "AdamW":
         return fsshard.build_optimizer(model, Muon, whole=True, lr=args.lr)  # its groups without muon=True
-    spectral = [name for name in names if name.endswith("weight.core")]  # or "weight.tensor" if it is not factorised
+    spectral = [name for name in names if name.endswith("weight.tensor")]  # (in, out, *modes)
     groups = [
         {"params": spectral, "see": "modes", "muon": True, "lr": args.muon_lr},
         {"params": [name for name in names if name not in spectral]},
@@ -88,7 +88,7 @@ def train(ctx: fsshard.Context, args: argparse.Namespace) -> dict[str, dict[int,
     errors: dict[str, dict[int, float]] = {}
     for name in ("AdamW", "Muon per mode"):
         torch.manual_seed(args.seed)
-        model = TFNO(n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32, projection_channel_ratio=2)
+        model = FNO(n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32, projection_channel_ratio=2)
         model = fsshard.wrap(model.to(ctx.device), backend=args.backend)
         optimizer = build_optimizer(model, name, args)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)

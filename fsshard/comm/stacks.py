@@ -95,8 +95,8 @@ def location_in_dump(text: str) -> StackLocation:
 
 def location_of_this_rank() -> StackLocation:
     """Return where the main thread of this process is; asked by another thread."""
-    stacks = {
-        ident: [_StackFrame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
+    stacks = {  # between two lines of code a frame has none
+        ident: [_StackFrame(f.f_code.co_filename, n or 0, f.f_code.co_name) for f, n in traceback.walk_stack(frame)]
         for ident, frame in sys._current_frames().items()
     }
     main = stacks.pop(threading.main_thread().ident or 0, [])

@@ -29,7 +29,7 @@ from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
-from fsshard.sharded.optimizer_matrices import Matrices, See, check_equivariant, check_see, matrices_of
+from fsshard.sharded.optimizer_matrices import Matrices, See, check_equivariant, check_see, is_bias, matrices_of
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
 """Known to use the shape, a norm or a factorisation of each parameter."""
@@ -99,7 +99,7 @@ class OptimizerRequest:
         for name in (n for g in self.groups for n in g["params"]) if self.optimizer_class is torch.optim.Muon else ():
             shape, is_complex = self.parameters[name]
             if is_complex or self._dims(name) != 2:
-                filters = "" if is_complex or len(shape) < 3 else ", or pass whole=True, see='matrix'"
+                filters = "" if is_complex or len(shape) < 3 or is_bias(shape) else ", or pass whole=True, see='matrix'"
                 raise OptimizerError(
                     f"Muon takes real matrices, and {name!r} is {'complex' if is_complex else 'real'}, of shape "
                     f"{tuple(shape)}; give it the names of matrices, fsshard.build_optimizer(model, torch.optim.Muon, "
@@ -203,14 +203,14 @@ class OptimizerRequest:
         return optimizer, parameters
 
     def trained(self, samples: Sequence[_Sample]) -> list[Tensor]:
-        """Return the values of samples after two steps, each as (group's number, value and gradients). Local."""
+        """Return the values of samples after all steps, each as (group's number, value and gradients). Local."""
         with _surroundings():
             return self._trained(samples, closure=False)
 
     def _trained(self, samples: Sequence[_Sample], closure: bool) -> list[Tensor]:
         """Return the samples' values as they are after all steps."""
         optimizer, parameters = self._build(samples)
-        for step in range(1, 1 + len(SCALES)):
+        for step in range(1, len(samples[0][1]) if samples else 1):
             give = partial(_give_gradients, parameters, [stacked[step] for _, stacked in samples])
             give()
             # Without hooks: a user's hooks for all optimizers are not for this one.

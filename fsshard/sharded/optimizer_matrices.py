@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -20,10 +21,14 @@ See = Literal["matrix", "modes"]
 BOUND = 1e-5
 """Largest difference between the step of U G and U times the step of G, of the largest number of the step. In
 complex128 Newton-Schulz, roots and eigenbases differ by 1e-9 at most; ``.T`` in place of ``.mH`` by 1."""
+SQUARE = ((16, 16),)
+"""Shapes of the matrices that decide: their factors G G^H and G^H G have eigenbases, which others have but in part."""
 TALL_AND_WIDE = ((24, 16), (16, 24))
-"""Shapes of the matrices of the trial: algorithms turn what is taller than wide."""
+"""Shapes of those tried besides: algorithms turn what is taller than wide."""
+STEPS = 12
+"""Steps of the trial: some algorithms begin late, and renew bases each 10 steps."""
 OF_STACK = (6, 4)
-"""Shape of the matrices in a stack that is tried, of as many as the weight has modes."""
+"""Shape of the matrices in a stack that is tried: of a few, then of as many as the weight has modes."""
 
 
 class Request(Protocol):
@@ -137,12 +142,17 @@ def check_see(request: Request) -> None:
         raise OptimizerError("see= shows complex weights as complex matrices: leave out see_complex=False")
 
 
+def is_bias(shape: torch.Size) -> bool:
+    """Return whether a weight of three or more dims has one number for each place along its first, as (32, 1, 1)."""
+    return len(shape) > 2 and shape[1:].numel() == 1
+
+
 def matrices_of(request: Request) -> dict[str, Matrices]:
     """Return, by name, how weights are shown that are to be seen as matrices and have more dims than two. Local."""
     found: dict[str, Matrices] = {}
     for number, group in enumerate(request.groups):
         of_group = {name: request.parameters[name] for name in group["params"] if name in request.see}
-        large = {name: shape for name, (shape, _) in of_group.items() if len(shape) > 2}
+        large = {name: shape for name, (shape, _) in of_group.items() if len(shape) > 2 and not is_bias(shape)}
         modes = [name for name in large if request.see[name] == "modes"]
         most = max((large[name][2:].numel() for name in modes), default=0)
         stacked = bool(modes) and _takes_stacks(request, number, {of_group[name][1] for name in modes}, most)
@@ -164,11 +174,12 @@ def _takes_stacks(request: Request, number: int, kinds: set[bool], modes: int) -
     """
     if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
         return False
-    generator, some = torch.Generator().manual_seed(1), sorted({0, modes // 2, modes - 1})
+    generator = torch.Generator().manual_seed(1)
     try:
-        for is_complex in sorted(kinds):
-            dtype = torch.complex128 if is_complex else torch.float64
-            given = torch.randn(3, modes, *OF_STACK, dtype=dtype, generator=generator)
+        # A few first: a class that flattens a stack by its first dim has factors of all modes by all modes.
+        for count, is_complex in itertools.product(dict.fromkeys((min(3, modes), modes)), sorted(kinds)):
+            dtype, some = torch.complex128 if is_complex else torch.float64, sorted({0, count // 2, count - 1})
+            given = torch.randn(3, count, *OF_STACK, dtype=dtype, generator=generator)
             (stack,) = request.trained([(number, given)])
             alone = torch.stack(request.trained([(number, given[:, at].clone()) for at in some]))
             if not _distance(stack[some], alone, given[0, some]) <= BOUND:
@@ -186,11 +197,13 @@ def check_equivariant(request: Request) -> None:
     """
     shown = [[request.parameters[name] for name in group["params"] if name in request.see] for group in request.groups]
     for number, weights in enumerate(shown):
-        if not any(is_complex and len(shape) > 1 for shape, is_complex in weights):
+        if not any(is_complex and len(shape) > 1 and not is_bias(shape) for shape, is_complex in weights):
             continue
         if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
             continue
-        difference, name = _turned_difference(request, number), request.optimizer_class.__name__
+        difference, name = _turned_difference(request, number, SQUARE), request.optimizer_class.__name__
+        if difference <= BOUND and _turns_real(request, number):
+            difference = _turned_difference(request, number, TALL_AND_WIDE)
         if not difference <= BOUND:
             raise OptimizerError(
                 f"{name} is no algorithm of complex matrices: for gradients U G its step is not U times the step for G "
@@ -200,13 +213,26 @@ def check_equivariant(request: Request) -> None:
             )
 
 
-def _turned_difference(request: Request, number: int) -> float:
-    """Return the largest difference between the step of U G and U times the step of G, of the step's largest number."""
+def _turns_real(request: Request, number: int) -> bool:
+    """Return whether tall and wide matrices are no trouble if they are real, as where an eigenbasis is arbitrary."""
+    try:
+        return _turned_difference(request, number, TALL_AND_WIDE, (torch.float64,)) <= BOUND
+    except OptimizerError:  # it takes complex ones alone
+        return True
+
+
+def _turned_difference(
+    request: Request,
+    number: int,
+    shapes: Sequence[tuple[int, int]],
+    dtypes: Sequence[torch.dtype] = (torch.complex128, torch.complex64),  # a class may have but one
+) -> float:
+    """Return the largest difference between the steps of U G and U times those of G, of the largest number of these."""
     raised: Exception | None = None
-    for dtype in (torch.complex128, torch.complex64):  # a class may have but one
+    for dtype in dtypes:
         generator = torch.Generator().manual_seed(1)
-        given = [torch.randn(3, *shape, dtype=dtype, generator=generator) for shape in TALL_AND_WIDE]
-        squares = [torch.randn(rows, rows, dtype=dtype, generator=generator) for rows, _ in TALL_AND_WIDE]
+        given = [torch.randn(1 + STEPS, *shape, dtype=dtype, generator=generator) for shape in shapes]
+        squares = [torch.randn(rows, rows, dtype=dtype, generator=generator) for rows, _ in shapes]
         turns = [torch.linalg.qr(square)[0] for square in squares]
         try:
             plain = request.trained([(number, each) for each in given])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
 from fsshard.comm import gloo
-from fsshard.comm.stacks import StackLocation, location_in_dump, location_in_traceback, timed_out
+from fsshard.comm.stacks import StackLocation, location_in_dump, location_in_traceback, location_of_this_rank, timed_out
 
 TORCH = Path(torch.__file__).parent
 FOLDER = Path(gloo.__file__).parent
@@ -120,3 +121,9 @@ def test_nothing_is_made_of_nothing() -> None:
     assert location_in_dump("") == location_in_traceback("no traceback at all") == StackLocation()
     assert StackLocation().told() == "is at an unknown place"
     assert timed_out(GLOO) and timed_out("DistStoreError: wait timeout after 500ms") and not timed_out("reset by peer")
+
+
+def test_a_frame_between_two_lines_is_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = traceback.walk_stack
+    monkeypatch.setattr(traceback, "walk_stack", lambda frame: [(f, None) for f, _ in walk(frame)])
+    assert ":0 in " in location_of_this_rank().line

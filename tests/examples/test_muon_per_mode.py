@@ -1,4 +1,4 @@
-"""The example that trains a TFNO with a Muon per mode: it prints both errors, and engines give the same ones."""
+"""The example that trains an FNO with a Muon per mode: it prints both errors, and engines give the same ones."""
 
 from __future__ import annotations
 

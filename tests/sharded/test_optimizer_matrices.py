@@ -14,7 +14,7 @@ import fsshard
 from fsshard.errors import OptimizerError
 from fsshard.sharded.optimizer_checks import OptimizerRequest
 from tests.models import batch
-from tests.optimizers import MyLion, Written, average
+from tests.optimizers import SOAP, MyLion, Shampoo, Written, average
 from tests.sharded.test_optimizer_whole import Kron
 from tests.training_runs import DISTRIBUTED, differences
 
@@ -289,10 +289,35 @@ class NoComplex(Stacks):
         return super().direction(group, parameter)
 
 
+class TurnedSOAP(SOAP):
+    def turned(self, state: dict[str, Any], matrix: Tensor) -> Tensor:
+        return state["left_basis"].mT @ matrix @ state["right_basis"] if "left" in state else matrix
+
+
+class Renewing(Written):
+    """A basis of each tenth gradient, with .mT where .mH is meant."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        state, gradient = self.state[parameter], parameter.grad
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] % 10 == 0:
+            state["basis"] = torch.linalg.inv(torch.eye(len(gradient), dtype=gradient.dtype) + gradient @ gradient.mT)
+        return state["basis"] @ gradient if "basis" in state else gradient
+
+
+class TallOnly(Stacks):
+    """Wrong only for what is taller than wide."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        turn = "T" if parameter.shape[-2] > parameter.shape[-1] else "mH"
+        return super().direction({**group, "turn": turn}, parameter)
+
+
 def test_algorithms_of_complex_matrices_are_told_from_others() -> None:
-    for optimizer_class in (Kron, Stacks, Single):
-        asked(optimizer_class).check_settings()
-    for told in (asked(Stacks, turn="T"), asked(MyLion), asked(torch.optim.AdamW), asked(Stacks, "matrix", turn="T")):
+    for optimizer_class, see in itertools.product((Kron, Stacks, Single, SOAP, Shampoo), ("modes", "matrix")):
+        asked(optimizer_class, see).check_settings()
+    wrong = (asked(MyLion), asked(torch.optim.AdamW), asked(Renewing), asked(TurnedSOAP), asked(TurnedSOAP, "matrix"))
+    for told in (asked(Stacks, turn="T"), asked(Stacks, "matrix", turn="T"), asked(TallOnly), *wrong):
         with pytest.raises(OptimizerError, match=r"is not U times the step for G .* but differs by \d\.\de") as caught:
             told.check_settings()
         number = float(str(caught.value).split("differs by ")[1].split()[0])
@@ -323,6 +348,34 @@ def test_a_stack_is_shown_to_who_takes_it_as_so_many_matrices(complex_: bool) ->
         assert (matrices.stacked, matrices.dims) == (stacked, 3 if stacked else 2), optimizer_class
     assert not asked(Few, modes=1000, complex_=complex_).matrices["w"].stacked
     assert asked(Kron, "matrix", complex_=complex_).matrices["w"].dims == 2
+
+
+def test_a_class_that_flattens_a_stack_is_not_tried_on_all_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its factors would have 2e5 by 2e5 numbers."""
+    called: list[int] = []
+    monkeypatch.setattr(Shampoo, "direction", counted(Shampoo.direction, called))
+    assert not asked(Shampoo, modes=200_000).matrices["w"].stacked
+    assert called and max(called) < 100
+
+
+def counted(direction: Any, called: list[int]) -> Any:
+    def of_lengths(optimizer: Any, group: Any, parameter: Any) -> Any:
+        called.append(len(parameter))
+        return direction(optimizer, group, parameter)
+
+    return of_lengths
+
+
+@pytest.mark.parametrize("see", ["modes", "matrix"])
+def test_a_bias_with_more_dims_is_no_matrix(see: Any) -> None:
+    groups = [{"params": ["bias", "w"]}]
+    parameters = {"bias": (torch.Size((32, 1, 1)), False), "w": (torch.Size((4, 3, 2)), False)}
+    request = OptimizerRequest(Stacks, groups, {}, parameters, whole=True, see=dict.fromkeys(parameters, see))
+    assert list(request.matrices) == ["w"]
+    request = OptimizerRequest(torch.optim.Muon, groups, {}, parameters, whole=True, see=dict.fromkeys(parameters, see))
+    with pytest.raises(OptimizerError, match="'bias' is real, of shape") as caught:
+        request.check_settings()
+    assert "see=" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------ refusals
