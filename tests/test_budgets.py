@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 48_579,
-    "fsshard/backends": 4_299,
+    "fsshard + compat": 48_610,
+    "fsshard/backends": 4_301,
     "fsshard/checkpoint": 5_099,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_822,
+    "fsshard/sharded": 4_851,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_644,
     "fsshard/model": 2_519,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_608,
     "compat": 7_869,
-    "tests": 51_678,
+    "tests": 51_785,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127

@@ -61,8 +61,9 @@ def train(ctx, args):
     od = fsshard.build_optimizer(d, torch.optim.Adam, lr=2e-3, betas=(0.5, 0.99))
     ema = fsshard.EMA(g, decay=0.98)
     models, optimizers, done = {"g": g, "d": d}, {"g": og, "d": od}, 0
-    if fsshard.latest(os.path.dirname(args.path) or ".") is not None:
-        done = fsshard.load(args.path, models, optimizers, ema=ema).state["done"]
+    found = fsshard.latest(args.path)  # None where there is none yet
+    if found is not None:
+        done = fsshard.load(found, models, optimizers, ema=ema).state["done"]
 
     losses = []
     for step in range(done, args.steps):
@@ -81,7 +82,7 @@ def train(ctx, args):
         od.zero_grad()  # of the generator's loss, too, which has gone through the critic
         losses.append((loss_d.item(), loss_g.item()))
 
-    fsshard.save(args.path, models, optimizers, ema=ema, done=args.steps)
+    fsshard.save(args.path, models, optimizers, ema=ema, done=max(done, args.steps))
     with ema.swapped(), torch.no_grad():  # all ranks evaluate
         made = g(torch.randn(256, NOISE, generator=torch.Generator().manual_seed(1)).to(ctx.device))
     share = share_of_power(made)

@@ -60,6 +60,8 @@ class Backend(ABC):
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.module = module
+        # Of this rank's loss and gradients in the mean over ranks; None: 1, as of all.
+        self.rank_weight: float | None = None
         hints = sorted(settings.options.keys() - set(self.facts.option_names))
         if hints and settings.rank == 0:
             log.info("backend %r has no use for %s", self.name, ", ".join(hints))

@@ -27,8 +27,9 @@ class ModelBuffers:
 
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype]) -> None:
         self._module, self._group, self._device = backend.module, backend.settings.group, backend.settings.device
-        self._broadcast = broadcast
-        self.source = 0  # the rank of the group whose buffers count; another where it trains on alone (join)
+        self.broadcast = broadcast
+        # The rank of the group whose buffers count, and whose will once they were sent: not 0 where it has no batches.
+        self.source = self.next_source = 0
         self._parts = _modules_of(self._module)
         self._changed = False  # modules have come or gone since it was wrapped
         self.dtypes = dict(dtypes)  # the user's, by name, of those that mixed precision holds in another one
@@ -52,9 +53,9 @@ class ModelBuffers:
 
     def sync(self, *, then_differ: bool = False) -> None:
         """Send rank 0's buffers to all where a training forward may have made them differ, as DDP does. Collective."""
-        if self.differ and self._broadcast:
+        if self.differ and self.broadcast:
             self.send()
-        self.differ = then_differ
+        self.source, self.differ = self.next_source, then_differ
 
     @torch.no_grad()
     def send(self) -> None:

@@ -8,8 +8,10 @@ script's own loop, on the last batch that it had, and its gradients are zeros.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,9 +69,12 @@ class Joined:
         try:
             yield from self._until_all_end(iter(batches))
         finally:
+            self._put_back_buffers()
             self._loops, self.active, self._kept = False, True, []
+            self.ranks = self._models[0].backend.settings.world_size
             for model in self._models:
                 model.weigh_gradients(None)
+                model.buffers_held.next_source = 0
 
     def _until_all_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         self._send_buffers()  # an earlier loop may have been left in its middle
@@ -77,8 +82,9 @@ class Joined:
         while True:
             batch = list(itertools.islice(batches, 1)) if self.active else []
             if self.active and not batch:
-                self._kept = [{name: b.clone() for name, b in model.named_buffers()} for model in self._models]
-            self.active, last = bool(batch), batch or last
+                self._kept = [_own_buffers(model) for model in self._models]
+            # The loop may take keys out of its batch, and a rank whose batches have ended gets it again.
+            self.active, last = bool(batch), _copy_containers(batch) or last
             going_on, empty = self._tell(has_one=self.active, had_one=bool(last))
             if not going_on:
                 self._send_buffers()
@@ -90,10 +96,10 @@ class Joined:
                 )
             self.ranks = len(going_on)
             self._weigh()
-            yield last[0]
+            for model in self._models:  # the last round's buffers are sent first, by the rank that counted in it
+                model.buffers_held.next_source = going_on[0]
+            yield batch[0] if self.active else _copy_containers(last[0])
             self._put_back_buffers()
-            for model in self._models:
-                model.buffers_held.source = going_on[0]
 
     def _tell(self, *, has_one: bool, had_one: bool) -> tuple[list[int], list[int]]:
         """Return which ranks have a batch now, and which have never had one. Collective."""
@@ -117,19 +123,35 @@ class Joined:
     def _send_buffers(self) -> None:
         """Send the buffers of the rank that has gone on, where ranks' are not to differ; rank 0's count again."""
         for model in self._models:
+            model.buffers_held.next_source = 0
             model.buffers_held.sync()
-            model.buffers_held.source = 0
 
     @torch.no_grad()
     def _put_back_buffers(self) -> None:
-        """Undo what a batch that does not count has done to buffers."""
+        """Undo what a batch that does not count has done to this rank's own buffers. Local."""
         for model, kept in zip(self._models, self._kept, strict=False):
             for name, buffer in model.named_buffers():
                 if name in kept and kept[name].shape == buffer.shape:
                     buffer.data.copy_(kept[name])
 
 
-def join(models: ShardedModule | Iterable[ShardedModule]) -> Joined:
+def _own_buffers(model: ShardedModule) -> dict[str, torch.Tensor]:
+    """Copy the buffers that are this rank's own; none where those of a rank that goes on are sent to all."""
+    return {} if model.buffers_held.broadcast else {name: b.clone() for name, b in model.named_buffers()}
+
+
+def _copy_containers(batch: Any) -> Any:
+    """Return a batch in new dicts, lists and tuples, at any depth, with the same tensors and other objects."""
+    if isinstance(batch, dict | UserDict):  # a UserDict: what tokenizers of transformers return
+        copied = copy(batch)
+        copied.update({key: _copy_containers(value) for key, value in batch.items()})
+        return copied
+    if type(batch) in (list, tuple):
+        return type(batch)(map(_copy_containers, batch))
+    return batch
+
+
+def join(models: ShardedModule | Iterable[ShardedModule] | Mapping[str, ShardedModule]) -> Joined:
     """Train on ranks whose batches end at different times: ``with fsshard.join(model) as joined:``.
 
     Within it ``for batch in joined(loader):`` runs equally often on all ranks. A rank whose batches have ended gets its
@@ -139,7 +161,7 @@ def join(models: ShardedModule | Iterable[ShardedModule]) -> Joined:
     it is. Buffers are those of a rank that goes on. ``joined.active`` tells whether the batch counts.
 
     Args:
-        models: what :func:`fsshard.wrap` returned, or several that are trained in one loop.
+        models: what :func:`fsshard.wrap` returned, or several that are trained in one loop, also by name.
 
     Returns:
         A context; calling it with the loader gives the batches.

@@ -80,7 +80,6 @@ class ShardedModule(nn.Module):
         self.has_local_gradients = False  # the latest backward was inside one: ranks hold different gradients
         self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
         self._looks = LooksAtForwards()
-        self._weight: float | None = None  # of this rank's gradients in the mean over ranks; None: 1, as of all
         self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
         self._views = ParameterViews(backend)
         self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), backend.settings.device)
@@ -198,7 +197,7 @@ class ShardedModule(nn.Module):
                 raise
             raise lost_ranks(group, error, "the forward of a wrapped model") from error
         if torch.is_grad_enabled():
-            if self._weight is not None:
+            if backend.rank_weight is not None:
                 self._weigh_leaves()
             if backend.facts.hooks_outputs:
                 check_output(output)
@@ -365,7 +364,7 @@ class ShardedModule(nn.Module):
 
     def weigh_gradients(self, weight: float | None) -> None:
         """Multiply what each backward from now on adds to this rank's gradients; None takes that back."""
-        self._weight = weight
+        self.backend.rank_weight = weight
         if weight is None:
             for handle in self._weighed.values():
                 handle.remove()
@@ -375,9 +374,10 @@ class ShardedModule(nn.Module):
         """Hook what autograd adds gradients to, which under FSDP2 is there only once it was gathered."""
 
         def weighed(gradient: Tensor) -> Tensor | None:
-            if not self._weight:  # not a product: NaN of a batch that does not count must reach nobody
-                return None if self._weight is None else torch.zeros_like(gradient)
-            return gradient * self._weight
+            weight = self.backend.rank_weight
+            if not weight:  # not a product: NaN of a batch that does not count must reach nobody
+                return None if weight is None else torch.zeros_like(gradient)
+            return gradient * weight
 
         for leaf in self.backend.leaves():
             if id(leaf) not in self._weighed:
@@ -633,7 +633,8 @@ class ShardedModule(nn.Module):
 
 def wrapped_models(models: Any, call: str) -> list[ShardedModule]:
     """Return one or several wrapped models as a list; raise a ConfigurationError for anything else."""
-    members = [models] if isinstance(models, nn.Module) else [*models]
+    several = models.values() if isinstance(models, Mapping) else models
+    members = [models] if isinstance(models, nn.Module) else [*several]
     if not members or not all(isinstance(model, ShardedModule) for model in members):
         kinds = ", ".join(type(model).__name__ for model in members) or "none"
         raise ConfigurationError(f"{call}: expected models that fsshard.wrap returned, got {kinds}")
@@ -644,14 +645,17 @@ def wrapped_models(models: Any, call: str) -> list[ShardedModule]:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    models: Iterable[ShardedModule], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    models: Iterable[ShardedModule] | Mapping[str, ShardedModule],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients of several models by one factor, so that their norm together is at most ``max_norm``.
 
     Collective. As :meth:`ShardedModule.clip_grad_norm_` for a single model; the models may be under different engines.
 
     Args:
-        models: what :func:`fsshard.wrap` returned, in the same order on every rank.
+        models: what :func:`fsshard.wrap` returned, in the same order on every rank; or a mapping to them by name.
         max_norm: the largest norm allowed over the gradients of all models together.
         norm_type: p of the p-norm, > 0; ``inf`` for the largest modulus.
         error_if_nonfinite: raise if the norm is NaN or infinite.

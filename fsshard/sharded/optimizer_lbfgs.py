@@ -141,7 +141,9 @@ class _OverRanks(LBFGS):
 
     def _mean_over_ranks(self, loss: float) -> float:
         """Gradients are those of the mean over ranks: so must be the loss that the line search compares. Collective."""
-        settings = self.engine.settings
+        settings, weight = self.engine.settings, self.engine.rank_weight
+        # As its gradients within fsshard.join: not a product with 0, since a loss that does not count may be NaN.
+        loss = (loss * weight if weight else 0.0) if weight is not None else loss
         losses = _from_ranks(torch.tensor(loss, dtype=torch.float64), settings.everyone, settings.device)
         return float(losses.sum() / len(losses))
 

@@ -236,7 +236,7 @@ def job_clipped(engine: dict[str, Any], other: dict[str, Any] | None, p: float) 
             )
             found += [float(torch.linalg.vector_norm(wide, p).float()), float(nn.utils.clip_grad_norm_(union, 0.01, p))]
         else:
-            found.append(float(fsshard.clip_grad_norm_([g, d], 0.01, p)))
+            found.append(float(fsshard.clip_grad_norm_({"g": g, "d": d}, 0.01, p)))
             found.append(float(fsshard.clip_grad_norm_([d, g], 1.0, p)))
     exact, torchs, norm, clipped = found
     assert norm == exact and norm == pytest.approx(torchs, rel=1e-6) and clipped == pytest.approx(0.01, rel=1e-4)

@@ -214,12 +214,14 @@ def test_resumed_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> No
 
 def job_gan(folder: str) -> list[Any]:
     def run(name: str, steps: int, *more: str) -> Any:
-        arguments = ["--path", f"{folder}/{name}/gan", "--steps", str(steps), "--batch-size", "16", *more]
+        arguments = ["--path", f"{folder}/{name}", "--steps", str(steps), "--batch-size", "16", *more]
         return trained("gan.py", *arguments)
 
     (losses, share, weights), said = run("whole", 40)
     run("parts", 25, "--backend", "fsdp")
     (rest, _, others), _ = run("parts", 40, "--backend", "fairscale")
+    run("parts", 10)  # which it has behind it
+    assert run("parts", 40)[0][0] == []
     return [losses, share, weights, said, rest, others]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -41,27 +43,40 @@ def batches(rank: int, count: int) -> list[Tensor]:
     return [torch.randn(4, 4, generator=generator) for _ in range(count)]
 
 
-def by_hand(counts: list[int], *, broadcast: bool, clip: float) -> list[dict[str, Tensor]]:
-    """Train one replica per rank, in this process; who has no batch left takes the others' step."""
+def by_hand(
+    counts: list[int], *, broadcast: bool, clip: float, stop: int = 9, twice: bool = False
+) -> list[dict[str, Tensor]]:
+    """Train one replica per rank, in this process; who has no batch left takes the others' step.
+
+    ``stop``: leave the loop after so many batches; ``twice``: each loss is of two forwards.
+    """
     replicas = [Net() for _ in counts]
     optimizers = [torch.optim.Adam(replica.parameters(), lr=1e-2) for replica in replicas]
     source = 0
-    for step in range(max(counts) + 1):
-        for replica in replicas if broadcast and step else ():
+
+    def send() -> None:
+        for replica in replicas if broadcast else ():
             for mine, theirs in zip(replica.buffers(), replicas[source].buffers(), strict=True):
-                mine.copy_(theirs.clone())
-        going_on = [rank for rank, count in enumerate(counts) if step < count]
-        for rank in going_on:
-            replicas[rank](batches(rank, counts[rank])[step]).square().mean().backward()
+                mine.data.copy_(theirs.clone())
+
+    for step in range(min(max(counts), stop) + 1):
+        send()
+        going_on = [rank for rank, count in enumerate(counts) if step < min(count, stop)]
+        source = going_on[0] if going_on else source
+        losses = {rank: replicas[rank](batches(rank, counts[rank])[step]).square().mean() for rank in going_on}
+        if twice:
+            send()
+        for rank, loss in losses.items():
+            again = replicas[rank](2 * batches(rank, counts[rank])[step]).square().mean() if twice else 0.0
+            (loss + again).backward()
         for copies in zip(*(replica.parameters() for replica in replicas), strict=True):
             gradients = [copies[rank].grad for rank in going_on if copies[rank].grad is not None]
-            for copy in copies if gradients else ():
-                copy.grad = sum(gradients[1:], gradients[0]) / len(going_on)  # type: ignore[arg-type, operator]
+            for weight in copies if gradients else ():
+                weight.grad = sum(gradients[1:], gradients[0]) / len(going_on)  # type: ignore[arg-type, operator]
         for replica, optimizer in zip(replicas, optimizers, strict=True) if going_on else ():
             nn.utils.clip_grad_norm_(replica.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-        source = going_on[0] if going_on else source
     return [replica.state_dict() for replica in replicas]
 
 
@@ -100,6 +115,96 @@ def test_three_of_four_ranks_go_on(ranks: Any, engine: dict[str, Any]) -> None:
     # Three of four: 4 / 3 is rounded, and four numbers are added in another order.
     told = ranks.run(job_uneven, 4, engine, [3, 2, 4, 3], True, False)
     assert [count for _, count in told[0]] == [4, 4, 3, 1]
+
+
+def job_buffers(engine: dict[str, Any]) -> None:
+    """Rank 0 ends first, and its buffers are asked for, or sent, before the others' loop is over."""
+    counts, rank = [2, 4], dist.get_rank()
+
+    def close(state: dict[str, Tensor], **asked: Any) -> None:
+        for key, value in by_hand(counts, broadcast=True, clip=1e9, **asked)[rank].items():
+            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+
+    def train(stop: int, twice: bool = False, look: bool = False) -> None:
+        model = fsshard.wrap(Net(), **engine)
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+        joined = fsshard.join({"model": model})
+        with joined:
+            for step, x in enumerate(joined(batches(rank, counts[rank])), 1):
+                (model(x).square().mean() + (model(2 * x).square().mean() if twice else 0.0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if look:
+                    close(model.state_dict(), stop=step)
+                if step == stop:
+                    break
+        close(model.state_dict(), stop=stop, twice=twice)
+        assert joined.ranks == 2 and joined.active and model.buffers_held.source == 0
+
+    train(9, twice=True)
+    train(9, look=True)
+    train(3)
+
+
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[4]], ids=["ddp", "fsdp2"])
+def test_buffers_are_those_of_a_rank_that_goes_on(ranks: Any, engine: dict[str, Any]) -> None:
+    ranks.run(job_buffers, 2, engine)
+
+
+def job_taken_apart() -> None:
+    rank, seen = dist.get_rank(), []
+    data = [UserDict(x=torch.ones(1), more={"y": [number, (number,)]}) for number in range(1 + rank)]
+    with fsshard.join(fsshard.wrap(net(), backend="ddp")) as joined:
+        for batch in joined(data):
+            assert isinstance(batch, UserDict) and float(batch.pop("x")) == 1.0
+            seen.append(batch["more"]["y"].pop())
+            batch["more"].clear()
+            assert bool(batch["more"]) is False
+    assert seen == [(0,), (rank,)]
+
+
+def test_a_batch_that_the_loop_takes_apart_comes_again_as_it_was(ranks: Any) -> None:
+    ranks.run(job_taken_apart, 2)
+
+
+def job_lbfgs(engine: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"lr": 1.0, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+    first, second = [10 * x for x in batches(0, 1)], batches(1, 2)
+    torch.manual_seed(0)
+    bare = nn.Linear(4, 2)
+    model = fsshard.wrap(copy.deepcopy(bare), **engine)
+    theirs = torch.optim.LBFGS(bare.parameters(), **settings)
+    ours = fsshard.build_optimizer(model, torch.optim.LBFGS, **settings)
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = (net(x) - x.sum(1, keepdim=True).sin()).square().mean()
+        return loss
+
+    def of_those_that_go_on(batches: list[Tensor]) -> Tensor:
+        theirs.zero_grad()
+        loss = torch.stack([loss_of(bare, x) for x in batches]).mean()
+        loss.backward()
+        return loss
+
+    theirs.step(lambda: of_those_that_go_on([first[0], second[0]]))
+    theirs.step(lambda: of_those_that_go_on([second[1]]))
+    with fsshard.join(model) as joined:
+        for x in joined(second if dist.get_rank() else first):
+
+            def closure(x: Tensor = x) -> Tensor:
+                ours.zero_grad()
+                loss = loss_of(model, x) * (1.0 if joined.active else float("nan"))
+                loss.backward()
+                return loss
+
+            ours.step(closure)
+    for key, value in bare.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[4]], ids=["ddp", "fsdp2"])
+def test_lbfgs_compares_the_losses_of_the_ranks_that_go_on(ranks: Any, engine: dict[str, Any]) -> None:
+    ranks.run(job_lbfgs, 2, engine)
 
 
 def job_accumulated(engine: dict[str, Any]) -> None:
