@@ -53,7 +53,7 @@ def ours(width: int, optimizer: Any, **settings: Any) -> Side:
 
 
 def work(ctx: fsshard.Context, width: int, rounds: int) -> list[dict[str, float]]:
-    """What each side takes on this rank: collectives, bytes, peak in bytes, CPU time over the first side's."""
+    """Measure each side on this rank: collectives, bytes, peak in bytes, CPU time over the first side's."""
     makers: list[Callable[[], Side]] = [
         lambda: raw(width),
         lambda: ours(width, torch.optim.Muon, whole=True),

@@ -12,6 +12,22 @@ from torch.optim import Optimizer
 from tests.parity.bare import average as average
 
 
+def steps(loss_of: Callable[[Any, int], Tensor], model: Any, optimizer: Any, numbers: range, bare: bool = False) -> Any:
+    """Train by losses with these numbers, and return them; ``bare``: a replica, whose gradients are averaged here."""
+    losses = []
+    for number in numbers:
+        model.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()
+        if bare:
+            average(model)
+        optimizer.step()
+        if getattr(optimizer, "beside", None) is not None:
+            optimizer.beside.step()
+        losses.append(loss.item())
+    return losses
+
+
 class Written(Optimizer):
     """``p -= lr * direction(p)`` for every parameter with a gradient."""
 

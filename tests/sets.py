@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Those marked long; of a test marked covering, the rows whose values all occur in a few others of it."""
+    """Yield the tests marked long; of one marked covering, the rows whose values all occur in a few others of it."""
     from tests.parity import matrix
 
     rows: dict[tuple[Any, ...], dict[tuple[str, ...], pytest.Item]] = {}

@@ -371,7 +371,7 @@ TORCHRUN = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "-
 
 
 def known_options(command: str, app: Any) -> set[str]:
-    """Those of the program that it calls: what typer knows, or what the source of a script names."""
+    """Return the options of the program that a command calls: what typer knows, or the source of a script names."""
     words = shlex.split(command)
     torchrun = TORCHRUN if words[0] == "torchrun" else set()
     if "fsshard" in words:

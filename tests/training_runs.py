@@ -26,6 +26,15 @@ def zoo() -> Any:
 
 DISTRIBUTED = ("ddp", "fsdp", "fsdp2", "fairscale")
 """The backends that share work between ranks; the first is the reference."""
+ENGINES: list[dict[str, Any]] = [
+    {"backend": "ddp"},
+    {"backend": "fairscale", "implementation": "real"},
+    {"backend": "fairscale", "implementation": "native"},
+    {"backend": "fsdp"},
+    {"backend": "fsdp2"},
+]
+"""Settings of wrap for each of them, and both implementations of FairScale's."""
+NAMES = [str(engine.get("implementation", engine["backend"])) for engine in ENGINES]
 
 
 def ranks_of(backend: str) -> int:

@@ -634,13 +634,13 @@ class ShardedModule(nn.Module):
 def wrapped_models(models: Any, call: str) -> list[ShardedModule]:
     """Return one or several wrapped models as a list; raise a ConfigurationError for anything else."""
     several = models.values() if isinstance(models, Mapping) else models
-    members = [models] if isinstance(models, nn.Module) else [*several]
+    members = [*several] if isinstance(several, Iterable) and not isinstance(models, nn.Module) else [models]
     if not members or not all(isinstance(model, ShardedModule) for model in members):
         kinds = ", ".join(type(model).__name__ for model in members) or "none"
         raise ConfigurationError(f"{call}: expected models that fsshard.wrap returned, got {kinds}")
     if len({id(model) for model in members}) < len(members):
         raise ConfigurationError(f"{call}: expected different models, got one of them twice")
-    return members  # type: ignore[return-value]  # as was checked
+    return members
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from fsshard.oss.partitioned import unhooked_step
 from fsshard.sharded.grad_norm import NORM_CHUNK
 
 Memory = dict[str, Any]
-"""What torch's LBFGS keeps from step to step."""
+"""The state that torch's LBFGS keeps from step to step."""
 SINGLE, LISTED = ("d", "prev_flat_grad"), ("old_dirs", "old_stps")
 """Its long vectors, and its lists of them: as many as ``ro`` has numbers."""
 
@@ -100,7 +100,7 @@ REDUCTIONS: Mapping[Any, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]
     Tensor.dot: (_dot, torch.sum),
     Tensor.max: (_max, torch.max),
 }
-"""What torch's LBFGS calls of what looks at all elements: this rank's part of it, and what makes one of all ranks'."""
+"""Functions of all elements that torch's LBFGS calls -> this rank's part of the result, and how parts are combined."""
 
 
 # ------------------------------------------------------------------------------------------------ the optimizer

@@ -32,7 +32,7 @@ OF_STACK = (6, 4)
 
 
 class Request(Protocol):
-    """What is needed here of :class:`~fsshard.sharded.optimizer_checks.OptimizerRequest`."""
+    """The part of :class:`~fsshard.sharded.optimizer_checks.OptimizerRequest` that is needed here."""
 
     @property
     def optimizer_class(self) -> type: ...

@@ -1,4 +1,4 @@
-"""What a device can do, and the time that a training step takes there by five terms.
+"""Predict the time of a training step from what a device can do: five terms.
 
 ``fsshard doctor --measure`` writes the constants of this machine; :mod:`fsshard.simulation.measuring` measures them.
 """

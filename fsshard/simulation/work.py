@@ -30,7 +30,7 @@ UNWRITTEN = ("empty", "new_empty")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one rank computes in a training step.
+    """The computation of one rank in a training step.
 
     Attributes:
         flops: floating-point operations of matrix products, convolutions, attention and Fourier transforms, by the name

@@ -146,7 +146,7 @@ def test_frozen_weights_have_no_gradient_that_is_held_or_sent(ranks: Any) -> Non
 
 
 def job_frozen_by_module() -> list[Any]:
-    """What is frozen is a parameter of its module after a step, and is unfrozen with it, between steps alone."""
+    """Show that frozen weights stay parameters of their module, and are unfrozen with it, between steps alone."""
     model, x = fsshard.wrap(Wide(), backend="fsdp", auto_wrap_policy={Frozen}), torch.ones(2, 4, requires_grad=True)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     names, found = {name for name, _ in model.module.named_parameters()}, list[Any]()

@@ -11,18 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
+from tests import training_runs
 from tests.models import Spectral, batch
 from tests.optimizers import average
 from tests.training_runs import differences
 
-ENGINES: tuple[dict[str, Any], ...] = (
-    {"backend": "ddp"},
-    {"backend": "fairscale", "implementation": "real"},
-    {"backend": "fairscale", "implementation": "native"},
-    {"backend": "fsdp"},
-    {"backend": "fsdp2"},
-    {"backend": "fsdp2", "auto_wrap_policy": {nn.Linear, Spectral}, "merge_below": 0},
-)
+ENGINES = (*training_runs.ENGINES, {"backend": "fsdp2", "auto_wrap_policy": {nn.Linear, Spectral}, "merge_below": 0})
 
 
 class Adapted(nn.Module):

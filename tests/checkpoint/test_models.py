@@ -19,15 +19,8 @@ from fsshard.errors import AlreadyWrapped, CheckpointError, ConfigurationError, 
 from tests.models import Spectral
 from tests.optimizers import average
 from tests.sets import often
+from tests.training_runs import ENGINES, NAMES
 
-ENGINES: list[dict[str, Any]] = [
-    {"backend": "ddp"},
-    {"backend": "fairscale", "implementation": "real"},
-    {"backend": "fairscale", "implementation": "native"},
-    {"backend": "fsdp"},
-    {"backend": "fsdp2"},
-]
-NAMES = [str(engine.get("implementation", engine["backend"])) for engine in ENGINES]
 FSDP1, FSDP2 = ENGINES[3], ENGINES[4]
 
 

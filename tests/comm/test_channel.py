@@ -446,7 +446,7 @@ def test_who_lost_each_other_can_meet_again(ranks: Any) -> None:
 
 @on_ranks()
 def test_values_of_every_dtype_are_sent() -> None:
-    """Those that gloo does not know, and tensors that are not contiguous, too."""
+    """Send those that gloo does not know, and tensors that are not contiguous, too."""
     unknown = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
     for dtype in (*module.EVERYWHERE_SENT, torch.complex64, *unknown):
         values = torch.arange(6).view(2, 3).remainder(2).to(dtype)

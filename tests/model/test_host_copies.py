@@ -1,4 +1,4 @@
-"""What the streams of CUDA are asked to do, in order; tests/model/test_activation_offload.py tests what is kept."""
+"""Streams of CUDA are asked for the right things in order; test_activation_offload.py tests what is kept."""
 
 from __future__ import annotations
 

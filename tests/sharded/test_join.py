@@ -14,15 +14,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, RankMismatch
 from tests.models import Spectral, net
-
-ENGINES: list[dict[str, Any]] = [
-    {"backend": "ddp"},
-    {"backend": "fairscale", "implementation": "real"},
-    {"backend": "fairscale", "implementation": "native"},
-    {"backend": "fsdp"},
-    {"backend": "fsdp2"},
-]
-NAMES = [str(engine.get("implementation", engine["backend"])) for engine in ENGINES]
+from tests.training_runs import ENGINES, NAMES
 
 
 class Net(nn.Module):
@@ -237,7 +229,7 @@ def job_misused() -> list[str]:
     with pytest.raises(ConfigurationError) as raised:
         next(joined([1]))
     said.append(str(raised.value))
-    for wrong in (net(), []):
+    for wrong in (net(), [], 3):
         with pytest.raises(ConfigurationError) as raised:
             fsshard.join(wrong)  # type: ignore[arg-type]
         said.append(str(raised.value))
@@ -252,7 +244,12 @@ def job_misused() -> list[str]:
 
 def test_misuse_is_told(ranks: Any) -> None:
     for said in ranks.run(job_misused, 2):
-        texts = ["`with fsshard.join(model) as joined: for batch in joined(loader): ...`", "got Net", "got none"]
+        texts = [
+            "`with fsshard.join(model) as joined: for batch in joined(loader): ...`",
+            "got Net",
+            "got none",
+            "got int",
+        ]
         for told, text in zip(said, [*texts, "rank 0 has no batch at all"], strict=True):
             assert text in told
 

@@ -59,7 +59,7 @@ def mean(loss: Tensor) -> float:
 
 
 def steps(model: Any, optimizer: Any, numbers: range, bare: bool = False) -> list[Any]:
-    """What each step returns, and how often it called the closure."""
+    """Return the result of each step, and how often it called the closure."""
     told: list[Any] = []
     for number in numbers:
 
@@ -136,7 +136,7 @@ def test_two_ranks_step_as_bare_replicas(ranks: Any, kind: str) -> None:
 
 
 def job_products(backend_dtype: str, numbers: int) -> list[str]:
-    """What lies outside of the bound of recursive summation, gamma(n) sum |x y|, of either sum."""
+    """Return what lies outside of the bound of recursive summation, gamma(n) sum |x y|, of either sum."""
     dtype, rank, size = getattr(torch, backend_dtype), dist.get_rank(), dist.get_world_size()
 
     class Vector(_Vector):
@@ -233,7 +233,7 @@ def job_save(folder: str, backend: str, built: str) -> Any:
 
 
 def job_load(folder: str, backend: str, built: str, saved: Any) -> Any:
-    """What differs after loading by each way, and what the next steps tell."""
+    """Return what differs after loading by each way, and what the next steps tell."""
     wrong, after = list[str](), []
     for way in ("file", "dict"):
         model = wrapped(backend, BUILT[built])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import OptimizerError
 from fsshard.sharded.optimizer_checks import OptimizerRequest
+from tests import optimizers
 from tests.models import batch
 from tests.optimizers import SOAP, MyLion, Shampoo, Written, average
 from tests.sharded.test_optimizer_whole import Kron
@@ -138,17 +139,7 @@ def built(model: Any, optimizer_class: Any) -> Any:
     return fsshard.build_optimizer(model, optimizer_class, groups, whole=True)
 
 
-def steps(model: Any, optimizer: Any, numbers: range, bare: bool = False) -> list[float]:
-    losses = []
-    for number in numbers:
-        model.zero_grad()
-        loss = loss_of(model, number)
-        loss.backward()
-        if bare:
-            average(model)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+steps = functools.partial(optimizers.steps, loss_of)
 
 
 CLASSES = {each.__name__: each for each in (Stacks, Single)}
@@ -198,7 +189,7 @@ def state_of(optimizer: Any) -> dict[str, Any]:
 
 
 def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
-    """What differs after loading by each way, and whether training goes on from there."""
+    """Return what differs after loading by each way, and whether training goes on from there."""
     wrong, after = list[str](), []
     for way in ("file", "dict"):
         model = fsshard.wrap(fields(), backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.sharded.optimizer_whole import _sum_of_bits, deal
+from tests import optimizers
 from tests.models import Spectral, batch
-from tests.optimizers import SOAP, Shampoo, Written, average
+from tests.optimizers import SOAP, Shampoo, Written
 from tests.training_runs import DISTRIBUTED, differences
 
 DIVIDING = ("fsdp2", "fsdp")
@@ -88,19 +90,7 @@ def built(model: Any, kind: str) -> Any:
     return optimizer
 
 
-def steps(model: Any, optimizer: Any, numbers: range, bare: bool = False) -> list[float]:
-    losses = []
-    for number in numbers:
-        model.zero_grad()
-        loss = loss_of(model, number)
-        loss.backward()
-        if bare:
-            average(model)
-        optimizer.step()
-        if getattr(optimizer, "beside", None) is not None:
-            optimizer.beside.step()
-        losses.append(loss.item())
-    return losses
+steps = functools.partial(optimizers.steps, loss_of)
 
 
 def replicas(kind: str, count: int) -> tuple[nn.Module, Any, list[float]]:

@@ -1,4 +1,4 @@
-"""What is counted of a step's work: flops by dtype, bytes written, operators."""
+"""The work of a step is counted: flops by dtype, bytes written, operators."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ AXES: dict[str, Callable[[Tried], float]] = {
     ),
     "collectives per step": lambda one: one.collectives,
 }
-"""What a peak is drawn against -> the value of a plan."""
+"""Name of an axis that peaks are drawn against -> its value for a plan."""
 
 
 def figure(result: TuneResult) -> Figure:
