@@ -28,7 +28,7 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
-FIRST  := tests/parity tests/simulation tests/portability tests/complex_params
+FIRST  := tests/parity tests/simulation tests/portability tests/complex_params tests/backends
 SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/oss tests/planning tests/parallel
 
 test-first: $(PYTEST8) $(COMPILED)
