@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -27,31 +28,54 @@ class OffloadedForward(RecomputedForward):
 
 @disable_dynamo  # hooks on saved tensors break a graph in any case
 def _offloading(owner: OffloadedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module = owner.module
+    weights = _Weights(owner.module)
 
     def pack(tensor: Tensor) -> Tensor | Kept:
-        if not is_worth_leaving(tensor) or storage_key(tensor.untyped_storage()) in _weights(module):
+        if not is_worth_leaving(tensor) or weights.hold(tensor):
             return tensor
         return offloader_of(tensor.device).keep(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-        return owner.forward(*args, **kwargs)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return owner.forward(*args, **kwargs)
+    finally:
+        weights.forget()  # the graph keeps pack
 
 
 def _unpack(kept: Tensor | Kept) -> Tensor:
     return offloader_of(kept.held.device).fetch(kept) if isinstance(kept, Kept) else kept
 
 
-def _weights(module: nn.Module) -> set[int]:
-    """Return the memory of the module's parameters and buffers as they are now: whole ones, where units are gathered.
+class _Weights:
+    """The memory of a module's parameters and buffers as they are now: whole ones, where units are gathered.
 
     Asked for at every large tensor, since units inside of the block are gathered while its forward runs. More than half
     of the bytes that a block saves are gathered weights; an engine frees and gathers these anyway.
     """
-    found = set()
-    for part in module.modules():
-        for name, stored in (*stored_in(part).items(), *part._buffers.items()):
-            shown = part.__dict__.get(name, stored)  # FSDP1 shows views of its flat parameter there
-            if isinstance(shown, Tensor):
-                found.add(storage_key(getattr(shown, LOCAL_TENSOR, shown).untyped_storage()))
-    return found
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (part.__dict__, stored, name)
+            for part in module.modules()
+            for stored in (stored_in(part), part._buffers)
+            for name, _ in stored.items()
+        ]
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._tensors: list[Any] = [None] * len(self._places)
+        self._memory: set[int] = set()
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Return whether the tensor lies in the memory of one of them."""
+        # FSDP1 shows views of its flat parameter in the module's dict. torch.jit's dicts have no get().
+        tensors = [
+            shown[name] if name in shown else stored[name] if name in stored else None  # noqa: SIM401
+            for shown, stored, name in self._places
+        ]
+        if any(map(operator.is_not, tensors, self._tensors)):  # a unit has been gathered, or freed
+            self._tensors = tensors
+            parts = (getattr(one, LOCAL_TENSOR, one) for one in tensors if isinstance(one, Tensor))
+            self._memory = {storage_key(part.untyped_storage()) for part in parts}
+        return storage_key(tensor.untyped_storage()) in self._memory

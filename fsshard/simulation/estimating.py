@@ -30,6 +30,7 @@ from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.machine import Machine, check_device, machine_of
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job, Measured
+from fsshard.simulation.work import Work
 from fsshard.simulation.worker import packed, simulate_all
 from fsshard.torch_private.modules import is_compiled
 
@@ -364,7 +365,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         machine=machine.name,
         terms=machine.terms(usage.work, usage.traffic),
         bounds=_as_sent(bounds_of(measured.plan, backend.facts.divides, circumstances), usage.traffic),
-        notes=tuple(_notes(job, recipe, late)),
+        notes=tuple(_notes(job, recipe, late, usage.work)),
     )
 
 
@@ -389,7 +390,7 @@ so where gradients are sent in buffers of their own (to their owners, or in a na
 largest buffers can live longer than the simulation knows."""
 
 
-def _notes(job: Job, recipe: Any, late: int) -> list[str]:
+def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:
     notes = ["tensors only: workspaces of kernels, fragments of the allocator and buffers of gloo or NCCL come on top"]
     if late:
         notes.append("the upper end is when the last two reductions let go of their buffers late")
@@ -400,6 +401,8 @@ def _notes(job: Job, recipe: Any, late: int) -> list[str]:
     if job.whole_mesh is not None:
         named = ", ".join(f"{name} {size}" for name, size in job.whole_mesh.items())
         notes.append(f"mesh of {named}; bounds count what is sent along data alone")
+    if work.uncounted:
+        notes.append(f"flops of {', '.join(work.uncounted)} are missing: there is no formula; the step takes longer")
     if job.cpu_offload:
         notes.append("cpu_offload: the same step without what lies in host memory; copies to there and back left out")
     if isinstance(recipe.precision, str) and recipe.precision == "fp16":

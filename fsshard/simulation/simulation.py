@@ -287,8 +287,8 @@ def _run_steps(
         seen.append(tracker.usage(offloaded=offloaded))
     highest = max(reversed(seen), key=lambda usage: usage.peak)
     backend, work = model.backend, seen[-1].work
-    recomputed = len(model.plan.recomputed) * recipe.accumulate
-    work = replace(work, operators=work.operators + RECOMPUTATION * recomputed)
+    blocks = len(model.plan.recomputed) + len(model.plan.offloaded)
+    work = replace(work, operators=work.operators + RECOMPUTATION * blocks * recipe.accumulate)
     copied = backend.facts.divides == "owners" or (
         model.plan.precision.reduce_dtype is not None and backend.facts.divides != "elements"
     )

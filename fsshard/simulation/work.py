@@ -23,7 +23,8 @@ COMPLEX_PRODUCTS = 4
 """A complex multiplication and addition is four real ones; torch's formulas count it as one (torch 2.13)."""
 RECOMPUTATION = 125
 """Operators that take the host as long as recomputing a block does beside its own: random numbers that are kept and
-restored, torch's checkpoint (1.2 ms where an operator takes 9.6 us)."""
+restored, torch's checkpoint (1.2 ms where an operator takes 9.6 us). About as long as the hooks and copies of an
+offloaded block take (0.7 ms for a layer of a transformer in its forward alone)."""
 UNWRITTEN = ("empty", "new_empty")
 """Beginnings of the names of operators that hand out memory and leave it as it is."""
 
@@ -36,15 +37,17 @@ class Work:
         flops: floating-point operations of matrix products, convolutions, attention and Fourier transforms, by the name
             of the real dtype in which they are done.
         written: bytes that operators write, views left out.
-        operators: how many are called, below autograd; collectives left out, and for each recomputed block
-            :data:`RECOMPUTATION` more.
+        operators: how many are called, below autograd; collectives left out, and for each recomputed or offloaded
+            block :data:`RECOMPUTATION` more.
         offloaded: bytes of activations that are copied to host memory, and back.
+        uncounted: names of operators whose flops are missing, since there is no formula for them.
     """
 
     flops: Mapping[str, int]
     written: int
     operators: int
     offloaded: int = 0
+    uncounted: tuple[str, ...] = ()
 
 
 class WorkCounter:
@@ -57,6 +60,7 @@ class WorkCounter:
         """Start at zero."""
         self._flops: Counter[str] = Counter()
         self._written = self._operators = self._offloaded = 0
+        self._uncounted: set[str] = set()
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count one call of an operator, which is no collective."""
@@ -72,13 +76,19 @@ class WorkCounter:
             tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             dtype = REAL.get(tensor.dtype, tensor.dtype)
             flops = formula(*args, **kwargs, out_val=result)
-            scale = COMPLEX_PRODUCTS if tensor.is_complex() and func.overloadpacket in flop_registry else 1
+            scale = COMPLEX_PRODUCTS if tensor.is_complex() and formula is not _fft else 1
             self._flops[str(dtype).removeprefix("torch.")] += scale * int(flops)
+        elif (name := func.name().partition("::")[2]).startswith(UNKNOWN) and _nbytes(args) >= LARGE:
+            self._uncounted.add(name.partition(".")[0])
 
     def work(self) -> Work:
         """Return the sums."""
         return Work(
-            flops=dict(self._flops), written=self._written, operators=self._operators, offloaded=self._offloaded
+            flops=dict(self._flops),
+            written=self._written,
+            operators=self._operators,
+            offloaded=self._offloaded,
+            uncounted=tuple(sorted(self._uncounted)),
         )
 
 
@@ -90,7 +100,7 @@ def _traits(func: Any) -> tuple[bool, tuple[int, ...], Callable[..., Any] | None
     # A view returns an alias of what it was given and changes nothing.
     is_view = not mutated and any(value.alias_info is not None for value in schema.returns)
     name = schema.name.partition("::")[2]
-    formula = FFTS.get(name) or flop_registry.get(ON_CPU.get(name, func.overloadpacket))
+    formula = OWN.get(name) or flop_registry.get(ON_CPU.get(name, func.overloadpacket))
     return not is_view and not name.startswith(UNWRITTEN), mutated, formula
 
 
@@ -108,8 +118,32 @@ def _fft(given: Tensor, dims: list[int], *_: Any, out_val: Tensor, **__: Any) ->
     return (5.0 if whole else 2.5) * larger.numel() * math.log2(max(points, 2))
 
 
-FFTS: dict[str, Callable[..., Any]] = dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fft)
+def _vectors(*tensors: Any, out_val: Tensor, **_: Any) -> int:
+    """Return the flops of a matrix or a vector times a vector: the last two tensors."""
+    found: int = 2 * tensors[-2].numel()
+    return found
+
+
+def _lstm(given: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+    """Return the flops of the products of one layer in one direction, whatever dimension is that of time."""
+    return 2 * (given.numel() // given.shape[-1]) * (weight.numel() + recurrent.numel())
+
+
+def _lstm_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _lstm(*args, **kwargs)  # for the inputs and for the weights
+
+
+OWN: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fft),
+    **dict.fromkeys(("mv", "addmv", "addmv_", "dot", "vdot"), _vectors),
+    "mkldnn_rnn_layer": _lstm,
+    "mkldnn_rnn_layer_backward": _lstm_backward,
+}
 """Names of operators of which torch has no formula (torch 2.13)."""
+UNKNOWN = ("linalg_", "_linalg_", "cholesky", "lu_", "triangular_solve", "_cdist", "_trilinear", "_cudnn_rnn")
+"""Beginnings of names of operators that compute more than they write, of which nobody has a formula."""
+LARGE = 2**14
+"""Bytes of arguments from which on an estimate says so."""
 _ATTENTION = "_scaled_dot_product_flash_attention"
 ON_CPU = {
     f"{_ATTENTION}_for_cpu": getattr(torch.ops.aten, _ATTENTION),

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.complex_params.flattened import stored_in
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.model import activation_offload, host_copies, recomputation
 from fsshard.model.activation_checkpointing import apply_checkpointing
@@ -196,6 +197,14 @@ def test_memory_leaves_once_and_as_it_lies() -> None:
     with offloading() as copies:
         model["Block"](y * 1)
     assert copies.out == 7  # the input once, sin, cos, their product, exp, its sum's product, tanh
+
+
+def test_a_forward_looks_for_the_modules_once() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(20)))
+    model.forward = activation_offload.OffloadedForward(model)  # type: ignore[method-assign]
+    with offloading() as copies, patch.object(activation_offload, "stored_in", Mock(wraps=stored_in)) as looked:
+        model(torch.randn(64, 8)).sum().backward()
+    assert copies.out > 20 and looked.call_count == len(list(model.modules()))
 
 
 def test_what_is_small_or_a_small_part_stays() -> None:
