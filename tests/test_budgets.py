@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 48_671,
+    "fsshard + compat": 48_681,
     "fsshard/backends": 4_301,
     "fsshard/checkpoint": 5_099,
     "fsshard/parity": 3_876,
     "fsshard/sharded": 4_851,
     "fsshard/comm + fsshard/launching": 3_099,
-    "fsshard/simulation": 3_681,
+    "fsshard/simulation": 3_691,
     "fsshard/model": 2_543,
     "fsshard/oss": 1_926,
     "fsshard/torch_private": 1_632,

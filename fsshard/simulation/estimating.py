@@ -329,6 +329,8 @@ def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
 def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine) -> Estimate:
     """Return what was measured in a simulation, beside its bounds, and its time by the machine's constants."""
     backend, recipe, usage = backend_class(job.backend, job.world_size), job.recipe(), measured.usage
+    shards = -(-measured.plan.nbytes // job.mesh[-1]) * recipe.accumulate if job.cpu_offload else 0
+    work = replace(usage.work, shards=shards)
     kept = recipe.settings.get("reshard_after_forward") is False
     strategy = recipe.settings.get("sharding_strategy")
     circumstances = Circumstances(
@@ -361,11 +363,11 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         phases=usage.phases,
         moment=usage.moment,
         collectives=usage.traffic,
-        work=usage.work,
+        work=work,
         machine=machine.name,
-        terms=machine.terms(usage.work, usage.traffic),
+        terms=machine.terms(work, usage.traffic),
         bounds=_as_sent(bounds_of(measured.plan, backend.facts.divides, circumstances), usage.traffic),
-        notes=tuple(_notes(job, recipe, late, usage.work)),
+        notes=tuple(_notes(job, recipe, late, work)),
     )
 
 
@@ -404,7 +406,12 @@ def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:
     if work.uncounted:
         notes.append(f"flops of {', '.join(work.uncounted)} are missing: there is no formula; the step takes longer")
     if job.cpu_offload:
-        notes.append("cpu_offload: the same step without what lies in host memory; copies to there and back left out")
+        notes.append(
+            "cpu_offload: the same step without what lies in host memory; a pass copies shards there and back once"
+        )
+        notes.append(
+            "cpu_offload: the optimizer's step on the host, which takes longer there, is timed as on the device"
+        )
     if isinstance(recipe.precision, str) and recipe.precision == "fp16":
         notes.append("the loss scale of float16 is left out: a few numbers")
     if job.real:

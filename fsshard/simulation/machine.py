@@ -83,9 +83,10 @@ class Machine:
             "sent": sent / self.sent,
             "collectives": sum(one.count for one in traffic) * self.collective,
         }
-        if work.offloaded:
+        if work.offloaded or work.shards:
             copies = 2 * work.offloaded / self.host
-            found["offloaded"] = max(0.0, copies - found["flops"] - found["written"] - found["operators"])
+            late = max(0.0, copies - found["flops"] - found["written"] - found["operators"])
+            found["offloaded"] = late + 2 * work.shards / self.host
         return found
 
 

@@ -48,8 +48,8 @@ class Estimate:
         collectives: number and payload per step by kind.
         work: what the rank computes per step.
         machine: whose constants the seconds are by, see :mod:`fsshard.simulation.machine`.
-        terms: seconds of the step by term: flops, written, operators, sent, collectives, and offloaded where
-            activations are: what their copies take longer than the computation.
+        terms: seconds of the step by term: flops, written, operators, sent, collectives, and offloaded: what
+            copies of activations take longer than the computation, and those of shards under ``cpu_offload``.
         bounds: what no implementation of the engine can go below; see :mod:`fsshard.planning.bounds`.
         notes: what was assumed.
     """
@@ -124,7 +124,7 @@ class Estimate:
         count = sum(traffic.count for traffic in self.collectives)
         amounts = {"flops": f"{sum(self.work.flops.values()):.3g}", "written": size(self.work.written)}
         amounts |= {"operators": str(self.work.operators), "sent": size(self.sent), "collectives": str(count)}
-        amounts["offloaded"] = size(self.work.offloaded)
+        amounts["offloaded"] = size(self.work.offloaded + self.work.shards)
         total = self.seconds or 1.0
         rows = [[name, amounts[name], duration(t), f"{t / total:.0%}"] for name, t in self.terms.items()]
         return [*rows, ["a step", "", duration(self.seconds), ""]]

@@ -40,6 +40,7 @@ class Work:
         operators: how many are called, below autograd; collectives left out, and for each recomputed or offloaded
             block :data:`RECOMPUTATION` more.
         offloaded: bytes of activations that are copied to host memory, and back.
+        shards: bytes of this rank's shards that ``cpu_offload`` copies to the device; as many of gradients come back.
         uncounted: names of operators whose flops are missing, since there is no formula for them.
     """
 
@@ -47,6 +48,7 @@ class Work:
     written: int
     operators: int
     offloaded: int = 0
+    shards: int = 0
     uncounted: tuple[str, ...] = ()
 
 

@@ -37,6 +37,7 @@ def test_the_five_terms() -> None:
     away = UNIT.terms(dataclasses.replace(work, offloaded=20), [])
     assert away["offloaded"] == 20 - (found["flops"] + found["written"] + found["operators"])  # out and back
     assert UNIT.terms(dataclasses.replace(work, offloaded=1), [])["offloaded"] == 0  # beside the computation
+    assert UNIT.terms(dataclasses.replace(work, shards=7), [])["offloaded"] == 7  # to the device and back
     assert dataclasses.replace(UNIT, device="cuda").terms(work, traffic)["sent"] == 2
 
 
@@ -56,6 +57,8 @@ def test_an_estimate_by_constants() -> None:
     (traffic,) = one.collectives
     assert one.terms["sent"] == traffic.sent / 4 and one.terms["collectives"] == 2 * traffic.count
     assert one.terms["operators"] == one.work.operators / 2 and one.terms["written"] == one.work.written / 5
+    away = fsshard.estimate(plan, world_size=2, backend="fsdp2", machine=UNIT, accumulation=3, cpu_offload=True)
+    assert away.terms["offloaded"] == 3 * plan.nbytes / 2 and "offloaded" in away.table()
     assert "time by 'unit'" in one.table() and "operators" in one.table()
 
 
