@@ -42,17 +42,18 @@ def lora(model: ModuleT, *, rank: int = 8, target: str, alpha: float | None = No
 
     Raises:
         ConfigurationError: ``rank``, ``target`` or ``alpha`` without meaning, or nothing has such a name.
-        ModelError: a weight that is shared, or that a recurrent layer reads past its name; there are adapters already.
+        ModelError: a weight that is shared, without a shape yet (lazy layers), or that a recurrent layer reads past its
+            name; there are adapters already.
         AlreadyWrapped: the model is wrapped.
     """
     chosen = _chosen(model, rank, target)
-    factor = 1.0 if alpha is None else float(alpha) / rank
+    alpha = float(rank if alpha is None else alpha)
     model.requires_grad_(False)
     for module, names in chosen.items():
         for name in names:
             held = module._parameters.pop(name)
             assert held is not None
-            module.add_module(name + ADAPTER, LowRank(held, rank, factor, _keeps_pairs(module)))
+            module.add_module(name + ADAPTER, LowRank(held, rank, alpha, _keeps_pairs(module)))
         kind: Any = type(module)
         module.__class__ = _adapted_class(kind, tuple(names))
     return model
@@ -71,7 +72,11 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
     slots = list(parameter_slots(model))
     found: dict[nn.Module, list[str]] = {}
     for slot in slots:
-        if not re.search(target, slot.name) or rank > _largest_rank(slot.owner, slot.parameter):
+        if not re.search(target, slot.name):
+            continue
+        if nn.parameter.is_lazy(slot.parameter):
+            raise ModelError(f"fsshard.lora: {slot.name!r} has no shape yet; run a forward of the model before")
+        if rank > _largest_rank(slot.owner, slot.parameter):
             continue
         if sum(other.parameter is slot.parameter for other in slots) > 1:
             raise ModelError(f"fsshard.lora: {slot.name!r} is shared between modules; leave it out of target=")
@@ -107,30 +112,36 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
         base: the frozen weight itself; pairs of reals where its module keeps complex numbers so.
         lora_A: (rank, elements of a row), normal with variance 1 / elements.
         lora_B: (rows, rank), zeros.
-        scale: a buffer, so that a checkpoint can be merged without the model.
+        alpha: the scale of the matrices times the rank; the extra state, so that a checkpoint can be merged without
+            the model.
     """
 
-    scale: Tensor
-
-    def __init__(self, base: nn.Parameter, rank: int, scale: float, pairs: bool) -> None:
+    def __init__(self, base: nn.Parameter, rank: int, alpha: float, pairs: bool) -> None:
         super().__init__()
-        self.base, self.pairs = base.requires_grad_(False), pairs
+        self.base, self.alpha, self.pairs = base.requires_grad_(False), alpha, pairs
         whole = torch.view_as_complex(base.detach()) if pairs else base.detach()
         rows, columns = whole.shape[0], whole[0].numel()
         like: dict[str, Any] = {"dtype": whole.dtype, "device": whole.device}
         self.lora_A = nn.Parameter(torch.randn(rank, columns, **like) / math.sqrt(columns))
         self.lora_B = nn.Parameter(torch.zeros(rows, rank, **like))
-        self.register_buffer("scale", torch.tensor(scale, device=whole.device))
+
+    def get_extra_state(self) -> Tensor:
+        """Return ``alpha``, a tensor because some formats hold nothing else; no cast of the model rounds it."""
+        return torch.tensor(self.alpha, dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take ``alpha`` from a state dict."""
+        self.alpha = float(state)
 
     def full(self) -> Tensor:
         """Return the weight with its adapter."""
         base = torch.view_as_complex(self.base) if self.pairs else self.base
-        return merged(base, self.lora_A, self.lora_B, self.scale)
+        return merged(base, self.lora_A, self.lora_B, self.alpha)
 
 
-def merged(base: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """Return ``base + scale * b a``, in the shape of ``base``."""
-    return base + (scale.to(a.real.dtype) * (b @ a)).view(base.shape)
+def merged(base: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """Return ``base + alpha / rank * b a``, in the shape of ``base``."""
+    return base + (alpha / a.shape[0] * (b @ a)).view(base.shape)
 
 
 class _Adapted(nn.Module):

@@ -197,12 +197,40 @@ def test_adapters_change_nothing_at_first_and_copies_are_their_own() -> None:
     assert not torch.equal(model(x), want)
 
 
-def test_the_scale_is_alpha_by_rank() -> None:
-    for alpha, scale in ((None, 1.0), (8, 4.0)):
-        kept: Any = net(alpha=alpha).get_submodule("linear.weight_lora")
-        with torch.no_grad():
-            kept.lora_B.fill_(1.0)
-        assert torch.equal(kept.full(), kept.base + scale * (kept.lora_B @ kept.lora_A))
+class Added(nn.Module):
+    """A replica of what is added to a weight, by torch's own parametrization."""
+
+    def __init__(self, kept: Any, scale: float) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Parameter(kept.lora_A.clone()), nn.Parameter(kept.lora_B.clone()), scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * (self.b @ self.a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (1, 1 / 3), (0.1, 0.1 / 3)])
+def test_the_scale_is_alpha_by_rank(dtype: torch.dtype, alpha: float | None, scale: float) -> None:
+    """To the last bit in every dtype, and after casts, a copy and a state dict, which holds alpha."""
+    x = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
+    model = fsshard.lora(nn.Sequential(nn.Linear(4, 4, dtype=dtype)), rank=3, target="weight", alpha=alpha)
+    want = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
+    kept: Any = model.get_submodule("0.weight_lora")
+    with torch.no_grad():
+        kept.lora_B.normal_()
+        want[0].weight.copy_(kept.base)
+        want[0].bias.copy_(model.get_parameter("0.bias"))
+    torch.nn.utils.parametrize.register_parametrization(want[0], "weight", Added(kept, scale))
+    model(x).sum().backward()
+    want(x).sum().backward()
+    added: Any = want.get_submodule("0.parametrizations.weight.0")
+    assert torch.equal(kept.lora_A.grad, added.a.grad) and torch.equal(kept.lora_B.grad, added.b.grad)
+    cast = copy.deepcopy(model).to(torch.bfloat16).to(dtype)
+    other = fsshard.lora(nn.Sequential(nn.Linear(4, 4, dtype=dtype)), rank=3, target="weight", alpha=5)
+    for again in (model, cast, pickle.loads(pickle.dumps(model)), other):
+        again.load_state_dict(model.state_dict())
+        assert again.get_submodule("0.weight_lora").alpha == kept.alpha
+        assert torch.equal(again(x), want(x))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +254,8 @@ def test_models_that_cannot_be_adapted() -> None:
         fsshard.lora(tied, rank=2, target="weight")
     with pytest.raises(ModelError, match="recurrent"):
         fsshard.lora(nn.LSTM(4, 4), rank=2, target="weight")
+    with pytest.raises(ModelError, match=r"no shape yet; run a forward of the model before"):
+        fsshard.lora(nn.Sequential(nn.LazyLinear(4)), rank=2, target="weight")
     with pytest.raises(ModelError, match=r"one call, target='a\|b'"):
         fsshard.lora(net(), rank=2, target="head")
     with pytest.raises(AlreadyWrapped, match=r"call lora\(model\), then wrap it"):

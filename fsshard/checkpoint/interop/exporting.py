@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
-from fsshard.checkpoint.format.index import Index, Piece, rank_of
+from fsshard.checkpoint.format.index import Index, Piece, rank_of, some
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
 from fsshard.checkpoint.models import choose_models
@@ -111,6 +111,12 @@ def export(
     with Reader.at(source) as reader:
         hint, name = "pass model= with one of these names (--model)", model or ""
         reader.index = choose_models(reader.index, [name], "fsshard.export", hint)[name]
+        frozen = [key for key, why in reader.index.model.dropped.items() if why == parts.FROZEN]
+        if frozen:
+            raise ConfigurationError(
+                f"export of {os.fspath(source)!r}: expected a checkpoint of the whole model, got one that was saved "
+                f"with only='trainable', without {some(frozen)}. Load it into the wrapped model, and export that"
+            )
         chosen = _chosen(reader.index, optimizer)
         if average is not None:
             reader.index = _averaged(reader.index, average)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,15 @@ def test_peft_reads_adapters_of_linear_and_convolutional_layers(ranks: Any, tmp_
         plain: Any = base("net")
         own = {key.replace("_lora.base", ""): value for key, value in weights.items()}
         plain.load_state_dict({key: own[key] for key in plain.state_dict()})
+        nn.init.zeros_(plain.head.weight)  # is trained beside, and read of the adapters
         adapted = peft.PeftModel.from_pretrained(plain.eval(), folder)
         assert torch.allclose(adapted(torch.ones(2, 4)), want, rtol=1e-5, atol=1e-6)
+        assert all(
+            torch.equal(
+                adapted.state_dict()[f"base_model.model.head.modules_to_save.default.{name}"], own[f"head.{name}"]
+            )
+            for name in ("weight", "bias")
+        )
         assert torch.allclose(adapted.merge_and_unload()(torch.ones(2, 4)), want, rtol=1e-5, atol=1e-6)
 
 
@@ -137,6 +145,84 @@ def test_adapters_of_peft_are_those_of_bare_replicas(ranks: Any, tmp_path: Path)
     assert ranks.run(job_of_peft, 2, str(tmp_path)) == [[], []]
 
 
+def job_frozen(folder: str) -> list[str]:
+    """What is frozen now (LoRA-FA's lora_A, all), buffers of what is trained beside, and an adapter's name."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    found = []
+    for number, (engine, frozen, name) in enumerate(
+        (({"backend": "fsdp"}, "lora_A", "mine"), ({"backend": "fsdp2"}, "", "default"), ({"backend": "ddp"}, "-", "a"))
+    ):
+        for kind in ("peft", "lora"):
+            torch.manual_seed(0)
+            plain: Any = Net()
+            plain.spectral.requires_grad_(False)
+            if kind == "peft":
+                config = LoraConfig(
+                    r=2, target_modules=["conv", "linear"], modules_to_save=["norm", "head"], init_lora_weights=False
+                )
+                model = get_peft_model(copy.deepcopy(plain), config, adapter_name=name)
+            else:
+                model = fsshard.lora(copy.deepcopy(plain), rank=2, target="conv|linear", alpha=1)
+                model.norm.requires_grad_()
+                model.head.requires_grad_()
+            for key, parameter in model.named_parameters():
+                if frozen == "lora_A" and frozen in key:
+                    parameter.requires_grad_(False)
+            wrapped = fsshard.wrap(model, **engine)
+            train(wrapped, range(2), adam(wrapped))
+            if kind == "peft" and frozen == "":
+                wrapped.module.requires_grad_(False)
+            wrapped.eval()
+            with torch.no_grad():
+                want = wrapped(batch(9))
+            fsshard.export(wrapped, f"{folder}/{number}-{kind}", "peft")
+            torch.distributed.barrier()
+            adapted = PeftModel.from_pretrained(plain, f"{folder}/{number}-{kind}").eval()
+            if not torch.allclose(adapted(batch(9)), want, rtol=1e-5, atol=1e-6):
+                found.append(f"{kind} {engine}: off by {(adapted(batch(9)) - want).abs().max()}")
+    return found if torch.distributed.get_rank() == 0 else []  # whose buffers are written
+
+
+def test_peft_reads_what_is_frozen_buffers_and_another_name(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert ranks.run(job_frozen, 2, str(tmp_path)) == [[], []]
+
+
+def job_without_place(folder: str) -> list[str]:
+    from peft import LoraConfig
+
+    several: Any = by_peft()
+    several.add_adapter("two", LoraConfig(r=2, target_modules=["0"]))
+    bias = fsshard.lora(Net(), rank=2, target="conv")
+    bias.conv.bias.requires_grad_()
+    whole = fsshard.lora(nn.ModuleDict({"head": nn.Linear(4, 4), "xhead": nn.Linear(4, 4)}), rank=2, target="xhead.w")
+    whole["head"].requires_grad_()
+    told = []
+    for number, model in enumerate((several, bias, whole, fsshard.lora(nn.Linear(4, 4), rank=2, target="weight"))):
+        wrapped = fsshard.wrap(model, backend="none")
+        try:
+            fsshard.export(wrapped, f"{folder}/a", "peft")
+        except ConfigurationError as error:
+            told.append(str(error))
+        fsshard.save(f"{folder}/{number}", wrapped, only="trainable")
+    inside = nn.Sequential(nn.Linear(4, 4))
+    fsshard.export(fsshard.wrap(fsshard.lora(inside, rank=2, target="weight"), backend="none"), f"{folder}/a", "peft")
+    return told
+
+
+def test_what_peft_has_no_place_for_is_named(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    (told,) = ranks.run(job_without_place, 1, str(tmp_path))
+    words = (
+        "; use fsshard.save(..., only='trainable')",
+        "got conv.bias; use fsshard.save(..., only='trainable'), or merged=True",
+        "got head.weight, head.bias; use",
+        "got 'weight' of the model itself; put it into nn.Sequential",
+    )
+    assert all(word in error for word, error in zip(words, told, strict=True)), told
+
+
 def job_refused(folder: str) -> list[str]:
     model, told = fsshard.wrap(net(), backend="fsdp2"), []
     plain = fsshard.wrap(Net(), backend="fsdp2")
@@ -149,6 +235,7 @@ def job_refused(folder: str) -> list[str]:
         (model, "d", {"format": "peft", "merged": True}),
         (f"{folder}/whole", "e", {"format": "peft"}),
         (f"{folder}/part", "f.pt", {"merged": True}),
+        (f"{folder}/part", "g.safetensors", {}),
     ):
         try:
             fsshard.export(source, f"{folder}/{file}", **settings)  # type: ignore[arg-type]
@@ -166,6 +253,7 @@ def test_what_cannot_be_exported_says_what_can(ranks: Any, tmp_path: Path) -> No
         "merged=True:",
         "load the",
         "Load it",
+        "norm.weight, norm.bias. Load it into the wrapped model, and export that",
     )
     for told in ranks.run(job_refused, 2, str(tmp_path)):
         assert all(word in error for word, error in zip(words, told, strict=True)), told
