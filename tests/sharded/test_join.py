@@ -120,7 +120,7 @@ def job_buffers(engine: dict[str, Any]) -> None:
     def train(stop: int, twice: bool = False, look: bool = False) -> None:
         model = fsshard.wrap(Net(), **engine)
         optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
-        joined = fsshard.join({"model": model})
+        joined = fsshard.join(model)
         with joined:
             for step, x in enumerate(joined(batches(rank, counts[rank])), 1):
                 (model(x).square().mean() + (model(2 * x).square().mean() if twice else 0.0)).backward()
@@ -202,7 +202,7 @@ def test_lbfgs_compares_the_losses_of_the_ranks_that_go_on(ranks: Any, engine: d
 def job_accumulated(engine: dict[str, Any]) -> None:
     """Two models in one loop, two batches a step, the first of them without communication."""
     model, other = fsshard.wrap(Net(), **engine), fsshard.wrap(net(), **engine)
-    with fsshard.join([model, other]) as joined:
+    with fsshard.join({"one": model, "two": other}) as joined:
         for number, x in enumerate(joined(batches(dist.get_rank(), 2 - dist.get_rank()))):
             if number == 0:
                 with model.no_sync(), other.no_sync():
