@@ -9,6 +9,7 @@ it is: all differences between engines are behind these methods, whose defaults 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -28,6 +29,7 @@ from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import raw_state
 from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
+from fsshard.oss.collectives import average, used_anywhere
 from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry, collect_entries
 from fsshard.planning.plan import Plan, Unit
@@ -86,6 +88,8 @@ class Backend(ABC):
         self.drops: set[str] = set()
         self._flags = [entry.parameter.requires_grad for entry in self.all]  # whether the engine trains it
         self._deviates = False  # others are trainable in the latest forward than were to the engine
+        # Frozen between micro-batches of no_sync(): gradients that are this rank's, and that the engine sends no more.
+        self._left = set[str]()
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]
         flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
@@ -176,9 +180,18 @@ class Backend(ABC):
             flags = [now or before for now, before in zip(flags, self._flags, strict=True)]
             if flags == self._flags:
                 return
+        for entry, now, before in zip(self.all, flags, self._flags, strict=True):
+            if now:
+                self._left.discard(entry.name)
+            elif before and self._holds_local():
+                self._left.add(entry.name)
         with taking_gradients(entry.parameter for entry, now in zip(self.all, flags, strict=True) if now):
             self.on_trainable_changed()
         self._flags = flags
+
+    def _holds_local(self) -> bool:
+        """Return whether parameters hold gradients of no_sync() that the engine forgets of those that are frozen."""
+        return False
 
     def on_trainable_changed(self) -> None:
         """From now on the engine is to train the parameters that take gradients at this moment."""
@@ -218,6 +231,13 @@ class Backend(ABC):
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
+        entries, group = list(entries), self.settings.group
+        left = [entry.parameter for entry in entries if entry.name in self._left]
+        if left and group is not None:
+            used = used_anywhere([parameter.grad is not None for parameter in left], group, self.settings.device)
+            with torch.no_grad():
+                average(list(itertools.compress(left, used)), group)
+        self._left.difference_update(entry.name for entry in entries)
 
     def reshard(self) -> None:
         """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
@@ -230,6 +250,7 @@ class Backend(ABC):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
         for entry in entries:
+            self._left.discard(entry.name)
             if set_to_none:
                 entry.parameter.grad = None
             elif entry.parameter.grad is not None:

@@ -150,6 +150,7 @@ class DDPBackend(Backend):
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         if self._arrivals is not None:
             self._arrivals.finish()
+        super().finish_backward(entries)
 
     def unused(self, names: Iterable[str]) -> list[str]:
         # A gradient that was dropped by hand (SwAV, DINO: p.grad = None) has come, and its parameter is not moved.
@@ -160,6 +161,9 @@ class DDPBackend(Backend):
         super().zero_grad(entries, set_to_none=set_to_none)
         if self._arrivals is not None:
             self._arrivals.strayed = False
+
+    def _holds_local(self) -> bool:
+        return self._arrivals is not None and self._arrivals.strayed
 
     def on_trainable_changed(self) -> None:
         # DDP fixes its set of parameters when built: one unfrozen later would never be reduced, silently, and the ranks

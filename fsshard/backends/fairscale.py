@@ -125,6 +125,9 @@ class FairScaleBackend(Backend):
             )
         self._is_covered = True  # until other parameters are trainable, or have another optimizer
 
+    def _holds_local(self) -> bool:
+        return self._reduction is not None and self._reduction.local
+
     def on_trainable_changed(self) -> None:
         self._is_covered = False
         if self._reduction is not None:
@@ -159,6 +162,7 @@ class FairScaleBackend(Backend):
         self._refresh_buffers()
         if self._reduction is not None:
             self._reduction.finish()
+        super().finish_backward(entries)
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)

@@ -365,6 +365,8 @@ def _follow(shown: Any, stored: Tensor) -> bool:
     if value.data_ptr() != stored.data_ptr() or value.shape != shown.shape:
         return False
     DATA.__set__(shown, value)
+    if not stored.requires_grad and shown._fsshard_trains is not False:
+        return False  # frozen since: autograd cannot make the view's node again, an internal assertion (torch 2.13)
     # When a parameter has been written in place, autograd makes a view of a view again from the offset that it had in
     # memory when it was made (torch 2.13): its gradient would go to other elements, or nowhere.
     node = _GRAD_FN.__get__(shown)

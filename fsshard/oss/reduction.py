@@ -46,6 +46,7 @@ class Reduction:
             divided by the number of ranks.
         parameters: in the reverse order of that in which their gradients are expected, the same on all ranks.
         silenced: how many ``no_sync`` contexts are open.
+        local: gradients have come in one, and none were reduced since.
 
     Args:
         parameters: the trainable ones.
@@ -91,7 +92,7 @@ class Reduction:
         self._launched = 0
         self._lock = threading.RLock()  # a module on several GPUs has several threads in its backward
         self._late: set[int] = set()  # came after their bucket had left
-        self._local = self._warned = False
+        self.local = self._warned = False
         self._hooks: list[Any] = []
         if group.size() > 1:
             self._take_over()
@@ -179,7 +180,7 @@ class Reduction:
         if i in self._aside and (self.silenced or self._task is None):
             self._put_back(i)
         if self.silenced:
-            self._local = True
+            self.local = True
             return
         if self._task is None or i not in self._bucket_of:
             return
@@ -269,7 +270,7 @@ class Reduction:
             used = used_anywhere(flags, self.group, self.parameters[0].device)
             average([self.parameters[i] for i, flag in zip(self._everywhere, used, strict=True) if flag], self.group)
         self._all_reduced()
-        self._task, self._launched, self._local, self._has_means = None, 0, False, True
+        self._task, self._launched, self.local, self._has_means = None, 0, False, True
         self._arrived, self._late = self._late, set()
         if self._arrived:  # from the next backward on their buckets wait for them
             self._flush()
@@ -301,7 +302,7 @@ class Reduction:
         self.check_ended()
         if not self.waiting:
             return
-        if self._local and not self._warned:
+        if self.local and not self._warned:
             self._warned = True
             log.warning(
                 "gradients that were accumulated under no_sync() are reduced at the optimizer's step: no backward "

@@ -54,6 +54,8 @@ class ModelBuffers:
     def sync(self, *, then_differ: bool = False) -> None:
         """Send rank 0's buffers to all where a training forward may have made them differ, as DDP does. Collective."""
         if self.differ and self.broadcast:
+            if not then_differ:  # before evaluations and state dicts; in training, forwards that are looked at do so
+                self.look_again()
             self.send()
         self.source, self.differ = self.next_source, then_differ
 

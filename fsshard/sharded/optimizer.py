@@ -28,6 +28,7 @@ from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_optimizer
 from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
+from fsshard.sharded.contents import check_same_parameters
 from fsshard.sharded.optimizer_checks import WHOLE_TENSOR_OPTIMIZERS, OptimizerRequest, check_asked_alike
 from fsshard.sharded.optimizer_matrices import See, take_see
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
@@ -183,6 +184,7 @@ class ShardedOptimizer(Optimizer):
             return
         unused = [name for name in backend.unused(entry.name for entry in self.entries) if name not in backend.drops]
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
+            check_same_parameters(self.model, backend)  # forwards of torch.compile(model) do not look
             raise OptimizerError(
                 f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"

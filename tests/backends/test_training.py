@@ -133,6 +133,60 @@ def test_freezing_between_steps(ranks: Any) -> None:
     assert ranks.run(job_freezing, 2) == [[], []]
 
 
+def job_frozen_in_mid_accumulation(engine: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Parts are frozen and unfrozen between a micro-batch under no_sync() and the next; None: bare replicas."""
+    module = adapted(head=True)
+    model: Any = module if engine is None else fsshard.wrap(module, **engine)
+    silent = contextlib.nullcontext if engine is None else model.no_sync
+    parts = (module.adapter, module.head)
+    if engine is None:
+        optimizers: list[Any] = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+    else:
+        groups = [[{"params": list(part.parameters())}] for part in parts]
+        optimizers = [
+            fsshard.build_optimizer(model, torch.optim.SGD, param_groups=group, lr=0.1, momentum=0.9)
+            for group in groups
+        ]
+
+    def accumulate(number: int) -> None:
+        model(batch(number)).square().mean().backward()
+
+    def step(which: int) -> None:
+        if engine is None:
+            average(parts[which])
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+
+    for number in range(4):
+        with silent():
+            accumulate(3 * number)
+        parts[number % 2].requires_grad_(False)
+        accumulate(3 * number + 1)
+        step(1 - number % 2)
+        if number > 1:  # the other one goes on, as the players of a GAN do in turn; else it is stepped as it is
+            parts[number % 2].requires_grad_(True)
+            parts[1 - number % 2].requires_grad_(False)
+            accumulate(3 * number + 2)
+        step(number % 2)
+        module.adapter.requires_grad_(True)
+        module.head.requires_grad_(True)
+    return dict(model.state_dict())
+
+
+def job_accumulating() -> list[str]:
+    want, found = job_frozen_in_mid_accumulation(None), []
+    for engine in ENGINES:
+        if engine["backend"] != "fsdp":  # which refuses it
+            got = job_frozen_in_mid_accumulation(engine)  # equal but for the order in which gradients are added up
+            found += [f"{engine}: {name}" for name in want if not torch.allclose(got[name], want[name], atol=1e-7)]
+    return found
+
+
+def test_freezing_between_micro_batches(ranks: Any) -> None:
+    """Raw DDP leaves what was frozen the gradient of its own rank, silently."""
+    assert ranks.run(job_accumulating, 2) == [[], []]
+
+
 def job_raw_fsdp2() -> list[bool]:
     """Return whether a frozen parameter gets a gradient: before an evaluation, and after one."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -274,6 +274,32 @@ def test_reset_parameters_goes_through_the_users_parameters(ranks: Any) -> None:
     assert ranks.run(job_initialised, 2, "fsdp2") == [True, True]
 
 
+def job_frozen_by_name(backend: str) -> bool:
+    """After two steps a complex parameter is frozen through what the model shows, and unfrozen after two more."""
+    bare, model = Two(), fsshard.wrap(Two(), backend=backend, auto_wrap_policy=None)
+    optimizer: Any = torch.optim.Adam(bare.parameters(), lr=1e-2)
+    adam, losses = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2), []
+    held = [dict(each.named_parameters())["first.w"] for each in (bare, model)]
+    for start in (0, 2, 4):
+        for each in held:
+            each.requires_grad_(start != 2)
+        count, rank = dist.get_world_size(), dist.get_rank()
+        judged = train(bare, optimizer, lambda m, r, step: loss_of(m, r, start + step), steps=2, ranks=count)  # noqa: B023
+        for step in (0, 1):
+            adam.zero_grad()
+            loss = loss_of(model, rank, start + step)
+            loss.backward()
+            losses.append(loss.item() == judged[rank][step])
+            adam.step()
+    return all(losses) and same(model, bare)
+
+
+@pytest.mark.parametrize("backend", ["fairscale", "ddp", "fsdp2"])
+def test_a_complex_parameter_is_frozen_and_unfrozen(ranks: Any, backend: str) -> None:
+    """Where an engine moves it, autograd cannot make the nodes of a view whose base is frozen: INTERNAL ASSERT."""
+    assert ranks.run(job_frozen_by_name, 2, backend) == [True, True]
+
+
 def are_one_key(model: Any) -> bool:
     pairs = [(shown, model.backend.entries[name].parameter) for name, shown in model.module.named_parameters()]
     return all({a: 1}.get(b) == 1 == {b: 1}.get(a) and len({a, b}) == 1 for a, b in pairs)

@@ -62,6 +62,31 @@ def test_buffers_are_rank_zeros_everywhere(ranks: Any) -> None:
             assert list(differences(list(reference[0]), list(result))) == []
 
 
+def job_put_in_later(backend: str) -> Tensor:
+    """A module with buffers comes between forwards that are looked at; return what an evaluation gives then."""
+    torch.manual_seed(0)
+    model: Any = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2)), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    x = batch(dist.get_rank())
+    with torch.no_grad():
+        for _ in range(4):
+            model.eval()(x)
+    for number in range(10):
+        if number == 8:
+            model.module[1] = nn.BatchNorm1d(4, affine=False)
+        model.train()(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model.eval()(torch.ones(1, 4))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_buffers_of_a_module_that_was_put_in_later(ranks: Any, backend: str) -> None:
+    first, second = ranks.run(job_put_in_later, 2, backend)
+    assert torch.equal(first, second)
+
+
 # ------------------------------------------------------------------------------------------- several forwards
 
 
@@ -304,6 +329,21 @@ def job_evaluated(backend: str) -> None:
 @pytest.mark.parametrize("backend", often(ALL, "fsdp2"))
 def test_a_change_is_named_by_an_evaluation(ranks: Any, backend: str) -> None:
     ranks.run(job_evaluated, ranks_of(backend), backend)
+
+
+def job_compiled(backend: str) -> None:
+    """Nothing looks at a forward that the user has compiled; the step sees that a gradient is missing."""
+    model: Any = fsshard.wrap(net(), backend=backend)
+    compiled: Any = torch.compile(model, backend="eager")
+    model.module.last = nn.Linear(6, 1)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    compiled(batch(0)).sum().backward()
+    with pytest.raises(ModelError, match=r"added: last\.weight.*wrap it then"):
+        optimizer.step()
+
+
+def test_a_change_of_a_compiled_model_is_named_by_the_step(ranks: Any) -> None:
+    ranks.run(job_compiled, 2, "fsdp2")
 
 
 def job_harmless(backend: str) -> list[Any]:
