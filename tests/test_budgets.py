@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 48_783,
+    "fsshard + compat": 48_793,
     "fsshard/backends": 4_330,
     "fsshard/checkpoint": 5_154,
     "fsshard/parity": 3_876,
-    "fsshard/sharded": 4_855,
+    "fsshard/sharded": 4_865,
     "fsshard/comm + fsshard/launching": 3_099,
     "fsshard/simulation": 3_691,
     "fsshard/model": 2_554,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_610,
     "compat": 7_869,
-    "tests": 52_061,
+    "tests": 52_593,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127

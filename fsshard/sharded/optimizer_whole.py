@@ -33,7 +33,7 @@ class WholeEntry(Entry):
     """A divided parameter as its owner steps it.
 
     Attributes:
-        elements: the copy of all elements, in the order in which the engine lays them.
+        elements: the copy of all elements, in the order in which the engine lays them; of any shape.
         whole: the same memory in the stored shape.
         gradient: the whole one during a step; None where no rank has one.
     """
@@ -48,7 +48,9 @@ class WholeEntry(Entry):
         known = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Entry)}
         # Memory of its own, which torch aligns to 64 bytes: matrix products round by the address.
         flat = torch.empty(entry.stored_shape.numel(), dtype=entry.parameter.dtype, device=entry.local().device)
-        return cls(**{**known, "group": None, "cut": None}, elements=flat, whole=shaped(entry, flat))
+        whole = _laid(entry, flat)
+        elements = whole if entry.cut is None else flat
+        return cls(**{**known, "group": None, "cut": None}, elements=elements, whole=whole)
 
     def local(self) -> Tensor:
         return self.whole
@@ -71,6 +73,14 @@ def deal(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, int]:
         owner[name] = loads.index(min(loads))
         loads[owner[name]] += work[name]
     return owner
+
+
+def _laid(entry: Entry, flat: Tensor) -> Tensor:
+    """Return the stored tensor of all elements with the strides that it has in a bare model."""
+    whole = shaped(entry, flat)
+    if entry.cut is None and entry.local().stride() != whole.stride():  # FSDP1 on one rank, which keeps them itself
+        whole = torch.empty_like(entry.local()).copy_(whole)
+    return whole
 
 
 class Owners:
@@ -100,7 +110,7 @@ class Owners:
             gradients = {entry.name: entry.grad() for entry in bucket.entries}
             wholes, changed = bucket.to_owners(gradients, changed)
             for entry, whole in wholes.items():
-                self.mine[entry.name].gradient = None if whole is None else shaped(entry, whole)
+                self.mine[entry.name].gradient = None if whole is None else _laid(entry, whole)
         if changed:  # on every rank: all have heard of it
             self._receive_weights()
 
@@ -127,7 +137,7 @@ class Owners:
             wholes, _ = bucket.to_owners({entry.name: entry.local() for entry in bucket.entries}, False)
             for entry, whole in wholes.items():
                 assert whole is not None, "every rank has sent its part"
-                self.mine[entry.name].elements.copy_(whole)
+                self.mine[entry.name].whole.copy_(shaped(entry, whole))
 
     def _mark(self) -> list[int]:
         """Return what changes when a shard is written: how often that was, and for ``p.data`` a sum of its bits."""
@@ -211,7 +221,7 @@ class _Bucket:
     def to_shards(self, wholes: Mapping[str, Tensor], flag: bool) -> set[int]:
         """Write what owners have into the shards of all ranks, and return the ranks whose flag is set. Collective."""
         outgoing = [
-            [self._flags([flag]), *(wholes[entry.name][slice(*entry.part(rank))] for entry in self._mine)]
+            [self._flags([flag]), *(wholes[e.name].reshape(-1)[slice(*e.part(rank))] for e in self._mine)]
             for rank in range(self._group.size())
         ]
         sizes = [[1, *(entry.local().numel() for entry in entries)] for entries in self._of_owner]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import fsshard
+from fsshard.recipes.recipe import resolve
 from fsshard.simulation.simulation import Job, measure
 from tests.gpu.recipes import STEPS
 
@@ -121,7 +123,7 @@ def scaled(**settings: Any) -> tuple[list[float], bool]:
     return scales, all(torch.equal(before[name], after[name]) for name in before)
 
 
-def memory(recipe: Any, backend: str) -> tuple[int, int, int]:
+def memory(recipe: Any, backend: str, recomputed: Any = None) -> tuple[int, int, int]:
     """Bytes: the most that CUDA's allocator has handed out, those of cuBLAS's workspaces, and the tracker's peak."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -133,9 +135,28 @@ def memory(recipe: Any, backend: str) -> tuple[int, int, int]:
         del a
     torch.cuda.synchronize()
     workspaces = torch.cuda.memory_allocated() - before
-    job = Job(source=recipe, changes={}, backend=backend, mesh=(dist.get_world_size(),), device="cuda")
+    changes = {} if recomputed is None else {"activation_checkpointing": recomputed}
+    job = Job(source=recipe, changes=changes, backend=backend, mesh=(dist.get_world_size(),), device="cuda")
     peak = measure(job, STEPS).usage.peak  # the recipe resets CUDA's peak before the last step
     return torch.cuda.max_memory_allocated() - before, workspaces, peak
+
+
+def seconds_of_a_step(source: str, backend: str) -> float:
+    """The least of some steps, of the clock."""
+    recipe, times = resolve(source), []
+    torch.manual_seed(0)
+    model = fsshard.wrap(recipe.build(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, recipe.optimizer, **recipe.hyper)
+    batch = {key: value.cuda() for key, value in recipe.batches(0, 1, 0).items()}
+    for _ in range(8):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        recipe.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def overlap(backend: str) -> tuple[float, float]:

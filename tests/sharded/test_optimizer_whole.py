@@ -127,7 +127,7 @@ def job_exact(kind: str, *backends: str) -> dict[str, list[str]]:
 def test_two_ranks_train_as_bare_replicas(ranks: Any, kind: str) -> None:
     """Losses, weights and whole state to the last bit; one rank too."""
     assert ranks.run(job_exact, 2, kind, *DISTRIBUTED) == [{backend: [] for backend in DISTRIBUTED}] * 2
-    assert ranks.run(job_exact, 1, kind, "none", "fsdp2") == [{"none": [], "fsdp2": []}]
+    assert ranks.run(job_exact, 1, kind, "none", *DIVIDING) == [{"none": [], "fsdp2": [], "fsdp": []}]
 
 
 def job_single_steps(backend: str) -> list[str]:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint.parts import collect
 from fsshard.checkpoint.staging import Staging
+from fsshard.model import host_copies
+from fsshard.sharded import module as sharded_module
 from fsshard.simulation.fakes import Fakes, fake_ranks
 from fsshard.torch_private.patching import replaced
 
@@ -52,7 +54,7 @@ Look = Callable[[Any, Any], None]
 def train(look: Look | None = None, **settings: Any) -> None:
     """Two steps, with clipping and a loss scale."""
     model = fsshard.wrap(net(), **settings)
-    model.backend.simulate()
+    model.simulate()
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
     scaler = fsshard.GradScaler(model, enabled=settings.get("mixed_precision") == "fp16")
     for _ in range(2):
@@ -70,7 +72,7 @@ def train(look: Look | None = None, **settings: Any) -> None:
 
 def staging(model: Any, optimizer: Any) -> None:
     """An asynchronous save pins what it copies from a device."""
-    parts = [part.values for part in collect(model, {"optimizer": optimizer}, {}, RANK).parts.values()]
+    parts = [part.values for part in collect({"": model}, {"optimizer": optimizer}, {}, RANK).parts.values()]
     room = Staging()
     copies = room.copy(parts)
     assert model.backend.settings.cpu_offload or any(not part.is_cpu for part in parts)
@@ -99,7 +101,7 @@ def faked(**settings: Any) -> None:
             module = net()
         with fakes.wrapping(module):
             model = fsshard.wrap(module, **settings)
-        model.backend.simulate()
+        model.simulate()
         optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
         for _ in range(2):
             model(torch.randn(4, 16, device=HERE)).square().mean().backward()
@@ -127,6 +129,28 @@ def moved() -> None:
         fsshard.wrap(net(), backend="ddp", device="cpu")
 
 
+def averaged(model: Any, optimizer: Any) -> None:
+    """An average in host memory, of weights on the device."""
+    ema = fsshard.EMA(model, device="cpu")
+    for _ in range(2):
+        ema.update()
+    held = [value for state in ema.held.state.values() for value in state.values()]
+    assert all(value.is_cpu for value in held)
+    for state in ema.held.inner.state.values():  # as a checkpoint gives it
+        state.update({key: value.to(HERE) for key, value in state.items()})
+    ema.update()
+    assert all(value.is_cpu for state in ema.held.state.values() for value in state.values())
+
+
+def in_host_memory(recompute: bool, **settings: Any) -> None:
+    """Activations of blocks wait in pinned memory."""
+    choice = fsshard.Checkpointing({Spectral}, offload_to_cpu=True, recompute=recompute)
+    with replaced(host_copies, "LEAST", 1):
+        train(activation_checkpointing=choice, **settings)
+    copies = host_copies.offloader_of(HERE)._copies
+    assert isinstance(copies, host_copies.StreamedCopies)
+
+
 def on_own_stream(**settings: Any) -> None:
     """Trained on a stream of the user's."""
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -146,6 +170,9 @@ WAYS: dict[str, Callable[..., None]] = {
     "fp16": lambda **engine: train(mixed_precision="fp16", **engine),
     "recompute": lambda **engine: train(activation_checkpointing=True, **engine),
     "unused": lambda **engine: train(find_unused_parameters=True, **engine),
+    "host": lambda **engine: in_host_memory(False, **engine),
+    "host, recomputed": lambda **engine: in_host_memory(True, **engine),
+    "averages": lambda **engine: train(averaged, **engine),
     "staging": lambda **engine: train(staging, **engine),
     "states": lambda **engine: train(states, **engine),
     "stream": on_own_stream,
@@ -172,6 +199,7 @@ def cuda_ranks() -> Iterator[None]:
     init = dist.init_process_group
     with (
         replaced(dist, "init_process_group", lambda _, **settings: init("cuda:fake", **settings)),
+        replaced(sharded_module, "meet", lambda group, what, note="": [note]),  # the other ranks never come
         fake_ranks(RANK, RANKS, "nccl"),
     ):
         yield
