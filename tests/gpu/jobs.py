@@ -141,11 +141,11 @@ def memory(recipe: Any, backend: str, recomputed: Any = None) -> tuple[int, int,
     return torch.cuda.max_memory_allocated() - before, workspaces, peak
 
 
-def seconds_of_a_step(source: str, backend: str) -> float:
+def seconds_of_a_step(source: str, backend: str, recomputed: Any = None) -> float:
     """The least of some steps, of the clock."""
     recipe, times = resolve(source), []
     torch.manual_seed(0)
-    model = fsshard.wrap(recipe.build(), backend=backend)
+    model = fsshard.wrap(recipe.build(), backend=backend, activation_checkpointing=recomputed)
     optimizer = fsshard.build_optimizer(model, recipe.optimizer, **recipe.hyper)
     batch = {key: value.cuda() for key, value in recipe.batches(0, 1, 0).items()}
     for _ in range(8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -18,6 +19,7 @@ if reason := lacking(1):
 import fsshard
 from fsshard.launching.pool import RankPool
 from fsshard.simulation.machine import machine_of
+from fsshard.simulation.result import Estimate
 from tests.gpu import jobs, offloading
 from tests.gpu.features import CASES, UNEVEN
 from tests.gpu.on_gpu import run_case, run_on_shared_gpu
@@ -64,21 +66,28 @@ def test_activations_in_host_memory_lower_the_peak(gpus: RankPool, record_proper
         assert how is None or one["peak"] < 0.6 * found[None]["peak"]
 
 
-@pytest.mark.parametrize(("model", "block"), [("t5", "T5Block"), ("vit", "ViTLayer")])
-def test_the_estimate_of_activations_in_host_memory(
-    gpus: RankPool, record_property: Record, model: str, block: str
-) -> None:
-    choice = fsshard.Checkpointing({block}, offload_to_cpu=True, recompute=False)
-    source = f"tests.gpu.recipes:{model}"
-    ((measured, workspaces, _),) = gpus.run(jobs.memory, 1, source, "fsdp2", choice, timeout=120)
-    estimated, usual = (
-        fsshard.estimate(source, backend="fsdp2", world_size=1, device="cuda", **more).peak
-        for more in ({"activation_checkpointing": choice}, {})
-    )
-    record_property("estimated MiB", round(estimated / 2**20, 1))
+BLOCKS = {"t5": "T5Block", "vit": "ViTLayer"}
+
+
+def in_host_memory(model: str) -> fsshard.Checkpointing:
+    return fsshard.Checkpointing({BLOCKS[model]}, offload_to_cpu=True, recompute=False)
+
+
+@functools.cache
+def estimated(model: str, backend: str, offloaded: bool) -> Estimate:
+    more = {"activation_checkpointing": in_host_memory(model)} if offloaded else {}
+    return fsshard.estimate(f"tests.gpu.recipes:{model}", backend=backend, world_size=1, device="cuda", **more)
+
+
+@pytest.mark.parametrize("model", BLOCKS)
+def test_the_estimate_of_activations_in_host_memory(gpus: RankPool, record_property: Record, model: str) -> None:
+    given = f"tests.gpu.recipes:{model}", "fsdp2", in_host_memory(model)
+    ((measured, workspaces, _),) = gpus.run(jobs.memory, 1, *given, timeout=120)
+    peak, usual = (estimated(model, "fsdp2", offloaded).peak for offloaded in (True, False))
+    record_property("estimated MiB", round(peak / 2**20, 1))
     record_property("measured MiB", round((measured - workspaces) / 2**20, 1))
     record_property("estimated without MiB", round(usual / 2**20, 1))
-    assert estimated == pytest.approx(measured - workspaces, rel=0.05) and estimated < usual
+    assert peak == pytest.approx(measured - workspaces, rel=0.05) and peak < usual
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +112,19 @@ def test_constants_of_this_gpu(machine: Path, record_property: Record) -> None:
     assert 1e-7 < found.operator < 1e-3 and "one rank" in found.source
 
 
-@pytest.mark.parametrize("model", ["t5", "vit"])
+@pytest.mark.parametrize("model", BLOCKS)
 def test_the_time_of_a_step_beside_its_prediction(
     gpus: RankPool, record_property: Record, machine: Path, model: str
 ) -> None:
     """Times are told and not judged: clocks differ."""
-    source = f"tests.gpu.recipes:{model}"
-    for backend in ("ddp", "fsdp2"):
-        (seconds,) = gpus.run(jobs.seconds_of_a_step, 1, source, backend, timeout=120)
-        predicted = [
-            fsshard.estimate(source, backend=backend, world_size=1, device="cuda", machine=one)
-            for one in (str(machine), "h100")
-        ]
-        told = ", ".join(f"{1e3 * sum(one.terms.values()):.1f} by {one.machine}" for one in predicted)
-        record_property(backend, f"{1e3 * seconds:.1f} ms; predicted {told}")
-        assert all(one.terms["flops"] > 0 and one.terms["operators"] > 0 for one in predicted)
-    record_property("terms", {key: f"{1e3 * value:.1f} ms" for key, value in predicted[0].terms.items()})
+    for backend, offloaded in (("ddp", False), ("fsdp2", False), ("fsdp2", True)):
+        given = f"tests.gpu.recipes:{model}", backend, in_host_memory(model) if offloaded else None
+        (seconds,) = gpus.run(jobs.seconds_of_a_step, 1, *given, timeout=120)
+        found = estimated(model, backend, offloaded)
+        told = [f"{1e3 * seconds:.1f} ms"]
+        for constants in (machine_of(machine, "cuda"), machine_of(None, "cuda")):
+            terms = constants.terms(found.work, found.collectives)
+            told.append(f"{constants.name} {1e3 * sum(terms.values()):.1f}")
+            told.append(str({key: round(1e3 * value, 1) for key, value in terms.items()}))
+            assert terms["flops"] > 0 and terms["operators"] > 0
+        record_property(f"{backend}{', offloaded' if offloaded else ''}", " ".join(told))
