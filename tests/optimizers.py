@@ -269,7 +269,8 @@ class Blocked(Optimizer):
         self.blocks: dict[Any, Any] = {}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             momentum = self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-            pairs = zip(parameter.detach().view(-1).split(size), momentum.view(-1).split(size), strict=True)
+            length = max(size, parameter.numel() // 16)  # what is large would be stepped in thousands of blocks
+            pairs = zip(parameter.detach().view(-1).split(length), momentum.view(-1).split(length), strict=True)
             self.blocks[parameter] = list(pairs)
 
     @torch.no_grad()

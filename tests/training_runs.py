@@ -68,7 +68,7 @@ class Run:
 
     case: str
     backend: str = "ddp"
-    steps: int = 5
+    steps: int = 3
     optimizer: str = "Adam"
     lr: float = 1e-2
     micro_batches: int = 1

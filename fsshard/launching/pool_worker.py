@@ -92,12 +92,8 @@ def worker_main(rank: int, device: str, port: int, stack: Path, pipe: connection
         faulthandler.register(signal.SIGUSR1, file=file)
         faulthandler.enable(file)  # also where a fatal signal ends it
         say(pipe, "ready")
-        modules = 0
         while True:
-            if len(sys.modules) > modules:
-                modules = len(sys.modules)
-                gc.collect()  # what the job left must not stay with it
-                gc.freeze()  # what imports made stays anyway; looking through it takes longer than most jobs
+            freeze_imports()
             try:
                 order: Order = pipe.recv()
             except (EOFError, KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; no traceback from each rank
@@ -114,6 +110,18 @@ def worker_main(rank: int, device: str, port: int, stack: Path, pipe: connection
                     say(pipe, *ending)
                 _leave()
             say(pipe, "ready")
+
+
+_modules = 0
+
+
+def freeze_imports() -> None:
+    """Exempt what imports since the last call have made from garbage collection: it stays, and slows each one."""
+    global _modules
+    if len(sys.modules) > _modules:
+        _modules = len(sys.modules)
+        gc.collect()  # what the job left must not stay with it
+        gc.freeze()
 
 
 def _warm_up() -> None:

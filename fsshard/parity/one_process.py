@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -208,9 +209,7 @@ class perturbed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        schema = schema_of(func)
-        new = not schema.is_mutable and all(value.alias_info is None for value in schema.returns)  # memory of its own
-        if func.namespace == "aten" and new and _differentiated((args, kwargs)):
+        if _makes_new(func) and _differentiated((*args, *(kwargs or {}).values())):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                     self._move(leaf)
@@ -223,10 +222,19 @@ class perturbed(TorchDispatchMode):
         real.mul_(up.mul_(2 * step).add_(1 - step))
 
 
-def _differentiated(arguments: Any) -> bool:
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """Return whether an operation of torch's own returns memory that is none of its arguments'."""
+    schema = schema_of(func)
+    new = not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
+    return bool(func.namespace == "aten" and new)
+
+
+def _differentiated(arguments: Iterable[Any]) -> bool:
     """Return whether training differentiates an operation with these arguments."""
     # Others (positions, masks, indices computed in float) are left alone: rounding them otherwise may move an index,
     # which no kernel does that rounds correctly.
-    given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    # in forward a tensor requires a gradient; in backward nothing does, and nothing is recorded
-    return bool(given) and (not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in given))
+    # In forward a tensor requires a gradient; in backward nothing does, and nothing is recorded.
+    backward = not torch.is_grad_enabled()
+    flat = (each for value in arguments for each in (value if isinstance(value, (list, tuple)) else (value,)))
+    return any(isinstance(each, Tensor) and (backward or each.requires_grad) for each in flat)

@@ -41,8 +41,8 @@ SCALES = (1.0, 1e-3)
 SHAPE = (160, 144)
 """Shape of the matrices, and vectors have as many numbers: some algorithms factor from 128 rows and columns on. Fewer
 than 32768 numbers, which torch gives to one thread."""
-AT_END = (40, 36)
-"""Shape of the last two dims, behind dims of one: factors of 1440 by 1440 numbers take 16 MiB, of 23040 gigabytes."""
+AT_END = (24, 16)
+"""Shape of the last two dims, behind dims of one: a factor over all then has 384 by 384 numbers, and a root at once."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, FsshardError, ModelError
+from fsshard.launching.pool_worker import freeze_imports
 from fsshard.launching.supervisor import Handed, handed, take_over
 from fsshard.simulation.simulation import Job, Measured, simulate
 
@@ -135,6 +136,7 @@ def _prepare_process(handed_on: Handed, quiet: bool) -> None:
 
 def run_job(job: Job) -> Measured:
     """Simulate here, with errors that a user can understand."""
+    freeze_imports()  # each simulation begins with a garbage collection
     with errors_in_words(job):
         return simulate(job)
 

@@ -45,8 +45,8 @@ ALL = (*DISTRIBUTED, "none")
         pytest.param("conv_batchnorm", fsshard.fpSixteen, marks=pytest.mark.long),
         ("dropout", Precision(param=FP16, reduce=BF16, output=BF16)),
         ("dropout", Precision(reduce=BF16)),
-        ("fno", fsshard.fp32_policy),
-        ("tfno_tucker", MixedPrecision(param_dtype=BF16)),
+        ("mlp_complex", fsshard.fp32_policy),
+        ("buffered", MixedPrecision(param_dtype=BF16)),
         ("conv_batchnorm", MixedPrecisionPolicy(param_dtype=BF16)),
     ],
     ids=str,
@@ -106,7 +106,7 @@ def test_with_blocks_that_were_checkpointed_before(ranks: RankPool, how: str) ->
     [
         ("mlp_complex", {"autocast": True}),  # for tensors that the forward makes
         ("recurrent", {"autocast": True}),
-        ("tfno_tucker", {"clip": (0.1, 2.0)}),
+        ("conv_batchnorm", {"clip": (0.1, 2.0)}),
         ("conv_batchnorm", {"groups": True}),
         ("tfno_tucker", {"micro_batches": 3}),
     ],

@@ -225,16 +225,16 @@ class Result(NamedTuple):
         return self.backend if column == "backend" else getattr(self.combination, column)
 
 
-def run(combination: Combination, pool: Any, *, steps: int) -> list[Result]:
-    """Compare all backends on one combination; one result for each."""
+def run(combination: Combination, pool: Any, *, steps: int, backends: Sequence[str] = BACKENDS) -> list[Result]:
+    """Compare backends on one combination; one result for each."""
     model, size, variant, optimizer = combination
     source = functools.partial(quiet_recipe_for, model, variant, optimizer)
     try:
-        report = fsshard.parity.compare(source, backends=BACKENDS, world_sizes=[size], steps=steps, pool=pool)
+        report = fsshard.parity.compare(source, backends=backends, world_sizes=[size], steps=steps, pool=pool)
     except MissingExtra as error:
-        return [Result(combination, backend, "refused", str(error)) for backend in BACKENDS]
+        return [Result(combination, backend, "refused", str(error)) for backend in backends]
     except FsshardError as error:  # the reference itself
-        return [Result(combination, backend, "failed", f"{type(error).__name__}: {error}") for backend in BACKENDS]
+        return [Result(combination, backend, "failed", f"{type(error).__name__}: {error}") for backend in backends]
     return [Result(combination, cell.backend, cell.verdict, _detail(cell)) for cell in report]
 
 

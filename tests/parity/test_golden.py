@@ -21,7 +21,9 @@ from tests.training_runs import DISTRIBUTED
 @pytest.mark.parametrize("name", often(RECIPES, "spectral"))
 def test_golden_runs_come_out_again(ranks: Any, name: str, engines: tuple[str, ...]) -> None:
     """Bit for bit on the kind of processor they were made on, within rounding elsewhere, where all share its draws."""
-    cells = compare(RECIPES[name], against=Trace.load(file_of(name)), backends=engines, pool=ranks).cells
+    steps = 10 if engines == DISTRIBUTED else 4
+    recorded = Trace.load(file_of(name))
+    cells = compare(RECIPES[name], against=recorded, backends=engines, steps=steps, pool=ranks).cells
     assert [cell.backend for cell in cells] == list(engines)
     assert [(cell.backend, str(cell)) for cell in cells if cell.verdict not in golden.WORDS] == []
     assert len({cell.verdict for cell in cells}) == 1
@@ -50,16 +52,10 @@ def test_a_changed_training_is_different(ranks: Any, monkeypatch: pytest.MonkeyP
     assert "step 0, param_groups of group 0: lr" in found.text and "recipe.hyper" in found.text
 
 
-@pytest.mark.parametrize(
-    ("factor", "verdict"),
-    [(1 + 2.0**-23, "within rounding"), pytest.param(1 + 2.0**-10, "different", marks=pytest.mark.long)],
-)
-def test_one_ulp_is_within_rounding(
-    ranks: Any, factor: float, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    shortened(monkeypatch, tmp_path, spectral, 3, factor)
+def test_one_ulp_is_within_rounding(ranks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    shortened(monkeypatch, tmp_path, spectral, 2, 1 + 2.0**-23)
     (found,) = check(pool=ranks)
-    assert (found.verdict, found.equal, found.ok) == (verdict, False, verdict != "different")
+    assert (found.verdict, found.equal, found.ok) == ("within rounding", False, True)
     assert "expected" in found.text
 
 

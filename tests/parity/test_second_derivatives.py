@@ -317,8 +317,10 @@ KEPT = (penalty_alone, pinn_border_last, forces)
 BY_WEIGHTS = (hessian_of_weights, scaled_by_slopes)
 LONG = pytest.mark.long
 CASES = [
-    ("fsdp2", EVERY, "real", {}),
-    ("fairscale", EVERY, "real", {}),
+    ("fsdp2", (*SECOND, *OTHERS), "real", {}),
+    pytest.param("fsdp2", (*ONE_PASS, *FUNCTIONS), "real", {}, marks=LONG),
+    ("fairscale", (*KEPT, *FUNCTIONS), "real", {}),
+    pytest.param("fairscale", EVERY, "real", {}, marks=LONG),
     ("fairscale", EVERY, "real", {"implementation": "native"}),
     pytest.param("none", EVERY, "real", {}, marks=LONG),
     pytest.param("ddp", EVERY, "real", {}, marks=LONG),
@@ -334,7 +336,7 @@ CASES = [
     ("fsdp2", SECOND, "real", {"find_unused_parameters": True}),
     *((name, (dual_numbers,), "complex", {}) for name in ALL_BUT),
     ("fsdp", (*ONE_PASS, *SECOND, *OTHERS, dual_numbers), "real", {"sharding_strategy": "FULL_SHARD"}),
-    ("fsdp", (*ONE_PASS, *SECOND, *OTHERS, dual_numbers), "real", {"sharding_strategy": "SHARD_GRAD_OP"}),
+    ("fsdp", KEPT, "real", {"sharding_strategy": "SHARD_GRAD_OP"}),
     ("fsdp", SECOND, "real", {"find_unused_parameters": True, "auto_wrap_policy": None}),
     ("fsdp", tuple(loss for loss in (*ONE_PASS, *SECOND, *OTHERS) if loss is not pinn_border_last), "complex", {}),
 ]

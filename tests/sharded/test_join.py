@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ConfigurationError, RankMismatch
+from tests.forked import forking
 from tests.models import Spectral, net
 from tests.training_runs import ENGINES, NAMES
 
@@ -257,7 +258,7 @@ def test_misuse_is_told(ranks: Any) -> None:
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 def test_without_it_the_rank_that_ended_is_named(backend: str) -> None:
     """Its own processes: the ranks lose each other."""
-    with pytest.raises(fsshard.RankFailed, match=r"rank 1 failed with an early return.*fewer batches"):
+    with forking(), pytest.raises(fsshard.RankFailed, match=r"rank 1 failed with an early return.*fewer batches"):
         fsshard.launch(job_ends_early, nprocs=2, args=(backend,), threads=1, timeout=60)
 
 

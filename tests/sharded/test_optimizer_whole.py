@@ -108,12 +108,12 @@ def state_of(bare: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def job_exact(kind: str, *backends: str) -> dict[str, list[str]]:
-    bare, native, losses = replicas(kind, 4)
+    bare, native, losses = replicas(kind, 3)
     wrong: dict[str, list[str]] = {}
     for backend in backends:
         model = fsshard.wrap(shapes(), backend=backend)
         optimizer = built(model, kind)
-        found = steps(model, optimizer, range(4))
+        found = steps(model, optimizer, range(3))
         wrong[backend] = list(differences(losses, found))
         wrong[backend] += differences(dict(bare.state_dict()), dict(model.state_dict()))
         state = optimizer.state_dict()["state"]
@@ -137,7 +137,7 @@ def job_single_steps(backend: str) -> list[str]:
     model = fsshard.wrap(shapes(), backend=backend)
     optimizer = built(model, "Kron")
     names = {parameter: name for name, parameter in bare.named_parameters()}
-    for number in range(3):
+    for number in range(2):
         model.load_state_dict(bare.state_dict())
         state = {names[p]: copy.deepcopy(value) for p, value in native.state.items()}
         groups = [{**native.param_groups[0], "params": list(names.values())}]
@@ -162,7 +162,7 @@ def test_four_ranks_take_each_step_from_equal_states(ranks: Any, backend: str) -
 def job_save(folder: str, backend: str, kind: str) -> Any:
     model = fsshard.wrap(shapes(), backend=backend)
     optimizer = built(model, kind)
-    steps(model, optimizer, range(3))
+    steps(model, optimizer, range(2))
     fsshard.save(folder, model, optimizer)
     return [dict(model.state_dict()), optimizer.state_dict()["state"]]
 
@@ -180,10 +180,11 @@ def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": saved[1], "param_groups": groups})
         wrong += differences(saved, [dict(model.state_dict()), optimizer.state_dict()["state"]], way)
-        after.append(steps(model, optimizer, range(3, 5)))
+        after.append(steps(model, optimizer, range(2, 3)))
     return wrong + list(differences(*after))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("there", [("fsdp", 2), ("fsdp2", 4), ("ddp", 2), ("fairscale", 2), ("none", 1)], ids=str)
 @pytest.mark.parametrize("here", ["fsdp2", "fsdp"])
 def test_the_state_goes_to_other_engines_and_numbers_of_ranks(ranks: Any, tmp_path: Any, here: str, there: Any) -> None:

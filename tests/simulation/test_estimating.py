@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from fsshard.model.host_copies import WINDOW
 from fsshard.simulation.estimating import estimate
 from fsshard.simulation.result import figure, overview
 from fsshard.simulation.simulation import Job, simulate
-from fsshard.simulation.worker import rebuilt, run_job, simulate_all
+from fsshard.simulation.worker import Simulator, rebuilt, run_job, simulate_all
 from tests.forked import forking, run_script
 from tests.sets import often
 from tests.simulation.recipes import (
@@ -45,6 +46,7 @@ from tests.simulation.recipes import (
     net,
     real_run,
 )
+from tests.simulation.test_machine import UNIT
 from tests.training_runs import DISTRIBUTED
 
 PEAK, BYTES = 0.03, 0.01
@@ -191,6 +193,16 @@ def test_an_operator_on_slabs_is_as_simulated_on_real_tensors(ranks: Any) -> Non
     assert fake["all_to_all"] == real["all_to_all"] and fake.keys() == real.keys() - {"all_gather"}
 
 
+def test_what_a_simulation_has_imported_does_not_slow_the_next() -> None:
+    """Half of a small simulation was garbage collection, through all that torch and the model's library had made."""
+    with Simulator("fsshard.estimate") as simulator:
+        counts = []
+        for _ in range(2):
+            simulator.ask(run_job, Job(source=net(), changes={}, backend="ddp", mesh=(2,)))
+            counts.append(simulator.ask(gc.get_freeze_count))
+        assert counts[1] > counts[0]
+
+
 def test_meshes(here: None, capfd: Any) -> None:
     found = estimate("examples.mesh_recipes:weather", backend="fsdp2", mesh={"data": 2, "cp": 2, "tp": 2})
     assert (found.world_size, found.mesh) == (8, (2, 2, 2))
@@ -246,6 +258,19 @@ def test_the_estimate_as_text_json_and_picture() -> None:
     assert [label.get_text() for label in bars.get_xticklabels()] == ["ddp", "fairscale"]
     assert sum(patch.get_height() for patch in bars.patches) * 1024 == pytest.approx(found[1].peak + one.peak)
     assert lines.get_xscale() == "log" and len(lines.lines) == 4
+
+
+@pytest.mark.usefixtures("here")
+def test_an_estimate_by_constants() -> None:
+    plan = fsshard.plan(nn.Linear(8, 8))
+    one = fsshard.estimate(plan, world_size=2, backend="ddp", machine=UNIT)
+    assert one.machine == "unit" and one.seconds == sum(one.terms.values())
+    (traffic,) = one.collectives
+    assert one.terms["sent"] == traffic.sent / 4 and one.terms["collectives"] == 2 * traffic.count
+    assert one.terms["operators"] == one.work.operators / 2 and one.terms["written"] == one.work.written / 5
+    away = fsshard.estimate(plan, world_size=2, backend="fsdp2", machine=UNIT, accumulation=3, cpu_offload=True)
+    assert away.terms["offloaded"] == 3 * plan.nbytes / 2 and "offloaded" in away.table()
+    assert "time by 'unit'" in one.table() and "operators" in one.table()
 
 
 @pytest.mark.parametrize(

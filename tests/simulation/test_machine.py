@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
-import fsshard
 from fsshard.errors import ConfigurationError
 from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.machine import MACHINES, Machine, machine_of, to_json
@@ -48,18 +46,6 @@ def test_a_machine_by_name_by_file_and_by_itself(tmp_path: Path) -> None:
     file.write_text(to_json([UNIT, MACHINES["h200"]]))
     assert machine_of(str(file), "cpu") == UNIT and machine_of(file, "cuda") == MACHINES["h200"]
     assert all(one.source and one.name == name for name, one in MACHINES.items())
-
-
-def test_an_estimate_by_constants() -> None:
-    plan = fsshard.plan(nn.Linear(8, 8))
-    one = fsshard.estimate(plan, world_size=2, backend="ddp", machine=UNIT)
-    assert one.machine == "unit" and one.seconds == sum(one.terms.values())
-    (traffic,) = one.collectives
-    assert one.terms["sent"] == traffic.sent / 4 and one.terms["collectives"] == 2 * traffic.count
-    assert one.terms["operators"] == one.work.operators / 2 and one.terms["written"] == one.work.written / 5
-    away = fsshard.estimate(plan, world_size=2, backend="fsdp2", machine=UNIT, accumulation=3, cpu_offload=True)
-    assert away.terms["offloaded"] == 3 * plan.nbytes / 2 and "offloaded" in away.table()
-    assert "time by 'unit'" in one.table() and "operators" in one.table()
 
 
 @pytest.mark.parametrize(

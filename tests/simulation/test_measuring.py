@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from fsshard.simulation.machine import machine_of, to_json
-from fsshard.simulation.measuring import measured_machine
+from fsshard.simulation import measuring
+from fsshard.simulation.machine import Machine, machine_of, to_json
+
+
+def job_measured() -> Machine:
+    """Measure with small products, which take seconds in half precision on many CPUs, and twice each."""
+    sizes = {"cpu": (64, *measuring.SIZES["cpu"][1:])}
+    with patch.dict(measuring.SIZES, sizes), patch.object(measuring, "SAMPLES", 2):
+        return measuring.measured_machine("cpu")
 
 
 def test_constants_are_the_same_on_every_rank_and_can_be_read_again(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks.run(measured_machine, 2, "cpu", timeout=120)
+    first, second = ranks.run(job_measured, 2)
     assert first == second and "on 2 ranks" in first.source
     file = tmp_path / "machine.json"
     file.write_text(to_json([first]))
@@ -21,6 +29,6 @@ def test_constants_are_the_same_on_every_rank_and_can_be_read_again(ranks: Any, 
 
 
 def test_alone_collectives_are_as_usual(ranks: Any) -> None:
-    (alone,) = ranks.run(measured_machine, 1, "cpu", timeout=120)
+    (alone,) = ranks.run(job_measured, 1)
     usual = machine_of(None, "cpu")
     assert (alone.sent, alone.collective) == (usual.sent, usual.collective) and "one rank" in alone.source

@@ -25,16 +25,16 @@ from tests.simulation.tuning.recipes import Block, Tower, samples, tower
 RECIPE = "tests.simulation.tuning.recipes:tower"
 
 
-@pytest.fixture(scope="module")
-def found() -> TuneResult:
-    return fsshard.tune(RECIPE, world_size=4, backend=["fsdp2", "ddp"], limit=6)
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _forked() -> Iterator[None]:
-    """All but the first simulator start as copies of a process that has imported torch."""
+    """Simulators start as copies of a process that has imported torch."""
     with forking():
         yield
+
+
+@pytest.fixture(scope="module")
+def found(_forked: None) -> TuneResult:
+    return fsshard.tune(RECIPE, world_size=4, backend=["fsdp2", "ddp"], limit=6)
 
 
 def simulated(settings: dict[str, Any]) -> Measured:
