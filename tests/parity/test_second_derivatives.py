@@ -204,14 +204,19 @@ OTHERS = (saliency, inputs_first)
 ALL_BUT = ("none", "ddp", "fairscale")  # fsdp and fsdp2
 APART: dict[str, Any] = {"merge_below": 0}
 Found = dict[str, bool | str]
+HYPER: dict[Any, dict[str, Any]] = {torch.optim.Adam: {"lr": 1e-2}, SOAP: {}}
 
 
 def by_hand(
-    loss: Callable[[Any, int], None], numbers: str, steps: int, shown: Callable[[nn.Module], Any] = lambda model: model
+    loss: Callable[[Any, int], None],
+    numbers: str,
+    steps: int,
+    shown: Callable[[nn.Module], Any] = lambda model: model,
+    kind: Any = torch.optim.Adam,
 ) -> dict[str, Any]:
     """The weights of a bare replica that averages its gradients itself; the loss is computed with ``shown(model)``."""
     model = build(Energy if loss is forces else Smooth, numbers=numbers)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), **HYPER[kind])
     for step in range(steps):
         loss(shown(model), step)
         average(model)
@@ -221,13 +226,18 @@ def by_hand(
 
 
 def ours(
-    backend: str, loss: Callable[[Any, int], None], numbers: str, steps: int, settings: dict[str, Any]
+    backend: str,
+    loss: Callable[[Any, int], None],
+    numbers: str,
+    steps: int,
+    settings: dict[str, Any],
+    kind: Any = torch.optim.Adam,
 ) -> dict[str, Any]:
-    kind = Energy if loss is forces else Smooth
     units = {"auto_wrap_policy": {Square} if numbers == "real" else {Spectral}}
     apart = APART if backend == "fsdp2" else {}
-    model = fsshard.wrap(build(kind, numbers=numbers), backend=backend, **{**units, **apart, **settings})
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    built = build(Energy if loss is forces else Smooth, numbers=numbers)
+    model = fsshard.wrap(built, backend=backend, **{**units, **apart, **settings})
+    optimizer = fsshard.build_optimizer(model, kind, whole=kind is SOAP, **HYPER[kind])
     for step in range(steps):
         loss(model, step)
         optimizer.step()
@@ -236,13 +246,18 @@ def ours(
 
 
 def job(
-    backend: str, losses: tuple[Callable[[Any, int], None], ...], numbers: str, steps: int = 2, **settings: Any
+    backend: str,
+    losses: tuple[Callable[[Any, int], None], ...],
+    numbers: str,
+    steps: int = 2,
+    kind: Any = torch.optim.Adam,
+    **settings: Any,
 ) -> Found:
     """For each loss whether weights are those of the replicas, or the error."""
     found: Found = {}
     for loss in losses:
-        expected = by_hand(loss, numbers, steps)
-        got = ours(backend, loss, numbers, steps, settings)
+        expected = by_hand(loss, numbers, steps, kind=kind)
+        got = ours(backend, loss, numbers, steps, settings, kind)
         found[loss.__name__] = same(got, expected)
     return found
 
@@ -262,31 +277,11 @@ def burgers(model: Any, step: int) -> None:
     (first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * curve[:, 0]).square().mean().backward()
 
 
-def job_soap(numbers: str) -> Found:
-    """For each engine whether SOAP, of every weight, trains as over replicas."""
-    bare, units = build(Smooth, numbers=numbers), {Square} if numbers == "real" else {Spectral}
-    optimizer: Any = SOAP(bare.parameters())
-    for step in range(3):
-        burgers(bare, step)
-        average(bare)
-        optimizer.step()
-        optimizer.zero_grad()
-    found: Found = {}
-    for backend in DISTRIBUTED:
-        model = fsshard.wrap(build(Smooth, numbers=numbers), backend=backend, auto_wrap_policy=units)
-        optimizer = fsshard.build_optimizer(model, SOAP, whole=True)
-        for step in range(3):
-            burgers(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        found[backend] = same(model.state_dict(), dict(bare.state_dict()))
-    return found
-
-
 @pytest.mark.parametrize("numbers", ["real", "complex"])
 def test_soap_trains_burgers_as_replicas_do(ranks: Any, numbers: str) -> None:
     """Second derivatives, whole matrices and sharding together, to the last bit."""
-    assert ranks.run(job_soap, 2, numbers) == [dict.fromkeys(DISTRIBUTED, True)] * 2
+    for backend in DISTRIBUTED:
+        all_right(ranks, backend, (burgers,), numbers, steps=3, kind=SOAP)
 
 
 def job_clipped(loss: Callable[[Any, int], None]) -> tuple[float, float, list[bool]]:

@@ -444,31 +444,23 @@ def blocks() -> nn.Module:
 def test_offloaded_activations_are_not_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for the GPU in an estimate, and was refused as a place from which nothing can be offloaded."""
     monkeypatch.setattr(host_copies, "LEAST", 1)
-    saved = {}
-    for offload in (False, True):
-        recipe = net(build=blocks, activation_checkpointing=fsshard.Checkpointing({Block}, offload_to_cpu=offload))
-        for backend in ("ddp", "fsdp2"):
-            job = Job(source=recipe, changes={}, backend=backend, mesh=(2,), device="cuda")
-            saved[offload, backend] = simulate(job).usage.saved
+    host = {"offload_to_cpu": True}
+    asked = {"kept": None, "away": fsshard.Checkpointing({Block}, recompute=False, **host)}
+    asked |= {"again": fsshard.Checkpointing({Block}), "inputs away": fsshard.Checkpointing({Block}, **host)}
+    offloaded = []
     for backend in ("ddp", "fsdp2"):
+        recipes = {name: net(build=blocks, activation_checkpointing=choice) for name, choice in asked.items()}
+        jobs = {n: Job(source=r, changes={}, backend=backend, mesh=(2,), device="cuda") for n, r in recipes.items()}
+        found = {name: simulate(job) for name, job in jobs.items()}
+        usage = {name: measured.usage for name, measured in found.items()}
         # The inputs of six blocks, but for those that are on their way still when the backward begins.
-        assert saved[False, backend] - saved[True, backend] == (6 - WINDOW) * 8 * 16 * 4
+        assert usage["again"].saved - usage["inputs away"].saved == (6 - WINDOW) * 8 * 16 * 4
+        assert usage["away"].saved < usage["kept"].saved and usage["away"].work.flops == usage["kept"].work.flops
+        assert usage["away"].work.offloaded and len(found["away"].plan.offloaded) == 6
+        offloaded.append(usage["away"].work.offloaded)
+    assert offloaded[0] == offloaded[1]  # weights stay
     with pytest.raises(ConfigurationError, match="are in host memory already; leave out real=True"):
-        simulate(Job(source=recipe, changes={}, backend="ddp", mesh=(2,), device="cuda", real=True))
-
-
-def test_what_blocks_save_goes_to_the_host_but_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "LEAST", 1)
-    found = {}
-    for backend in ("ddp", "fsdp2"):
-        for choice in (None, fsshard.Checkpointing({Block}, offload_to_cpu=True, recompute=False)):
-            recipe = net(build=blocks, activation_checkpointing=choice)
-            job = Job(source=recipe, changes={}, backend=backend, mesh=(2,), device="cuda")
-            found[backend, choice is None] = simulate(job)
-        plain, away = found[backend, True].usage, found[backend, False].usage
-        assert away.saved < plain.saved and away.work.flops == plain.work.flops and away.work.offloaded
-        assert len(found[backend, False].plan.offloaded) == 6
-    assert found["ddp", False].usage.work.offloaded == found["fsdp2", False].usage.work.offloaded
+        simulate(dataclasses.replace(jobs["inputs away"], backend="ddp", real=True))
 
 
 SCRIPT = """

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 import fsshard
 from fsshard.cli import app as cli
@@ -57,14 +55,6 @@ def test_what_wrap_does_by_itself_over_gloo_is_always_tried(monkeypatch: pytest.
     by_itself = simulated({"backend": "fsdp2", "auto_wrap_policy": {Block}})
     assert tuned.aliases["as given, small ones joined"].estimate.collectives == by_itself.usage.traffic
     assert tuned.winner.collectives < tuned.aliases["as given"].collectives
-
-
-def test_torchs_policies_do_no_better(found: TuneResult) -> None:
-    for policy in (
-        functools.partial(size_based_auto_wrap_policy, min_num_params=4000),
-        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-    ):
-        assert found.winner.peak <= simulated({"backend": "fsdp2", "auto_wrap_policy": policy}).usage.peak
 
 
 def test_with_a_bound_the_least_time_that_fits_wins(found: TuneResult) -> None:
