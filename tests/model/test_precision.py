@@ -45,6 +45,7 @@ ALL = (*DISTRIBUTED, "none")
         pytest.param("conv_batchnorm", fsshard.fpSixteen, marks=pytest.mark.long),
         ("dropout", Precision(param=FP16, reduce=BF16, output=BF16)),
         ("dropout", Precision(reduce=BF16)),
+        ("mlp_complex", fsshard.fp32_policy),
         ("buffered", MixedPrecision(param_dtype=BF16)),
         ("conv_batchnorm", MixedPrecisionPolicy(param_dtype=BF16)),
     ],

@@ -12,8 +12,7 @@ from fsshard.simulation.machine import Machine, machine_of, to_json
 
 def job_measured() -> Machine:
     """Measure with small products, which take seconds in half precision on many CPUs, and twice each."""
-    sizes = {"cpu": (64, *measuring.SIZES["cpu"][1:])}
-    with patch.dict(measuring.SIZES, sizes), patch.object(measuring, "SAMPLES", 2):
+    with patch.dict(measuring.SIZES, cpu=(64, *measuring.SIZES["cpu"][1:])), patch.object(measuring, "SAMPLES", 2):
         return measuring.measured_machine("cpu")
 
 
