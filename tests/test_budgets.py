@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 48_793,
+    "fsshard + compat": 48_811,
     "fsshard/backends": 4_330,
     "fsshard/checkpoint": 5_154,
-    "fsshard/parity": 3_876,
+    "fsshard/parity": 3_884,
     "fsshard/sharded": 4_865,
-    "fsshard/comm + fsshard/launching": 3_099,
-    "fsshard/simulation": 3_691,
+    "fsshard/comm + fsshard/launching": 3_107,
+    "fsshard/simulation": 3_693,
     "fsshard/model": 2_554,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_632,
