@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,17 @@ from fsshard.model.precision import (
 from fsshard.parallel.meshes import data_mesh
 from fsshard.parallel.model_mesh import ModelMesh, find_model_mesh
 from fsshard.parallel.replicas import check_even_dtensors, check_same_on_mesh, check_split_fields, send_values
+from fsshard.planning.arguments import (
+    BackendName,
+    Initialiser,
+    PrecisionChoice,
+    Recomputed,
+    Replicated,
+    Sharded,
+    Strategy,
+    WrapPolicy,
+    WrapSettings,
+)
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.torch_settings import (
@@ -65,6 +76,11 @@ from fsshard.sharded.optimizer_checks import rank_independent_text
 from fsshard.sharded.state_dict import honour_state_dict_type
 from fsshard.torch_private.c10d import flattened
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffload
+    from typing_extensions import Unpack
+
 _ONLY_CHECKS: ContextVar[bool] = ContextVar("_ONLY_CHECKS", default=False)
 
 _Scheduler = TypeVar("_Scheduler", bound=LRScheduler)
@@ -74,59 +90,54 @@ WHAT = "fsshard.wrap()"
 
 @overload
 def wrap(
-    model: nn.Module, optimizer: None = None, scheduler: None = None, *, backend: str = ..., **settings: Any
+    model: nn.Module, optimizer: None = None, scheduler: None = None, **settings: Unpack[WrapSettings]
 ) -> ShardedModule: ...
 @overload
 def wrap(
-    model: nn.Module, optimizer: Optimizer, scheduler: None = None, *, backend: str = ..., **settings: Any
+    model: nn.Module, optimizer: Optimizer, scheduler: None = None, **settings: Unpack[WrapSettings]
 ) -> tuple[ShardedModule, ShardedOptimizer]: ...
 @overload
 def wrap(
-    model: nn.Module, optimizer: Sequence[Optimizer], scheduler: None = None, *, backend: str = ..., **settings: Any
+    model: nn.Module, optimizer: Sequence[Optimizer], scheduler: None = None, **settings: Unpack[WrapSettings]
 ) -> tuple[ShardedModule, list[ShardedOptimizer]]: ...
 @overload
 def wrap(
-    model: nn.Module, optimizer: Optimizer, scheduler: _Scheduler, *, backend: str = ..., **settings: Any
+    model: nn.Module, optimizer: Optimizer, scheduler: _Scheduler, **settings: Unpack[WrapSettings]
 ) -> tuple[ShardedModule, ShardedOptimizer, _Scheduler]: ...
 @overload
 def wrap(
-    model: nn.Module, optimizer: Optimizer, scheduler: Sequence[_Scheduler], *, backend: str = ..., **settings: Any
+    model: nn.Module, optimizer: Optimizer, scheduler: Sequence[_Scheduler], **settings: Unpack[WrapSettings]
 ) -> tuple[ShardedModule, ShardedOptimizer, list[_Scheduler]]: ...
 @overload
 def wrap(
-    model: nn.Module, optimizer: Sequence[Optimizer], scheduler: _Scheduler, *, backend: str = ..., **settings: Any
+    model: nn.Module, optimizer: Sequence[Optimizer], scheduler: _Scheduler, **settings: Unpack[WrapSettings]
 ) -> tuple[ShardedModule, list[ShardedOptimizer], _Scheduler]: ...
 @overload
 def wrap(
-    model: nn.Module,
-    optimizer: Sequence[Optimizer],
-    scheduler: Sequence[_Scheduler],
-    *,
-    backend: str = ...,
-    **settings: Any,
+    model: nn.Module, optimizer: Sequence[Optimizer], scheduler: Sequence[_Scheduler], **settings: Unpack[WrapSettings]
 ) -> tuple[ShardedModule, list[ShardedOptimizer], list[_Scheduler]]: ...
 @takes_torchs_words
 @takes_compiled_models
 def wrap(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    scheduler: Any = None,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     *,
-    backend: str = "auto",
-    auto_wrap_policy: object = "auto",
-    mixed_precision: object = None,
-    activation_checkpointing: object = None,
-    sharding_strategy: object = None,
-    cpu_offload: object = False,
-    device_mesh: Any = None,
+    backend: BackendName = "auto",
+    auto_wrap_policy: WrapPolicy = "auto",
+    mixed_precision: PrecisionChoice = None,
+    activation_checkpointing: Recomputed = None,
+    sharding_strategy: Strategy = None,
+    cpu_offload: bool | CPUOffload = False,
+    device_mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     sync_module_states: bool = True,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool = True,
-    param_init_fn: object = None,
-    compile: object = False,
-    replicated: object = None,
-    sharded: object = None,
+    param_init_fn: Initialiser = None,
+    compile: bool | Mapping[str, Any] = False,
+    replicated: Replicated = None,
+    sharded: Sharded = None,
     **backend_options: Any,
 ) -> Any:
     r"""Put ``model`` under an engine. Collective over the ranks that share the work.

@@ -67,6 +67,20 @@ def test_every_public_name_is_in_the_reference() -> None:
                 assert names - whole - set(shown) == set(), package
 
 
+def test_the_reference_shows_what_users_call() -> None:
+    """Of classes that other rooms call too: a list, whose names are there, and not what only these rooms call."""
+    text = (DOCS / "reference" / "training.md").read_text(encoding="utf-8")
+    lists = re.findall(
+        r"^::: fsshard\.(\w+)\n    options:\n      heading_level: 3\n      members: \[(.*?)\]", text, re.M | re.S
+    )
+    members = {name: re.findall(r"\w+", listed) for name, listed in lists}
+    assert {"ShardedModule", "ShardedOptimizer"} <= set(members)
+    for name, listed in members.items():
+        kind = getattr(importlib.import_module("fsshard"), name)
+        assert [member for member in listed if member not in vars(kind)] == []
+        assert not {"check_filled", "finish_gradients", "simulate", "norm_of", "find_entry"} & {*listed}
+
+
 def test_messages_that_are_explained_are_those_that_are_raised() -> None:
     """The text between the dots of a heading is in the source; messages of torch's come first."""
     sources = [path.read_text(encoding="utf-8") for top in ("fsshard", "compat") for path in (ROOT / top).rglob("*.py")]

@@ -19,6 +19,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.model.activation_offload import OffloadedForward
 from fsshard.model.host_copies import HOST
 from fsshard.model.recomputation import RecomputedForward, adopt_fairscale
+from fsshard.planning.arguments import Recomputed, WrapPolicy
 from fsshard.planning.plan import Plan, is_offloading, plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.torch_private.modules import Dropout
@@ -27,7 +28,7 @@ log = logging.getLogger("fsshard")
 
 
 def checkpoint_blocks(
-    model: nn.Module, choice: object, *, auto_wrap_policy: object = "auto", preserve_rng_state: bool = True
+    model: nn.Module, choice: Recomputed, *, auto_wrap_policy: WrapPolicy = "auto", preserve_rng_state: bool = True
 ) -> list[str]:
     """Recompute the activations of chosen blocks in the backward pass of a bare model, or keep them in host memory.
 

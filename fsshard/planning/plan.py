@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.pairs import Kind, order_in_memory, real_dtype
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import ConfigurationError, ModelError
+from fsshard.planning.arguments import PrecisionChoice, Recomputed, WrapPolicy
 from fsshard.planning.policies import (
     Precision,
     is_container,
@@ -125,9 +126,9 @@ class Plan:
 def plan(
     model: nn.Module,
     *,
-    auto_wrap_policy: object = "auto",
-    mixed_precision: object = None,
-    activation_checkpointing: object = None,
+    auto_wrap_policy: WrapPolicy = "auto",
+    mixed_precision: PrecisionChoice = None,
+    activation_checkpointing: Recomputed = None,
 ) -> Plan:
     """Decide the sharding units and the recomputed blocks of ``model``; pure.
 

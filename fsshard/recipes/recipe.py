@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.nested import is_array, map_leaves
 from fsshard.parallel.meshes import data_dimensions, is_flattened_with_parts, role_of
+from fsshard.planning.arguments import PrecisionChoice, Recomputed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -94,8 +95,8 @@ class Recipe:
     hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
     param_groups: Callable[[list[str]], list[dict[str, Any]]] | None = None
     scheduler: Callable[[Optimizer], Any] | None = None
-    precision: object = None
-    activation_checkpointing: object = None
+    precision: PrecisionChoice = None
+    activation_checkpointing: Recomputed = None
     accumulate: int = 1
     no_sync: bool = True
     clip: float | tuple[float, float] | None = None
