@@ -97,8 +97,10 @@ wheel:
 		"$$(echo build/wheel/*.whl)[cli,neuralop,plot]" pytest scipy
 	$(PYTHON) -m tests.wheel build/wheel/*.whl $(VENV)-wheel/bin
 
-# dist/: the wheel and the source distribution, checked as an index does, whole, and built from what the other holds.
+# dist/: the wheel and the source distribution, checked as an index does, whole, and built from what the other holds. Refused if
+# the changelog's newest section is longer than a page.
 release:
+	$(PYTHON) -m tools.changelog
 	rm -rf dist build/lib build/bdist.* .venv-release
 	$(PYTHON) -m venv .venv-release
 	.venv-release/bin/python -m pip install --quiet build twine

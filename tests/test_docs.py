@@ -19,10 +19,14 @@ import torch
 import torch.distributed as dist
 
 import fsshard
+from fsshard.backends.registry import loaded_backends
 from tests.documents import ROOT, blocks, training
 
 DOCS = ROOT / "docs"
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT")),
+    *sorted(DOCS.rglob("*.md")),
+]
 FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples", "tools", "website")
 
 
@@ -195,6 +199,17 @@ def test_a_room_says_which_question_it_answers(room: Path) -> None:
     text = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
     first = text.partition("\n\n")[0]
     assert first.count("?") == 1 and "\n" not in first, f"one question, in one line: {first!r}"
+
+
+def test_each_option_of_an_engine_has_a_row_and_a_test() -> None:
+    """A new one, too: whoever changes engines finds there what becomes of it, and no option is without a test."""
+    page = (DOCS / "migration.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    for engine in loaded_backends():
+        for name in engine.facts.option_names:
+            assert any(f"`{name}=" in row for row in rows), f"docs/migration.md has no row for {name}= of {engine.name}"
+            assert re.search(rf"\b{name}=|[\"']{name}[\"']:", tests), f"no test passes {name}= of {engine.name}"
 
 
 def test_the_architecture_has_every_room() -> None:
