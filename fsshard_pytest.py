@@ -168,29 +168,38 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = _marker(pyfuncitem)
     if marker is None:
         return None
-    settings = _settings(pyfuncitem, marker)
+    settings = [_settings(mark) for mark in _asked(pyfuncitem, marker)]
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     recipe = _recipe(pyfuncitem, pyfuncitem.obj(**arguments), with_arguments=bool(arguments))
-    with _importable(pyfuncitem.module):
-        report = _compared(pyfuncitem, recipe, settings)
-    _publish(pyfuncitem, report)
-    if not report.ok:
-        from fsshard.parity.render import summary
+    for number, asked in enumerate(settings):
+        with _importable(pyfuncitem.module):
+            report = _compared(pyfuncitem, recipe, asked)
+        _publish(pyfuncitem, report, f"-{number + 1}" if len(settings) > 1 else "")
+        if not report.ok:
+            from fsshard.parity.render import summary
 
-        # pytest's own summary shows the first line only, and no more of it than fits: begin with what differs.
-        whole = summary(report)
-        _fail(f"{whole.partition(': ')[2] or whole}\n\n{report}")
+            # pytest's own summary shows the first line only, and no more of it than fits: begin with what differs.
+            whole = summary(report)
+            _fail(f"{whole.partition(': ')[2] or whole}\n\n{report}")
     return True
 
 
-def _settings(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
-    """The keyword arguments of ``compare`` that the marker asks for."""
+def _asked(item: pytest.Function, closest: pytest.Mark) -> list[pytest.Mark]:
+    """Return the markers that a test obeys: its own, in the order in which they were set, or else the closest.
+
+    A marker sits on the function, not on the name: two tests made of one recipe have both. As many names as markers are
+    taken to be one for each; else each test obeys all of them.
+    """
     own = [mark for mark in getattr(item.function, "pytestmark", []) if mark.name in _markers(item.config)]
-    if len(own) > 1:
-        _misused(
-            f"is set {len(own)} times on the function {item.function.__qualname__}; put all backends into one marker, "
-            "or wrap the function: def test_it(): return recipe()"
-        )
+    parent: Any = item.parent
+    names = [name for name, value in vars(parent.obj).items() if value is item.function and parent.funcnamefilter(name)]
+    if item.originalname in names and len(own) == len(names):
+        return [own[names.index(item.originalname)]]
+    return own or [closest]
+
+
+def _settings(marker: pytest.Mark) -> dict[str, Any]:
+    """The keyword arguments of ``compare`` that the marker asks for."""
     if marker.args:
         _misused(f"takes keyword arguments only, got {', '.join(map(repr, marker.args))}; write backends=[...]")
     unknown = sorted(set(marker.kwargs) - set(DEFAULTS))
@@ -290,7 +299,7 @@ def _compared(item: pytest.Function, recipe: Any, settings: Mapping[str, Any]) -
     return reports[0]
 
 
-def _publish(item: pytest.Function, report: ParityReport) -> None:
+def _publish(item: pytest.Function, report: ParityReport, suffix: str) -> None:
     """Leave the line of the summary, the warnings, and the file, if one is asked for."""
     item.user_properties.append((MARKER, _verdicts(report)))
     for text in report.warnings:
@@ -299,8 +308,8 @@ def _publish(item: pytest.Function, report: ParityReport) -> None:
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         # The number keeps tests apart whose names differ in other characters only.
-        name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', item.nodeid).strip('_')}-{zlib.crc32(item.nodeid.encode()):08x}.json"
-        Path(folder, name).write_text(report.to_json() + "\n")
+        name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', item.nodeid).strip('_')}-{zlib.crc32(item.nodeid.encode()):08x}"
+        Path(folder, f"{name}{suffix}.json").write_text(report.to_json() + "\n")
 
 
 def _verdicts(report: ParityReport) -> str:

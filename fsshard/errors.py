@@ -93,7 +93,8 @@ class MissingExtra(FsshardError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed; run: pip install 'fsshard[{extra}]'"
+            f"{purpose} needs the package {package!r}, which is not installed; run: pip install 'fsshard[{extra}]' "
+            f"(in a clone of the repository: pip install '.[{extra}]')"
         )
 
 

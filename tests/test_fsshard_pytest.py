@@ -270,6 +270,24 @@ def test_all_that_the_marker_takes(session: pytest.Pytester, made_up: MadeUp) ->
     assert (second["backends"], second["world_sizes"]) == (["fairscale", "fsdp", "fsdp2", "ddp"], [2])
 
 
+def test_several_markers_of_one_recipe(session: pytest.Pytester, made_up: MadeUp) -> None:
+    """They sit on the function, so that one name cannot be told from another by its marker alone."""
+    write(
+        session,
+        """
+        test_two = pytest.mark.fsshard_parity(world_size=2)(model.recipe)
+        test_four = pytest.mark.fsshard_parity(world_size=4)(model.recipe)
+        @pytest.mark.fsshard_parity(backends=["ddp"])
+        @pytest.mark.fsshard_parity(world_size=3)
+        def test_both(): return model.recipe()
+        """,
+    )
+    session.runpytest_inprocess("--fsshard-parity-json", "reports").assert_outcomes(passed=3)
+    assert [settings["world_sizes"] for _, settings in made_up.calls] == [[2], [4], [3], [2]]
+    assert made_up.calls[-1][1]["backends"] == ["ddp"]
+    assert len(list(Path(session.path, "reports").iterdir())) == 4
+
+
 def test_fixtures_parameters_and_methods(session: pytest.Pytester, made_up: MadeUp) -> None:
     write(
         session,
@@ -350,11 +368,6 @@ REFUSED: dict[str, tuple[str, dict[str, int], str]] = {
         f"test_it = {MARK[1:]}(model.recipe())",
         {"errors": 1},
         "*test_it: pytest.mark.fsshard_parity(...) was given a Recipe; give it a function*",
-    ),
-    "marked twice": (  # both tests would share both markers, which sit on the function
-        f"test_one = {MARK[1:]}(model.recipe)\ntest_two = {MARK[1:]}(model.recipe)",
-        {"failed": 2},
-        "@pytest.mark.fsshard_parity is set 2 times on the function recipe; put all backends into*",
     ),
     "a method of unittest": (
         "class Tests(unittest.TestCase):\n    MARK\n    def test_it(self): return model.recipe()\n"

@@ -117,4 +117,4 @@ def parse(arguments=None):
 
 if __name__ == "__main__":
     args = parse()
-    fsshard.launch(train, args.nprocs, (args,), backend="gloo" if args.no_cuda else None)
+    fsshard.launch(train, args.nprocs, (args,), process_group_backend="gloo" if args.no_cuda else None)

@@ -1,6 +1,6 @@
 r"""One script under python, torchrun and SLURM: ``fsshard.launch`` without a number of ranks joins what was started.
 
-    python torchrun_slurm.py --nprocs 2          # starts the ranks itself; without --nprocs, one for each GPU
+    python torchrun_slurm.py --nprocs 2          # starts the ranks itself: one for each GPU by default, two on CPU
     torchrun --nproc-per-node 8 torchrun_slurm.py
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 torchrun_slurm.py
     srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 --gpu-bind none python torchrun_slurm.py
@@ -18,6 +18,7 @@ Every rank prints where it is, then they train together. Of several failures the
 """
 
 import argparse
+import os
 import socket
 
 import torch
@@ -54,7 +55,9 @@ def train(ctx, args):
 def parse(arguments=None):
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nprocs", type=int, help="ranks to start here; not under torchrun and SLURM")
+    launched = "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+    ranks = None if launched else torch.cuda.device_count() or 2
+    parser.add_argument("--nprocs", type=int, default=ranks, help="ranks to start here; not under torchrun and SLURM")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a rank waits for the others")
     return parser.parse_args(arguments)

@@ -2,10 +2,10 @@
 
     fsshard parity tfno --backends fairscale,fsdp,fsdp2,ddp --world-size 2
 
-Exit codes: 0, all is well; 1, something differs, was refused or failed; 2, the question itself is wrong (no such
-recipe, an unknown backend, a bad option, a missing package), told in one line; 130, interrupted; 143, terminated.
+Exit codes: 0, all is well; 1, something differs, was refused or failed; 2, invalid input (no such recipe, an unknown
+backend, a bad option, a missing package), reported in one line; 130, interrupted; 143, terminated.
 
-typer and rich come with the extra ``cli``; without them only ``--version`` answers.
+typer and rich come with the extra ``cli``; without them ``--version`` works, and ``--help`` lists the commands.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CorruptCheckpoint as error:
         _complain(error)
         return DIFFERENT
+    except MissingExtra as error:
+        if not {"-h", "--help"}.isdisjoint(given) or not given:
+            commands = f"Commands: {', '.join(COMMANDS)}"
+            print("Usage: fsshard [OPTIONS] COMMAND [ARGS]...", ABOUT, commands, error, sep="\n\n")
+            return AGREED if given else BAD_INPUT
+        return _complain(error)
     except (FsshardError, OSError) as error:  # an OSError: a file that cannot be written
         return _complain(error)
     except Exception as error:

@@ -240,23 +240,25 @@ def demo(
         int, typer.Option("--world-size", "--nprocs", min=1, help="Ranks to start; not under torchrun.")
     ] = 2,
     trainer: Annotated[Trainer, typer.Option(help="A plain loop, or neuraloperator's own.")] = Trainer.plain,
-    epochs: Annotated[int, typer.Option(min=1)] = 20,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 20,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch, of all ranks together.")] = 32,
-    clip: Annotated[float, typer.Option(help="Largest gradient norm (plain loop).")] = 1.0,
+    clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm (plain loop).")] = 1.0,
     n_train: Annotated[int, typer.Option(min=1, help="Samples to train on.")] = 1000,
     n_test: Annotated[int, typer.Option(min=1, help="Samples to test on.")] = 50,
     data: Annotated[
         Data, typer.Option(help="Solve the equation here, or have pip fetch neuraloperator's files once (4 MB).")
     ] = Data.solved,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with neuraloperator's darcy_*.pt, instead of --data.")
+        Path | None, typer.Option(help="Read neuraloperator's darcy_*.pt from this folder, instead of --data.")
     ] = None,
-    save_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints (--trainer neuralop).")] = None,
+    save_dir: Annotated[Path | None, typer.Option(help="Write checkpoints here (--trainer neuralop).")] = None,
     picture: Annotated[
         str | None,
-        typer.Option("--plot", "--picture", metavar="FILE", help="Draw inputs, truth and predictions: .png, ..."),
+        typer.Option(
+            "--plot", "--picture", metavar="FILE", help="Plot inputs, truth and predictions: .png, .svg or .pdf."
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a collective may take.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a collective may take.")] = 60.0,
 ) -> None:
     """Train a Tucker-factorised TFNO (complex64 weights) on Darcy flow under one engine or several.
 
@@ -270,7 +272,10 @@ def demo(
     world_size = int(os.environ.get("WORLD_SIZE", world_size))  # torchrun's
     if batch_size % world_size:
         raise ConfigurationError(f"--batch-size {batch_size} must be a multiple of --world-size {world_size}")
+    if save_dir is not None and trainer is not Trainer.neuralop:
+        raise ConfigurationError("--save-dir needs --trainer neuralop; the plain loop saves nothing")
     options.check_files(None, picture)
+    options.check_folders(data_dir, None if save_dir is None else save_dir.absolute().parent)
     from fsshard.demo.tfno_darcy import Demo, run
 
     settings = {**context.params, "backends": names, "world_size": world_size, "trainer": trainer.value}

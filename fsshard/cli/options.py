@@ -69,6 +69,13 @@ def check_files(json_file: str | None, picture: str | Path | None = None) -> Non
         check_file(str(json_file))
 
 
+def check_folders(*folders: Path | None) -> None:
+    """Raise unless those that are given are there."""
+    for folder in folders:
+        if folder is not None and not folder.is_dir():
+            raise ConfigurationError(f"there is no folder {str(folder)!r}; make it first")
+
+
 def naming_recipe(name: str, error: BaseException) -> str:
     """Return an error's text, with the recipe's name before it unless it is there already."""
     text = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)

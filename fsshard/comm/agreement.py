@@ -277,7 +277,8 @@ def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) 
     try:
         result = work()
     except Exception as raised:
-        error = raised
+        # The text of our own errors is enough: frames of the checks would hide the caller's line.
+        error = raised.with_traceback(None) if isinstance(raised, FsshardError) else raised
     except BaseException:  # Ctrl-C, say: the others must not wait for this rank
         if isinstance(over, Channel):
             over.drop()

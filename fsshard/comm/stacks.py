@@ -38,6 +38,7 @@ WRAPPERS = {"wrapper", "__call__", "_fn", "decorate_context", "__torch_dispatch_
 # torch 2.13 renamed them and kept the old names as aliases; everybody knows the old ones.
 STANDARD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 IN_BACKWARD = "a collective in backward"
+EARLIER = "an earlier collective"  # whose wait() was called, or in which another one is stuck
 
 
 class _StackFrame(NamedTuple):
@@ -67,7 +68,8 @@ class StackLocation:
         if not self.collective:
             inner = f"{self.inner}; no line of the user's is on its stack" if self.inner else "an unknown place"
             return f"{'is' if verb == 'waits' else 'was'} at {self.line or inner}"
-        return f"{verb} in {self.collective}" + (f", at {self.line}" if self.line else "")
+        preposition = "for" if self.collective == EARLIER else "in"
+        return f"{verb} {preposition} {self.collective}" + (f", at {self.line}" if self.line else "")
 
 
 def timed_out(text: str) -> bool:
@@ -81,7 +83,7 @@ def location_in_traceback(text: str) -> StackLocation:
     chosen = next((part for part in parts if timed_out(part)), parts[0] if parts else "")
     frames = _frames(chosen)[::-1]
     # One that was started before has no frame of its own.
-    hidden = IN_BACKWARD if frames and _in_backward(frames[0]) else "wait() of a collective started before"
+    hidden = IN_BACKWARD if frames and _in_backward(frames[0]) else EARLIER
     return _place(_collective(frames) or (hidden if frames else ""), frames)
 
 

@@ -42,6 +42,7 @@ from safetensors.numpy import save_file
 from scipy.fft import dstn, idctn, idstn  # type: ignore[import-untyped, unused-ignore]
 
 from fsshard.demo import common
+from fsshard.errors import ConfigurationError
 
 FORCING = 50.0
 """The right-hand side of the equation."""
@@ -258,7 +259,7 @@ def load(
 
     Raises:
         FileNotFoundError: ``data_dir`` lacks one of its files.
-        ValueError: a file in ``data_dir`` does not hold what it should.
+        ConfigurationError: a file in ``data_dir`` does not hold what it should.
     """
     if data_dir is not None:
         return _load_files(Path(data_dir), n_train, n_test)
@@ -313,10 +314,10 @@ def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
             if not x.shape == y.shape == (count, 1, side, side):
                 raise ValueError(f"tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}")
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{file} is not there; data_dir must hold {', '.join(OFFICIAL)}") from error
+            raise FileNotFoundError(f"no file {file}; expected a data_dir with {', '.join(OFFICIAL)}") from error
         except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and more over a bad file
             expected = f"a dict with tensors x and y of one shape (N, {side}, {side}), N at least {count}"
-            raise ValueError(f"{file}: expected {expected}, got {type(error).__name__}: {error}") from error
+            raise ConfigurationError(f"{file}: expected {expected}, got {type(error).__name__}: {error}") from error
         return x, y
 
     x, y = read("train", _COARSE, n_train)

@@ -19,6 +19,7 @@ import fsshard
 from fsshard.demo import darcy
 from fsshard.demo.common import held_bytes, largest_difference, mean_over_ranks, progress
 from fsshard.pictures import save_picture
+from fsshard.planning.text import size
 
 LEARNING_RATE, WEIGHT_DECAY = 8e-3, 1e-4  # the tutorial's Adam
 SHOWN = 3  # test samples in the picture
@@ -195,15 +196,13 @@ def report(demo: Demo, world_size: int, data: darcy.DarcyData, outcomes: list[Ou
         table.add_column(column, justify="left" if column == "backend" else "right")
     for outcome in outcomes:
         held = [outcome.held.get(key) for key in ("parameters", "gradients", "optimizer state")]  # from the 2nd step on
-        sizes = ["-" if size is None else f"{size / 1e6:.3f} MB" for size in held]
+        sizes = ["-" if nbytes is None else size(nbytes) for nbytes in held]
         errors = [f"{100 * outcome.errors[resolution]:.2f} %" for resolution in (16, 32)]
-        table.add_row(
-            outcome.backend, *errors, *sizes, f"{sum(outcome.held.values()) / 1e6:.3f} MB" if outcome.held else "-"
-        )
+        table.add_row(outcome.backend, *errors, *sizes, size(sum(outcome.held.values())) if outcome.held else "-")
     console = Console()
     console.print(table)
     console.print(
-        "Errors: relative L2 on the test set at 16x16 and 32x32. Bytes: held by rank 0 between backward and step."
+        "Errors: relative L2 on the test set at 16x16 and 32x32. Memory: held by rank 0 between backward and step."
     )
     for other in outcomes[1:]:
         # neuraloperator's Trainer gives the last epoch's loss only.

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -217,10 +218,11 @@ class Context:
 
 def init(
     *,
-    backend: str | None = None,
+    process_group_backend: str | None = None,
     timeout: float | timedelta | None = None,
     threads: int | None = None,
     device: torch.device | str | None = None,
+    backend: str | None = None,
 ) -> Context:
     """Join the job that the environment describes.
 
@@ -230,18 +232,20 @@ def init(
     0, "any free port".
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"``; by default nccl if every rank on this machine has a CUDA device of its own.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; by default nccl if every rank on this machine has a CUDA device
+            of its own.
         timeout: seconds, or a timedelta, after which a collective that some rank does not join fails; by default
             torch's own, 10 minutes under nccl and 30 under gloo. A rank that is gone is named at once.
         threads: for ``torch.set_num_threads``. By default torch's own choice for one rank per machine or where
             ``OMP_NUM_THREADS`` is set, 1 for several ranks under gloo, and an equal share of the cores under nccl.
         device: where to compute; by default this rank's CUDA device under nccl and the CPU under gloo.
+        backend: the old name of ``process_group_backend``; deprecated.
 
     Raises:
         LaunchError: a variable is missing or invalid, this machine lacks what was asked for, or nobody answers at
             ``MASTER_ADDR:MASTER_PORT``.
     """
-    settings = JoinSettings.check(backend, timeout, threads, device)
+    settings = JoinSettings.check(renamed_backend(process_group_backend, backend), timeout, threads, device)
     if dist.is_initialized():
         return _existing_context(settings)
     info = launched_rank()
@@ -257,6 +261,16 @@ def init(
     watch_end(dist.group.WORLD)
     watchdog.join()
     return context
+
+
+def renamed_backend(process_group_backend: str | None, backend: str | None) -> str | None:
+    """Return the argument under its new name; warn if it was given under the old one, which wrap() has for engines."""
+    if backend is None:
+        return process_group_backend
+    warnings.warn(
+        f"backend={backend!r} is called process_group_backend={backend!r} now", DeprecationWarning, stacklevel=3
+    )
+    return backend
 
 
 @dataclass(frozen=True)
@@ -282,7 +296,7 @@ class JoinSettings:
         device: torch.device | str | None,
     ) -> JoinSettings:
         if backend not in (None, "gloo", "nccl"):
-            raise LaunchError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
+            raise LaunchError(f"process_group_backend must be 'gloo', 'nccl' or None, got {backend!r}")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
             raise LaunchError(f"timeout must be a positive number of seconds, a timedelta or None, got {timeout!r}")
@@ -291,7 +305,10 @@ class JoinSettings:
         if place is not None and place.type not in ("cpu", "cuda"):
             raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
         if backend == "nccl" and place is not None and place.type == "cpu":
-            raise LaunchError("backend='nccl' moves CUDA tensors only, but device='cpu'; use backend='gloo'")
+            raise LaunchError(
+                "process_group_backend='nccl' moves CUDA tensors only, but device='cpu'; use "
+                "process_group_backend='gloo'"
+            )
         return cls(backend, None if seconds is None else timedelta(seconds=seconds), threads, place)
 
 
@@ -374,8 +391,8 @@ def _choose_device(info: RankInfo, settings: JoinSettings) -> tuple[str, torch.d
         return backend, torch.device("cpu")
     if not count:
         raise LaunchError(
-            f"backend={settings.backend!r}, device={settings.device!r} needs a CUDA device and none was found; use "
-            "backend='gloo' and device='cpu'"
+            f"process_group_backend={settings.backend!r}, device={settings.device!r} needs a CUDA device and none was "
+            "found; use process_group_backend='gloo' and device='cpu'"
         )
     index = info.local_rank % count if device is None or device.index is None else device.index
     if index >= count:
@@ -396,8 +413,8 @@ def _existing_context(settings: JoinSettings) -> Context:
     backend = "nccl" if "nccl" in dist.get_backend_config() and cuda_devices() else "gloo"
     if settings.backend not in (None, backend):
         raise LaunchError(
-            f"backend={settings.backend!r}, but the process group that exists uses {backend!r}; "
-            "leave backend out, or destroy that group first"
+            f"process_group_backend={settings.backend!r}, but the process group that exists uses {backend!r}; "
+            "leave it out, or destroy that group first"
         )
     local_rank, local_world = rank, world
     if os.environ.get("RANK") == str(rank) and os.environ.get("WORLD_SIZE") == str(world):

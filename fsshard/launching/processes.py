@@ -39,6 +39,7 @@ from fsshard.launching.context import (
     exported,
     init,
     join,
+    renamed_backend,
     running_sizes,
 )
 from fsshard.launching.leaving import (
@@ -72,10 +73,11 @@ def launch(
     nprocs: int | None = None,
     args: Sequence[Any] = (),
     *,
-    backend: str | None = None,
+    process_group_backend: str | None = None,
     timeout: float | timedelta | None = None,
     threads: int | None = None,
     grace: float = 30.0,
+    backend: str | None = None,
 ) -> Any:
     """Run ``fn(context, *args)`` on every rank.
 
@@ -87,12 +89,13 @@ def launch(
         fn: a module-level function; spawned processes import it by name.
         nprocs: processes on this machine; by default one per CUDA device, or one without CUDA.
         args: what ``fn`` gets after the context; must be picklable when processes are spawned.
-        backend: as in :func:`init`.
+        process_group_backend: as in :func:`init`.
         timeout: as in :func:`init`.
         threads: as in :func:`init`.
         grace: seconds that spawned ranks have to save and to leave when this process is told to end (SIGTERM, as SLURM,
             Kubernetes and torchrun send it). Each of them gets the signal; what is left then is killed. If all ranks
             return in time, so does this call.
+        backend: the old name of ``process_group_backend``; deprecated.
 
     Returns:
         What ``fn`` returned: on rank 0 when spawned (it must be picklable), on this rank under a launcher. ``None``
@@ -104,7 +107,8 @@ def launch(
             Its ``__cause__`` is that rank's exception, where that can be pickled. Where SIGTERM ended the ranks, it
             ends this process, too.
     """
-    settings = JoinSettings.check(backend, timeout, threads, None)
+    kind = renamed_backend(process_group_backend, backend)
+    settings = JoinSettings.check(kind, timeout, threads, None)
     check_count("nprocs", nprocs)
     if not callable(fn):
         raise LaunchError(f"launch() needs a function fn(context, *args), got {fn!r}")
@@ -120,7 +124,7 @@ def launch(
             f"launch(nprocs={nprocs}), but a job of WORLD_SIZE={sizes[0]} (LOCAL_WORLD_SIZE={sizes[1]}) is already "
             "running in this environment; leave nprocs out, or start that many processes with the launcher"
         )
-    join_job = functools.partial(init, backend=backend, timeout=timeout, threads=threads)
+    join_job = functools.partial(init, process_group_backend=kind, timeout=timeout, threads=threads)
 
     def run() -> Any:
         return _run(join_job, fn, tuple(args))[1]
@@ -136,13 +140,15 @@ def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
     """Return the number of processes to spawn, if this machine can hold it."""
     devices = cuda_devices()
     if backend == "nccl" and not devices:
-        raise LaunchError("backend='nccl' needs a CUDA device and none was found; use backend='gloo'")
+        raise LaunchError(
+            "process_group_backend='nccl' needs a CUDA device and none was found; use process_group_backend='gloo'"
+        )
     if devices and backend != "gloo":
         wanted = devices if nprocs is None else nprocs
         if wanted > devices:
             raise LaunchError(
                 f"nprocs={wanted}, but this machine has {devices} CUDA device{'s' if devices > 1 else ''}; "
-                f"pass nprocs={devices} or less, or backend='gloo' to run on the CPU"
+                f"pass nprocs={devices} or less, or process_group_backend='gloo' for the CPU"
             )
         return wanted
     wanted, limit = nprocs or 1, max(4, cores())

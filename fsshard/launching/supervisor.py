@@ -32,6 +32,9 @@ handed: dict[str, tuple[Callable[[Any], None], Any]] = {}
 """By subject, the calls ``take(value)`` that each process makes which this one starts, or gives work to, before its
 work: its imports may not repeat them. ``take`` is at the top level of a module and cheap; the value is picklable."""
 
+RANK, UNGUARDED = "fsshard rank ", 78
+"""Beginning of the name of a rank's process; its exit code where its main script starts ranks while it is imported."""
+
 POLL_SECONDS = 0.5  # a dead rank's forked children can hold its sentinel open, so exit codes are looked at too
 EXIT_SECONDS = 2.0  # from a rank's last message to its exit code
 STACK_SECONDS = 2.0  # for a rank that does not answer to write down where it is
@@ -204,7 +207,7 @@ class Outcome:
         found += [(location_in_dump(text), rank) for rank, text in sorted(self.stacks.items())]
         place, rank = next((entry for entry in found if entry[0].collective), found[0])
         if rank in self.failures:
-            message, trace = f"rank {rank} {place.told('waited')}, and gave up", self.failures[rank].traceback
+            message, trace = f"rank {rank} {place.told('waited')}, and timed out", self.failures[rank].traceback
         else:
             computing = ", unless it is still computing" if place.may_compute else ""
             message = f"rank {rank} {place.told()} (no answer within {self.timeout:g} s{computing})"
@@ -248,8 +251,8 @@ class Outcome:
         if failure.is_echo:
             where = place.told("waited") if place.collective or place.line else ""
             if failure.is_late:
-                return f"{where or 'waited'}, and gave up"
-            return f"lost its neighbour{' while it ' if where else ''}{where}"
+                return f"{where or 'waited'}, and timed out"
+            return f"lost its connection to another rank{' while it ' if where else ''}{where}"
         first = failure.message.strip().partition("\n")[0]
         return f"died: {failure.type_name}" if failure.died else f"raised {failure.type_name}: {first}"
 
@@ -300,7 +303,7 @@ class Supervisor:
         here, there = spawn.Pipe()
         # Not daemonic: a daemon may not have children, and a DataLoader wants workers.
         arguments = (*args, self._stack(rank), there)
-        process = spawn.Process(target=target, args=arguments, name=f"rank {rank}", daemon=False)
+        process = spawn.Process(target=target, args=arguments, name=f"{RANK}{rank}", daemon=False)
         try:
             process.start()  # pickles everything before it starts anything
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -379,6 +382,11 @@ class Supervisor:
             if process.exitcode is None:  # closed its pipe and stayed
                 process.kill()
                 process.join()
+        if process.exitcode == UNGUARDED:
+            raise LaunchError(
+                "ranks import the main script, and it starts ranks at its top level; put that call under "
+                '`if __name__ == "__main__":`'
+            )
         return "died", Failure.death(rank, process.exitcode)
 
     def _stack(self, rank: int) -> Path:
@@ -441,11 +449,18 @@ class Supervisor:
 
 
 def check_not_importing(call: str) -> None:
-    """Raise where this process is a rank that imports the main script, which starts ranks once more."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise LaunchError(
-            f'{call} while a spawned rank was importing the main script; put the call under: if __name__ == "__main__":'
-        )
+    """Refuse to start ranks where this process is one that still imports the main script, which starts them once more.
+
+    A rank of ours ends without a word, since its parent says what is wrong, once.
+    """
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False):
+        return
+    if process.name.startswith(RANK):
+        raise SystemExit(UNGUARDED)
+    raise LaunchError(
+        f'{call} while a spawned process was importing the main script; put the call under `if __name__ == "__main__":`'
+    )
 
 
 def check_importable(fn: Any) -> None:

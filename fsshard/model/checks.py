@@ -20,6 +20,7 @@ from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, Unsupported
 from fsshard.model.memory_layout import memory_order, reach, shares_memory, storage_of
 from fsshard.model.meta import is_meta
 from fsshard.planning.policies import Precision
+from fsshard.planning.text import aligned
 
 
 class CheckedBackend(Protocol):
@@ -29,6 +30,7 @@ class CheckedBackend(Protocol):
     facts: Any
 
 
+SHOWN = 10  # differences between two ranks
 OURS = "ShardedModule"
 """The class of what ``wrap`` returns."""
 
@@ -267,16 +269,28 @@ def check_same_model(
         kind += "" if order is None else f" with dimensions {order} in memory"  # FSDP1 and DDP divide by it
         mine.append((slot.name, tuple(parameter.shape), kind, parameter.requires_grad))
     mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
-    mine += [(f"{key}=", repr(value)) for key, value in settings.items()]
+    asked = {f"{key}=": repr(value) for key, value in settings.items()}
+    mine += asked.items()
     digests = per_rank(group, hashlib.sha256(repr(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     tables = per_rank(group, mine)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    here, there = set(tables[0]), set(tables[other])
-    only = [f"rank 0 has {item[:3]}" for item in sorted(here - there, key=repr)[:3]]
-    only += [f"rank {other} has {item[:3]}" for item in sorted(there - here, key=repr)[:3]]
-    difference = "; ".join(only) or "the same parameters in another order"
-    asked = all(len(item) == 2 for item in here ^ there) and here != there
-    what = "were asked for different things" if asked else "hold different models"
-    raise RankMismatch(f"ranks 0 and {other} {what}: {difference}")
+    here, there = ({name: _described(*values) for name, *values in tables[rank]} for rank in (0, other))
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    if not names:
+        raise RankMismatch(f"ranks 0 and {other} hold different models: the same parameters in another order")
+    held = [name for name in names if name not in asked]  # other models have other units, too
+    what = "hold different models" if held else "were asked for different things"
+    rows = [[name, here.get(name, "-"), there.get(name, "-")] for name in held or names]
+    more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
+    table = [*aligned([["", "rank 0", f"rank {other}"], *rows[:SHOWN]]), *more]
+    raise RankMismatch("\n  ".join([f"ranks 0 and {other} {what}:", *table]))
+
+
+def _described(*values: Any) -> str:
+    """Return a parameter's shape, kind and whether it is trained, or a setting's value, as a cell of a table."""
+    if len(values) == 1:
+        return str(values[0])
+    shape, kind, trained = values
+    return f"{shape} {kind}{'' if trained else ', no gradient'}"

@@ -146,6 +146,11 @@ def device_for(now: torch.device, device: torch.device | str | None, group: dist
         chosen = torch.device("cuda")  # where init() has put this rank
     if on_gpus and chosen.type == "cpu":
         raise ConfigurationError("device='cpu' in a job over nccl, which moves CUDA tensors only; leave device out")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device={str(device)!r}: expected a device of this machine, and torch finds no CUDA device here; leave "
+            "device out, or pass device='cpu'"
+        )
     if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.reducer_arrivals import check_step
@@ -393,13 +393,14 @@ def build_optimizer(
     from fsshard.sharded.module import ShardedModule
 
     if not isinstance(model, ShardedModule):
-        raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; wrap it first")
+        remedy = "wrap it first" if isinstance(model, nn.Module) else "pass the model; some of its parameters go second"
+        raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; {remedy}")
     backend = model.backend
     requests: list[OptimizerRequest] = []
 
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
+            raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {_told(optimizer_class)}")
         groups = _resolved(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
@@ -442,6 +443,14 @@ def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOpt
     return optimizer
 
 
+def _told(given: object) -> str:
+    """Return what was given instead of a class, and what to pass; an optimizer's own text has a dozen lines."""
+    if not isinstance(given, Optimizer):
+        return repr(given)
+    name = type(given).__name__
+    return f"an instance of {name}; pass the class and its settings: build_optimizer(model, {name}, lr=...)"
+
+
 def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
     """Return groups of names for what torch's optimizers take: parameters, names, pairs, or dicts of them."""
     groups = [given] if isinstance(given, (str, Tensor)) else list(given)
@@ -471,7 +480,8 @@ def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -
 def check_unstepped(optimizer: object) -> None:
     """Raise unless ``optimizer`` is a live torch optimizer that has not taken a step."""
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise OptimizerError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        meant = f"; did you mean backend={optimizer!r}?" if isinstance(optimizer, str) else ""
+        raise OptimizerError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{meant}")
     for state in optimizer.state.values():  # Adagrad has state from the start, with step 0
         step = state.get("step") if isinstance(state, Mapping) else None
         if step is None or float(step) != 0:

@@ -29,7 +29,7 @@ ELSEWHERE = {
     "wrap it first: model = fsshard.wrap(model, backend=...)": "compat/test_neuralop.py",
     "make one of it when train() has returned": "compat/transformers/test_trainer.py",
     "use bf16=True": "compat/transformers/test_trainer.py",
-    "pass overwrite=True to replace it": "checkpoint/interop/test_exporting.py",
+    "pass overwrite=True (--overwrite) to replace it": "checkpoint/interop/test_exporting.py",
     "or a size that its mesh dimension divides": "parallel/test_dtensors.py",
     "register it with persistent=False if it can be made anew": "parallel/test_replicas.py",
     "name it in replicated= or sharded=, or pass replicated={():": "parallel/test_model_mesh.py",
@@ -52,7 +52,7 @@ NO_ADVICE = (
     "{}, by fsshard {} with torch {}, backend {}",
 )
 """Parts of messages that name code, and advise nothing but where to look."""
-GPU = ("or less, or backend='gloo' to run on the CPU", "use device='cpu'")
+GPU = ("or less, or process_group_backend='gloo' for the CPU", "use device='cpu'")
 """Parts of messages whose advice needs a GPU."""
 
 

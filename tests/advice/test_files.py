@@ -111,15 +111,18 @@ def test_advice_is_right(ranks: Any, case: Any, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without GPUs has not")
 def test_a_machine_without_gpus(ranks: Any) -> None:
-    for given in ({"backend": "nccl"}, {"device": "cuda"}):
-        with refused("needs a CUDA device and none was found; use backend='gloo' and device='cpu'"):
+    for given in ({"process_group_backend": "nccl"}, {"device": "cuda"}):
+        with refused("needs a CUDA device and none was found; use process_group_backend='gloo' and device='cpu'"):
             fsshard.init(**given)
-    with refused("moves CUDA tensors only, but device='cpu'; use backend='gloo'"):
-        fsshard.init(backend="nccl", device="cpu")
-    with refused("needs a CUDA device and none was found; use backend='gloo'"):
-        fsshard.launch(print, nprocs=1, backend="nccl")
+    with refused("moves CUDA tensors only, but device='cpu'; use process_group_backend='gloo'"):
+        fsshard.init(process_group_backend="nccl", device="cpu")
+    with refused("needs a CUDA device and none was found; use process_group_backend='gloo'"):
+        fsshard.launch(print, nprocs=1, process_group_backend="nccl")
     ranks.run(case_launched, 1)
 
 
 def case_launched(_: object = None) -> None:
-    assert fsshard.init(backend="gloo", device="cpu").device == torch.device("cpu")
+    assert fsshard.init(process_group_backend="gloo", device="cpu").device == torch.device("cpu")
+    with refused("torch finds no CUDA device here; leave device out, or pass device='cpu'"):
+        fsshard.wrap(plain(), device="cuda:0")
+    fsshard.wrap(plain(), device="cpu")(torch.ones(1, 4)).sum().backward()

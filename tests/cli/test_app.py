@@ -45,7 +45,12 @@ def test_without_typer_or_rich(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> 
     assert fresh is not cli and fresh.main(["parity", "x:y"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "'rich'" in err and "pip install 'fsshard[cli]'" in err
+    assert "(in a clone of the repository: pip install '.[cli]')" in err
     assert fresh.main(["--version"]) == 0 and capsys.readouterr().out == f"fsshard {fsshard.__version__}\n"
+    for arguments, code in ((["--help"], 0), (["parity", "-h"], 0), ([], 2)):
+        assert fresh.main(arguments) == code
+        out, err = capsys.readouterr()
+        assert "parity, inspect, export, import" in out and "pip install 'fsshard[cli]'" in out and err == ""
 
 
 def test_terminated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_on_a_gpu_hooks_wait_in_a_thread_of_the_engine() -> None:
 
 
 def test_a_collective_without_a_frame_of_its_own() -> None:
-    assert location_in_traceback(traced([USER])).collective == "wait() of a collective started before"
+    assert location_in_traceback(traced([USER])).collective == "an earlier collective"
     assert location_in_dump(dumped([USER])).collective == ""
 
 

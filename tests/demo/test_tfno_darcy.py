@@ -90,6 +90,10 @@ def test_one_step_has_no_bytes_to_show(ranks: RankPool, environment: dict[str, s
         (["--backends", "fsdp2,fsdp9"], "unknown backend 'fsdp9'"),
         (["--plot", "darcy.jpg"], "ends in .png, .svg or .pdf"),
         (["--epochs", "0"], "'--epochs'"),
+        (["--clip", "-1"], "'--clip'"),
+        (["--data-dir", "missing/data"], "there is no folder 'missing/data'; make it first"),
+        (["--trainer", "neuralop", "--save-dir", "missing/here"], "missing'; make it first"),
+        (["--save-dir", "."], "--save-dir needs --trainer neuralop"),
     ],
 )
 def test_bad_input_is_said_before_anything_is_solved(

@@ -46,10 +46,10 @@ def test_one_rank_over_nccl_trains_as_torch_does(gpus: RankPool, engine: str) ->
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name not in ("none", "ddp")])
 def test_two_ranks_share_a_gpu_over_gloo(engine: str) -> None:
     try:
-        ours = fsshard.launch(jobs.on_one_gpu, nprocs=2, args=(ENGINES[engine],), backend="gloo")
+        ours = fsshard.launch(jobs.on_one_gpu, nprocs=2, args=(ENGINES[engine],), process_group_backend="gloo")
     except fsshard.RankFailed as error:
         pytest.skip(f"torch's gloo does not take what {engine} sends from a GPU: {str(error.__cause__ or error)[:300]}")
-    same(fsshard.launch(jobs.on_one_gpu, nprocs=2, args=(ENGINES["ddp"],), backend="gloo"), ours)
+    same(fsshard.launch(jobs.on_one_gpu, nprocs=2, args=(ENGINES["ddp"],), process_group_backend="gloo"), ours)
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "none"])
@@ -120,5 +120,5 @@ def test_a_rank_is_bound_to_its_device(gpus: RankPool, record_property: Record) 
 def test_every_nccl_of_torchs(name: str) -> None:
     if name != "nccl" and not hasattr(dist, "ProcessGroupNCCL2"):  # they are registered when one is asked for
         pytest.skip(f"torch {torch.__version__} has no backend {name!r}")
-    found = fsshard.launch(jobs.over_a_group_of_the_users, nprocs=1, args=(name,), backend="gloo")
-    same(fsshard.launch(jobs.over_a_group_of_the_users, nprocs=1, args=("nccl",), backend="gloo"), found)
+    found = fsshard.launch(jobs.over_a_group_of_the_users, nprocs=1, args=(name,), process_group_backend="gloo")
+    same(fsshard.launch(jobs.over_a_group_of_the_users, nprocs=1, args=("nccl",), process_group_backend="gloo"), found)

@@ -42,8 +42,8 @@ def test_no_launcher_makes_a_one_rank_group_and_says_so(
     caplog.clear()
     assert init(threads=1) == ctx
     assert torch.get_num_threads() == 1
-    with pytest.raises(LaunchError, match="backend='nccl', but the process group that exists uses 'gloo'"):
-        init(backend="nccl")
+    with pytest.raises(LaunchError, match="='nccl', but the process group that exists uses 'gloo'"):
+        init(process_group_backend="nccl")
     with pytest.raises(LaunchError, match="nprocs=5000"):
         launch(nested, 5000)
     dist.destroy_process_group()
@@ -59,13 +59,16 @@ def test_no_launcher_makes_a_one_rank_group_and_says_so(
 
 def test_what_init_refuses(bare: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="needs a CUDA device and none was found"):
-        init(backend="nccl")
+        init(process_group_backend="nccl")
     with pytest.raises(LaunchError, match="needs a CUDA device and none was found"):
         init(device="cuda")
     with pytest.raises(LaunchError, match="nccl' moves CUDA tensors only"):
-        init(backend="nccl", device="cpu")
+        init(process_group_backend="nccl", device="cpu")
     with pytest.raises(LaunchError, match="device must be a CPU or a CUDA device"):
         init(device="meta")
+    with pytest.warns(DeprecationWarning, match="is called process_group_backend='mpi' now"):
+        with pytest.raises(LaunchError, match="process_group_backend must be 'gloo', 'nccl' or None, got 'mpi'"):
+            init(backend="mpi")
     assert not dist.is_initialized()
     assert "RANK" not in os.environ
 

@@ -290,7 +290,9 @@ def test_a_rank_that_raises_is_named_and_frees_the_others(ranks: RankPool) -> No
     assert isinstance(error.__cause__, KeyError)
     assert list(error.others) == [0, 2]
     for text in error.others.values():
-        assert text.startswith("lost its neighbour while it waited in all_reduce, at ") and text in str(error)
+        assert text.startswith(
+            "lost its connection to another rank while it waited in all_reduce, at "
+        ) and text in str(error)
         assert "gloo" not in text
     # The pool goes on with the same processes.
     assert ranks.run(summed, 2, 0.0)[0].item() == 1.0
@@ -440,7 +442,10 @@ def test_a_job_that_the_ranks_cannot_import(ranks: RankPool, monkeypatch: pytest
 
 def test_no_ranks_while_a_main_script_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(LaunchError, match="__main__"):
+    with pytest.raises(LaunchError, match='put the call under `if __name__ == "__main__":`'):
+        RankPool().run(summed, 1, 0.0)
+    monkeypatch.setattr(multiprocessing.current_process(), "name", f"{supervisor.RANK}1")
+    with pytest.raises(SystemExit, match=str(supervisor.UNGUARDED)):
         RankPool().run(summed, 1, 0.0)
 
 
@@ -477,7 +482,7 @@ def test_a_rank_without_time_of_the_machine_does_not_hang(own_pool: RankPool, mo
 
 WAITS = {
     "all_reduce": "all_reduce",
-    "asynchronous": "wait() of a collective started before",
+    "asynchronous": "an earlier collective",
     "ddp": "a collective in backward",
     "fsdp forward": "all_gather",
     "fsdp": "reduce_scatter_tensor (in backward)",
@@ -492,7 +497,8 @@ def test_what_a_rank_waits_in_is_named(ranks: RankPool, kind: str) -> None:
     with pytest.raises(RankFailed, match="rank 1 failed with ValueError: gone") as caught:
         ranks.run(rank_zero_loses_the_other, 2, kind)
     assert not isinstance(caught.value, RankHung)
-    assert caught.value.others[0].startswith(f"lost its neighbour while it waited in {WAITS[kind]}, at ")
+    waited = f"waited {'for' if kind == 'asynchronous' else 'in'} {WAITS[kind]}, at "
+    assert caught.value.others[0].startswith(f"lost its connection to another rank while it {waited}")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
@@ -505,7 +511,7 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool,
     assert str(error).startswith(
         f"rank 1 never came to {WAITS[kind]}: it had finished; rank 0 waited in {WAITS[kind]}, at "
     )
-    assert ", and gave up. Look for what ranks do not " in str(error) and "Timed out waiting" in str(error)
+    assert ", and timed out. Look for what ranks do not " in str(error) and "Timed out waiting" in str(error)
     assert error.others == {1: "had finished"} and isinstance(error.__cause__, RuntimeError)
 
 

@@ -134,7 +134,7 @@ def spawned() -> Iterator[None]:
 
 def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch, spawned: None) -> None:
     bare.delenv("OMP_NUM_THREADS", raising=False)
-    found = launch(report, 2, ("a", torch.ones(2)), backend="gloo")
+    found = launch(report, 2, ("a", torch.ones(2)), process_group_backend="gloo")
     assert found["again"] == found["context"] == Context(0, 0, 2, 2, torch.device("cpu"), "gloo")
     assert found["nested"] == (0, "inner") and found["total"].item() == 3.0
     assert found["args"][0] == "a" and found["args"][1].tolist() == [1.0, 1.0]
@@ -257,8 +257,8 @@ def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
     [
         ({"nprocs": 0}, "nprocs must be a positive integer or None, got 0"),
         ({"nprocs": 5000}, "nprocs=5000, but this machine has .* CPU cores .* pass nprocs="),
-        ({"backend": "nccl"}, "backend='nccl' needs a CUDA device"),
-        ({"backend": "mpi"}, "backend must be 'gloo', 'nccl' or None, got 'mpi'"),
+        ({"process_group_backend": "nccl"}, "process_group_backend='nccl' needs a CUDA device"),
+        ({"process_group_backend": "mpi"}, "process_group_backend must be 'gloo', 'nccl' or None, got 'mpi'"),
         ({"timeout": 0}, "timeout must be a positive number of seconds"),
         ({"threads": 0}, "threads must be a positive integer"),
         ({"grace": -1}, "grace must be a number of seconds from 0 on, got -1"),
@@ -269,6 +269,17 @@ def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
 def test_refused_before_any_process_starts(bare: pytest.MonkeyPatch, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launch(nested, **kwargs)
+
+
+def test_a_script_without_a_guard_is_told_so_once(tmp_path: Path) -> None:
+    text = "import fsshard\ndef train(ctx): ...\nfsshard.launch(train, 2)\n"
+    command = [sys.executable, str(script(tmp_path, text))]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1] == (
+        "fsshard.errors.LaunchError: ranks import the main script, and it starts ranks at its top level; put that call "
+        'under `if __name__ == "__main__":`'
+    )
 
 
 def test_functions_that_ranks_could_not_import(bare: pytest.MonkeyPatch) -> None:
@@ -295,9 +306,9 @@ def test_more_processes_than_cuda_devices(bare: pytest.MonkeyPatch) -> None:
     bare.setattr(torch.cuda, "device_count", lambda: 1)
     for backend in (None, "nccl"):
         with pytest.raises(LaunchError, match="nprocs=2, but this machine has 1 CUDA device; pass nprocs=1"):
-            launch(nested, 2, backend=backend)
+            launch(nested, 2, process_group_backend=backend)
     with pytest.raises(LaunchError, match=f"has {cores()} CPU cores"):
-        launch(nested, 5000, backend="gloo")
+        launch(nested, 5000, process_group_backend="gloo")
 
 
 # ----------------------------------------------------------------------------------------------------- under launchers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -59,10 +60,29 @@ def job_wrong() -> None:
     for given, text in (
         (optimizer, "has taken steps already"),
         (torch.optim.Adam(Net().parameters()), "are not the model's"),
-        ("adam", "must be a torch.optim.Optimizer"),
+        ("fsdp2", "must be a torch.optim.Optimizer, got str; did you mean backend='fsdp2'"),
+        (3, "must be a torch.optim.Optimizer, got int$"),
     ):
         with pytest.raises(OptimizerError, match=text):
             fsshard.wrap(module, given, backend="ddp")  # type: ignore[call-overload]
+
+
+def job_wrong_arguments() -> None:
+    bare, model = net(), fsshard.wrap(net(), backend="ddp")
+    settings = "got an instance of Adam; pass the class and its settings: build_optimizer(model, Adam, lr=...)"
+    for what, kind, text in (
+        (bare, torch.optim.Adam, "got Net; wrap it first"),
+        (model.parameters(), torch.optim.Adam, "got generator; pass the model; some of its parameters go second"),
+        (model, torch.optim.Adam(model.parameters()), settings),
+        (model, "Adam", "must be a torch.optim.Optimizer class, got 'Adam'"),
+    ):
+        with pytest.raises(OptimizerError, match=re.escape(text)):
+            fsshard.build_optimizer(what, kind, lr=0.1)  # type: ignore[arg-type]
+    fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+
+
+def test_wrong_arguments_of_build_optimizer(ranks: Any) -> None:
+    ranks.run(job_wrong_arguments, 1)
 
 
 def test_what_cannot_be_handed_over(ranks: Any) -> None:

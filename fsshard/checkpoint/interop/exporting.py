@@ -227,7 +227,8 @@ class _Export:
         there = sorted(name for name in os.listdir(self.directory) if name in names or re.fullmatch(pattern, name))
         if there and not self.overwrite:
             raise CheckpointError(
-                f"{self.directory / there[0]} exists; pass overwrite=True to replace it, or choose another path"
+                f"{self.directory / there[0]} exists; pass overwrite=True (--overwrite) to replace it, or choose "
+                "another path"
             )
         return [self.directory / name for name in there if name not in names]
 
@@ -326,7 +327,8 @@ class _Export:
             return
         alone = ".metadata" in names and all(name == ".metadata" or name.endswith(".distcp") for name in names)
         if not self.overwrite or not alone:
-            what = "it holds no DCP checkpoint alone" if self.overwrite else "pass overwrite=True to replace it"
+            replace = "pass overwrite=True (--overwrite) to replace it"
+            what = "it holds no DCP checkpoint alone" if self.overwrite else replace
             raise CheckpointError(f"{path} exists; {what}, or choose another path")
 
 
