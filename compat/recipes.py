@@ -55,7 +55,7 @@ class SampledBatches:
         if length % accumulate:
             raise RecipeError(
                 f"an epoch has {length} batches on each of {world_size} ranks, which {name}={accumulate} does not "
-                "divide: the trainer takes a shorter last step, and a recipe none"
+                "divide: the trainer takes a shorter last step, and a recipe cannot"
             )
         return length // accumulate
 

@@ -162,6 +162,6 @@ def _check_that_it_is_early() -> None:
     if loaded:
         where = getattr(sys.modules[loaded[0]], "__file__", None) or "a place unknown"
         raise RedirectError(
-            f"install() comes too late: {loaded[0]} is imported already, from {where}, and what was imported stays "
-            "real; call install() before the first import of fairscale, or run: python -m fsshard.compat script.py"
+            f"install() comes too late: {loaded[0]} is already imported, from {where}, and stays the real one; call "
+            "install() before the first import of fairscale, or run: python -m fsshard.compat script.py"
         )

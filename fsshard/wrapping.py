@@ -294,8 +294,8 @@ def _model_mesh(
         told = per_rank(group, named)
         if not all(told) and any(told):
             raise RankMismatch(
-                f"of the {len(told)} ranks of data, {sum(told)} pass replicated=, sharded= or a model with DTensors, "
-                f"and rank {told.index(False)} of them does not: all must pass the same"
+                f"{sum(told)} of the {len(told)} data-parallel ranks passed replicated=, sharded= or a model with "
+                f"DTensors, and rank {told.index(False)} of them did not; pass the same on all of them"
             )
     if not named or not is_module:
         return None

@@ -69,7 +69,9 @@ class Accelerator(StateFiles):
             FsshardError: what :func:`fsshard.wrap` refuses.
         """
         if device_placement is not None and len(device_placement) != len(args):
-            raise ConfigurationError(f"device_placement={device_placement}: one for each of {len(args)} objects")
+            raise ConfigurationError(
+                f"device_placement={device_placement}: expected one for each of the {len(args)} objects"
+            )
         new = [each for each in args if not getattr(each, "_is_accelerate_prepared", False)]
         models = [each for each in new if isinstance(each, nn.Module)]
         optimizers = [each for each in new if isinstance(each, Optimizer)]

@@ -57,7 +57,7 @@ def check_settings(settings: Any) -> None:
     taken = ("model", "optimizer", "scheduler")  # which the library hands over
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key not in taken for key in settings):
         raise ConfigurationError(
-            f'fsshard={settings!r}: a dict of arguments of fsshard.wrap is needed, such as {{"backend": "fsdp2"}}'
+            f'fsshard={settings!r}: expected a dict of arguments of fsshard.wrap, such as {{"backend": "fsdp2"}}'
         )
 
 
@@ -82,7 +82,7 @@ def check_arguments(args: tuple[Any, ...], arguments: Mapping[str, Any], setting
             raise ConfigurationError(f"{name}={os.environ[name]} is set (accelerate's configuration): {advice}")
     precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
     if precision == "fp8":
-        raise ConfigurationError("mixed_precision='fp8': no engine of fsshard's computes in it; use 'bf16'")
+        raise ConfigurationError("mixed_precision='fp8': no engine of fsshard computes in it; use 'bf16'")
     if precision != "no":
         check_one_precision(f"Accelerator(mixed_precision={precision!r})", settings)
     _check_handlers(given.get("kwargs_handlers") or (), settings)
@@ -93,7 +93,7 @@ def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> Non
     for handler in handlers:
         name = type(handler).__name__
         if "Recipe" in name:
-            raise ConfigurationError(f"kwargs_handlers=[{name}(...)]: no engine of fsshard's computes in fp8")
+            raise ConfigurationError(f"kwargs_handlers=[{name}(...)]: no engine of fsshard computes in fp8")
         if not isinstance(handler, DistributedDataParallelKwargs):
             continue
         for key in handler.to_kwargs():  # those that were changed
@@ -114,8 +114,8 @@ def check_state(accelerator: Any) -> None:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != ranks:
         raise ConfigurationError(
-            f"accelerate sees {ranks} of {world} ranks, and would give every one the same samples; start them by "
-            "torchrun, fsshard.launch or, on GPUs, accelerate launch, and pass cpu=True for ranks on the CPU"
+            f"accelerate sees {ranks} of {world} ranks, and would give each of them the same samples; start the ranks "
+            "with torchrun, fsshard.launch or, on GPUs, accelerate launch, and pass cpu=True for ranks on the CPU"
         )
     check_scaled(accelerator)
 
@@ -124,7 +124,7 @@ def check_scaled(accelerator: Any) -> None:
     """Raise ConfigurationError if fp16 is asked for where Accelerate makes no scaler and computes in float32."""
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ConfigurationError(
-            f"fp16: Accelerate computes in float32 on {accelerator.device.type!r}, without a word; use bf16"
+            f"fp16: Accelerate silently computes in float32 on {accelerator.device.type!r}; use bf16"
         )
 
 
@@ -134,8 +134,8 @@ def check_samples(settings: Mapping[str, Any], ranks: int) -> None:
     if found is not None and found.size != ranks:
         raise ConfigurationError(
             f"device_mesh: {found.size} parts of the data for {ranks} ranks, so that some share samples, which "
-            "Accelerate gives to no two ranks and would count twice in gather_for_metrics; write the loop over "
-            "fsshard.wrap with samplers by fsshard.data_rank(mesh), or use fsshard.compat.lightning.FabricStrategy"
+            "Accelerate gives to no two ranks and would count twice in gather_for_metrics; write the loop with "
+            "fsshard.wrap and samplers from fsshard.data_rank(mesh), or use fsshard.compat.lightning.FabricStrategy"
         )
 
 

@@ -150,7 +150,7 @@ class StateFiles(accelerate.Accelerator):
         writes = self.is_local_main_process if each_node else self.is_main_process
         write = functools.partial(super().save_state, output_dir, safe_serialization, **save_model_func_kwargs)
         if any(isinstance(model, ShardedModule) and model.has_local_gradients for model in self._models):
-            log.warning("save_state within an accumulation: the gradients so far are in no file")
+            log.warning("save_state within an accumulation: the gradients accumulated so far are not saved")
         try:
             for model in self._models:
                 if isinstance(model, ShardedModule):
@@ -191,4 +191,6 @@ class StateFiles(accelerate.Accelerator):
         models.clear()
         numbers = Path(folder) / f"{RNG_STATE_NAME}_{self.process_index}.pkl"
         if not numbers.is_file():
-            log.warning("%s: no random numbers and no place in the accumulation for this rank", numbers)
+            log.warning(
+                "%s: it has neither random number states nor the place in the accumulation for this rank", numbers
+            )

@@ -110,7 +110,7 @@ def late(
     if len(owners) != 1 or others:
         raise ConfigurationError(
             f"prepare(): the {type(optimizer).__name__} has parameters of {len(owners)} prepared models{others}; an "
-            "optimizer takes those of one: prepare(model, optimizer)"
+            "optimizer takes the parameters of one: prepare(model, optimizer)"
         )
     (model,) = owners.values()
     return optimizer, model, name_groups(optimizer, {key: each[1] for key, each in found.items() if each is not None})

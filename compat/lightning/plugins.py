@@ -193,7 +193,8 @@ def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] |
         if "no optimizer was saved" not in str(error):
             raise
         raise CheckpointError(
-            f"fit(ckpt_path={str(path)!r}): the checkpoint has weights only (ModelCheckpoint(save_weights_only=True)), "
-            "and fit() goes on with optimizers, too; go on from a checkpoint that has them, or make one file of the "
-            "weights (fsshard export), which module.load_state_dict takes before fit()"
+            f"fit(ckpt_path={str(path)!r}): the checkpoint has weights only "
+            "(ModelCheckpoint(save_weights_only=True)), and fit() needs those of the optimizers, too; continue from "
+            "a checkpoint that has them, or make one file of the weights (fsshard export), which "
+            "module.load_state_dict takes before fit()"
         ) from error

@@ -54,7 +54,7 @@ def from_lightning(module: Any, datamodule: Any = None, *, without: tuple[str, .
     taken = [name for name in DERIVED if name in options]
     if taken:
         raise RecipeError(
-            f"from_lightning({taken[0]}=...): the LightningModule says it; write a Recipe to say otherwise"
+            f"from_lightning({taken[0]}=...): the LightningModule defines it; write a Recipe to use another"
         )
     training = _Training(module, without)
     batches = options.pop("batches", None)
@@ -161,8 +161,8 @@ def _check(module: Any, without: tuple[str, ...]) -> None:
         raise RecipeError(f"from_lightning: expected a LightningModule or a function that makes one, got {module!r}")
     if not module.automatic_optimization:
         raise RecipeError(
-            f"{type(module).__name__} takes its steps itself (automatic_optimization = False), and a recipe's steps "
-            "are taken for it; write a Recipe with the loss alone, or compare two trainings with fsshard.parity.record"
+            f"{type(module).__name__} takes its own steps (automatic_optimization = False), and a comparison takes a "
+            "recipe's steps; write a Recipe with the loss alone, or compare two trainings with fsshard.parity.record"
         )
     hooks = HOOKS.split()
     unknown = [name for name in without if name not in hooks]
@@ -227,7 +227,7 @@ def _sampled(loader: Any, seed: int) -> SampledBatches:
         raise RecipeError(f"train_dataloader() gave {type(loader).__name__}, and a recipe takes a DataLoader{advice}")
     batches: Any = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
-        raise RecipeError(f"train_dataloader(): the samples of every rank cannot be told by index{advice}")
+        raise RecipeError(f"train_dataloader(): the samples of each rank cannot be selected by index{advice}")
     shuffle = type(loader.sampler) is RandomSampler
     if not shuffle and type(loader.sampler) is not SequentialSampler:
         raise RecipeError(f"train_dataloader(): sampler {type(loader.sampler).__name__} cannot be divided{advice}")

@@ -211,8 +211,8 @@ class Strategy(DDPStrategy):
         kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
         if "_MockOptimizer" in kinds:  # Lightning's
             raise ConfigurationError(
-                "configure_optimizers gave no optimizer, so that fit() would change nothing; return one, or run the "
-                "module by validate(), test() or predict()"
+                "configure_optimizers returned no optimizer, so fit() would change nothing; return one, or run the "
+                "module with validate(), test() or predict()"
             )
         configs = self.lr_scheduler_configs
         schedulers: list[Any] = [config.scheduler for config in configs]

@@ -97,9 +97,9 @@ class Trainer(neuralop.Trainer):
         patcher = getattr(options.get("data_processor"), "patcher", None)
         if getattr(patcher, "use_distributed", False):
             raise ConfigurationError(
-                "MultigridPatching2D(use_distributed=True) gives ranks different patches of a sample, and mends DDP's "
-                "average by hooks on the bare model's parameters; pass use_distributed=False, where each rank has all "
-                "patches of its own samples, or split fields by shard_domain (docs/domain.md)"
+                "MultigridPatching2D(use_distributed=True) gives ranks different patches of a sample, and corrects "
+                "DDP's average with hooks on the bare model's parameters; pass use_distributed=False, where each "
+                "rank has all patches of its own samples, or split fields by shard_domain (docs/domain.md)"
             )
         settings = model.backend.settings
         first = settings.rank == 0

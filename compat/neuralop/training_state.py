@@ -133,7 +133,7 @@ def _read_all(
         elif name in manifest:
             raise ConfigurationError(f"{folder} is incomplete: its manifest names {path.name}, which is not there")
         else:
-            log.warning("%s holds no state of the %s; it starts anew", folder, name)
+            log.warning("%s holds no state of the %s; it starts from scratch", folder, name)
     return manifest, found
 
 

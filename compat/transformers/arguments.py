@@ -48,8 +48,8 @@ def check_library(trainer: type = transformers.Trainer) -> None:
     lacking = [name for name in OVERRIDDEN if not callable(getattr(trainer, name, None))]
     if lacking:
         raise ConfigurationError(
-            f"transformers {transformers.__version__}: its Trainer has no {', '.join(lacking)}, on which "
-            "fsshard.compat.transformers stands; use transformers 5.23, or write the loop over fsshard.wrap"
+            f"transformers {transformers.__version__}: its Trainer has no {', '.join(lacking)}, which "
+            "fsshard.compat.transformers relies on; use transformers 5.23, or write the loop over fsshard.wrap"
         )
 
 

@@ -94,7 +94,7 @@ def load_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any) ->
     found = agree(optimizer.model.backend.settings.group, read)
     if found is None:
         name = SCHEDULER if parts else OPTIMIZER
-        log.warning("%s has no %s: optimizer and learning rate start anew", folder, name)
+        log.warning("%s has no %s: optimizer and learning rate start from scratch", folder, name)
     if parts:
         library.load(parts, optimizer.model, None if found is None else optimizer, rng=False)
     elif found is not None:

@@ -118,7 +118,7 @@ class Trainer(transformers.Trainer):
         if self._gave_away is not None and self._gave_away is self.model:
             raise ConfigurationError(
                 "train(): this Trainer's model has been given to another one, and its optimizer has ended with the "
-                "engine; train by that one, or by a new Trainer, resume_from_checkpoint=..."
+                "engine; train with that one, or with a new Trainer and resume_from_checkpoint=..."
             )
         if self._created_lr_scheduler:  # by an earlier train(), for its number of steps
             self.lr_scheduler, self._created_lr_scheduler = None, False
@@ -248,7 +248,7 @@ class Trainer(transformers.Trainer):
             ConfigurationError: another Trainer has the model by now, and an engine.
         """
         if self._sharded is None and taken_of(self.model) is not None:
-            raise ConfigurationError("save_model(): another Trainer trains this model by now; save it by that one")
+            raise ConfigurationError("save_model(): another Trainer is training this model now; save it with that one")
         if self._sharded is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -315,8 +315,8 @@ class _TakenByTrainer(Taken):
         former = former if former is not None and former.model is self.wrapped.module else None  # model_init makes more
         if former is not None and former._runs:
             raise ConfigurationError(
-                "the model is being trained by another Trainer: make one of it when train() has returned; in a "
-                "callback, evaluate by the Trainer that trains"
+                "the model is being trained by another Trainer: create this one when train() has returned; in a "
+                "callback, evaluate with the Trainer that trains"
             )
         super().come_back()
         if former is not None:

@@ -66,7 +66,7 @@ class Backend(ABC):
         self.rank_weight: float | None = None
         hints = sorted(settings.options.keys() - set(self.facts.option_names))
         if hints and settings.rank == 0:
-            log.info("backend %r has no use for %s", self.name, ", ".join(hints))
+            log.info("backend %r ignores %s", self.name, ", ".join(hints))
         own = {name: value for name, value in settings.options.items() if name not in hints}
         self.settings = settings = replace(settings, options=own)
         mesh = settings.model_mesh

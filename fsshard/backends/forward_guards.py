@@ -131,10 +131,10 @@ def refuse_losses(shard: Tensor, name: str) -> None:
 
     def refuse(_: Tensor) -> None:
         raise ModelError(
-            f"a loss is computed with {name!r} outside of its unit's forward, where this rank holds a part of it only: "
-            "its value is a part's. Compute it in the forward of the weight's unit and return it, use the optimizer's "
-            "weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not differentiated use "
-            "torch.no_grad() and model.full_parameters()"
+            f"a loss is computed with {name!r} outside of its unit's forward, where this rank holds only a part of "
+            "it, so that the loss is that of a part. Compute it in the forward of the weight's unit and return it, "
+            "use the optimizer's weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not "
+            "differentiated use torch.no_grad() and model.full_parameters()"
         )
 
     if shard.requires_grad:

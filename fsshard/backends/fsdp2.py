@@ -445,9 +445,9 @@ class FSDP2Backend(TorchShardedBackend):
 
 def _refuse_gradient(name: str, _: Tensor) -> None:
     raise StaleParameter(
-        f"{name!r} is read through a reference from before fsshard.wrap (in a list, a closure, ...), which the engine "
-        "has replaced: what is trained is not there; read it as an attribute of its module, and build the optimizer "
-        "with fsshard.build_optimizer"
+        f"{name!r} is read through a reference taken before fsshard.wrap (in a list, a closure, ...), but the engine "
+        "trains another parameter in its place; read it as an attribute of its module, and build the optimizer with "
+        "fsshard.build_optimizer"
     )
 
 

@@ -57,8 +57,8 @@ def register_backend(cls: B) -> B:
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name.isidentifier() or name == "auto":
         raise ConfigurationError(
-            f"{cls.__qualname__}.name = {name!r}: expected what users write in backend=, letters, digits and "
-            "underscores, and not 'auto'"
+            f"{cls.__qualname__}.name = {name!r}: expected letters, digits and underscores, which users write in "
+            "backend=, and not 'auto'"
         )
     path = f"{cls.__module__}:{cls.__qualname__}"
     known = _paths.get(name, path)

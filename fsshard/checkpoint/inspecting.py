@@ -137,8 +137,8 @@ def inspect(
     kind = foreign(path)
     if kind is not None:
         raise CheckpointError(
-            f"{path} is a checkpoint of another kind ({kind}); load it with fsshard.load, or make it one of ours with "
-            "`fsshard import`"
+            f"{path} is a checkpoint of another kind ({kind}); load it with fsshard.load, or convert it with `fsshard "
+            "import`"
         )
     if not path.is_dir():
         what = "is a file; a checkpoint is a directory" if path.exists() else "does not exist"
@@ -147,7 +147,7 @@ def inspect(
         return _inspect_one(path, verify, progress)
     listing = _list(path)
     if not listing.checkpoints and not listing.leftovers:
-        raise CheckpointError(f"{path} is no checkpoint, and has none")
+        raise CheckpointError(f"{path} is not a checkpoint and contains none")
     return listing
 
 

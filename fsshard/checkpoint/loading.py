@@ -477,7 +477,7 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
             try:
                 restore()
             except Exception as error:  # the others must get theirs back all the same
-                log.warning("%s: %s does not accept its own former state: %s", first.call, what, error)
+                log.warning("%s: %s does not accept the state that it had before: %s", first.call, what, error)
         raise
     _each(jobs, _Load.commit_memory)
     seen_ordinal(first.reader.directory.parent, first.reader.index.ordinal)

@@ -266,7 +266,9 @@ def _add_state(
     small = collected.state[name][entry.name] = {}
     for key, value in state.items():
         if not isinstance(key, str) or "/" in key:
-            raise OptimizerError(f"state {key!r} of {entry.name!r}: a checkpoint names it by a text without '/'")
+            raise OptimizerError(
+                f"state {key!r} of {entry.name!r}: its name in a checkpoint must be a text without '/'"
+            )
         place = f"optimizer/{name}/{entry.name}/{key}"
         if not isinstance(value, Tensor):
             small[key] = _encode(value, place, collected.parts)

@@ -105,7 +105,7 @@ class Reader(PieceReader):
             self._files[name] = file
             if file.metadata.get("checkpoint") != self.index.id:
                 raise CorruptCheckpoint(
-                    f"{file.path} belongs to another checkpoint than the index beside it; the index has it hold "
+                    f"{file.path} belongs to another checkpoint than the index next to it, which expects it to hold "
                     f"{some(self.index.tensors_in(name))}"
                 )
         return self._files[name]
@@ -120,7 +120,7 @@ class Reader(PieceReader):
                 if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
                     raise CorruptCheckpoint(
                         f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of "
-                        f"{printable(name)} as the index says; was the file exchanged?"
+                        f"{printable(name)}, which the index expects; was the file exchanged?"
                     )
 
     def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:

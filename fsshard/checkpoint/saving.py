@@ -136,8 +136,9 @@ def _check_arguments(keep: object, only: object, name: str, objects: Mapping[str
     numbered = any(character.isdigit() for character in name)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2 or not numbered):
         raise ConfigurationError(
-            f"keep={keep!r} for {name!r}: at least 2, since a crash may leave the last one unfinished, and a name that "
-            "has a number, such as 'step-000100': another one is always replaced, and the one before is '.previous'"
+            f"keep={keep!r} for {name!r}: expected at least 2, since a crash may leave the last one unfinished, and a "
+            "name with a number, such as 'step-000100': without one each save replaces the one before, which is kept "
+            "as '.previous'"
         )
     for name, value in objects.items():
         if name in OF_LOAD:
@@ -342,7 +343,8 @@ class SaveHandle:
         if not self.done():
             _pending.pop(self, None)
             raise CheckpointError(
-                f"{self._job.call} has not moved for {self._job.patience:g} s, {self.progress:.0%} written; left behind"
+                f"{self._job.call} has not moved for {self._job.patience:g} s, {self.progress:.0%} written; it was "
+                "abandoned"
             )
         self.wait()
 

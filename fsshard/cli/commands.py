@@ -20,18 +20,24 @@ from fsshard.errors import ConfigurationError, MissingExtra
 SWEEP = tuple(4**power for power in range(7))
 """World sizes of an estimate's picture."""
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="module:attribute, importable from the current folder.")]
-MixedPrecision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")]
-Target = Annotated[str, typer.Option(help="The target device: cpu or cuda.")]
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A built-in recipe such as tfno, or module:attribute, importable from the current folder.",
+    ),
+]
+MixedPrecision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; the recipe's by default.")]
+Target = Annotated[str, typer.Option(help="Device to estimate for: cpu or cuda.")]
 Machine = Annotated[
     str | None,
     typer.Option(
         metavar="NAME_OR_FILE",
-        help="Whose constants time is predicted by: cpu, a100, h100, h200, or a file of fsshard doctor --measure; by "
-        "default h100 for cuda, else cpu.",
+        help="Machine whose constants predict the time: cpu, a100, h100, h200, or a file that fsshard doctor --measure "
+        "wrote; h100 for cuda by default, else cpu.",
     ),
 ]
-Real = Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank.")]
+Real = Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank, instead of simulating.")]
 
 
 def top(
@@ -47,14 +53,16 @@ def top(
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Compare checksums: reads every byte.")] = False,
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints.")
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare checksums too, which reads every byte.")] = False,
     json_file: Json = None,
     progress: Progress = None,
 ) -> None:
-    """Print what CHECKPOINT holds, where it comes from, and whether it is complete.
+    """Print what CHECKPOINT contains, where it comes from, and whether it is complete.
 
-    The exit code is 1 if it is not; then the output names the file and the tensors in it.
+    Exit code: 0 if it is complete; 1 if not, and the output names the damaged files and their tensors.
     """
     from fsshard.checkpoint.inspecting import inspect as inspected
 
@@ -70,22 +78,22 @@ def inspect(
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint.")],
-    file: Annotated[Path, typer.Argument(help="The file, or the directory for hf and dcp, to write.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; a directory for hf and dcp.")],
     format: Annotated[
-        str | None, typer.Option(help="safetensors, torch, dcp or hf; by default as FILE's suffix says.")
+        str | None, typer.Option(help="safetensors, torch, dcp or hf; by default from the suffix of FILE.")
     ] = None,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="The optimizer's state as well (torch and dcp).")
+        bool, typer.Option("--optimizer", help="Write the optimizer's state, too (torch and dcp).")
     ] = False,
-    model: Annotated[str | None, typer.Option(help="The one to write, of a checkpoint of several models.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to write, where the checkpoint has several.")] = None,
     max_shard_bytes: Annotated[
-        int, typer.Option(min=1, help="Above it a model is divided into several safetensors files.")
+        int, typer.Option(min=1, help="Split larger models into several safetensors files.")
     ] = 5_000_000_000,
-    config: Annotated[Path | None, typer.Option(help="The config.json of an hf directory.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.json, for hf.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Write the weights of CHECKPOINT to FILE, whole and under their own names, for other programs to read."""
+    """Export the weights of CHECKPOINT to FILE, unsharded and under their original names, for other programs."""
     from fsshard.checkpoint.interop.exporting import export as write
 
     more: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "config": config, "overwrite": overwrite}
@@ -95,15 +103,21 @@ def export(
 
 def import_(
     source: Annotated[
-        Path, typer.Argument(help="Safetensors, a Hugging Face or DCP directory, a .pt, a neuraloperator folder.")
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A safetensors or .pt file, or a Hugging Face, DCP or neuraloperator directory."
+        ),
     ],
-    destination: Annotated[Path, typer.Argument(help="The checkpoint to write.")],
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="Checkpoint to write.")],
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Run whatever code is in SOURCE: only if you know who wrote it.")
+        bool,
+        typer.Option(
+            "--trust-pickle", help="Unpickle SOURCE, which runs the code in it: only if you trust its author."
+        ),
     ] = False,
-    optimizer: Annotated[bool, typer.Option(help="Take optimizer states along.")] = True,
+    optimizer: Annotated[bool, typer.Option(help="Import optimizer states, too.")] = True,
 ) -> None:
-    """Convert another program's checkpoint for fsshard.load."""
+    """Convert another program's checkpoint SOURCE into one of fsshard at DESTINATION."""
     from fsshard.checkpoint.interop.importing import import_checkpoint
 
     print(import_checkpoint(source, destination, trust_pickle=trust_pickle, optimizer=optimizer))
@@ -114,13 +128,15 @@ def import_(
 
 def estimate(
     recipe: Recipe,
-    backends: Annotated[str, typer.Option(help="Backends, comma-separated.")] = DEFAULT_BACKENDS,
+    backends: Annotated[str, typer.Option(help="Comma-separated backends.")] = DEFAULT_BACKENDS,
     world_size: Annotated[
-        list[str] | None, typer.Option(help="Numbers of ranks, separated by commas.", show_default="2")
+        list[str] | None, typer.Option(help="Comma-separated numbers of ranks.", show_default="2")
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(metavar="NAME=SIZE,...", help="Divide the model as RECIPE's split says, for example data=4,tp=2."),
+        typer.Option(
+            metavar="NAME=SIZE,...", help="Split the model with the recipe's split(), for example data=4,tp=2."
+        ),
     ] = None,
     device: Target = "cpu",
     machine: Machine = None,
@@ -129,23 +145,25 @@ def estimate(
         bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward pass.")
     ] = False,
     accumulation: Annotated[
-        int | None, typer.Option(min=1, help="Backward passes per step; else the recipe's.")
+        int | None, typer.Option(min=1, help="Backward passes per step; the recipe's by default.")
     ] = None,
     cpu_offload: Annotated[
-        bool, typer.Option("--cpu-offload", help="Keep shards in host memory; count what stays on the device.")
+        bool, typer.Option("--cpu-offload", help="Keep shards in host memory, and count only what stays on the device.")
     ] = False,
     real: Real = False,
     json_file: Json = None,
     picture: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the estimates for 1 to 4096 ranks: .png, .svg or .pdf."),
+        typer.Option(
+            "--plot", metavar="FILE", help="Plot the estimates and a sweep from 1 to 4096 ranks: .png, .svg or .pdf."
+        ),
     ] = None,
     progress: Progress = None,
     quiet: Quiet = False,
 ) -> None:
-    """Estimate memory, traffic and time of a training step of RECIPE per rank, without a GPU.
+    """Estimate the memory, traffic and time that a training step of RECIPE needs per rank, without a GPU.
 
-    The exit code is 0; 2 for bad input, which includes a step that depends on the values of tensors.
+    Exit code: 0; 2 for invalid input, including a step that depends on the values of tensors.
     """
     options.check_recipe(recipe)
     arguments: dict[str, Any] = {"device": device, "machine": machine, "real": real, "cpu_offload": cpu_offload}
@@ -155,7 +173,9 @@ def estimate(
     sizes = options.world_sizes(world_size or ["2"])
     if mesh is not None:
         if picture is not None:
-            raise ConfigurationError("--plot draws 1 to 4096 ranks of data; leave out --mesh, or --plot")
+            raise ConfigurationError(
+                "--plot shows 1 to 4096 data-parallel ranks, and --mesh is one mesh; leave out one of them"
+            )
         (arguments["mesh"],) = options.meshes([mesh])
         sizes = sizes if world_size else [math.prod(arguments["mesh"].values())]
     options.check_files(json_file, picture)
@@ -185,27 +205,28 @@ def tune(
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory that a rank may use, such as 40GiB; by default the smallest peak wins."),
+        typer.Option(help="Memory per rank, such as 40GiB; without it the plan with the smallest peak wins."),
     ] = None,
-    backends: Annotated[str, typer.Option(help="Backends, comma-separated.")] = "fsdp2",
+    backends: Annotated[str, typer.Option(help="Comma-separated backends.")] = "fsdp2",
     device: Target = "cpu",
     machine: Machine = None,
     mixed_precision: MixedPrecision = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Largest number of simulations.", show_default="12 to 40"),
+        typer.Option(min=1, help="Maximum number of simulations.", show_default="12 to 40"),
     ] = None,
     real: Real = False,
     json_file: Json = None,
     picture: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE", help="Draw peaks against time and traffic: .png, .svg or .pdf."),
+        typer.Option("--plot", metavar="FILE", help="Plot peak memory against time and traffic: .png, .svg or .pdf."),
     ] = None,
     progress: Progress = None,
 ) -> None:
-    """Find the fastest plan of RECIPE that fits, by simulation; print the frontier, and the plan as code to paste.
+    """Find the fastest sharding plan for RECIPE that fits into memory, by simulation.
 
-    The exit code is 0; 2 for bad input, which includes a bound that no plan fits.
+    Prints the Pareto frontier, and the best plan as code to paste. Exit code: 0; 2 for invalid input, including a
+    memory limit that no plan fits.
     """
     options.check_recipe(recipe)
     arguments: dict[str, Any] = {"memory": memory, "device": device, "machine": machine, "real": real, "limit": limit}
@@ -235,34 +256,36 @@ Data = Enum("Data", {"solved": "solved", "official": "official"})
 def demo(
     context: typer.Context,
     more_backends: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
-    backends: Annotated[str, typer.Option("--backends", "--backend", help="Backends, comma-separated.")] = "fsdp2",
+    backends: Annotated[str, typer.Option("--backends", "--backend", help="Comma-separated backends.")] = "fsdp2",
     world_size: Annotated[
-        int, typer.Option("--world-size", "--nprocs", min=1, help="Ranks to start; not under torchrun.")
+        int, typer.Option("--world-size", "--nprocs", min=1, help="Number of ranks to start; ignored under torchrun.")
     ] = 2,
-    trainer: Annotated[Trainer, typer.Option(help="A plain loop, or neuraloperator's own.")] = Trainer.plain,
+    trainer: Annotated[
+        Trainer, typer.Option(help="Train in a plain loop, or with neuraloperator's Trainer.")
+    ] = Trainer.plain,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 20,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch, of all ranks together.")] = 32,
-    clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm (plain loop).")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch, over all ranks.")] = 32,
+    clip: Annotated[float, typer.Option(min=0.0, help="Maximum gradient norm (plain loop only).")] = 1.0,
     n_train: Annotated[int, typer.Option(min=1, help="Samples to train on.")] = 1000,
     n_test: Annotated[int, typer.Option(min=1, help="Samples to test on.")] = 50,
     data: Annotated[
-        Data, typer.Option(help="Solve the equation here, or have pip fetch neuraloperator's files once (4 MB).")
+        Data, typer.Option(help="Solve the equation here, or let pip fetch neuraloperator's files once (4 MB).")
     ] = Data.solved,
     data_dir: Annotated[
         Path | None, typer.Option(help="Read neuraloperator's darcy_*.pt from this folder, instead of --data.")
     ] = None,
-    save_dir: Annotated[Path | None, typer.Option(help="Write checkpoints here (--trainer neuralop).")] = None,
+    save_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints (--trainer neuralop only).")] = None,
     picture: Annotated[
         str | None,
         typer.Option(
             "--plot", "--picture", metavar="FILE", help="Plot inputs, truth and predictions: .png, .svg or .pdf."
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a collective may take.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of a collective, in seconds.")] = 60.0,
 ) -> None:
-    """Train a Tucker-factorised TFNO (complex64 weights) on Darcy flow under one engine or several.
+    """Train a Tucker-factorised TFNO (complex64 weights) on Darcy flow, under one backend or several.
 
-    Print the largest difference between the losses under each backend. The data are computed once and cached.
+    Prints the largest difference between their losses. The data is computed once and cached.
     """
     # `--backend fairscale fsdp2` is what the option looked like before it took a comma list.
     names = options.backend_names(",".join([backends, *(more_backends or ())]))

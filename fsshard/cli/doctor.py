@@ -92,20 +92,20 @@ class Diagnosis:
 def command(
     timeout: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Seconds that each trial on ranks may take: 20, or 600 with --measure."),
+        typer.Option(min=1.0, help="Time limit of each trial, in seconds: 20 by default, 600 with --measure."),
     ] = None,
     measure: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Measure this machine's constants instead, and write them for estimate --machine FILE, tune as well.",
+            help="Measure this machine instead, and write its constants for --machine of estimate and tune.",
         ),
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Try out what this machine can do: torch, devices, backends; say which packages missing extras would add.
+    """Test what works on this machine: torch, devices and backends; list what missing extras would install.
 
-    The exit code is 0 if training on the CPU works, 1 if not, 2 for bad input.
+    Exit code: 0 if training on the CPU works, 1 if not, 2 for invalid input.
     """
     from rich.console import Console
 
@@ -181,7 +181,7 @@ def _private_names() -> Iterator[Finding]:
         yield Finding("software", entry.name.replace(":", "."), MISSING, told)
     lost = not all(entry.fallback for entry in missing)
     status = FAILS if lost else NOTE if missing else WORKS
-    told = f"{len(names) - len(missing)} of {len(names)} are there"
+    told = f"{len(names) - len(missing)} of {len(names)} are present"
     yield Finding("software", "torch's private names", status, told)
 
 
@@ -245,7 +245,7 @@ def _add_up(device: str) -> str:
     dist.all_reduce(value)
     if value.tolist() != 2 * [ranks * (ranks + 1) / 2]:
         raise FsshardError(f"all_reduce on {device} gave wrong numbers")
-    return "processes start, meet and add up"
+    return "processes start, connect and reduce"
 
 
 def _tried(

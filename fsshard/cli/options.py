@@ -15,10 +15,10 @@ from fsshard.errors import ConfigurationError, FsshardError, RecipeError
 
 DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - is stdout.")]
-Progress = Annotated[bool | None, typer.Option(help="Show a progress bar; by default on terminals only.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print less, and show no progress bar.")]
+Device = Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - means stdout.")]
+Progress = Annotated[bool | None, typer.Option(help="Show a progress bar; by default only on a terminal.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print less, without a progress bar.")]
 
 
 def backend_names(text: str) -> list[str]:

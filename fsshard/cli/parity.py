@@ -65,54 +65,66 @@ class Request:
         one = next((option for option in MEANINGLESS if option in self.given), "")
         for option in MEANINGLESS.get(one, ()):
             if option in self.given:
-                raise ConfigurationError(f"{option} means nothing beside {one}; leave it out")
+                raise ConfigurationError(f"{option} has no effect together with {one}; leave it out")
         if self.tensors and self.record is None:
-            raise ConfigurationError("--tensors says what --record keeps; give --record too")
+            raise ConfigurationError("--tensors chooses what --record keeps; give --record too")
         if one == "--golden":
             return
         if not self.recipes:
             raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno (or --golden)")
         if one and len(self.recipes) > 1:
-            raise ConfigurationError(f"{one} is about one training; give one RECIPE")
+            raise ConfigurationError(f"{one} takes one training; give one RECIPE")
         several = len(self.backends or ()) > 1 or ("--world-size" in self.given and len(self.world_sizes) > 1)
         if one == "--record" and several:
-            raise ConfigurationError("--record keeps one training; give --backends and --world-size one value each")
+            raise ConfigurationError("--record records one training; give one backend and one world size")
 
 
 def command(
     context: typer.Context,
     recipes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE]...", help="module:attribute, importable from the current folder."),
+        typer.Argument(
+            metavar="[RECIPE]...",
+            help="A built-in recipe such as tfno, or module:attribute, importable from the current folder.",
+        ),
     ] = None,
-    backends: Annotated[str | None, typer.Option(help="Names of backends.", show_default=DEFAULT_BACKENDS)] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Comma-separated backends.", show_default=DEFAULT_BACKENDS)
+    ] = None,
     world_size: Annotated[
         list[str] | None,
-        typer.Option(help="Numbers of ranks, separated by commas.", show_default="1,2"),
+        typer.Option(help="Comma-separated numbers of ranks.", show_default="1,2"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 10,
-    reference: Annotated[str, typer.Option(help="The reference: ddp, or none (one process, joined batches).")] = "ddp",
+    reference: Annotated[
+        str, typer.Option(help="Compare with ddp, or with none: one process on the joined batches.")
+    ] = "ddp",
     mesh: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=SIZE,...", help="Divide the model as RECIPE's split says, for example data=2,tp=2; repeat it."
+            metavar="NAME=SIZE,...",
+            help="Split the model with the recipe's split(), for example data=2,tp=2; may be repeated.",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that one run may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of a run, in seconds.")] = 120.0,
     device: Device = "cpu",
     json_file: Json = None,
     picture: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw the report: .png, .svg or .pdf.")
+        str | None, typer.Option("--plot", metavar="FILE", help="Plot the report: .png, .svg or .pdf.")
     ] = None,
     record: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Train under one backend, and keep the numbers of every step.")
+        str | None, typer.Option(metavar="FILE", help="Train under one backend, and record the numbers of every step.")
     ] = None,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="With --record: keep all tensors too, in a safetensors file beside FILE.")
+        bool,
+        typer.Option("--tensors", help="With --record: save all tensors, too, in a safetensors file next to FILE."),
     ] = False,
     against: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Compare with a recorded training, of another torch, machine or commit."),
+        typer.Option(
+            metavar="FILE",
+            help="Compare with a training recorded with --record, under another torch, machine or commit.",
+        ),
     ] = None,
     golden: Annotated[
         bool, typer.Option("--golden", help="Check the golden runs of this installation instead of a RECIPE.")
@@ -120,9 +132,9 @@ def command(
     progress: Progress = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train RECIPE under several backends and compare them, step by step, to the last bit.
+    """Train RECIPE under several backends and compare them step by step, bit by bit.
 
-    The exit code is 0 only if all agree; 1 if something differs, failed or was refused; 2 for bad input.
+    Exit code: 0 if all agree; 1 if something differs, failed or was refused; 2 for invalid input.
     """
     request = Request(
         recipes=list(dict.fromkeys(recipes or ())),

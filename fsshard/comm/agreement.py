@@ -128,12 +128,12 @@ class Channel:
         answers = [json.loads(text) for text in texts]
         unsaid = {rank: answer["unsaid"] for rank, answer in enumerate(answers) if "unsaid" in answer}
         if unsaid:
-            raise CheckpointError(f"{self.what}: values that cannot be told to the other ranks", unsaid)
+            raise CheckpointError(f"{self.what}: values that cannot be sent to the other ranks", unsaid)
         return [answer["value"] for answer in answers]
 
     def _exchange(self, text: bytes, limit: float) -> list[bytes]:
         if self._gloo is None:
-            raise CheckpointError(f"{self.what}: the ranks have lost their connection, or have not met yet")
+            raise CheckpointError(f"{self.what}: the ranks have lost their connection, or are not connected yet")
         sent: list[Tensor] = []
         try:
             lengths = [int(row) for row in self._all_gather(f"{len(text):20}".encode(), limit, sent)]
@@ -193,7 +193,7 @@ class Channel:
             store.set(f"{place}/{self.rank}", "lost one")
             if not store.awaited([f"{place}/{rank}" for rank in range(self.size)], LAST_WORDS):
                 silent = [rank for rank in range(self.size) if store.get(f"{place}/{rank}") is None]
-                missing = dict.fromkeys(silent, "no word from it: it has ended, hangs, or cannot be reached")
+                missing = dict.fromkeys(silent, "no answer: it has ended, hangs, or cannot be reached")
             told = "lost a rank"
         except RuntimeError:  # dist.DistError among them
             told = "lost a rank, and the store of the process group with it (rank 0 or the launcher hosts it)"

@@ -63,8 +63,8 @@ LOST_NEIGHBOUR = (
 )
 """Messages that a rank reads when another one goes away in the middle of a collective."""
 UNEQUAL_CALLS = (
-    "Look for what ranks do not call equally often: under `if rank == 0`, or in a loop over unequal numbers of batches "
-    "(drop_last=True, DistributedSampler)"
+    "Look for a collective that ranks do not call equally often: under `if rank == 0`, or in a loop over unequal "
+    "numbers of batches (drop_last=True, DistributedSampler)"
 )
 ALL_RANKS = (
     "All ranks must call {what} equally often: is it under `if rank == 0`, or had a rank fewer batches "
@@ -250,7 +250,7 @@ class _Questions:
         is_stuck = self._watchdog.rank in stuck(places, self.places)
         self.places, self._alike = places, self._alike + 1 if is_stuck else 1
         if self._alike >= ALIKE:
-            raise RankMismatch(f"{self._what}: {self.missing()}; they wait for each other, and will not go on")
+            raise RankMismatch(f"{self._what}: {self.missing()}; they wait for each other forever")
         if places and not self._warned:
             self._warned = True
             log.warning("%s has waited for %.0f s: %s", self._what, waited, self.missing())
@@ -292,7 +292,7 @@ def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list
     meeting = Watchdog.made().meet(group, what, note, limit)
     if group.rank() in meeting.missing:
         first = ranks[min(meeting.notes)]
-        raise RankMismatch(f"{what}: rank {first} has waited for this rank, and given up")
+        raise RankMismatch(f"{what}: rank {first} timed out waiting for this rank")
     if meeting.late:
         raise lost_ranks(group, RuntimeError(f"Timed out after {limit:g} s"), what)
     if meeting.missing:
@@ -379,7 +379,7 @@ class Watchdog:
             return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
         if unknown:
             advice = (
-                f"; who needs more than {limit or 0:g} s is given a longer timeout= in fsshard.launch or fsshard.init"
+                f"; if it needs more than {limit or 0:g} s, pass a longer timeout= to fsshard.launch or fsshard.init"
             )
             return (
                 f"rank {', '.join(map(str, unknown))} did not take part and does not answer: it hangs, is busy with "
@@ -388,7 +388,7 @@ class Watchdog:
         elsewhere = [f"rank {rank} waits in {text} instead" for rank, text in waits.items() if text != what]
         if elsewhere:
             return f"{'; '.join(elsewhere)}. {UNEQUAL_CALLS}"
-        alive = "all ranks are alive and wait in it, but in different collectives: they took different paths in it. "
+        alive = "all ranks are alive and wait in it, but in different collectives: they took different paths. "
         return alive + UNEQUAL_CALLS if limit else "all ranks are alive, but have lost their connections"
 
     def _last_words(self, others: Sequence[int]) -> tuple[dict[int, str], dict[int, str], list[int]]:

@@ -135,8 +135,8 @@ class Flattened(nn.Module):
         is_other = kind_for(value, True, True).form is not kind.form or len(kind.order) not in (0, value.dim())
         if is_other or is_dtensor(held):
             raise ModelError(
-                f"parameter {name!r} cannot be replaced by this one: expected another of its form "
-                f"({kind.form.value}), and a model that no engine has divided; change the model before tensorfy or "
+                f"parameter {name!r} cannot be replaced by this one: expected one of the same form "
+                f"({kind.form.value}), in a model that no engine has sharded; change the model before tensorfy or "
                 "wrap, or load values with load_state_dict"
             )
         check_no_gradient_hooks(name, value)

@@ -115,7 +115,7 @@ def launch(
     if not isinstance(args, (tuple, list)):
         raise LaunchError(f"args must be a tuple or a list, got {type(args).__name__}; for one argument: args=(x,)")
     if not isinstance(grace, (int, float)) or not grace >= 0:
-        raise LaunchError(f"grace must be a number of seconds from 0 on, got {grace!r}")
+        raise LaunchError(f"grace must be a number of seconds, at least 0, got {grace!r}")
     sizes = running_sizes()
     if sizes is None:
         return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend), settings, grace)

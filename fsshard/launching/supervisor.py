@@ -475,8 +475,8 @@ def check_importable(fn: Any) -> None:
     main = sys.modules.get("__main__")
     if getattr(fn, "__module__", None) == "__main__" and not os.path.exists(getattr(main, "__file__", None) or ""):
         raise LaunchError(
-            f"{name} lives in an interactive session; {remedy} (in a notebook, of one that %%writefile makes), or call "
-            "fsshard.init() for one rank here"
+            f"{name} is defined in an interactive session; {remedy} (in a notebook, of a file that %%writefile "
+            "writes), or call fsshard.init() for one rank here"
         )
     if "<lambda>" in name or "<locals>" in name:
         raise LaunchError(f"{name} cannot be pickled; {remedy}, and hand over data through args")

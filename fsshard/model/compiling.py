@@ -83,8 +83,8 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
         return
     if plan.offloaded:
         raise ConfigurationError(
-            "compile= together with Checkpointing(recompute=False): what compiled code saves cannot be told from "
-            "weights; leave out one of them, or recompute the blocks"
+            "compile= together with Checkpointing(recompute=False): what compiled code saves cannot be distinguished "
+            "from weights; leave out one of them, or recompute the blocks"
         )
     # A checkpoint has to be around compiled units, and to be put there after they were compiled.
     units = [public_name(name) for name in compiled_modules(plan, compilation)]
@@ -241,7 +241,7 @@ def _asked_by(compiled: list[tuple[str, nn.Module]], asked_too: object) -> Compi
         asked.append(keywords)
     if (other := next((keywords for keywords in asked if keywords != asked[0]), None)) is not None:
         raise ConfigurationError(
-            f"{told} were compiled before with other arguments each ({asked[0]!r} and {other!r}); compile them alike, "
+            f"{told} were compiled before with different arguments ({asked[0]!r} and {other!r}); compile them alike, "
             "or wrap the bare model with compile="
         )
     compilation = resolve_compilation(asked[0])

@@ -86,8 +86,8 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
     if not found:
         some = ", ".join(slot.name for slot in slots[:4])
         raise ConfigurationError(
-            f"fsshard.lora: target={target!r}, rank={rank}: expected to find it in the name of a matrix of at "
-            f"least that rank, got none; names are {some}, ..."
+            f"fsshard.lora: target={target!r}, rank={rank}: expected it to match the name of a matrix of at least "
+            f"that rank, and none matches; names are {some}, ..."
         )
     return found
 

@@ -162,7 +162,7 @@ def unscale_together(work: Callable[[Any], None], optimizer: Any, scaler: Any, g
     if failed is not None:
         raise failed
     if found > 1:
-        raise GradientError("unscale_ has raised an error on another rank; see what that one says")
+        raise GradientError("unscale_ has raised an error on another rank; see the error there")
     state["found_inf_per_device"] = {found.device: found}
     return found
 

@@ -62,7 +62,7 @@ def _dimensions(mesh: Any) -> list[int]:
     unknown = [name for name, role in zip(names, roles, strict=True) if role is None]
     data = [dim for dim, role in enumerate(roles) if role not in (None, "model")]
     if unknown or not data:
-        why = f"{unknown[0]!r} says not" if unknown else "no dimension's name says" if names else "nothing says"
+        why = f"{unknown[0]!r} does not say" if unknown else "no dimension's name says" if names else "nothing says"
         raise ConfigurationError(
             f"data_rank of {shape_text(mesh)}: {why} whether its ranks see the same samples; pass a 1-D slice such as "
             f"{data_slice(mesh)}, or name the dimensions (data, replicate, shard; tp, cp, pp, domain, ...)"

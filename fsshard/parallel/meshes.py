@@ -132,8 +132,8 @@ def _check(mesh: Any, hybrid: bool) -> None:
         return
     if not any(mesh.get_coordinate() or ()):  # one rank speaks for all of its mesh
         warnings.warn(
-            f"device_mesh={shape_text(mesh)} is taken as (replicas, shards): all of its ranks see other samples. If "
-            "this is meant, name its dimensions mesh_dim_names=('replicate', 'shard') or pass "
+            f"device_mesh={shape_text(mesh)} is taken as (replicas, shards): every rank sees different samples. If "
+            "this is intended, name its dimensions mesh_dim_names=('replicate', 'shard') or pass "
             f"sharding_strategy='HYBRID_SHARD'; if not, pass a 1-D slice such as {data_slice(mesh)}",
             stacklevel=6,  # of whoever called wrap()
         )

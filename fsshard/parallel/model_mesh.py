@@ -109,12 +109,12 @@ def check_asked_alike(mesh: ModelMesh, names: Sequence[str]) -> None:
     told = per_rank(mesh.group, (mesh.described(), list(names)))
     for rank, (said, held) in enumerate(told):
         if said != told[0][0]:
-            raise RankMismatch(f"replicated= and sharded= differ: rank 0 says {told[0][0]}, rank {rank} says {said}")
+            raise RankMismatch(f"replicated= and sharded= differ: {told[0][0]} on rank 0, {said} on rank {rank}")
         if held != told[0][1]:
             only = {*held} ^ {*told[0][1]} or {"in another order"}
             raise RankMismatch(
                 f"ranks 0 and {rank} have parameters of other names ({', '.join(sorted(only)[:3])}): along every mesh "
-                "dimension parts have one name; give all ranks the parameter, if with values that are not used"
+                "dimension parts have one name; give all ranks the parameter, even where its values are not used"
             )
 
 
@@ -152,9 +152,9 @@ def _check_all_named(axes: Iterable[tuple[int, ...]], meshes: Iterable[Any], dat
             ranks = set(dist.get_process_group_ranks(whole.get_group(dim)))
             if shares_samples(name) and len(ranks) > 1 and not any(ranks <= each for each in known):
                 raise ConfigurationError(
-                    f"{shape_text(whole)}: nothing is said of dimension {name!r}, while others are named: where its "
-                    f"ranks have parts of gradients, training goes wrong without a word; name it in replicated= or "
-                    f"sharded=, or pass replicated={{(): mesh[{name!r}]}} if all of its ranks have the same gradients"
+                    f"{shape_text(whole)}: dimension {name!r} is not named, while others are: if its ranks have parts "
+                    "of gradients, training is silently wrong; name it in replicated= or sharded=, or pass "
+                    f"replicated={{(): mesh[{name!r}]}} if all of its ranks have the same gradients"
                 )
 
 
@@ -241,7 +241,7 @@ class _Declared:
             )
         if axis.ranks in self._dtensors.get(name, ()):
             raise ConfigurationError(
-                f"{argument}: parameter {name!r} is a DTensor, which says itself what it is along mesh dimension "
+                f"{argument}: parameter {name!r} is a DTensor, whose placements define it along mesh dimension "
                 f"{axis.name!r}; leave it out"
             )
         if argument == "replicated":

@@ -77,9 +77,9 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
         mine = None if data_rank else {name: sums[name] for name in alike}
         _check_alike(
             mesh, axis, mine,
-            "parameter {name!r} has other values on rank {rank} than on rank {first}, along mesh dimension {axis!r}, "
-            f"and wrap was not told what it is there: {SAY}; or start both ranks from one seed where they are to hold "
-            "it alike",
+            "parameter {name!r} has other values on rank {rank} than on rank {first}, along mesh dimension "
+            f"{{axis!r}}, and wrap was not told how they share it: {SAY}; or start both ranks from the same seed if "
+            "they should hold the same",
         )  # fmt: skip
 
 
@@ -104,7 +104,8 @@ def _check_even(slots: Sequence[ParameterSlot], layouts: Mapping[str, Sequence[L
         if unlike:
             raise ModelError(
                 f"sharded: parts of {unlike[0]!r} have the shapes {shapes[0].get(unlike[0])} on rank 0 and "
-                f"{other[unlike[0]]} on rank {rank}; parts by hand must be equal (DTensors need not)"
+                f"{other[unlike[0]]} on rank {rank}; parts that you split yourself must be of one shape (DTensors "
+                "need not)"
             )
 
 
@@ -229,7 +230,7 @@ def _differing_norms(axis: Axis, found: Sequence[Mapping[str, float]], whole: fl
         if spread > RELATIVE * max(values) and spread > OF_ALL * whole:
             return (
                 f"the gradient of {name!r} differs between the ranks along mesh dimension {axis.name!r} (norms "
-                f"{', '.join(f'{value:.3g}' for value in values)}), and wrap was told nothing of it: {SAY}"
+                f"{', '.join(f'{value:.3g}' for value in values)}), and wrap was not told why: {SAY}"
             )
     return None
 

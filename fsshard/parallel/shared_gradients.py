@@ -138,9 +138,9 @@ def _check_counts(group: dist.ProcessGroup, told: Sequence[tuple[Sequence[_Part]
     for part, count in zip((part for parts, _ in told for part in parts), counts, strict=True):
         if 0 < count < group.size():
             raise GradientError(
-                f"of the {group.size()} ranks that share parameter {part.entry.name!r} (replicated=), "
-                f"{round(count)} have a gradient of it, and the others have none: their sum is not what one "
-                "process would have; let every rank use it, if with a factor of 0"
+                f"of the {group.size()} ranks that share parameter {part.entry.name!r} (replicated=), {round(count)} "
+                "have a gradient of it, and the others have none: their sum is not what one process would have; let "
+                "every rank use it, multiplied by 0 where it is not needed"
             )
 
 

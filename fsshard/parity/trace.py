@@ -175,7 +175,7 @@ class Trace:
         except OSError as error:
             raise TraceError(path, "", f"cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
-            raise TraceError(path, "", f"this is no JSON, or it is cut off ({error}); {_RECORD_AGAIN}") from error
+            raise TraceError(path, "", f"this is not JSON, or it is cut off ({error}); {_RECORD_AGAIN}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise TraceError(path, "format", f"this is not a recorded training (expected {FORMAT!r}); {_RECORD_AGAIN}")
         if data.get("version") != VERSION:
@@ -207,7 +207,7 @@ def mean_loss(ranks: list[RankTrace], step: int) -> float:
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 @contextlib.contextmanager
@@ -269,9 +269,9 @@ def _tensors_beside(path: Path, value: Any, place: str) -> Path:
     said: dict[str, str] = read_as(dict[str, str], value, place)
     file = path.parent / said.get("file", "")
     if not file.is_file():
-        raise WrongField(place, f"{str(file)!r} is not there; keep it beside the JSON file")
+        raise WrongField(place, f"{str(file)!r} is missing; keep it next to the JSON file")
     if _file_digest(file) != said.get("sha256"):
-        raise WrongField(place, f"{str(file)!r} is another file than was recorded, or is damaged")
+        raise WrongField(place, f"{str(file)!r} is not the file that was recorded, or is damaged")
     return file
 
 
@@ -280,7 +280,7 @@ def _check(trace: Trace) -> None:
     if len(trace.ranks) not in (1, trace.world_size) or not trace.ranks:
         raise WrongField("ranks", f"expected {trace.world_size} ranks, or one for all, got {len(trace.ranks)}")
     if (trace.detail == "tensors") != (trace.tensors is not None):
-        raise WrongField("tensors", f"expected what detail {trace.detail!r} says, got {trace.tensors}")
+        raise WrongField("tensors", f"expected a file as detail {trace.detail!r} writes it, got {trace.tensors}")
     for number, steps in enumerate(len(rank.steps) for rank in trace.ranks):
         if steps != trace.steps or not steps:
             raise WrongField(f"ranks[{number}].steps", f"expected {trace.steps or 'some'} steps, got {steps}")

@@ -102,8 +102,8 @@ class Training:
         found = (self._split.loss or self.recipe.loss)(self.engine.model, batch)
         if self.mesh is not None and hasattr(found, "full_tensor"):
             raise RecipeError(
-                "the loss is a DTensor, and whether ranks have parts of it or the same is for the recipe to say: "
-                "return loss.full_tensor()"
+                "the loss is a DTensor, and it is not known whether ranks have parts or copies of it; return "
+                "loss.full_tensor()"
             )
         return check_loss(found)
 

@@ -125,7 +125,7 @@ class Recipe:
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise RecipeError(
-                f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a step here has none"
+                f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a recipe's steps have none"
             )
 
     @property
@@ -299,7 +299,7 @@ def check_mesh(mesh: object) -> dict[str, int]:
                 "or shard where they see others, and tp, cp, domain, ... where they see the same"
             )
     if all(role_of(name) == "model" for name in sizes):
-        raise ConfigurationError(f"mesh={sizes}: there is no dimension of data; add data=1")
+        raise ConfigurationError(f"mesh={sizes}: no dimension is data-parallel; add data=1")
     return sizes
 
 

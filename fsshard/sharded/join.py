@@ -91,8 +91,8 @@ class Joined:
                 return
             if empty:
                 raise RankMismatch(
-                    f"{WHAT}: rank {', '.join(map(str, empty))} has no batch at all, so none with which to go through "
-                    "the loop while others train; give every rank at least one"
+                    f"{WHAT}: rank {', '.join(map(str, empty))} has no batch at all, so it cannot go through the loop "
+                    "while others train; give every rank at least one"
                 )
             self.ranks = len(going_on)
             self._weigh()

@@ -415,10 +415,10 @@ class ShardedModule(nn.Module):
         settings = self.backend.settings
         if not settings.knows_all_ranks:
             raise ConfigurationError(
-                f"{what}: device_mesh has {settings.world_size} of {dist.get_world_size()} ranks, and wrap was told "
-                "nothing of the others. If they hold parts of this model, or share parameters with it, say which: "
-                "fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither, since they do the same work "
-                "or train a model of their own, say that: replicated={}"
+                f"{what}: device_mesh has {settings.world_size} of {dist.get_world_size()} ranks, and wrap was not "
+                "told what the others do. If they hold parts of this model, or share parameters with it, say which: "
+                "fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither, since they do the same "
+                "work or train a model of their own, say that: replicated={}"
             )
 
     def finish_gradients(self, entries: Iterable[Entry]) -> None:

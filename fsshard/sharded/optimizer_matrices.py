@@ -206,10 +206,10 @@ def check_equivariant(request: Request) -> None:
             difference = _turned_difference(request, number, TALL_AND_WIDE)
         if not difference <= BOUND:
             raise OptimizerError(
-                f"{name} is no algorithm of complex matrices: for gradients U G its step is not U times the step for G "
-                f"(U unitary), but differs by {difference:.1e} of its largest number; at most {BOUND:.0e} is allowed. "
-                "Write .mH where it has .T, and abs() ** 2 where it squares; or build another optimizer for the "
-                "complex weights; or leave out see=, and the class is shown them as they are"
+                f"{name} is not an algorithm for complex matrices: for gradients U G its step is not U times the step "
+                f"for G (U unitary), but differs by {difference:.1e} of its largest number; at most {BOUND:.0e} is "
+                "allowed. Write .mH where it has .T, and abs() ** 2 where it squares; or build another optimizer for "
+                "the complex weights; or leave out see=, and the class is shown them as they are"
             )
 
 

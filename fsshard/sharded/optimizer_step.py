@@ -228,7 +228,7 @@ class _View:
         states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
         if len(set(map(frozenset, states))) > 1:
             raise OptimizerError(
-                f"{type(optimizer).__name__} keeps other state for some parts of {self.entry.name!r} than for others"
+                f"{type(optimizer).__name__} keeps different state for different parts of {self.entry.name!r}"
             )
         local, at_rest = self.entry.local(), dict[str, Any]()
         for key, first in (states[0] if states else {}).items():

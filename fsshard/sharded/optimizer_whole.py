@@ -129,7 +129,7 @@ class Owners:
         if blamed and not failed:
             raise OptimizerError(
                 f"the optimizer's step raised on rank {min(blamed)}, which owns some of the parameters (whole=True); "
-                "its error says why. The weights are neither those of before nor those of after: load a checkpoint"
+                "its error says why. Some weights are updated and others are not: load a checkpoint"
             )
 
     def _receive_weights(self) -> None:

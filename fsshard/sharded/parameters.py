@@ -117,7 +117,8 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise FsshardError(
-                f"the gradient of {self._fsshard_entry.name!r} is a shard, the engine's; it can only be dropped"
+                f"the gradient of {self._fsshard_entry.name!r} is a shard that belongs to the engine; it can only be "
+                "set to None"
             )
         self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
         self._fsshard_backend.drops.add(self._fsshard_entry.name)

@@ -309,7 +309,7 @@ def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dic
     sizes = check_mesh(mesh)
     ranks = math.prod(sizes.values())
     if device_mesh is not None:
-        raise ConfigurationError("mesh= and device_mesh=: mesh says also how data is divided; leave device_mesh out")
+        raise ConfigurationError("mesh= and device_mesh=: mesh also defines how data is divided; leave device_mesh out")
     if world_size not in (1, ranks):
         raise ConfigurationError(f"world_size={world_size!r}: mesh={sizes} has {ranks} ranks; leave world_size out")
     if splits(sizes) and resolve(source).split is None:

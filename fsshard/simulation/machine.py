@@ -185,9 +185,9 @@ def read_machines(path: Path) -> list[Machine]:
         given = json.loads(path.read_text("utf-8"))["machines"]
         found = [Machine(**one) for one in given]
         if not found:
-            raise ValueError("no machine is in it")
+            raise ValueError("it holds no machine")
     except OSError as error:
         raise ConfigurationError(f"machine={str(path)!r}: {error.strerror or error}; {_ADVICE}") from None
     except (ConfigurationError, ValueError, TypeError, KeyError) as error:
-        raise ConfigurationError(f"machine={str(path)!r} is no file of constants: {error}; {_ADVICE}") from None
+        raise ConfigurationError(f"machine={str(path)!r} is not a file of constants: {error}; {_ADVICE}") from None
     return found

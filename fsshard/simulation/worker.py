@@ -158,7 +158,7 @@ def errors_in_words(job: Job) -> Iterator[None]:
             "tensors, as one rank, pass real=True (--real on the command line)"
         ) from None
     except Exception as error:
-        hint = "" if job.real else "; if that is for want of numbers, pass real=True (--real on the command line)"
+        hint = "" if job.real else "; if it needs real numbers, pass real=True (--real on the command line)"
         said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         where = f"under backend {job.backend!r}{_place(error)}"
         raise ModelError(f"the training step fails {where}: {said}{hint}") from None

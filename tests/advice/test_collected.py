@@ -21,13 +21,12 @@ ELSEWHERE = {
     "for a model of fsshard.wrap fsshard.GradScaler": "advice/test_sharded.py",
     "or call fsshard.init() for one rank here": "advice/test_files.py",
     "call fit() again, which makes optimizers anew": "compat/lightning/test_strategy.py",
-    "return one, or run the module by validate()": "compat/lightning/test_strategy.py",
+    "return one, or run the module with validate()": "compat/lightning/test_strategy.py",
     "use EMAWeightAveraging or WeightAveraging, or": "compat/lightning/test_strategy.py",
     "call the parts: self('generator', noise)": "compat/lightning/test_strategy.py",
     "its hooks are on the parameters; use state_dict()": "compat/fairscale/optim/test_adascale.py",
     "call install() before the first import of fairscale, or run:": "compat/test_redirect.py",
     "wrap it first: model = fsshard.wrap(model, backend=...)": "compat/test_neuralop.py",
-    "make one of it when train() has returned": "compat/transformers/test_trainer.py",
     "use bf16=True": "compat/transformers/test_trainer.py",
     "pass overwrite=True (--overwrite) to replace it": "checkpoint/interop/test_exporting.py",
     "or a size that its mesh dimension divides": "parallel/test_dtensors.py",
@@ -46,7 +45,7 @@ ELSEWHERE = {
 """Part of a message that no test quotes -> the test file that does as it says."""
 
 NO_ADVICE = (
-    "Look for what ranks do not call equally often",
+    "Look for a collective that ranks do not call equally often",
     "equally often: is it under `if rank == 0`",
     "Run a script as python does, where every",
     "{}, by fsshard {} with torch {}, backend {}",

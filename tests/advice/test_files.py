@@ -61,7 +61,7 @@ def case_files_of_others(folder: Path) -> None:
     module(torch.ones(2, 4)).square().mean().backward()
     theirs.step()
     torch.save({"model": module.state_dict(), "optimizer": theirs.state_dict()}, file)
-    with refused("load it with fsshard.load, or make it one of ours with "):
+    with refused("load it with fsshard.load, or convert it with "):
         inspect(file)
     with refused("knows which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "):
         import_checkpoint(file, ours)

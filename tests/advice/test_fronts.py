@@ -157,7 +157,7 @@ def case_hugging_faces_settings() -> None:
         ('pass fsshard={"backend": "ddp", "static_graph": ...}', ddp, {"ddp_static_graph": True}),
         ('pass fsshard={"broadcast_buffers": ...}', ddp, {"ddp_broadcast_buffers": False}),
         ('pass fsshard={"compile": True}', ddp, {"torch_compile": True}),
-        ("write the loop over fsshard.wrap with samplers by fsshard.data_rank(mesh)", shared, {}),
+        ("write the loop with fsshard.wrap and samplers from fsshard.data_rank(mesh)", shared, {}),
     )
     with shared_folder() as folder:
         for told, settings, arguments in refusals:

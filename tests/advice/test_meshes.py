@@ -44,7 +44,7 @@ def case_replicas_and_shards() -> None:
 
 def case_names_of_dimensions() -> None:
     named = mesh_of(1, 2, names=("a", "b"))
-    advice = "this is meant, name its dimensions mesh_dim_names=('replicate', 'shard')"
+    advice = "this is intended, name its dimensions mesh_dim_names=('replicate', 'shard')"
     for mesh, warned in ((named, True), (mesh_of(1, 2, names=("dp_replicate", "dp_shard")), False)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -78,7 +78,7 @@ def test_models_that_our_engines_have_wrapped_are_known_without_them() -> None:
 
 @pytest.mark.parametrize("name", [None, "", "auto", "my engine", "a:b", 7])
 def test_a_name_that_has_no_meaning(name: Any) -> None:
-    with pytest.raises(ConfigurationError, match="expected what users write in backend="):
+    with pytest.raises(ConfigurationError, match="expected letters, digits and underscores, which users write in"):
         register_backend(type("Mine", (SingleBackend,), {"name": name}))
 
 

@@ -336,9 +336,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a-bit": (flip, rf"{RANK_1}: its checksum differs.*; it holds model/"),
     "of-another": (
         lambda p: shutil.copy(p.parent / "other" / RANK_1, p / RANK_1),
-        rf"{RANK_1} belongs to another checkpoint than the index beside it; the index has it hold model/",
+        rf"{RANK_1} belongs to another checkpoint than the index next to it, which expects it to hold model/",
     ),
-    "exchanged": (exchange, r"does not hold elements .* of model/.* as the index says; was the file exchanged"),
+    "exchanged": (exchange, r"does not hold elements .* of model/.*, which the index expects; was the file exchanged"),
     "link": (linked, rf"{RANK_1}: not a regular file: Too many levels of symbolic links"),
     "altered-index": (
         lambda p: (p / "index.json").write_bytes((p / "index.json").read_bytes().replace(b"exp_avg_sq", b"exp_awg_sq")),

@@ -116,7 +116,7 @@ def test_a_directory_of_checkpoints(ranks: Any, tmp_path: Path, caplog: pytest.L
 def test_what_is_none(tmp_path: Path, saved: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         inspect(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="is no checkpoint, and has none"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint and contains none"):
         inspect(tmp_path)
     (tmp_path / "file").write_text("no checkpoint")
     with pytest.raises(CheckpointError, match="is a file"):

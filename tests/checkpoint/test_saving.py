@@ -109,7 +109,7 @@ def job_arguments(folder: str) -> dict[str, str]:
         "several models come by name": refused(lambda: fsshard.save(path, model, other=model)),
         "without '/'": refused(lambda: fsshard.save(path, model, {"a/b": optimizer})),
         "at least 2": refused(lambda: fsshard.save(f"{path}-1", model, keep=1)),
-        "a name that has a number": refused(lambda: fsshard.save(path, model, keep=2)),
+        "a name with a number": refused(lambda: fsshard.save(path, model, keep=2)),
         "objects/ema[": refused(lambda: fsshard.save(path, model, ema=ema)),
         "a function": refused(lambda: fsshard.save(path, model, fn=refused)),
     }

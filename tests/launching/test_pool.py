@@ -511,7 +511,9 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool,
     assert str(error).startswith(
         f"rank 1 never came to {WAITS[kind]}: it had finished; rank 0 waited in {WAITS[kind]}, at "
     )
-    assert ", and timed out. Look for what ranks do not " in str(error) and "Timed out waiting" in str(error)
+    assert ", and timed out. Look for a collective that ranks do not " in str(error) and "Timed out waiting" in str(
+        error
+    )
     assert error.others == {1: "had finished"} and isinstance(error.__cause__, RuntimeError)
 
 

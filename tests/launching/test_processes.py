@@ -261,7 +261,7 @@ def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         ({"process_group_backend": "mpi"}, "process_group_backend must be 'gloo', 'nccl' or None, got 'mpi'"),
         ({"timeout": 0}, "timeout must be a positive number of seconds"),
         ({"threads": 0}, "threads must be a positive integer"),
-        ({"grace": -1}, "grace must be a number of seconds from 0 on, got -1"),
+        ({"grace": -1}, "grace must be a number of seconds, at least 0, got -1"),
         ({"args": "abc"}, "args must be a tuple or a list, got str"),
         ({"args": (threading.Lock(),)}, "fn or args cannot be pickled"),
     ],
@@ -276,10 +276,11 @@ def test_a_script_without_a_guard_is_told_so_once(tmp_path: Path) -> None:
     command = [sys.executable, str(script(tmp_path, text))]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1
-    assert done.stderr.splitlines()[-1] == (
-        "fsshard.errors.LaunchError: ranks import the main script, and it starts ranks at its top level; put that call "
-        'under `if __name__ == "__main__":`'
+    told = (
+        "ranks import the main script, and it starts ranks at its top level; put that call under "
+        '`if __name__ == "__main__":`'
     )
+    assert done.stderr.splitlines()[-1] == f"fsshard.errors.LaunchError: {told}"
 
 
 def test_functions_that_ranks_could_not_import(bare: pytest.MonkeyPatch) -> None:

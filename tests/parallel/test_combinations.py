@@ -117,4 +117,4 @@ def test_torchs_own_clipping_counts_all_dimensions(ranks: Any) -> None:
     theirs = on_one_process(1)["norms"][0]
     assert ranks.run(job_torchs_clipping, 2, True) == [pytest.approx(theirs, abs=BOUND)] * 2
     for error in ranks.run_expecting_errors(job_torchs_clipping, 2, False):
-        assert isinstance(error, ConfigurationError) and "wrap was told nothing of the others" in str(error)
+        assert isinstance(error, ConfigurationError) and "wrap was not told what the others do" in str(error)

@@ -278,9 +278,9 @@ def job_refused() -> None:
     with pytest.raises(ModelError, match="on device meta: expected"):
         fsshard.wrap(hollow, backend="fsdp2", device_mesh=data)
     # a parameter that is named, too
-    with pytest.raises(ConfigurationError, match="is a DTensor, which says itself what it is along"):
+    with pytest.raises(ConfigurationError, match="is a DTensor, whose placements define it along"):
         fsshard.wrap(in_parts(tp), backend="fsdp2", device_mesh=data, sharded={r"up\.weight": (tp, 0)})
-    with pytest.raises(ConfigurationError, match=r"'blocks\.0\.q\.weight' is a DTensor, which says itself what"):
+    with pytest.raises(ConfigurationError, match=r"'blocks\.0\.q\.weight' is a DTensor, whose placements define it"):
         fsshard.wrap(in_parts(tp), backend="fsdp2", device_mesh=data, replicated={"weight": tp})
     # a buffer
     normed = distribute_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), tp)

@@ -129,7 +129,7 @@ def job_nothing_said(path: str) -> None:
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     loss_of(model, batch(1, 0), None).backward()
     before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    with pytest.raises(ConfigurationError, match="device_mesh has 1 of 2 ranks, and wrap was told nothing"):
+    with pytest.raises(ConfigurationError, match="device_mesh has 1 of 2 ranks, and wrap was not told"):
         model.clip_grad_norm_(0.01)
     after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

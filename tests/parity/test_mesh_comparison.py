@@ -142,7 +142,7 @@ def test_mistakes_are_found_before_anything_runs(ranks: Any) -> None:
         ({"mesh": "data=2"}, "expected sizes by name"),
         ({"mesh": {"data": 0}}, "'data' has size 0"),
         ({"mesh": {"data": 2, "x": 2}}, "'x' does not say whether its ranks see the same samples"),
-        ({"mesh": {"tp": 2}}, "there is no dimension of data; add data=1"),
+        ({"mesh": {"tp": 2}}, "no dimension is data-parallel; add data=1"),
         ({"mesh": {"data": 2}, "reference": "ddp"}, "compared with one process; leave reference out"),
         ({"mesh": {"data": 2}, "against": object.__new__(Trace)}, "what was recorded has no mesh"),
         ({"mesh": {"data": 2}, "backends": [Own]}, "Own: an engine of your own cannot be given a mesh"),

@@ -289,7 +289,7 @@ def test_tensors_of_another_trace_are_told(ranks: Any, tmp_path: Path, damage: s
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-    said = "is not there" if damage == "gone" else "is another file than was recorded"
+    said = "is missing" if damage == "gone" else "is not the file that was recorded"
     with pytest.raises(TraceError, match=rf"t\.json: field tensors: .*{said}"):
         Trace.load(tmp_path / "t.json")
 

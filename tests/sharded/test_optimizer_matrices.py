@@ -404,7 +404,8 @@ def job_kept(backend: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"), [("number", "keep tensors"), ("turned", "keep it in a list"), ("some", "other state for some")]
+    ("what", "told"),
+    [("number", "keep tensors"), ("turned", "keep it in a list"), ("some", "different state for different")],
 )
 def test_state_that_a_checkpoint_could_not_hold(ranks: Any, what: str, told: str) -> None:
     """A number that differs from mode to mode; what has the shape of the weight by chance; state of some modes."""

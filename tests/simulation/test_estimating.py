@@ -214,7 +214,7 @@ def test_meshes(here: None, capfd: Any) -> None:
     for options, message in [
         ({"mesh": {"data": 2, "tp": 2}, "world_size": 2}, "has 4 ranks; leave world_size out"),
         ({"mesh": {"data": 2, "tp": 2}, "device_mesh": (2,)}, "leave device_mesh out"),
-        ({"mesh": {"tp": 2}}, "no dimension of data"),
+        ({"mesh": {"tp": 2}}, "no dimension is data-parallel"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             estimate("examples.mesh_recipes:weather", **options)

@@ -159,7 +159,7 @@ class AdaScale(Optimizer):
         self._optimizer.load_state_dict({**data, "state": state})
         self._state = estimates
         if saved is None:
-            warnings.warn("no state of AdaScale in what was loaded: its estimates start anew", stacklevel=2)
+            warnings.warn("no state of AdaScale in what was loaded: its estimates start from zero", stacklevel=2)
 
     # ------------------------------------------------------------------------------------------ what is asked
 

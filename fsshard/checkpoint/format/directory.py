@@ -369,9 +369,11 @@ def _absolute(path: StrPath) -> Path:
     except TypeError:
         raise CheckpointError(f"a path must be a string or a pathlib.Path, got {type(path).__name__}") from None
     if not text or "\0" in text:
-        raise CheckpointError(f"{text!r} is no path")
+        raise CheckpointError(f"{text!r} is not a path")
     if text.startswith("~"):
-        raise CheckpointError(f"{text!r}: no such home is known; for a directory of that name write './{text}'")
+        raise CheckpointError(
+            f"{text!r}: there is no such home directory; for a directory of that name write './{text}'"
+        )
     return Path(text).absolute()
 
 

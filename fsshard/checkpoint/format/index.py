@@ -297,7 +297,7 @@ def _index(value: Any, whole: bool) -> Index:
     files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
-            raise ValueError(f"files: {name!r:.100} is no name of a file beside the index")
+            raise ValueError(f"files: {name!r:.100} is not the name of a file next to the index")
     for values in value["model"].values():  # no value of the model; earlier releases saved it
         values.pop(NEURALOP_ARGUMENTS, None)
     return Index(

@@ -286,10 +286,10 @@ class TensorsFile:
         self._read(len(prefix), memoryview(text))
         header = parse_json(text, f"{path}: header")
         if not isinstance(header, dict):
-            raise CorruptCheckpoint(f"{path}: the header is no JSON object")
+            raise CorruptCheckpoint(f"{path}: the header is not a JSON object")
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise CorruptCheckpoint(f"{path}: {_METADATA} is not text by name")
+            raise CorruptCheckpoint(f"{path}: {_METADATA} is not a mapping of names to texts")
         end = len(prefix) + length
         entries = [(key, _entry(f"{path}: {key!r}", value, end)) for key, value in header.items()]
         entries.sort(key=lambda pair: (pair[1].begin, pair[1].end))

@@ -155,9 +155,8 @@ def _modules_beside(inner: nn.Module, trained: list[str]) -> list[str]:
     refused = [name for name in beside if not name or _has_no_forward_or_adapters(inner.get_submodule(name))]
     if taken or refused:
         raise ConfigurationError(
-            "format='peft': expected what is trained beside the adapters of fsshard.lora to be modules of their own, "
-            f"which end as no other's name does, got {some(trained)}; use fsshard.save(..., only='trainable'), or "
-            "merged=True"
+            "format='peft': expected what is trained besides the adapters of fsshard.lora to be whole modules, whose "
+            f"names end like no other's, got {some(trained)}; use fsshard.save(..., only='trainable'), or merged=True"
         )
     return beside
 

@@ -338,7 +338,7 @@ def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
     tied: dict[str, str] = {}
     for key, tensor in index.model.keys.items():
         if tensor is None:
-            raise CheckpointError(f"format={format!r} holds tensors only, and {key!r} is none; use format='torch'")
+            raise CheckpointError(f"format={format!r} holds tensors only, and {key!r} is not one; use format='torch'")
         info = index.tensors[tensor]
         if STORED[info.kind].lanes > 1:
             raise CheckpointError(

@@ -147,8 +147,8 @@ def _neuralop(path: Path, trust_pickle: bool) -> Tree:
 def _dcp(path: Path, trust_pickle: bool) -> Tree:
     if not trust_pickle:
         raise CheckpointError(
-            f"{path} is of torch.distributed.checkpoint, whose .metadata is a pickle: reading it runs whatever code is "
-            "in it. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
+            f"{path} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle: reading it runs "
+            "whatever code is in it. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
         )
     from fsshard.checkpoint.interop.torch_formats import DcpDirectory
 

@@ -146,8 +146,8 @@ class Entrance:
         elif alike and self._domain.size > 1 and not self._warned:
             self._warned = True
             warnings.warn(
-                "all ranks of a domain have put in the same numbers, which are taken for slabs of a larger field; if "
-                "they are the whole field, pass domain.scatter(x)",
+                "all ranks of a domain passed the same numbers, which are taken for slabs of a larger field; if they "
+                "are the whole field, pass domain.scatter(x)",
                 stacklevel=2,
             )
 

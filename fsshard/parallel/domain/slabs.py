@@ -203,7 +203,9 @@ class Slabs:
             return self._ask(shape)
         fitting = [layout for layout in self._seen.get(place, {}) if self.own(layout) == local]
         if not fitting:
-            raise ConfigurationError(f"{place or 'the model'}: called in a backward pass, of a size of no forward")
+            raise ConfigurationError(
+                f"{place or 'the model'}: called in a backward pass with a size that no forward had"
+            )
         return fitting[0]
 
     def becomes(self, layout: Layout) -> None:

@@ -149,7 +149,7 @@ def _nothing(search: Search, bound: int | None) -> FsshardError:
     """Return the error for when no plan fits, or when none can be simulated."""
     leanest = best(search.tried, None)
     if leanest is None or bound is None:
-        return search.error or ConfigurationError(f"no plan can be: {'; '.join(search.failed.values())}")
+        return search.error or ConfigurationError(f"no plan is possible: {'; '.join(search.failed.values())}")
     ways = [f"{text}: {size(peak)}" for text, peak in search.ways_down(leanest, bound) if peak < leanest.peak]
     activations = leanest.estimate.by_kind["activations"] + leanest.estimate.by_kind["inputs"]
     if activations:

@@ -389,7 +389,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "root": (lambda t: "/", "'/' cannot be replaced"),
     "mount point": (lambda t: "/proc", "/proc is a mount point"),
     "empty": (lambda t: "", "'' is no path"),
-    "home of nobody": (lambda t: "~nobody-of-that-name/x", "no such home is known; .* write './~nobody-of-that-name"),
+    "home of nobody": (
+        lambda t: "~nobody-of-that-name/x",
+        "there is no such home directory; .* write './~nobody-of-that-name",
+    ),
     "reserved": (lambda t: t / "x.previous", "names that end in '.previous'"),
 }
 

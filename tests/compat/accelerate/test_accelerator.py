@@ -86,7 +86,7 @@ REFUSED = {
     "of none": "ConfigurationError: prepare(): the SGD has parameters of 0 prepared models and others",
     "shared": "ConfigurationError: prepare(): parameter ",
     "unknown": "UnknownBackend: unknown backend 'fsdp3'",
-    "fp16": "ConfigurationError: fp16: Accelerate computes in float32 on 'cpu'",
+    "fp16": "ConfigurationError: fp16: Accelerate silently computes in float32 on 'cpu'",
     "wrapped": "AlreadyWrapped: ",
     "second": "AlreadyWrapped: ",
     "batches": "ConfigurationError: even_batches=False: the ranks get 3, 2 batches",

@@ -32,7 +32,7 @@ def test_four_engines_train_it_alike_and_as_lightning_does(ranks: Any) -> None:
 
 def test_what_a_recipe_cannot_say_is_refused() -> None:
     for kind, words in (
-        (made.Manual, "takes its steps itself"),
+        (made.Manual, "takes its own steps"),
         (made.Hooked, "on_before_optimizer_step is not called in a recipe"),
         (made.Several, "gave 2 optimizers"),
         (made.Plateau, "ReduceLROnPlateau watches a metric"),
@@ -41,12 +41,12 @@ def test_what_a_recipe_cannot_say_is_refused() -> None:
         with pytest.raises(RecipeError, match=words):
             from_lightning(kind, made.Data())
     for said in ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler"):
-        with pytest.raises(RecipeError, match=rf"from_lightning\({said}=...\): the LightningModule says it"):
+        with pytest.raises(RecipeError, match=rf"from_lightning\({said}=...\): the LightningModule defines it"):
             from_lightning(made.Module, made.Data(), **{said: None})
     assert recipe.from_lightning(made.Hooked(), made.Data(), without=("on_before_optimizer_step",)).name == "Hooked"
     for loader, words in (
         (DataLoader([1], sampler=WeightedRandomSampler([1.0], 1)), "WeightedRandomSampler cannot be divided"),
-        (DataLoader(ChainDataset([])), "cannot be told by index"),
+        (DataLoader(ChainDataset([])), "cannot be selected by index"),
     ):
         with pytest.raises(RecipeError, match=words + r".* pass batches="):
             from_lightning(made.Module, loader)

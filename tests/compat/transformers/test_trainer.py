@@ -115,7 +115,9 @@ def test_a_model_is_given_to_another_trainer(ranks: Any, engines: tuple[str, ...
             assert mine["evaluated"] == other["evaluated"]
             assert mine["plain"] and mine["bare"]
             assert mine["former"].startswith("ConfigurationError: train(): this Trainer's model has been given to")
-            assert mine["unsaved"].startswith("ConfigurationError: save_model(): another Trainer trains this model")
+            assert mine["unsaved"].startswith(
+                "ConfigurationError: save_model(): another Trainer is training this model"
+            )
             assert mine["busy"].startswith("ConfigurationError: the model is being trained by another Trainer")
             assert not mine["kept"], "engine and optimizer of the former Trainer"
 
@@ -162,7 +164,7 @@ def test_another_engine_of_accelerates_configuration(name: str) -> None:
     with pytest.raises(ConfigurationError, match="accelerate's configuration has"):
         check_launcher(types.SimpleNamespace(**{**plain, name: True}))
     accelerator.mixed_precision = "fp16"
-    with pytest.raises(ConfigurationError, match="fp16: Accelerate computes in float32 on 'cpu'"):
+    with pytest.raises(ConfigurationError, match="fp16: Accelerate silently computes in float32 on 'cpu'"):
         check_launcher(types.SimpleNamespace(**plain))
     accelerator.scaler = torch.amp.GradScaler("cpu")  # as on a GPU
     check_launcher(types.SimpleNamespace(**plain))
