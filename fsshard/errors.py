@@ -2,7 +2,7 @@
 
 One root, :class:`FsshardError`, so that ``except FsshardError`` is enough. Each kind also derives from
 the built-in that a caller would expect (``ValueError`` for a bad argument, ``ImportError`` for a missing
-extra), and each message says what was expected, what was got, and what to do next.
+extra), and each message tells what was expected, what was got, and what to do next.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class RecipeError(ConfigurationError):
 
 
 class TraceError(ConfigurationError):
-    """A file is no recorded training, or one that is cut off, changed or of another version; nothing was compared.
+    """A file is not a recorded training, or is cut off, changed or of another version; nothing was compared.
 
     Attributes:
         file: which.

@@ -146,7 +146,7 @@ def wrap(
         model: a bare module, complex parameters welcome. It is changed in place; use what is returned.
         optimizer: a live torch optimizer over ``model`` that has not stepped; it is rebuilt over the sharded
             parameters with its groups and hyper-parameters, and must not be used afterwards. Or a list of them.
-        scheduler: an LR scheduler over that optimizer, or a list of them: it goes on from where it is, and drives the
+        scheduler: an LR scheduler over that optimizer, or a list of them: it continues from where it is, and drives the
             optimizer that is returned.
         backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
             process and ``"fsdp2"`` on several. One of your own: its registered name, or ``"module:Class"``.

@@ -45,7 +45,7 @@ class Accelerator(StateFiles):
             other ranks.
 
     Raises:
-        ConfigurationError: an argument, or a variable of ``accelerate launch``, that no engine of ours can honour.
+        ConfigurationError: an argument, or a variable of ``accelerate launch``, that no engine can honour.
     """
 
     scaler: Any

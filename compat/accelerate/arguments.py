@@ -1,4 +1,4 @@
-"""Arguments of Accelerate that no engine of ours can honour: each refusal says what to ask for instead."""
+"""Arguments of Accelerate that no engine can honour: each refusal says what to ask for instead."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ class Trainer(neuralop.Trainer):
     * ``train_err``, ``avg_loss`` and the evaluation metrics are those of the global batch, the same on every rank
       (so that ``ReduceLROnPlateau`` and ``save_best`` decide alike). The loaders may have a ``DistributedSampler``;
       a test loader may also give every rank all samples.
-    * Samplers are told the epoch.
+    * Samplers get the epoch.
     * Checkpoints are whole, under the parent's file names, and readable without fsshard:
       ``TFNO.from_checkpoint(save_dir, "model")``. ``resume_from_dir`` takes them under any backend and number of
-      ranks, takes those of the parent as well, and goes on with the epoch after the saved one (the parent repeats
+      ranks, takes those of the parent as well, and continues with the epoch after the saved one (the parent repeats
       it). ``save_best`` remembers the best value over a resume.
     * Only rank 0 prints and logs.
 
@@ -293,7 +293,7 @@ class Trainer(neuralop.Trainer):
             print(f"[Rank 0]: saved training state to {save_dir}")
 
     def resume_state_from_dir(self, save_dir: str | Path) -> None:
-        """Load a training state, of any backend and number of ranks; go on with the next epoch. Collective."""
+        """Load a training state, of any backend and number of ranks; continue with the next epoch. Collective."""
         name = agree(self._group, lambda: _saved_name(Path(save_dir)))
         manifest = load_training_state(
             save_dir,
@@ -341,7 +341,7 @@ class IncrementalFNOTrainer(Trainer):
             ``incremental_loss_eps`` as in neuralop, all others as for :class:`Trainer`.
 
     Raises:
-        ModelError: the wrapped model is no FNO.
+        ModelError: the wrapped model is not an FNO.
         ConfigurationError: not exactly one of the two rules is asked for.
     """
 

@@ -1,4 +1,4 @@
-"""Training arguments of Hugging Face that no engine of ours can honour: each refusal says what to ask for instead."""
+"""Training arguments of Hugging Face that no engine can honour: each refusal says what to ask for instead."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Trainer(transformers.Trainer):
         **arguments: see there.
 
     Raises:
-        ConfigurationError: an argument that no engine of ours can honour, before anything is changed.
+        ConfigurationError: an argument that no engine can honour, before anything is changed.
     """
 
     def __init__(

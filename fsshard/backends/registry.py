@@ -50,7 +50,7 @@ def register_backend(cls: B) -> B:
         cls: a subclass of :class:`~fsshard.backends.base.Backend` at the top level of a module, with a ``name``.
 
     Raises:
-        ConfigurationError: it is no such class, its name has no meaning, or another class has that name.
+        ConfigurationError: it is not such a class, its name is not valid, or another class has that name.
     """
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise ConfigurationError(f"register_backend takes a subclass of fsshard.backends.Backend, got {cls!r}")
@@ -107,7 +107,7 @@ def backend_class(name: object, world_size: int = 2) -> type[Backend]:
 
     Raises:
         UnknownBackend: lists the known ones.
-        ConfigurationError: it cannot be imported, or is no backend.
+        ConfigurationError: it cannot be imported, or is not a backend.
     """
     if name == "auto":
         name = "none" if world_size == 1 else "fsdp2"

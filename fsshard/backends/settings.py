@@ -41,7 +41,7 @@ class Settings:
         options: what else the backend's engine takes.
         source: gives a model on the meta device its numbers; None for a real one.
         compilation: how units are compiled; None where they are not.
-        model_mesh: the mesh dimensions beside that of data; None where there are none.
+        model_mesh: the mesh dimensions other than data; None where there are none.
         about: whose engine it is, where there are several of one name; filled by the backend's ``check``.
     """
 
@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def knows_all_ranks(self) -> bool:
-        """Return whether there are no ranks beside those of data, or ``wrap`` was told of them."""
+        """Return whether all ranks are data-parallel, or ``wrap`` knows what the others do."""
         given = self.model_mesh is not None or self.mesh is None or self.group is None
         return given or self.world_size == dist.get_world_size()
 

@@ -75,7 +75,7 @@ def save(
             removes none.
         rng: save every rank's random number generators.
         timeout: seconds to wait for ranks that do not call this, or that take so much longer than the others to write.
-            One that dies is noticed at once.
+            One that dies is noticed immediately.
         **state: whatever else: an :class:`fsshard.EMA`, numbers, strings, tensors, containers of them, and objects with
             ``state_dict``, alone or in a list or mapping. A value that is equal on all ranks is stored once, otherwise
             once per rank.

@@ -235,7 +235,7 @@ def init(
         process_group_backend: ``"gloo"`` or ``"nccl"``; by default nccl if every rank on this machine has a CUDA device
             of its own.
         timeout: seconds, or a timedelta, after which a collective that some rank does not join fails; by default
-            torch's own, 10 minutes under nccl and 30 under gloo. A rank that is gone is named at once.
+            torch's own, 10 minutes under nccl and 30 under gloo. A rank that is gone is named immediately.
         threads: for ``torch.set_num_threads``. By default torch's own choice for one rank per machine or where
             ``OMP_NUM_THREADS`` is set, 1 for several ranks under gloo, and an equal share of the cores under nccl.
         device: where to compute; by default this rank's CUDA device under nccl and the CPU under gloo.

@@ -41,7 +41,7 @@ def norm_dtype(gradients: Mapping[str, Tensor]) -> torch.dtype:
 class Engine(ABC):
     """One way of training a recipe, on one rank.
 
-    Subclass it to put a training of your own beside fsshard's backends (``parity.compare(recipe, backends=["fsdp2",
+    Subclass it to compare a training of your own with fsshard's backends (``parity.compare(recipe, backends=["fsdp2",
     MyEngine])``): in ``__init__`` set ``model``, ``module`` and ``optimizer``; what is written here then trains a
     replica on every rank. Override what your engine does otherwise. An engine that cannot show a quantity yields
     nothing for it, and that quantity is not compared.

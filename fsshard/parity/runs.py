@@ -91,7 +91,7 @@ def compare(
     (``TMPDIR``) meanwhile: per step the gradients, weights and optimizer state.
 
     With ``against`` every backend is compared with a training that was recorded before, under another torch, on another
-    machine or at another number of ranks. With ``mesh`` the model is divided as ``recipe.split`` says, and every
+    machine or at another number of ranks. With ``mesh`` the model is divided by ``recipe.split``, and every
     backend on every mesh is compared with one process, which has nothing of fsshard in it.
 
     Args:
@@ -112,7 +112,7 @@ def compare(
 
     Returns:
         A report, with warnings where agreement means little. A backend that refuses the recipe, or on which a rank
-        fails or hangs, has a cell that says so; where it is the reference, all cells of that world size do.
+        fails or hangs, has a cell that reports it; where it is the reference, all cells of that world size do.
 
     Raises:
         RecipeError: the recipe is incomplete, not deterministic, or gives the engines different batches.

@@ -107,7 +107,7 @@ class Trace:
     """A recorded training: :func:`fsshard.parity.record` makes it, ``compare(recipe, against=trace)`` compares with it.
 
     Attributes:
-        recipe: what the recipe says of itself, as texts.
+        recipe: the recipe's settings, as texts.
         environment: versions, processor, threads and so on, as texts.
         commit: of the recipe's code, where that is known; with ``+`` where files were changed.
         backend: what trained it.
@@ -143,7 +143,7 @@ class Trace:
         return [mean_loss(self.ranks, number) for number in range(self.steps)]
 
     def save(self, path: str | Path) -> None:
-        """Write it to a JSON file, whole or not at all, and its tensors to a safetensors file beside it.
+        """Write it to a JSON file, whole or not at all, and its tensors to a safetensors file next to it.
 
         Raises:
             ConfigurationError: no file can be written there.
@@ -166,7 +166,8 @@ class Trace:
         """Read the trace that :meth:`save` wrote.
 
         Raises:
-            TraceError: the file is missing, cut off, changed, of another version or something else; says which field.
+            TraceError: the file is missing, cut off, changed, of another version or something else; the error names
+                the field.
         """
         path = Path(path)
         try:

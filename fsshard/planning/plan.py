@@ -146,7 +146,7 @@ def plan(
               ``size_based_auto_wrap_policy``;
             * ``None``: the root is the only unit.
         mixed_precision: see :func:`fsshard.wrap`. Below float32, modules that own complex weights and BatchNorms become
-            units whatever the policy, since they go on computing in float32; where such a module cannot be a unit, the
+            units whatever the policy, since they always compute in float32; where such a module cannot be a unit, the
             unit that holds it computes in float32.
         activation_checkpointing: which blocks compute their activations again in the backward pass: None or False,
             none; True, the units below the root; a module class, a set of classes or class names, a callable

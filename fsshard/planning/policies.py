@@ -119,7 +119,7 @@ class Checkpointing:
             ``module -> bool``, or one of torch's wrap policies; None or False: none.
         offload_to_cpu: keep the block's inputs in host memory until the backward pass.
         recompute: False, with ``offload_to_cpu=True``: compute nothing again, but keep all that the block saves for the
-            backward pass in host memory, gathered weights left out. On CUDA copies run beside the computation.
+            backward pass in host memory, except gathered weights. On CUDA the copies overlap the computation.
         preserve_rng_state: recompute with the random numbers of the first forward. Without it dropout drops other
             elements in the second forward, and the gradients are wrong.
     """

@@ -83,7 +83,7 @@ class Recipe:
         settings: further keyword arguments of :func:`fsshard.wrap`, for every backend.
         join: ``batches of all ranks -> one batch``; None concatenates tensors along dim 0.
         split: ``(model, mesh) -> keyword arguments of wrap``, or a :class:`~fsshard.parity.Split`: divides a fresh
-            model along the dimensions of a mesh beside that of data, as a training would before it calls ``wrap``.
+            model along the dimensions of a mesh other than data, as a training would before it calls ``wrap``.
             Needed for ``compare(mesh=...)`` with such dimensions. Ranks that share samples get the same batches.
         name: what reports call it.
     """

@@ -48,7 +48,7 @@ class EMA:
         decay: the weight of the old average in an update, 0 to 1; or a function that gives it for the number of updates
             that were made before: ``lambda n: min(0.999, (1 + n) / (10 + n))`` warms it up.
         every: update at each call of :meth:`update` whose number is a multiple of this.
-        device: where the average is kept; None: beside the weights.
+        device: where the average is kept; None: on the device of the weights.
 
     Raises:
         ConfigurationError: an argument without meaning.

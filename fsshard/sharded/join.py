@@ -156,9 +156,10 @@ def join(models: ShardedModule | Iterable[ShardedModule] | Mapping[str, ShardedM
 
     Within it ``for batch in joined(loader):`` runs equally often on all ranks. A rank whose batches have ended gets its
     last one again: it goes through the script's loop with the others, its gradients count as zeros, and the average is
-    over the ranks that go on, as with ``torch.distributed.algorithms.Join`` and ``divide_by_initial_world_size=False``
-    under DDP. Everything that the loop does on all ranks (clipping, steps, schedulers, averages, checkpoints) stays as
-    it is. Buffers are those of a rank that goes on. ``joined.active`` tells whether the batch counts.
+    over the ranks that still have batches, as with ``torch.distributed.algorithms.Join`` and
+    ``divide_by_initial_world_size=False`` under DDP. Everything that the loop does on all ranks (clipping, steps,
+    schedulers, averages, checkpoints) stays as it is. Buffers are those of a rank that still has batches.
+    ``joined.active`` tells whether the batch counts.
 
     Args:
         models: what :func:`fsshard.wrap` returned, or several that are trained in one loop, also by name.

@@ -374,7 +374,7 @@ def build_optimizer(
             you know that it does. False: it needs whole parameters.
         whole: let one rank step each parameter whole, for algorithms that look at matrices (Muon, SOAP, Shampoo) under
             ``fsdp`` and ``fsdp2``; elsewhere parameters are whole in any case. An owner keeps a copy of what it owns;
-            docs/optimizers.md says what a step sends.
+            docs/optimizers.md lists what a step sends.
         see: with ``whole=True``, show weights of three or more dims as matrices, complex ones as complex. "matrix":
             the first dim by all others. "modes": a matrix of the first two dims for each place along the others, as
             a spectral weight (in, out, \\*modes) has them for each Fourier mode; a class that takes a stack of
@@ -386,7 +386,7 @@ def build_optimizer(
 
     Raises:
         OptimizerError: the parameters are not this model's, or a setting cannot work with complex weights; or under
-            ``see`` the algorithm is none of complex matrices: a step for U G is not U times that for G.
+            ``see`` the algorithm is not one for complex matrices: a step for U G is not U times that for G.
         UnsupportedByBackend: the algorithm needs whole parameters, or all of them, and this backend divides them.
         RankMismatch: the ranks ask for different classes, groups or settings, or one of them raised.
     """

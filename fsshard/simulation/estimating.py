@@ -105,7 +105,7 @@ def estimate(
     Raises:
         ConfigurationError: an argument has no meaning.
         ModelError: the step depends on the values of tensors, or fails.
-        RecipeError: ``subject`` is no recipe.
+        RecipeError: ``subject`` is not a recipe.
     """
     source = recipe_source(subject, batch, loss, real)
     constants = machine_of(machine, device)

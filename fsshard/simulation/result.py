@@ -38,11 +38,11 @@ class Estimate:
         optimizer: its class, and which implementation of it was assumed.
         parameters: bytes of one whole copy of the parameters.
         units: sharding units.
-        peak: the most bytes alive at once.
+        peak: the most bytes alive at the same time.
         interval: (least, most) that the peak can be, where timing decides; else twice the peak.
         by_kind: how the peak divides: parameters, buffers, optimizer state, gradients, gathered units, inputs,
             activations, temporaries.
-        highest: per kind the most bytes alive at once, whenever that was.
+        highest: per kind the most bytes alive at the same time, whenever that was.
         phases: the peaks of forward, backward and step.
         moment: when the peak is: phase, module, operator.
         collectives: number and payload per step by kind.

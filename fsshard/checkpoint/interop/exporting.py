@@ -64,7 +64,7 @@ def export(
             directory that ``from_pretrained`` reads. ``"torch"``: what ``torch.load(weights_only=True)`` reads.
             ``"dcp"``: a directory that ``torch.distributed.checkpoint.load`` reads. ``"peft"``: of a wrapped model,
             the adapters alone (PEFT's, or :func:`fsshard.lora` on linear and convolutional layers), in a directory
-            that ``PeftModel.from_pretrained`` reads. None: as the suffix of ``file`` says.
+            that ``PeftModel.from_pretrained`` reads. None: chosen by the suffix of ``file``.
         optimizer: write ``{"model": ..., "optimizer": ...}`` with the optimizer's state, which ``"torch"`` (numbered,
             as torch optimizers have it) and ``"dcp"`` (by name) can. True: the only one of the checkpoint; a string:
             the one that was saved under that name. Of a wrapped model: the optimizer itself.

@@ -65,7 +65,7 @@ def import_checkpoint(
     trust_pickle: bool = False,
     optimizer: bool = True,
 ) -> Path:
-    """Convert another program's checkpoint, of any kind that :func:`foreign` knows, to one of ours. In one process.
+    """Convert another program's checkpoint, of any kind that :func:`foreign` knows, to one of fsshard. In one process.
 
     Optimizer states come along unless ``optimizer`` is False, and must name their parameters: those that number them
     need the model, and are loaded by ``fsshard.load``. ``trust_pickle``: unpickle what cannot be read otherwise.

@@ -108,7 +108,7 @@ class TuneResult:
 
     @property
     def frontier(self) -> tuple[Tried, ...]:
-        """Return the plans that no other beats in memory, time, bytes and collectives; the least peak first."""
+        """Return the Pareto frontier of memory, time, bytes and collectives; the smallest peak first."""
         unbeaten = (one for one in self.tried if not any(other.beats(one) for other in self.tried))
         found: dict[Any, Tried] = {}  # of equals the first one
         for one in sorted(unbeaten, key=lambda one: (one.peak, one.cost)):

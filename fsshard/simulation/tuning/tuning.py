@@ -101,7 +101,7 @@ def tune(
         ConfigurationError: an argument has no meaning.
         DoesNotFit: no plan that was found fits ``memory``.
         ModelError: the step depends on the values of tensors, or fails.
-        RecipeError: ``subject`` is no recipe.
+        RecipeError: ``subject`` is not a recipe.
     """
     if isinstance(subject, Plan):
         raise ConfigurationError("a plan is what tune() looks for; pass the model, or a recipe")
