@@ -380,8 +380,8 @@ def _config(given: Any) -> dict[str, Any]:
     if not isinstance(config, dict):
         got = "the model has none" if given is None else f"got {type(given).__name__}"
         raise ConfigurationError(
-            f"format='hf' writes a config.json ({got}); pass config= a transformers configuration, a mapping, or the "
-            "path of a config.json"
+            f"format='hf' writes a config.json ({got}); pass config= (--config) the path of a "
+            "config.json, a transformers configuration or a mapping"
         )
     return config
 
