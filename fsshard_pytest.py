@@ -76,13 +76,13 @@ def _markers(config: pytest.Config) -> tuple[str, ...]:
 
 
 def _marker(item: pytest.Item) -> pytest.Mark | None:
-    """The closest marker that is ours."""
+    """Return the closest marker of fsshard."""
     return next((mark for mark in item.iter_markers() if mark.name in _markers(item.config)), None)
 
 
 @pytest.fixture(scope="session")
 def _fsshard_ranks() -> Iterator[RankPool]:
-    """What the marker uses: a fixture or a parameter ``ranks`` of the user's own must not get in its way."""
+    """Yield the pool that the marker uses; a fixture or parameter ``ranks`` of the user must not get in its way."""
     problem = _problem(lambda: importlib.import_module("fsshard.parity"), ImportError)
     if problem is not None:
         _fail(f"ranks need fsshard and torch, which cannot be imported here: {type(problem).__name__}: {problem}")
@@ -111,7 +111,7 @@ class ShortNames:
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
-    """A marker applied to something other than a function is silently no test; say so."""
+    """Refuse a marker on something other than a function, which would silently be no test."""
     mark = obj.mark if isinstance(obj, pytest.MarkDecorator) else None
     if mark is None or not mark.args or mark.name not in _markers(collector.config):
         return
@@ -135,7 +135,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _warn_of_the_old_name(item: pytest.Function) -> None:
-    """A test from before the marker had its prefix would train nothing, and pass in pytest 8.0 to 8.3.
+    """Warn of a test from before the marker had its prefix: it would train nothing, and pass in pytest 8.0 to 8.3.
 
     Only where the project has not registered a marker ``parity`` of its own and the arguments are ours.
     """
@@ -158,7 +158,7 @@ def _of_unittest(item: pytest.Function) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """unittest calls its methods itself and drops what they return: such a test would pass whatever it says."""
+    """Refuse methods of unittest, which drops what they return: such a test would always pass."""
     if isinstance(item, pytest.Function) and _of_unittest(item) and _marker(item) is not None:
         _fail(f"{item.nodeid}: a parity test cannot be a method of unittest.TestCase; use a function")
 
@@ -199,7 +199,7 @@ def _asked(item: pytest.Function, closest: pytest.Mark) -> list[pytest.Mark]:
 
 
 def _settings(marker: pytest.Mark) -> dict[str, Any]:
-    """The keyword arguments of ``compare`` that the marker asks for."""
+    """Return the keyword arguments of ``compare`` that the marker asks for."""
     if marker.args:
         _misused(f"takes keyword arguments only, got {', '.join(map(repr, marker.args))}; write backends=[...]")
     unknown = sorted(set(marker.kwargs) - set(DEFAULTS))
@@ -224,7 +224,7 @@ def _world_sizes(one: object, several: object) -> list[int]:
 
 
 def _recipe(item: pytest.Function, made: Any, *, with_arguments: bool) -> Any:
-    """What goes to the ranks: the test function itself, where they can import it, or else what it returned."""
+    """Return what goes to the ranks: the test function itself, where they can import it, or else what it returned."""
     if made is None:
         _fail(
             f"{item.nodeid} is marked with {MARKER} and returned None; it must return a recipe "
@@ -251,7 +251,7 @@ def _recipe(item: pytest.Function, made: Any, *, with_arguments: bool) -> Any:
 
 
 def _problem(call: Callable[[], object], kind: type[Exception]) -> Exception | None:
-    """What a call raises, out of reach: a failure told while an exception is handled is told with that one's trace."""
+    """Return what a call raises, so that a failure is not reported with the trace of an exception that is being handled."""
     try:
         call()
     except kind as error:

@@ -287,7 +287,7 @@ def check_wrap(model: nn.Module, optimizer: Any = None, scheduler: Any = None, *
 def _model_mesh(
     model: Any, group: dist.ProcessGroup, device_mesh: Any, replicated: object, sharded: object
 ) -> ModelMesh | None:
-    """The other mesh dimensions; None where there are none. Collective where there can be some."""
+    """Return the other mesh dimensions; None where there are none. Collective where there can be some."""
     is_module = isinstance(model, nn.Module)  # what is none is refused below, on every rank
     named = replicated is not None or sharded is not None or (is_module and has_dtensors(model))
     if group.size() < dist.get_world_size():
@@ -334,7 +334,7 @@ def _validated(
     group: dist.ProcessGroup,
     model_mesh: ModelMesh | None,
 ) -> tuple[type[Any], Settings, list[ParameterSlot]]:
-    """The backend's class, its settings and the model's parameters, after every check that one rank can make. Local."""
+    """Return the backend's class, its settings and the model's parameters, after all checks of one rank. Local."""
     slots = check_model(model, wrapper_classes())
     check_split_fields(model, slots, group, model_mesh)
     engine = backend_class(request.backend, group.size())
@@ -394,7 +394,7 @@ def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dic
 
 
 def _group(device_mesh: Any) -> dist.ProcessGroup:
-    """The ranks that share the work; makes a one-rank group where there is none and nobody launched us."""
+    """Return the ranks that share the work; make a one-rank group where there is no group and no launcher."""
     if not dist.is_initialized():
         init()
     if device_mesh is None:

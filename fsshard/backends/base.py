@@ -194,7 +194,7 @@ class Backend(ABC):
         return False
 
     def on_trainable_changed(self) -> None:
-        """From now on the engine is to train the parameters that take gradients at this moment."""
+        """Train from now on the parameters that take gradients at this moment."""
 
     def forward_failed(self) -> None:
         """Undo what a forward that has raised left half done, so that the next one does not see it."""
@@ -322,7 +322,7 @@ class Backend(ABC):
         return {}
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
-        """For each gather of ``unit`` in a step, how many ranks take part."""
+        """Return how many ranks take part in each gather of ``unit`` in a step."""
         return ()
 
     def _gathered_again(self, unit: Unit) -> list[Entry]:

@@ -102,7 +102,7 @@ class KeptGathered:
             replace_pre_backward(state, _watched(pre_backward(state), state, this))
 
     def keep(self) -> None:
-        """From now on no unit is let go."""
+        """Keep gathered units from now on."""
         groups = [group for state in self._states for group in groups_of(state)]
         if self._before is None:
             self._before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]

@@ -151,7 +151,7 @@ def _check_arguments(keep: object, only: object, name: str, objects: Mapping[str
 
 
 class _Arrangement(NamedTuple):
-    """Who writes what."""
+    """The division of a save among ranks: who writes what."""
 
     key: str  # hash of what every rank holds, and of which objects they have alike
     mine: Mapping[str, Range]  # the elements that this rank writes of each tensor

@@ -50,7 +50,7 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Between two runs' losses, over all steps."""
+    """Return the largest difference between two runs' losses, over all steps."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 

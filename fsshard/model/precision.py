@@ -111,7 +111,7 @@ def check_precision(plan: Plan, device: torch.device) -> None:
 
 
 def cast_params(model: nn.Module, plan: Plan) -> None:
-    """From now on each unit's forward sees its parameters in the unit's dtype.
+    """Show each unit's forward its parameters in the unit's dtype from now on.
 
     Engines that do so while they gather do not within full_parameters(), where a user's forward may run, too.
 
@@ -180,7 +180,7 @@ def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Cast
 
 
 def shield_fp32_units(model: nn.Module, plan: Plan) -> None:
-    """From now on fp32 units leave an autocast that is around them: it would round what they compute in float32."""
+    """Take fp32 units out of an autocast around them, which would round what they compute in float32."""
     modules = dict(model.named_modules())
     for unit in plan.units:
         if unit.fp32 and unit.compute is not None:

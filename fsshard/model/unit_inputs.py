@@ -84,7 +84,7 @@ def without_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def mark_unit_inputs(unit: nn.Module) -> None:
-    """From now on the differentiable inputs of ``unit`` enter it through one autograd node."""
+    """Send the differentiable inputs of ``unit`` through one autograd node from now on."""
     unit.register_forward_pre_hook(_through_node, prepend=True, with_kwargs=True)
 
 

@@ -83,7 +83,7 @@ class EMA:
 
     @property
     def updates(self) -> int:
-        """How many updates were made."""
+        """Number of updates so far."""
         return int(self.held.param_groups[0]["updates"])
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class Matrices:
-    """How a weight of three or more dims is shown to an optimizer.
+    """The way in which a weight of three or more dims is shown to an optimizer.
 
     Attributes:
         how: "matrix": the first dim by all others; "modes": a matrix of the first two dims for each place along the

@@ -137,10 +137,10 @@ def reduce_at_end_of_backward(root: Any, group: Any) -> None:
 
 
 def replace_pre_backward(state: Any, hook: Callable[[Tensor], Tensor]) -> None:
-    """From now on ``hook`` is run where a pass backwards comes to a unit."""
+    """Run ``hook`` from now on where a backward pass reaches a unit."""
     setattr(state, _PRE_BACKWARD, hook)
 
 
 def hook_outputs_by(state: Any, make: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """From now on outputs of a unit get its hook by what ``make`` gives for torch's own way, which takes the output."""
+    """Hook outputs of a unit from now on with what ``make`` returns for torch's own function, which takes the output."""
     setattr(state, _REGISTER, make(getattr(state, _REGISTER)))

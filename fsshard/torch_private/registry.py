@@ -59,7 +59,7 @@ class Private:
 
     @functools.cached_property
     def value(self) -> Any:
-        """It, for those that are not looked up with their area, since torch takes seconds to import them.
+        """The object, for names that are not looked up with their area, since torch takes seconds to import them.
 
         Raises:
             PrivateTorchMissing: this torch does not have it.

@@ -209,7 +209,7 @@ class Slabs:
         return fitting[0]
 
     def becomes(self, layout: Layout) -> None:
-        """From here on activations lie so; local, and without effect where something is computed again."""
+        """Set how activations lie from here on. Local, and without effect where something is recomputed."""
         if current_graph_task_id() == -1:
             self._current = layout
 

@@ -63,7 +63,7 @@ class DomainSpectralConv(SpectralConv):
         return list(sizes) if factors is None else [round(s * f) for s, f in zip(sizes, factors, strict=True)]
 
     def _dealings(self, modes: Sequence[Modes]) -> list[tuple[Axis, Parts]]:
-        """For each split dimension: its ranks, and which tensor dimension's modes they share meanwhile."""
+        """Return each split dimension's ranks, and the tensor dimension whose modes they share meanwhile."""
         axes = self.domain.axes
         partners = [axis.dim + 1 for axis in axes[:-1]] + [self.order - 1]
         if has_slice(self):  # each rank multiplies what it has, as far as it is kept
