@@ -251,7 +251,7 @@ def _recipe(item: pytest.Function, made: Any, *, with_arguments: bool) -> Any:
 
 
 def _problem(call: Callable[[], object], kind: type[Exception]) -> Exception | None:
-    """Return what a call raises, so that a failure is not reported with the trace of an exception that is being handled."""
+    """Return what a call raises: a failure raised while it is handled would be reported with its trace."""
     try:
         call()
     except kind as error:

@@ -142,5 +142,5 @@ def replace_pre_backward(state: Any, hook: Callable[[Tensor], Tensor]) -> None:
 
 
 def hook_outputs_by(state: Any, make: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Hook outputs of a unit from now on with what ``make`` returns for torch's own function, which takes the output."""
+    """Hook outputs of a unit from now on with what ``make`` returns for torch's own function."""
     setattr(state, _REGISTER, make(getattr(state, _REGISTER)))
