@@ -73,7 +73,7 @@ def check_folders(*folders: Path | None) -> None:
     """Raise unless those that are given are there."""
     for folder in folders:
         if folder is not None and not folder.is_dir():
-            raise ConfigurationError(f"there is no folder {str(folder)!r}; make it first")
+            raise ConfigurationError(f"there is no folder {str(folder)!r}; name one that exists")
 
 
 def naming_recipe(name: str, error: BaseException) -> str:

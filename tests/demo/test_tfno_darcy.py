@@ -91,8 +91,8 @@ def test_one_step_has_no_bytes_to_show(ranks: RankPool, environment: dict[str, s
         (["--plot", "darcy.jpg"], "ends in .png, .svg or .pdf"),
         (["--epochs", "0"], "'--epochs'"),
         (["--clip", "-1"], "'--clip'"),
-        (["--data-dir", "missing/data"], "there is no folder 'missing/data'; make it first"),
-        (["--trainer", "neuralop", "--save-dir", "missing/here"], "missing'; make it first"),
+        (["--data-dir", "missing/data"], "there is no folder 'missing/data'; name one that exists"),
+        (["--trainer", "neuralop", "--save-dir", "missing/here"], "missing'; name one that exists"),
         (["--save-dir", "."], "--save-dir needs --trainer neuralop"),
     ],
 )
