@@ -298,7 +298,7 @@ def test_functions_that_ranks_could_not_import(bare: pytest.MonkeyPatch) -> None
 
     interactive.__module__, interactive.__qualname__ = "__main__", "interactive"
     bare.delattr(sys.modules["__main__"], "__file__")
-    with pytest.raises(LaunchError, match="interactive lives in an interactive session"):
+    with pytest.raises(LaunchError, match="interactive is defined in an interactive session"):
         launch(interactive, 2)
 
 
