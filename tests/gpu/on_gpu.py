@@ -95,7 +95,7 @@ def run_on_shared_gpu(cases: Mapping[str, Case], ranks: int, folder: Path) -> di
     while left:
         lost = ""
         try:
-            fsshard.launch(run_cases, nprocs=ranks, args=(left, str(folder)), backend="gloo", timeout=60)
+            fsshard.launch(run_cases, nprocs=ranks, args=(left, str(folder)), process_group_backend="gloo", timeout=60)
         except fsshard.RankFailed as error:
             lost = str(error)
         done = [name for name in left if (folder / f"{name}.0").exists() or (folder / f"{name}.1").exists()]
