@@ -69,7 +69,7 @@ def test_a_file_that_is_none_of_ours(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"
     changed = to_json([UNIT]).replace('"sent": 4.0', f'"sent": {text}')
     file.write_text(changed if text in ("0.0", "NaN", '"1e9"') else text)
-    with pytest.raises(ConfigurationError, match=r"x\.json' is no file of constants"):
+    with pytest.raises(ConfigurationError, match=r"x\.json' is not a file of constants"):
         machine_of(file, "cpu")
 
 

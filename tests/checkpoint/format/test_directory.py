@@ -388,7 +388,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "link out": (lambda t: _link(t / "x", "/tmp"), r"link to nothing, or out of its directory \(/tmp\)"),
     "root": (lambda t: "/", "'/' cannot be replaced"),
     "mount point": (lambda t: "/proc", "/proc is a mount point"),
-    "empty": (lambda t: "", "'' is no path"),
+    "empty": (lambda t: "", "'' is not a path"),
     "home of nobody": (
         lambda t: "~nobody-of-that-name/x",
         "there is no such home directory; .* write './~nobody-of-that-name",
@@ -514,7 +514,7 @@ def test_what_is_loaded_where_a_save_was_cut_short(tmp_path: Path, caplog: pytes
         resolve(path)
     with pytest.raises(CheckpointError, match="is a file"):
         resolve(_file(tmp_path / "x"))
-    with pytest.raises(CheckpointError, match="is no path"):
+    with pytest.raises(CheckpointError, match="is not a path"):
         resolve("")
 
 
