@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 48_811,
+    "fsshard + compat": 49_059,
     "fsshard/backends": 4_330,
-    "fsshard/checkpoint": 5_154,
-    "fsshard/parity": 3_884,
-    "fsshard/sharded": 4_865,
-    "fsshard/comm + fsshard/launching": 3_107,
+    "fsshard/checkpoint": 5_161,
+    "fsshard/parity": 3_885,
+    "fsshard/sharded": 4_877,
+    "fsshard/comm + fsshard/launching": 3_148,
     "fsshard/simulation": 3_693,
-    "fsshard/model": 2_554,
+    "fsshard/model": 2_569,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_610,
-    "compat": 7_869,
-    "tests": 52_604,
+    "compat": 7_874,
+    "tests": 52_783,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
