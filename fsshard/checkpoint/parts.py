@@ -462,8 +462,8 @@ def name_optimizers(
             raise ConfigurationError(f"{call}: an optimizer cannot be named {name!r}; use a word without '/'")
         if not isinstance(value, ShardedOptimizer) or not any(value.model is model for model in models.values()):
             raise ConfigurationError(
-                f"{call}: expected optimizer {name!r} to be of this model, got {type(value).__name__} of another or of "
-                "none; build it with fsshard.build_optimizer, or hand a live one to fsshard.wrap"
+                f"{call}: expected optimizer {name!r} to be this model's, got a {type(value).__name__} of another "
+                "model or of none; build it with fsshard.build_optimizer, or hand a live one to fsshard.wrap"
             )
     for name, average in (averages or {}).items():
         if not any(average.model is model for model in models.values()):

@@ -240,7 +240,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return map_containers(cast, value, "all")
     except TypeError as error:
         raise PrecisionError(
-            "what enters or leaves a sharding unit holds tensors of another dtype than it, and "
+            "what enters or leaves a sharding unit holds tensors of a dtype that differs from the unit's, and "
             f"{error}; give the class a __copy__ and a __setitem__, or pass a plain list, tuple or dict"
         ) from error
 

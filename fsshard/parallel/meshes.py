@@ -121,7 +121,7 @@ def _check(mesh: Any, hybrid: bool) -> None:
         if splits:
             verb = "split" if len(splits) > 1 else "splits"
             named = " and ".join(map(repr, splits))
-            why = f"{named} {verb} the model, and wrap shares work among ranks that see other samples"
+            why = f"{named} {verb} the model, and wrap shares work among ranks that see different samples"
         raise ConfigurationError(f"device_mesh={shape_text(mesh)}: {why}; pass device_mesh={data_slice(mesh)}")
     if roles[:1] == ["shards"] and roles[1:] != ["shards"]:
         raise ConfigurationError(

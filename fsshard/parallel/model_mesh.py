@@ -113,8 +113,8 @@ def check_asked_alike(mesh: ModelMesh, names: Sequence[str]) -> None:
         if held != told[0][1]:
             only = {*held} ^ {*told[0][1]} or {"in another order"}
             raise RankMismatch(
-                f"ranks 0 and {rank} have parameters of other names ({', '.join(sorted(only)[:3])}): along every mesh "
-                "dimension parts have one name; give all ranks the parameter, even where its values are not used"
+                f"ranks 0 and {rank} have parameters of different names ({', '.join(sorted(only)[:3])}): along every "
+                "mesh dimension parts have one name; give all ranks the parameter, even where its values are not used"
             )
 
 

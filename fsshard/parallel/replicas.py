@@ -77,7 +77,7 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
         mine = None if data_rank else {name: sums[name] for name in alike}
         _check_alike(
             mesh, axis, mine,
-            "parameter {name!r} has other values on rank {rank} than on rank {first}, along mesh dimension "
+            "parameter {name!r} has different values on ranks {first} and {rank}, along mesh dimension "
             f"{{axis!r}}, and wrap was not told how they share it: {SAY}; or start both ranks from the same seed if "
             "they should hold the same",
         )  # fmt: skip

@@ -136,8 +136,8 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
     base = shadow.evaluate(joined)
     if base.drew:
         raise NotComparable(
-            "the model draws random numbers (dropout?): one process draws other numbers than the ranks do, so only "
-            "runs with the same number of ranks can be compared"
+            "the model draws random numbers (dropout?): one process draws different numbers than the ranks do, so "
+            "only runs with the same number of ranks can be compared"
         )
     spread, loss = dict.fromkeys(base.gradients, 0.0), 0.0
     for number in range(DRAWS):

@@ -104,7 +104,7 @@ class StepComparison:
         yield "state", value_differences(before.plain, now.plain, self.rank) if states else ()
         yield "buffer", self._tensors("buffer", tensors)
         if not self.regrouped:
-            note = f"this run has drawn other random numbers than {self.recorded_in}"
+            note = f"this run drew different random numbers than {self.recorded_in}"
             same = before.random == now.random
             yield "random state", [("", Difference(rank=self.rank) if same else unequal(self.rank, note))]
 
@@ -245,8 +245,8 @@ class _TraceComparison(StepComparison):
         found = [self._apart(one, now[name], [], rank) for name, one in before.items() if name in now]
         last_digits = [d for d in found if d.verdict == "bound"]
         if last_digits and before.keys() == now.keys() and all(d.verdict != "different" for d in found):
-            return replace(max(last_digits, key=lambda d: d.max_abs), note="the batch has other last digits")
-        return unequal(rank, "the batch holds other samples")
+            return replace(max(last_digits, key=lambda d: d.max_abs), note="the batch differs in its last digits")
+        return unequal(rank, "the batch holds different samples")
 
     def norms(self) -> Found:
         """Compare the gradients' norm before clipping, and what the engine's clipping returned."""

@@ -100,7 +100,7 @@ def first_difference(expected: Sequence[Sequence[str]], got: Sequence[Sequence[s
         if one[0] != other[0]:
             return f"module {other[0]!r} ran where {one[0]!r} does under the reference"
         if one[1] != other[1]:
-            return f"the first module with another output is {one[0]!r}"
+            return f"the first module with a different output is {one[0]!r}"
     if len(expected) == len(got):
         return ""
     name = max(expected, got, key=len)[min(len(expected), len(got))][0]

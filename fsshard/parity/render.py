@@ -245,7 +245,7 @@ def _paragraph(cells: list[Cell]) -> str:
     if cell.first_divergence is not None:
         lines.append(f"  first: {cell.first_divergence}")
     if cell.reproducible is False:
-        lines.append("  not reproducible: a second run of the same backend gave other numbers")
+        lines.append("  not reproducible: a second run of the same backend gave different numbers")
     if cell.reason:
         word = "why" if cell.verdict in ("refused", "failed") else "hint"
         lines.append(f"  {word}: " + indent(cell.reason.strip(), "    ").lstrip())

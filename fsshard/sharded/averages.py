@@ -184,8 +184,9 @@ class EMA:
         """Raise where an average has begun and this rank has none of ``entry``: its owner has changed."""
         if self.updates:
             raise OptimizerError(
-                f"EMA: {entry.name!r} has another owner than when the average began, since an optimizer was built in "
-                "between: call ema.state_dict() before fsshard.build_optimizer, and load it into an EMA made after it"
+                f"EMA: {entry.name!r} has a different owner than when the average began, since an optimizer was built "
+                "in between: call ema.state_dict() before fsshard.build_optimizer, and load it into an EMA made "
+                "after it"
             )
 
     def _sent(self, entry: Entry) -> Tensor:

@@ -123,7 +123,7 @@ class OptimizerRequest:
             divides = "elements"  # under whatever backend
         if self.whole and divides == "elements":
             if on_mesh:
-                told = "whole=True on a mesh that has other dimensions than data"
+                told = "whole=True on a mesh that has dimensions besides data"
                 raise UnsupportedByBackend(told, backend.name, "use a mesh of data alone")
             divides = "owners"
         # Over ranks of data the inner products of torch's own are those of all ranks: optimizer_lbfgs.py.

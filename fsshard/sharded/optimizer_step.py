@@ -242,7 +242,7 @@ class _View:
             is_part = backend.facts.divides == "elements" and not isinstance(self.entry, WholeEntry)
             real = shaped and is_part and first.is_complex() != self.pieces[0].is_complex()
             if real or not shaped:
-                what = first.dtype if shaped else "something of another shape"
+                what = first.dtype if shaped else "something of a different shape"
                 raise OptimizerError(
                     f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
                     f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"

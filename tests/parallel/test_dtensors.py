@@ -290,7 +290,7 @@ def job_refused() -> None:
     model = fsshard.wrap(in_parts(tp), backend="ddp", device_mesh=data)
     with pytest.raises(UnsupportedByBackend, match="it needs each parameter whole"):
         fsshard.build_optimizer(model, torch.optim.Adafactor)
-    with pytest.raises(UnsupportedByBackend, match="whole=True on a mesh that has other dimensions than data"):
+    with pytest.raises(UnsupportedByBackend, match="whole=True on a mesh that has dimensions besides data"):
         fsshard.build_optimizer(model, torch.optim.AdamW, whole=True)
     with pytest.raises(AlreadyWrapped):
         fsshard.wrap(model, backend="ddp", device_mesh=data)

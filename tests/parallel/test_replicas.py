@@ -35,7 +35,7 @@ def job_other_values() -> None:
 def test_a_parameter_of_which_nothing_was_said_and_that_differs(ranks: Any) -> None:
     for error in ranks.run_expecting_errors(job_other_values, 4):
         assert isinstance(error, ModelError)
-        assert "'fc.weight' has other values on rank 1 than on rank 0, along mesh dimension 'tp'" in str(error)
+        assert "'fc.weight' has different values on ranks 0 and 1, along mesh dimension 'tp'" in str(error)
         assert "replicated=" in str(error) and "sharded=" in str(error)
 
 
@@ -100,7 +100,7 @@ def job_refused_models() -> None:
     tp, rank, given = mesh["tp"], dist.get_rank(), {"backend": "fsdp2", "device_mesh": mesh["data"]}
     with pytest.raises(ModelError, match=r"'weight' have the shapes \(3, 4\) on rank 0 and \(2, 4\) on rank 1"):
         fsshard.wrap(nn.Linear(4, 3 - rank, bias=False), sharded={"weight": (tp, 0)}, **given)
-    with pytest.raises(RankMismatch, match=r"ranks 0 and 1 have parameters of other names \(bias\)"):
+    with pytest.raises(RankMismatch, match=r"ranks 0 and 1 have parameters of different names \(bias\)"):
         fsshard.wrap(nn.Linear(4, 4, bias=rank == 0), replicated={"weight": tp}, **given)
     with torch.device("meta"):
         hollow = nn.Linear(4, 4)

@@ -100,7 +100,7 @@ def test_the_first_module_with_another_output_is_named() -> None:
     with watch.forward():
         model(x)
     after = [list(item) for item in watch.take()]
-    assert "another output is 'out'" in first_difference(before, after)
+    assert "different output is 'out'" in first_difference(before, after)
     assert first_difference(before, before) == ""
     assert first_difference(before, before[:2]) == "module 'out' ran 0 times, under the reference 1 times"
     assert (

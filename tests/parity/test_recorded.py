@@ -174,7 +174,9 @@ def test_another_kernel_is_within_rounding(ranks: Any, mlp: Trace) -> None:
     found = report(ranks, elsewhere(mlp), other_kernel)
     first = found.cells[0].first_divergence
     assert found.cells[0].verdict == "bound" and found.ok and first is not None
-    assert first.step == 0 and "forward of step 0, rank 0: the first module with another output is '2'" in str(found)
+    assert first.step == 0 and "forward of step 0, rank 0: the first module with a different output is '2'" in str(
+        found
+    )
     assert "~" in str(found) and "not equal, but within what rounding alone can do" in str(found)
 
 
@@ -199,7 +201,7 @@ def test_random_numbers_of_other_kernels_are_within_rounding(ranks: Any, mlp: Tr
     """Normal numbers are made by a logarithm and a cosine, whose last digits depend on the processor."""
     found = cell(ranks, elsewhere(mlp), other_generators, world_sizes=[size])
     step = found.steps[0]
-    assert found.verdict == "bound" and step.worst("batch").note == "the batch has other last digits"
+    assert found.verdict == "bound" and step.worst("batch").note == "the batch differs in its last digits"
     assert step.differences["initial weight"]["0.weight"].verdict == "bound"
 
 

@@ -417,5 +417,5 @@ def _checked(saved: Mapping[str, Any], groups: int) -> dict[str, Tensor]:
     shapes = {name: tuple(value.shape) for name, value in estimates.items()}
     expected = {name: (1,) if name.endswith("_count") else (groups,) for name in {**_START, **estimates}}
     if shapes != expected:
-        raise MisuseError(f"AdaScale's state is of other parameter groups: expected {expected}, got {shapes}")
+        raise MisuseError(f"AdaScale's state is of different parameter groups: expected {expected}, got {shapes}")
     return estimates

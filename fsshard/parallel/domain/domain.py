@@ -143,8 +143,8 @@ def _check_slabs(domain: Slabs, x: Tensor, y: Tensor) -> None:
     told = domain.table(header).flatten(0, -2)
     if bool(told[:, 0].all()) and not bool((told[:, 1] == told[0, 1]).all()):
         raise RankMismatch(
-            "the ranks of a domain have other targets: they need the same samples, in the same order and with the same "
-            "augmentation (fsshard.data_rank(mesh) for the sampler)"
+            "the ranks of a domain have different targets: they need the same samples, in the same order and with "
+            "the same augmentation (fsshard.data_rank(mesh) for the sampler)"
         )
 
 

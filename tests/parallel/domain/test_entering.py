@@ -80,7 +80,7 @@ def test_bad_input(ranks: Any) -> None:
             assert kind == expected.__name__, name
     told = {name: text for name, (_, text) in every[0].items()}
     assert "have scattered different fields" in told["another sample on one rank"]
-    assert "the ranks of a domain have other targets" in told["another target on one rank"]
+    assert "the ranks of a domain have different targets" in told["another target on one rank"]
     assert "and the group of data has [0] of them only" in told["wrapped over data alone"]
     assert "d1 has 1 points, fewer than the 2 ranks" in told["fewer rows than ranks"]
     assert "was scattered over <Domain: d1 over ranks [0, 2]>, and the model is split over" in told["another domain"]

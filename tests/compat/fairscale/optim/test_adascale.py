@@ -392,10 +392,10 @@ def test_row_30_states_of_other_optimizers() -> None:
     state = optimizer.state_dict()
     gain = optimizer.gain()
     state["state"]["adascale"]["grad_var_avg"] = torch.zeros(2)
-    with pytest.raises(MisuseError, match=r"of other parameter groups: expected .*'grad_var_avg': \(1,\)"):
+    with pytest.raises(MisuseError, match=r"of different parameter groups: expected .*'grad_var_avg': \(1,\)"):
         optimizer.load_state_dict(state)
     del state["state"]["adascale"]["grad_var_avg"]
-    with pytest.raises(MisuseError, match="of other parameter groups"):
+    with pytest.raises(MisuseError, match="of different parameter groups"):
         optimizer.load_state_dict(state)
     assert optimizer.gain() == gain
     with pytest.warns(UserWarning, match="no state of AdaScale"):
