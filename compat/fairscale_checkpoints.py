@@ -211,7 +211,7 @@ def _as_fsdp(item: State) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ FSDP's shards
 #
 # ``local_state_dict()`` and ``optimizer.state_dict()`` of a rank hold flat shards; ``local_metadata_dict()``, which
-# FairScale asks its users to save beside them, says which parameters lie in each, in which order, and how much of the
+# FairScale asks its users to save with them, says which parameters lie in each, in which order, and how much of the
 # shard is padding.
 
 

@@ -29,7 +29,7 @@ EXPORTS = {
 
 __path__: list[str] = []  # a package for the import system: its one submodule comes from the finder below
 HERE = __name__ + "."
-"""Before the name of a real module: where it lies beside the redirect."""
+"""Before the name of a real module: where it lies next to the redirect."""
 
 
 def falls_through(name: str) -> bool:

@@ -72,7 +72,7 @@ def save_training_state(
 
 
 def _write_all(folder: Path, files: Mapping[str, Any], plain: set[str]) -> None:
-    """Write everything beside its place, then rename: no file is ever half written, and the manifest comes last."""
+    """Write everything next to its place, then rename: no file is ever half written, and the manifest comes last."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: folder / f".{name}.{os.getpid()}.part" for name in files}
     try:

@@ -107,7 +107,7 @@ def parts_of(folder: str | Path) -> Path | None:
     """Return the directory with every rank's parts, if the checkpoint has one.
 
     Raises:
-        CheckpointError: there is a whole optimizer beside it: which of them was written last, nothing tells.
+        CheckpointError: there is a whole optimizer next to it: which of them was written last, nothing tells.
     """
     found = Path(folder) / PARTS
     if not found.is_dir():

@@ -202,7 +202,7 @@ def _reduce_narrow(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     asked = [reduce_dtypes.get(parameter) for parameter in bucket.parameters()]
     if len(set(asked)) < 2:
         parts = {asked[0]: [whole]}
-    else:  # fp32 units beside others; ranks must meet in one order
+    else:  # fp32 units among others; ranks must meet in one order
         parts = {reduce_dtype: [] for reduce_dtype in sorted(set(asked), key=str)}
         for reduce_dtype, gradient in zip(asked, bucket.gradients(), strict=True):
             parts[reduce_dtype].append(gradient)

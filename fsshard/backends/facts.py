@@ -33,7 +33,7 @@ class Tunable:
     """The settings that ``tune`` may try under the backend, besides units and recomputation.
 
     Attributes:
-        variants: name -> options that are tried beside the defaults, always. Of backends that divide no parameters.
+        variants: name -> options that are always tried besides the defaults. Of backends that divide no parameters.
         kept_gathered: options with which units stay gathered from the forward to the backward; none: it has no such.
         root_stays: whether the root unit does so by itself, so that they say nothing where it is the only unit.
         joining: how small units travel together; None: it has no such option.

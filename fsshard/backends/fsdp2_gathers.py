@@ -69,7 +69,8 @@ def gather_ahead(root: Any, args: Any) -> None:
     """Begin the root's all-gather, right before FSDP2's own hook waits for it."""
     # Of a gather that is its own, FSDP2 keeps what arrived until it has copied out the next unit's, in forward (torch
     # 2.13), so that a model of one unit is there twice. Of one that was asked for it lets go at once. Nothing runs
-    # beside the root's gather that this could delay; units further down go on being gathered beside the computation.
+    # at the same time as the root's gather, which this could delay; units further down are still gathered during the
+    # computation.
     if not torch.compiler.is_compiling():
         root.unshard(async_op=True)
 

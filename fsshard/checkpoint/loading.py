@@ -321,7 +321,7 @@ class _Load:
             )
 
     def read(self) -> None:
-        """Read this rank's slices beside what it has. Local."""
+        """Read this rank's slices next to what it has. Local."""
         index, backend, reader = self.reader.index, self.model.backend, self.reader
         for name, tensor in self.sources.items():
             entry = backend.entries[name]

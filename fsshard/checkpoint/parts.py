@@ -95,7 +95,7 @@ class Collected:
                     self.parts[tensor] = part
 
     def trees(self, alike: Collection[str]) -> dict[str, Any]:
-        """Return what rank 0 puts into the index for this rank beside tensors."""
+        """Return what rank 0 puts into the index for this rank besides tensors."""
         return {
             "objects": {name: tree for name, tree in self.objects.items() if name not in alike},
             "state": {name: {p: s for p, s in state.items() if s} for name, state in self.state.items()},
@@ -493,7 +493,7 @@ def as_called(call: str, models: Iterable[str], optimizer: Any, objects: Mapping
 
 
 def named_objects(scheduler: Any, scaler: Any, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved beside the model and its optimizers, by name; several with state as one object each."""
+    """Return what is saved besides the model and its optimizers, by name; several with state as one object each."""
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None}
     return {name: as_one(value) for name, value in (given | dict(others)).items()}
 

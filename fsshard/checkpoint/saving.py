@@ -231,7 +231,7 @@ class _Save:
             exchange(self.channel, lambda: self._commit(id, Path(partial), written), self.timeout)
 
     def _open(self, until_written: contextlib.ExitStack) -> list[str]:
-        """Take the lock and make the directory beside, on rank 0; return the save's id and that directory."""
+        """Take the lock and make the temporary directory, on rank 0; return the save's id and that directory."""
         if self.channel.rank:
             return []
         id, partial = until_written.enter_context(self.place.writing())

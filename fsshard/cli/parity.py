@@ -32,7 +32,7 @@ MEANINGLESS = {
     "--record": ("--against", "--reference", "--mesh", "--json", "--plot"),
     "--against": ("--reference", "--mesh"),
 }  # fmt: skip
-"""Options that mean nothing beside another one."""
+"""Options that have no effect together with another one."""
 NAMES = {"recipes": "RECIPE", "json_file": "--json", "picture": "--plot"}
 """Options by the names of their parameters, where these are not the same."""
 

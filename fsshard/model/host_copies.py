@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory for the backward pass: on CUDA copied by streams of their own, beside the work."""
+"""Tensors that wait in host memory for the backward pass: on CUDA copied by streams of their own during the work."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         parameters = list(self._parameters())
         whole: dict[Any, Any] = {}
         for shard in reversed(self._shards):
-            whole.update(shard)  # of what is beside the parameters' state, the first rank's
+            whole.update(shard)  # of what comes besides the parameters' state, the first rank's
         order = sorted(whole, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else 0))
         own, self.state = self.state, {parameters[key] if isinstance(key, int) else key: whole[key] for key in order}
         try:
@@ -449,6 +449,6 @@ def _load_inner(inner: Optimizer, groups: Sequence[Mapping[str, Any]], state_dic
                 state[here[parameter]] = copy.deepcopy(state_dict["state"][number])
         settings = {key: value for key, value in saved.items() if key not in partition.NOT_SYNCED}
         param_groups.append({**settings, "params": [here[p] for p in own["params"]]})
-    # with what an optimizer keeps beside the state of parameters
+    # with what an optimizer keeps besides the state of parameters
     state |= {key: copy.deepcopy(value) for key, value in state_dict["state"].items() if key not in known}
     inner.load_state_dict({"state": state, "param_groups": param_groups})

@@ -136,7 +136,7 @@ class ShardedDataParallel(nn.Module):
         return versions, [parameter.requires_grad for parameter in self._all_params], first.device, first.dtype
 
     def _find_params(self) -> Iterator[nn.Parameter]:
-        """Yield the module's, and what the optimizers have beside it and no other wrapper reduces."""
+        """Yield the module's, and what the optimizers have besides it and no other wrapper reduces."""
         yield from self.module.parameters()
         for optimizer in self._sharded_optimizers:
             all_of_it: Iterable[Any] = optimizer._param_to_rank

@@ -1,4 +1,4 @@
-"""The mesh dimensions beside that of data, and what every parameter is along each of them."""
+"""The mesh dimensions other than data, and what every parameter is along each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOW_SHARDED = '(mesh["tp"], dim) with the dimension along which the parts lie, o
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh dimension beside that of data."""
+    """A mesh dimension other than data."""
 
     name: str  # as the mesh has it
     group: dist.ProcessGroup = field(compare=False)  # of this rank's ranks along it
@@ -35,7 +35,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ModelMesh:
-    """The mesh dimensions beside that of data."""
+    """The mesh dimensions other than data."""
 
     axes: tuple[Axis, ...]  # those with one rank left out
     group: dist.ProcessGroup  # all ranks of the training: those of data times those of the axes

@@ -1,7 +1,7 @@
 """Checks that parameters which several ranks along a mesh dimension hold are the same there, in value and in gradient.
 
 A parameter of which nobody has said anything is taken as held alike by all ranks along the other dimensions, with the
-same gradient: norms beside tensor-parallel layers are so. Where that is not true training goes wrong without a word,
+same gradient: norms next to tensor-parallel layers are so. Where that is not true training goes wrong without a word,
 each rank with a model of its own; so it is looked at, the values once, before anything is changed, and the gradients
 at the first step.
 """

@@ -27,7 +27,7 @@ from fsshard.recipes.recipe import Recipe
 ORDERS = 8
 """Draws of a whole training that runs freely."""
 DRAWS = 32
-"""Draws of a step with a common start. One process is cheap beside several ranks, and with more draws the bound is
+"""Draws of a step with a common start. One process is cheap compared to several ranks, and with more draws the bound is
 nearer to them: 9 times the largest of 32, of 8 it is 75 times (:func:`spread_factor`)."""
 FALSE_ALARM = 1e-9
 """Probability that a tensor which differs by rounding alone exceeds the measured bound."""

@@ -24,7 +24,7 @@ from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Step, environment
 from fsshard.parity.training import Bare, Job, Training
 
 REFERENCE = "reference"
-"""A detail beside :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
+"""A detail besides :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
 
 
 def observe(job: Job, detail: str, draw: int = 0) -> tuple[RankTrace, list[str], dict[str, str]]:
@@ -296,7 +296,7 @@ def _note_causes(
     gradients: Mapping[str, Tensor],
     bounds: Mapping[str, float],
 ) -> None:
-    """Note beside the loss and each gradient that differ which usual mistake explains it, if one does. Collective."""
+    """Note at the loss and each gradient that differ which usual mistake explains it, if one does. Collective."""
     sizes = {dim: mesh[dim].size() for dim in mesh.mesh_dim_names or () if mesh[dim].size() > 1}
     loss = step.differences["loss"][""]
     for dim, ranks in sizes.items() if loss.verdict == "different" else ():

@@ -113,7 +113,7 @@ class StepComparison:
         return number_difference(expected, got, self.number_bound(quantity, got), rank=self.rank)
 
     def _loss(self) -> Found:
-        """Compare the loss; the first module that put out something else is named beside a difference."""
+        """Compare the loss; the first module that put out something else is named with a difference."""
         if self.regrouped:
             self.result.loss, self.result.reference_loss = self.mean_loss(), mean_loss(self.ranks, self.number)
         found = self.number_difference("loss", self.result.reference_loss, self.result.loss)

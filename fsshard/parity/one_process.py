@@ -1,4 +1,4 @@
-"""A recipe's model on one process, beside the one that is trained: random state, hooks, a bare copy, other rounding."""
+"""A recipe's model on one process, besides the one that is trained: random state, hooks, a copy, other rounding."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _checked_meshes(
     world_sizes: list[int] | None,
     reference: str | None,
 ) -> list[dict[str, int]]:
-    """Raise for what has no meaning beside a mesh; return the meshes that ``mesh`` means, each once."""
+    """Raise for what has no meaning together with a mesh; return the meshes that ``mesh`` means, each once."""
     given = [mesh] if isinstance(mesh, Mapping) or not isinstance(mesh, Iterable) else list(mesh)
     if not given:
         raise ConfigurationError('mesh=[]: expected one mesh or several, for example {"data": 2, "tp": 2}')

@@ -1,7 +1,7 @@
 """A training on record: what it gave in every step, rank by rank, and in which environment; kept as one JSON file.
 
 Tensors, where they are kept, lie in safetensors files: one per step, quantity and rank while the training runs, one
-beside the JSON file when it is saved. Nothing is unpickled.
+next to the JSON file when it is saved. Nothing is unpickled.
 """
 
 from __future__ import annotations

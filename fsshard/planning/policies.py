@@ -294,7 +294,7 @@ def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers
 
 
 def _by_size(root: nn.Module, minimum: int) -> dict[nn.Module, str]:
-    """Pick modules of which ``minimum`` bytes are left beside their own units."""
+    """Pick modules of which ``minimum`` bytes are left besides their own units."""
     read = never_called(root)  # a unit among them would be read while sharded
 
     def nbytes(module: nn.Module) -> int:

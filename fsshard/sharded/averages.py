@@ -190,7 +190,7 @@ class EMA:
             )
 
     def _sent(self, entry: Entry) -> Tensor:
-        """Return the average beside the weights; room for it where another rank has it."""
+        """Return the average where the weights are; room for it where another rank has it."""
         average, local = self._average(entry), entry.local()
         return torch.empty_like(local) if average is None else average.to(local.device)
 

@@ -21,7 +21,7 @@ from fsshard.sharded.optimizer_checks import OptimizerRequest
 
 @dataclass
 class HandedOver:
-    """The optimizers and schedulers that wrap() was given beside the model: None, one, or several of each."""
+    """The optimizers and schedulers that wrap() was given with the model: None, one, or several of each."""
 
     optimizer: Any
     scheduler: Any

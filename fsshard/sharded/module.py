@@ -128,7 +128,7 @@ class ShardedModule(nn.Module):
         """Report bytes of parameters, buffers, gradients and optimizer states that this rank holds, on its host too.
 
         Storages are counted, each once and whole, with padding; FSDP1 lets dropped gradients go at the next forward
-        only. :class:`fsshard.MemoryTracker` sees what an engine keeps beside these, and what a step needs on its way.
+        only. :class:`fsshard.MemoryTracker` sees what an engine keeps besides these, and what a step needs on its way.
 
         Args:
             all_ranks: report every rank's; collective then, else local.

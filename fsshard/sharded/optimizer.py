@@ -272,9 +272,9 @@ class ShardedOptimizer(Optimizer):
             scatter_state(self.model.backend, self.inner, entry, whole)
 
     def placed(self, entry: Entry, value: Any, held: Any) -> Any:
-        """Put state where the optimizer keeps it: where ``held`` is now, else beside the parameter.
+        """Put state where the optimizer keeps it: where ``held`` is now, else with the parameter.
 
-        Counters lie on the host, unless the step is fused or captured, which reads them beside the parameter.
+        Counters lie on the host, unless the step is fused or captured, which reads them where the parameter is.
         """
         if not isinstance(value, Tensor):
             return value

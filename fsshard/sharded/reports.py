@@ -239,7 +239,7 @@ def _sent(payloads: Iterable[Payload]) -> float:
 
 
 def _totals(backend: Backend, costs: Iterable[UnitCost]) -> list[str]:
-    """Return the sums beside what no implementation of the engine can go below."""
+    """Return the sums next to what no implementation of the engine can go below."""
     shards, costs = divided_among(backend), list(costs)
     circumstances = Circumstances(
         shards=shards,

@@ -327,7 +327,7 @@ def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine) -> Estimate:
-    """Return what was measured in a simulation, beside its bounds, and its time by the machine's constants."""
+    """Return what was measured in a simulation, with its bounds, and its time by the machine's constants."""
     backend, recipe, usage = backend_class(job.backend, job.world_size), job.recipe(), measured.usage
     shards = -(-measured.plan.nbytes // job.mesh[-1]) * recipe.accumulate if job.cpu_offload else 0
     work = replace(usage.work, shards=shards)

@@ -108,7 +108,7 @@ def _per_operator(device: str) -> float:
 
 
 def _per_collective(device: str, operator: float) -> float:
-    """Return what a collective of an engine costs beyond its operators: units of FSDP2 beside one unit. Collective."""
+    """Return what a collective of an engine costs beyond its operators: many units of FSDP2 against one. Collective."""
     torch.manual_seed(0)
     found = []
     for units in ({"Linear"}, None):

@@ -22,7 +22,7 @@ REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.c
 COMPLEX_PRODUCTS = 4
 """A complex multiplication and addition is four real ones; torch's formulas count it as one (torch 2.13)."""
 RECOMPUTATION = 125
-"""Operators that take the host as long as recomputing a block does beside its own: random numbers that are kept and
+"""Operators that take the host as long as recomputing a block does besides its own: random numbers that are kept and
 restored, torch's checkpoint (1.2 ms where an operator takes 9.6 us). About as long as the hooks and copies of an
 offloaded block take (0.7 ms for a layer of a transformer in its forward alone)."""
 UNWRITTEN = ("empty", "new_empty")

@@ -125,7 +125,7 @@ def _prepare_process(handed_on: Handed, quiet: bool) -> None:
     torch.set_num_threads(1)
     # torch's, of engines and fake tensors; a real run gives those that matter. Not a filter: libraries set their own.
     warnings.showwarning = lambda *_, **__: None
-    # A shape that does not fit is told by our error; torch 2.13 logs its traceback through fake tensors beside it. And
+    # A shape that does not fit is told by our error; torch 2.13 logs its traceback through fake tensors with it. And
     # FSDP1 logs that it leaves out what is said above.
     for name in ("torch._subclasses.fake_tensor", "torch.distributed.fsdp._flat_param"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

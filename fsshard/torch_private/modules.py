@@ -52,7 +52,7 @@ _COMPILED_CALL = AREA.attribute(
 EXTRA_STATE = "_extra_state"  # how the keys end of what get_extra_state() gives, as torch documents
 _VERSIONS = AREA.attribute(
     "torch.nn.modules.module:_metadata",
-    use="what a state dict keeps beside its tensors: of each module the version of its format",
+    use="what a state dict keeps besides its tensors: of each module the version of its format",
     otherwise="FairScale's FullyShardedDataParallel leaves it out of their state dicts",
 )
 # Parts of names in state dicts that torch has written: what torch.compile(module) and checkpoint_wrapper hold.

@@ -140,7 +140,7 @@ class CheckpointTarget:
         return self.path
 
     def _moves(self, old: Path) -> list[tuple[Path, Path]]:
-        """List renames that clear the path, and never leave it without a whole checkpoint beside."""
+        """List renames that clear the path, and never leave it without a whole checkpoint next to it."""
         if self.path.is_symlink():
             return [(self.path, old)]  # what it points to is not the checkpoint before, but one of its own
         if not os.path.lexists(self.path) or not os.listdir(self.path):
@@ -152,7 +152,7 @@ class CheckpointTarget:
         return [(self.previous, old), (self.path, self.previous)]
 
     def retain(self, keep: int) -> list[Path]:
-        """Remove all but the newest whole checkpoints beside this one whose names differ in the last number only.
+        """Remove all but the newest whole checkpoints next to this one whose names differ in the last number only.
 
         One that another process is saving to is left as well, and one that a symbolic link in its directory or the
         directory above points to (``best -> step-100``). Returns those that were removed.
@@ -217,7 +217,7 @@ def _sweep(path: Path, *, links: bool = True) -> None:
 
 
 def _series(path: Path) -> list[Path]:
-    """List the directories beside ``path`` whose names differ from its name in the last number only, and itself."""
+    """List the directories next to ``path`` whose names differ from its name in the last number only, and itself."""
     number = re.fullmatch(r"(.*?)[0-9]+([^0-9]*)", path.name, re.DOTALL)
     if number is None:
         return []
@@ -388,7 +388,7 @@ def _check_replaceable(path: Path) -> None:
         path = target
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory, and replaces only a checkpoint")
-    if os.path.ismount(path):  # told before all is written to a place beside it
+    if os.path.ismount(path):  # told before all is written to a place next to it
         raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
     names = sorted(os.listdir(path))
     others = [name for name in names if not OURS.fullmatch(name)]

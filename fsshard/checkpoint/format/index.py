@@ -31,7 +31,7 @@ WROTE_IN_MEMORY_ORDER = "fsdp"  # format 1, as Index.may_be_permuted says; no cl
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
-RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")  # the files of a checkpoint beside its index
+RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")  # the files of a checkpoint next to its index
 STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
@@ -292,7 +292,7 @@ def _index(value: Any, whole: bool) -> Index:
         )
     if version > 1 and not whole:
         raise ValueError("the checksum at its end is missing: it is cut short, or has been altered")
-    # The digest says that all is as it was written. What is checked beside it keeps an index that is made by hand, or
+    # The digest says that all is as it was written. What is checked besides it keeps an index that is made by hand, or
     # of format 1, which has none, from naming files elsewhere, and tensors whose elements are not all there.
     files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
     for name in files:

@@ -79,7 +79,7 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
 
     Args:
         model: with adapters of PEFT, which has its own method write them, or of :func:`fsshard.lora` on linear and
-            convolutional layers; modules that are trained beside those are PEFT's ``modules_to_save``.
+            convolutional layers; modules that are trained besides those are PEFT's ``modules_to_save``.
         reader: of the model; what is written is read, and nothing else.
         folder: an empty one.
 

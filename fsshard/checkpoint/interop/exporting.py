@@ -204,7 +204,7 @@ class _Export:
         return self.path if self.format in ("hf", "peft") else self.path.parent
 
     def write(self, reader: TensorReader, optimizer: str | None) -> list[Path]:
-        """Write all files in a hidden directory beside, and give them their names at the end; or leave nothing."""
+        """Write all files into a hidden directory, and give them their names at the end; or leave nothing."""
         folder = self.directory / f".{self.path.name}.partial-{uuid.uuid4().hex}"
         if self.merged:
             reader = MergedReader(reader)
@@ -223,7 +223,7 @@ class _Export:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _replaced(self, names: list[str], pattern: str) -> list[Path]:
-        """Return files of an earlier export that stay beside those written now; raise if nothing may be overwritten."""
+        """Return files that an earlier export leaves next to those written now; raise if none may be overwritten."""
         there = sorted(name for name in os.listdir(self.directory) if name in names or re.fullmatch(pattern, name))
         if there and not self.overwrite:
             raise CheckpointError(

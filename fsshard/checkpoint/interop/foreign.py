@@ -53,7 +53,7 @@ def _kind_of_directory(path: Path) -> str | None:
     if ".metadata" in names:
         return "dcp"
     if any((path / name / INDEX_FILE).is_file() for name in names):
-        return None  # checkpoints of ours, and what was exported beside them
+        return None  # checkpoints of ours, and what was exported next to them
     if any(name in HF_FILES or HF_INDEXES.fullmatch(name) for name in names) or len(_single_file(names)) == 1:
         return "hf"
     return "neuralop" if any(name.endswith(NEURALOP_MODEL) for name in names) else None

@@ -233,7 +233,7 @@ class ForeignReader(TensorReader):
             self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
 
     def add_objects(self) -> None:
-        """Add what is beside the model's state dict and the optimizers' states."""
+        """Add what comes besides the model's state dict and the optimizers' states."""
         taken = {place[0] for place in (self._model_place, *self._optimizer_nodes) if place}
         for key, value in self._tree.items() if self._model_place else ():
             if key not in taken:

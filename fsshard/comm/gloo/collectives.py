@@ -60,7 +60,7 @@ class Gather(AllGather):
     ) -> dist.Work:
         """Fill ``output_tensor`` with every rank's ``input_tensor``; asynchronous whatever ``async_op`` says."""
         # FSDP2 waits for any Work that it is given where it needs the numbers, so that the gather that it starts ahead
-        # in backward runs beside the computation; and then lets go of the gathered buffer at once.
+        # in backward overlaps the computation; and then lets go of the gathered buffer at once.
         parts = output_tensor.chunk(group.size())
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():

@@ -72,7 +72,7 @@ def _mean_square(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]
 
 
 class _SpectralLayer(nn.Module):
-    """Multiplies the lowest Fourier modes by complex weights, beside a pointwise path (Li et al., ICLR 2021)."""
+    """Multiplies the lowest Fourier modes by complex weights, next to a pointwise path (Li et al., ICLR 2021)."""
 
     def __init__(self, width: int, modes: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def convnet() -> Recipe:
 
 
 RECIPES = {"spectral": spectral, "transformer": transformer, "convnet": convnet}
-"""The golden runs that come with the library; each has a file per minor version of torch beside this module."""
+"""The golden runs that come with the library; each has a file per minor version of torch next to this module."""
 
 
 # ------------------------------------------------------------------------------------------------- record and compare
