@@ -44,7 +44,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave modules to no collection of garbage; where it pays, fork ranks from a process with other libraries too."""
     gc.collect()
     gc.freeze()
-    if len(session.items) > 500 and not _spawned(session):
+    if len(session.items) > 500:
         from tests import forked
 
         forked.PRELOADED[-1:-1] = forked.OF_OTHERS
@@ -58,18 +58,13 @@ PATIENCE = 300
 def _fsshard_ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Ranks that are forked from one process that has imported torch, which is sooner.
 
-    Those of the parity tests are spawned.
+    Of those of the parity tests the first is spawned, as users start theirs: it iterates over sets in another order.
     """
-    from fsshard.launching.pool import RankPool
-    from tests.forked import ForkedPool
+    from tests.forked import ForkedButFirst, ForkedPool
 
-    with (RankPool if _spawned(request.session) else ForkedPool)() as pool:
+    parity = any("parity" in item.path.parts for item in request.session.items)
+    with (ForkedButFirst if parity else ForkedPool)() as pool:
         yield pool
-
-
-def _spawned(session: pytest.Session) -> bool:
-    """Return whether ranks are spawned, as users start theirs: then each iterates over sets in another order."""
-    return any("parity" in item.path.parts for item in session.items)
 
 
 @pytest.fixture(scope="session")

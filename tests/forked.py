@@ -96,6 +96,14 @@ class ForkedPool(RankPool):
             super()._start(count)
 
 
+class ForkedButFirst(ForkedPool):
+    """Rank 0 is spawned, as users start theirs: it iterates over sets in another order than the others."""
+
+    def _start(self, count: int) -> None:
+        RankPool._start(self, 1)
+        super()._start(count)
+
+
 def run_script(
     script: Path, arguments: Sequence[str], environment: Mapping[str, str], timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:

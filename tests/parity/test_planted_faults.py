@@ -52,7 +52,7 @@ def cell(ranks: Any, recipe: Callable[[], Recipe], engine: Any, steps: int = 4, 
 def test_fault_is_found(
     ranks: Any, recipe: Callable[[], Recipe], engine: Any, step: int, quantity: str, name: str, rank: int | None
 ) -> None:
-    found = cell(ranks, recipe, engine)
+    found = cell(ranks, recipe, engine, steps=step + 1)
     assert found.verdict == "different" and found.reproducible
     first = found.first_divergence
     assert first is not None

@@ -36,7 +36,7 @@ def from_zoo(case: str, **changes: Any) -> Recipe:
 
 
 def verdicts(ranks: Any, recipe: Any, **options: Any) -> dict[tuple[str, int], str]:
-    return {(c.backend, c.world_size): c.verdict for c in compare(recipe, steps=3, pool=ranks, **options)}
+    return {(c.backend, c.world_size): c.verdict for c in compare(recipe, steps=2, pool=ranks, **options)}
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,6 @@ class Remembering(nn.Module):
 
 
 drawing = functools.partial(recipe, build=Random)
-
-
 counting = functools.partial(recipe, build=Counting)
 remembering = functools.partial(recipe, build=Remembering)
 
@@ -166,7 +164,7 @@ def test_strategies_and_units_of_ones_own(ranks: Any) -> None:
     """True means the units of the recipe's own policy; FSDP1 keeps units whole with a frozen part in them."""
     kept = {"backend": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"}
     alone = {"backend": "none", "find_unused_parameters": False}
-    report = compare(partly_frozen, backends=[kept, "fsdp", "fsdp2", alone], world_sizes=[2], steps=3, pool=ranks)
+    report = compare(partly_frozen, backends=[kept, "fsdp", "fsdp2", alone], world_sizes=[2], steps=2, pool=ranks)
     assert [cell.verdict for cell in report] == ["exact", "exact", "exact", "bound"], str(report)
     assert report.cells[0].backend == "fsdp(sharding_strategy='SHARD_GRAD_OP')"
 
@@ -219,7 +217,7 @@ def clipped_double() -> Recipe:
 
 def test_a_norm_in_float64_shows_the_order_of_its_sum(ranks: Any) -> None:
     """Which differs between engines, in the last bits; from there on the steps are judged by their own norm."""
-    report = compare(clipped_double, backends=["fsdp2", "fairscale", RawDDP], world_sizes=[2], steps=3, pool=ranks)
+    report = compare(clipped_double, backends=["fsdp2", "fairscale", RawDDP], world_sizes=[2], steps=2, pool=ranks)
     assert report.ok, str(report)
 
 
@@ -305,7 +303,6 @@ standing = functools.partial(recipe, hyper={"lr": 0.0})
         (standing, "ddp", "no weight changed in 2 steps"),
         (diverging, "ddp", "at step 1 on rank 0"),
         (sometimes_other_batches, "ddp", ""),
-        (sometimes_other_batches, "none", ""),
     ],
 )
 def test_what_a_recipe_cannot_show_is_told(ranks: Any, source: Callable[[], Recipe], reference: str, text: str) -> None:
