@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fsshard.model.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
     from fsshard.model.recomputation import RecomputationError
     from fsshard.parallel.data_rank import data_rank
+    from fsshard.parity.scripts.recorder import trace
     from fsshard.planning.plan import Plan, plan
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.averages import EMA
@@ -110,6 +111,7 @@ __all__ = [
     "register_forward_method",
     "save",
     "tensorfy",
+    "trace",
     "tune",
     "untensorfy",
     "wait_for_saves",
@@ -129,6 +131,7 @@ _NAMES = {
     "model.precision": "Readiness bf16_ready bfSixteen fp32_policy fpSixteen",
     "model.recomputation": "RecomputationError",
     "parallel.data_rank": "data_rank",
+    "parity.scripts.recorder": "trace",
     "planning.plan": "Plan plan",
     "planning.policies": "Checkpointing Precision",
     "sharded.averages": "EMA",

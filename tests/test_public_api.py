@@ -67,6 +67,7 @@ NAMES = [
     "register_forward_method",
     "save",
     "tensorfy",
+    "trace",
     "tune",
     "untensorfy",
     "wait_for_saves",

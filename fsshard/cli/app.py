@@ -31,6 +31,8 @@ ABOUT = "One interface over FairScale, FSDP, FSDP2 and DDP, and the proof that t
 
 COMMANDS = {
     "parity": "parity:command",
+    "trace": "scripts:trace",
+    "compare": "scripts:compare",
     "inspect": "commands:inspect",
     "export": "commands:export",
     "import": "commands:import_",

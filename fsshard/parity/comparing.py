@@ -184,7 +184,7 @@ def compare_traces(
     # Where samples are divided otherwise, only what all ranks share can be compared: rank 0 speaks for it.
     found = []
     for rank in range(1 if regrouped else len(now.ranks)):
-        comparison, steps = _TraceComparison(before, now, rank, regrouped, draws, exactly), []
+        comparison, steps = TraceComparison(before, now, rank, regrouped, draws, exactly), []
         for number, step in enumerate(now.ranks[rank].steps):
             initial = {"initial weight": now.ranks[rank].initial} if number == 0 else {}
             # without outputs: first_output() compares those of all steps
@@ -209,7 +209,7 @@ def first_output(before: Trace, now: Trace) -> str:
     return ""
 
 
-class _TraceComparison(StepComparison):
+class TraceComparison(StepComparison):
     """One rank of a recorded training held against the same rank of another one."""
 
     recorded_in = "the record"

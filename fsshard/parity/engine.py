@@ -192,10 +192,7 @@ class WrappedEngine(Engine):
             yield entry.name, None if gradient is None else entry.put_together(entry.kind.to_user(gradient))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        backend = self.model.backend
-        parts = ((entry, entry.local()) for entry in backend.all)
-        for entry, whole in zip(backend.all, gather_all(parts, backend.settings.device), strict=True):
-            yield entry.name, entry.put_together(entry.kind.to_user(whole))
+        return whole_weights(self.model)
 
     def states(self) -> Iterator[tuple[str, State]]:
         return self.optimizer.iterate_state()
@@ -222,6 +219,14 @@ class WrappedEngine(Engine):
                 entry = backend.entries[name]
                 entry.put(entry.kind.to_stored(entry.take_part(value.to(backend.settings.device))))
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
+
+
+def whole_weights(model: ShardedModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield a wrapped model's weights whole, by the user's names, few at a time. Collective: run it to its end."""
+    backend = model.backend
+    parts = ((entry, entry.local()) for entry in backend.all)
+    for entry, whole in zip(backend.all, gather_all(parts, backend.settings.device), strict=True):
+        yield entry.name, entry.put_together(entry.kind.to_user(whole))
 
 
 LOSS_SCALE = 2.0**8

@@ -186,7 +186,7 @@ class Trace:
         def read(value: Any, place: str) -> Sketch:
             first = re.sub(r"^ranks\[\d+\]", "ranks[0]", place)  # null stands for a sketch that is rank 0's
             if value is not None or first not in known:
-                known[place] = _read_sketch(value, place)
+                known[place] = read_sketch(value, place)
             return known.get(place) or known[first]
 
         readers = {Path: lambda value, place: _tensors_beside(path, value, place), Sketch: read}
@@ -234,7 +234,7 @@ def _file_digest(path: Path) -> str:
 
 def _as_json(trace: Trace) -> dict[str, Any]:
     """Return the file's content: numbers are the shortest texts that read back to the same bits."""
-    found = plain(replace(trace, file=None), lambda text: {"number": text}, {Sketch: _sketch_as_list})
+    found = plain(replace(trace, file=None), lambda text: {"number": text}, {Sketch: sketch_as_list})
     first, *others = found["ranks"]
 
     def own(mine: Any, same: Any) -> Any:  # None stands for what is rank 0's: replicas are written once
@@ -251,14 +251,16 @@ def _as_json(trace: Trace) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, **found}
 
 
-def _sketch_as_list(one: Sketch) -> list[Any]:
+def sketch_as_list(one: Sketch) -> list[Any]:
+    """Return what stands for a sketch in a file."""
     return [one.digest, one.dtype, list(one.shape), one.largest, one.total, one.norm, *one.projections]
 
 
 _SKETCH = GenericAlias(tuple, (str, str, tuple[int, ...], *(float,) * (3 + PROJECTIONS)))
 
 
-def _read_sketch(value: Any, place: str) -> Sketch:
+def read_sketch(value: Any, place: str) -> Sketch:
+    """Return the sketch that :func:`sketch_as_list` wrote, or raise WrongField with the place of what is wrong."""
     text, dtype, shape, largest, total, norm, *rest = read_as(_SKETCH, value, place)
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise WrongField(f"{place}[1]", f"expected a dtype of torch's, got {dtype!r}")
@@ -394,6 +396,11 @@ def commit_of(recipe: Recipe) -> str:
         folder = Path(inspect.getfile(build)).resolve().parent
     except (TypeError, OSError):  # a class of C, a function of an interactive session
         return ""
+    return commit_in(folder)
+
+
+def commit_in(folder: Path) -> str:
+    """Return the commit that is checked out in a folder, as :func:`commit_of` does."""
     head = _git(folder, "rev-parse", "HEAD")
     return f"{head}+" if head and _git(folder, "status", "--porcelain", "--untracked-files=no") else head
 

@@ -1,0 +1,99 @@
+"""``fsshard trace`` and ``fsshard compare``: two scripts that know nothing of each other, or of fsshard."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsshard.cli import options, output
+from fsshard.cli.options import Json, Quiet
+from fsshard.errors import ConfigurationError
+
+Picture = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw it: .png, .svg or .pdf.")]
+
+
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the record.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="How the training is started.")],
+    every: Annotated[int, typer.Option(min=1, help="Record weights at every so many steps.")] = 1,
+    steps: Annotated[str | None, typer.Option(metavar="FIRST:STOP", help="Record these steps only.")] = None,
+    tensors: Annotated[
+        str | None, typer.Option(metavar="every=N", help="Keep whole weights at every Nth step too.")
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option(min=0, help="Run it so often again, rounded otherwise at random: a bound for rounding.")
+    ] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older record.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run COMMAND, unchanged, and record its training: losses, samples, learning rates and weights of each step.
+
+    The exit code is that of COMMAND; 1 if it has trained nothing.
+    """
+    from fsshard.parity.scripts.command import run
+    from fsshard.parity.scripts.recorder import Settings
+    from fsshard.parity.scripts.store import ScriptTrace
+
+    first, last = _range(steps)
+    settings = Settings(every=every, first=first, last=last, tensors=_every(tensors))
+    if overwrite and list(folder.glob("rank*.jsonl")):
+        shutil.rmtree(folder)
+    code = run(command, folder, settings, repeat=repeat)
+    if not list(folder.glob("rank*.jsonl")):
+        print(
+            f"fsshard: nothing is recorded: no module was called with gradients by a process of {sys.executable}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(code or output.DIFFERENT)
+    found = ScriptTrace.load(folder)
+    if not quiet:
+        size = len(found.ranks)
+        print(f"{len(found.steps)} steps on {size} rank{'s' * (size > 1)}: {folder}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def compare(
+    old: Annotated[Path, typer.Argument(help="The record of the script that is right.")],
+    new: Annotated[Path, typer.Argument(help="The record of the other one.")],
+    repeat: Annotated[
+        list[Path] | None, typer.Option(metavar="FOLDER", help="A further record of the old script; repeat it.")
+    ] = None,
+    exactly: Annotated[bool, typer.Option("--exactly", help="Allow no rounding, whatever was repeated.")] = False,
+    json_file: Json = None,
+    picture: Picture = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say whether two recorded scripts have trained the same, and what differed first.
+
+    The exit code is 0 only if they have; 1 if not; 2 for bad input. The first line fits into a pull request.
+    """
+    from fsshard.parity.scripts.comparing import compare_scripts
+
+    options.check_files(json_file, picture)
+    found = compare_scripts(old, new, repeats=repeat or (), exactly=exactly)
+    print(found.sentence if quiet else found, file=sys.stderr if json_file == "-" else sys.stdout)
+    if json_file is not None:
+        output.write_json(json_file, found.to_json())
+    if picture is not None:
+        found.report.plot(picture)
+    raise typer.Exit(output.AGREED if found.ok else output.DIFFERENT)
+
+
+def _range(text: str | None) -> tuple[int, int | None]:
+    """Return the numbers in ``"0:50"``; either may be left out."""
+    start, colon, stop = (text or ":").partition(":")
+    if not colon or not all(part.isdigit() or not part for part in (start, stop)):
+        raise ConfigurationError(f"--steps {text!r}: expected FIRST:STOP, for example --steps 0:50")
+    return int(start or 0), int(stop) if stop else None
+
+
+def _every(text: str | None) -> int:
+    """Return the number in ``"every=100"``; 0 for None."""
+    number = (text or "every=0").removeprefix("every=")
+    if not number.isdigit():
+        raise ConfigurationError(f"--tensors {text!r}: expected every=N, for example --tensors every=100")
+    return int(number)

@@ -1,0 +1,169 @@
+"""What else is different between two recorded scripts: hints at the cause of different weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fsshard.parity.scripts.store import Record, Samples, ScriptTrace
+
+APART = 1e-4
+"""Relative difference of two norms of gradients, taken in float32, that rounding does not explain."""
+FAIRSCALE = "ShardedDataParallel"
+
+
+def causes(old: ScriptTrace, new: ScriptTrace, steps: Sequence[int], *, same: bool = False) -> Iterator[str]:
+    """Yield in a sentence each what is not the same in ``steps``, at the first of them, most telling first.
+
+    ``same`` says that the weights are, after each step: then gradients and random numbers tell nothing.
+    """
+    compared = [_samples, _computed, _groups, _skipped, _backwards, _losses]
+    fairscale = [one for one in (old, new) if any(m.engine == FAIRSCALE for m in one.ranks[0].models)]
+    if not same:
+        yield from _models(old, new)
+        yield from _ranks_apart(old, steps)
+        yield from _ranks_apart(new, steps)
+        # FairScale leaves a rank its own gradient of what another rank updates
+        compared += [*([] if fairscale else [_gradients]), _random]
+    for tell in compared:
+        for step in steps:
+            said = tell([rank.steps[step] for rank in old.ranks], [rank.steps[step] for rank in new.ranks])
+            if said:
+                yield f"step {step}: {said}"
+                break
+    if not same and len(fairscale) == 1 and len(steps) > 1:  # right as long as there was no step before
+        yield (
+            f"{fairscale[0].folder.name} runs under FairScale's ShardedDataParallel, which under today's torch reduces "
+            "the gradients of the step before once more after optimizer.zero_grad(): docs/fairscale.md, row 1"
+        )
+
+
+def _models(old: ScriptTrace, new: ScriptTrace) -> Iterator[str]:
+    """Compare the models as the first forward found them."""
+    before, now = old.initial, new.initial
+    for names, others, side in ((before, now, "old"), (now, before, "new")):
+        only = [name for name in names if name not in others]
+        if only:
+            yield f"parameters of the {side} script alone: {_few(only)}"
+    both = [name for name in before if name in now]
+    for what, word in (("dtype", "dtypes"), ("shape", "shapes")):
+        other = [name for name in both if getattr(before[name], what) != getattr(now[name], what)]
+        if other:
+            sides = f"{getattr(before[other[0]], what)} -> {getattr(now[other[0]], what)}"
+            yield f"initial weights have other {word}: {sides}, {_few(other)}"
+    apart = [name for name in both if before[name].digest != now[name].digest]
+    if apart:
+        yield f"{len(apart)} of {len(both)} initial weights differ (another seed?): {_few(apart)}"
+    layers = [{**one.layers} for side in (old, new) for one in side.ranks[0].models[:1]]
+    if len(layers) == 2:
+        counts = [f"{n} {layers[0].get(n, 0)} -> {layers[1].get(n, 0)}" for n in {**layers[0], **layers[1]}
+                  if layers[0].get(n, 0) != layers[1].get(n, 0)]  # fmt: skip
+        if counts:
+            yield f"layers: {_few(counts)}"
+
+
+def _ranks_apart(one: ScriptTrace, steps: Sequence[int]) -> Iterator[str]:
+    """Compare the ranks of one script with each other."""
+    for step in steps:
+        first, *others = [rank.steps[step].weights for rank in one.ranks]
+        for rank, weights in enumerate(others, 1):
+            apart = [name for name in first if name in weights and weights[name].digest != first[name].digest]
+            if apart:
+                yield (
+                    f"step {step}: ranks 0 and {rank} of {one.folder.name} hold different weights: are gradients not "
+                    f"averaged over the ranks? {_few(apart)}"
+                )
+                return
+
+
+def _samples(old: Sequence[Record], new: Sequence[Record]) -> str:
+    """Compare what models were given: rank by rank, and as one set."""
+    if [[s.digest for s in one.samples] for one in old] == [[s.digest for s in one.samples] for one in new]:
+        return ""
+    sides = [[sample for record in side for sample in record.samples] for side in (old, new)]
+    counts = [sum(sample.rows for sample in side) for side in sides]
+    if all(sample.rows for side in sides for sample in side) and _total(sides[0]) == _total(sides[1]):
+        if len(old) != len(new) or [len(one.samples) for one in old] != [len(one.samples) for one in new]:
+            return ""  # other numbers of ranks or batches
+        return "the ranks were given the same samples in another order"
+    if counts[0] != counts[1]:
+        return f"the ranks were given {counts[1]} samples, by the old script {counts[0]}"
+    rank = next((r for r, pair in enumerate(zip(old, new, strict=False)) if _digests(pair[0]) != _digests(pair[1])), 0)
+    return f"rank {rank} was given other samples (another sampler, seed or preparation of data?)"
+
+
+def _digests(record: Record) -> list[str]:
+    return [sample.digest for sample in record.samples]
+
+
+def _total(samples: Sequence[Samples]) -> int:
+    return sum(int(sample.total, 16) for sample in samples) % 2**128
+
+
+def _computed(old: Sequence[Record], new: Sequence[Record]) -> str:
+    sides = [sorted({sample.computed for record in side for sample in record.samples}) for side in (old, new)]
+    return "" if sides[0] == sides[1] else f"models put out {' and '.join(sides[0])} -> {' and '.join(sides[1])}"
+
+
+def _groups(old: Sequence[Record], new: Sequence[Record]) -> str:
+    """Compare what the groups of both optimizers say: another release, or another class, has further keys."""
+    said = []
+    for number, (before, now) in enumerate(zip(old[0].groups, new[0].groups, strict=False)):
+        for key in before.keys() & now.keys():
+            if before[key] != now[key]:
+                said.append(f"{key} of group {number} {before[key]} -> {now[key]}")
+    if len(old[0].groups) != len(new[0].groups):
+        said.append(f"groups of parameters {len(old[0].groups)} -> {len(new[0].groups)}")
+    return _few(sorted(said))
+
+
+def _skipped(old: Sequence[Record], new: Sequence[Record]) -> str:
+    sides = ["left out by the scaler" if side[0].skipped else "made" for side in (old, new)]
+    return "" if sides[0] == sides[1] else f"the step was {sides[0]} -> {sides[1]}"
+
+
+def _backwards(old: Sequence[Record], new: Sequence[Record]) -> str:
+    counts = [len(side[0].losses) for side in (old, new)]
+    return "" if counts[0] == counts[1] else f"backward passes {counts[0]} -> {counts[1]}"
+
+
+def _gradients(old: Sequence[Record], new: Sequence[Record]) -> str:
+    """Compare norms of gradients as the optimizer has left them."""
+    before, now = (_norms(side) for side in (old, new))
+    ratios = {name: now[name] / before[name] for name in before if before[name] and now.get(name)}
+    apart = [name for name, ratio in ratios.items() if abs(ratio - 1) > APART]
+    if not apart:
+        return ""
+    if len(apart) == len(ratios) and max(ratios.values()) - min(ratios.values()) < APART * max(ratios.values()):
+        return f"all gradients are {ratios[apart[0]]:.4g} times as large: a mean in place of a sum, or a scale?"
+    worst = max(apart, key=lambda name: abs(math.log(ratios[name])))
+    return f"{len(apart)} of {len(ratios)} gradients have another norm, {worst} {ratios[worst]:.4g} times the old one"
+
+
+def _norms(side: Sequence[Record]) -> dict[str, float]:
+    """Return norms of whole gradients by the ranks' parts, or by equal copies."""
+    found = {}
+    for name, sketch in side[0].weights.items():
+        parts = [record.gradients[name] for record in side if name in record.gradients]
+        elements = math.prod(sketch.shape)
+        if parts and elements:
+            copies = max(1, round(sum(count for _, count in parts) / elements))
+            found[name] = math.sqrt(sum(square for square, _ in parts) / copies)
+    return found
+
+
+def _losses(old: Sequence[Record], new: Sequence[Record]) -> str:
+    means = [sum(sum(record.losses) for record in side) / len(side) for side in (old, new)]
+    return "" if means[0] == means[1] or not all(map(math.isfinite, means)) else f"loss {means[0]!r} -> {means[1]!r}"
+
+
+def _random(old: Sequence[Record], new: Sequence[Record]) -> str:
+    if len(old) != len(new) or not any(a.random != b.random for a, b in zip(old, new, strict=True)):
+        return ""
+    return "other random numbers have been drawn (dropout, shuffling or augmentation in one of the two?)"
+
+
+def _few(names: Sequence[Any], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

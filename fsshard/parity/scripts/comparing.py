@@ -1,0 +1,220 @@
+"""Compares two recorded scripts: is it the same training, and if not, what was different before the weights were?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsshard.errors import ConfigurationError
+from fsshard.parity.comparing import cell_of, compare_traces
+from fsshard.parity.plain import plain
+from fsshard.parity.render import ParityReport
+from fsshard.parity.report import Cell, StepReport, difference
+from fsshard.parity.scripts.causes import causes
+from fsshard.parity.scripts.store import Record, ScriptTrace, read_tensor, tensor_file
+from fsshard.parity.sketch import Sketch
+from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
+
+DECIDING = ("initial weight", "weight", "buffer")
+"""Quantities that make the verdict: trainings with the same weights after each step are the same training."""
+LEAST_REPEATS = 4
+"""Of fewer runs the largest distance says too little of the next one's."""
+
+
+@dataclass(kw_only=True)
+class ScriptReport:
+    """The result of :func:`compare_scripts`.
+
+    Attributes:
+        sentence: for a pull request.
+        verdict: ``"exact"``, ``"bound"`` or ``"different"``.
+        steps: numbers of the steps that were compared.
+        causes: what else differs, up to the first step whose weights do; of a same training what differs in vain.
+        renamed: parameters of the old script -> their names in the new one.
+        report: all differences, as of any comparison.
+    """
+
+    sentence: str
+    verdict: str
+    steps: list[int]
+    causes: list[str]
+    renamed: dict[str, str]
+    report: ParityReport
+
+    @property
+    def ok(self) -> bool:
+        """Return whether it is the same training."""
+        return self.verdict in ("exact", "bound")
+
+    def to_json(self) -> str:
+        """Write all of it."""
+        return json.dumps({**plain(self, str), "ok": self.ok}, indent=1, allow_nan=False)
+
+    def __str__(self) -> str:
+        moved = [f"renamed: {old} is {new} now" for old, new in self.renamed.items()]
+        word = "also different" if self.ok else "before that"
+        found = [f"{word}: {cause}" for cause in self.causes]
+        changed = [f"environment: {change}" for change in self.report.changes]
+        return "\n".join([self.sentence, *found, *moved, *changed])
+
+
+def compare_scripts(
+    old: str | Path, new: str | Path, *, repeats: Sequence[str | Path] = (), exactly: bool = False
+) -> ScriptReport:
+    """Compare two folders of ``fsshard trace``.
+
+    Args:
+        old: the record of the script that is right.
+        new: the other one's, which may have other names of parameters, and another number of ranks.
+        repeats: further records of the old script, beside those of ``fsshard trace --repeat``; how far they are from
+            it is what rounding may do.
+        exactly: nothing may round, whatever repeats there are.
+
+    Raises:
+        TraceError: a folder is no record.
+        ConfigurationError: there are too few repeats, or no step that both have recorded.
+    """
+    before, now = ScriptTrace.load(old), ScriptTrace.load(new)
+    draws = [] if exactly else [*before.repeats, *map(ScriptTrace.load, repeats)]
+    if 0 < len(draws) < LEAST_REPEATS:
+        raise ConfigurationError(
+            f"expected at least {LEAST_REPEATS} repeats of the old script, got {len(draws)}; record them: fsshard "
+            "trace --repeat 8"
+        )
+    steps = [number for number in before.steps if number in now.steps]
+    weighed = [n for n in steps if all(one.ranks[0].steps[n].weights for one in (before, now))]
+    if not weighed:
+        raise ConfigurationError(
+            f"{before.folder} and {now.folder} have no step in common at which weights are recorded; record both with "
+            "the same --steps and --every"
+        )
+    names = matched_names(*({n: (w, one.ranks[0].steps[weighed[-1]].weights.get(n, w)) for n, w in one.initial.items()}
+                            for one in (before, now)))  # fmt: skip
+    _rename(now, {theirs: ours for ours, theirs in names.items()})
+    cell = _compared(before, now, draws, steps)
+    return _report(before, now, steps, len(weighed), cell, {n: other for n, other in names.items() if n != other})
+
+
+def _compared(before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace], steps: list[int]) -> Cell:
+    """Return the verdict on all steps, by the comparator of recorded trainings."""
+    regrouped = len(before.ranks) != len(now.ranks)
+    shared = [_shared(*(one.ranks[0].steps[number] for one in (before, now))) for number in steps]
+    old, new, *drawn = (_as_trace(one, steps, shared) for one in [before, now, *([before, *draws] if draws else [])])
+    found = compare_traces(old, new, regrouped=regrouped, draws=[one.ranks for one in drawn], exactly=not draws)
+    deciding = [
+        replace(step, differences={q: d for q, d in step.differences.items() if q in DECIDING}) for step in found
+    ]
+    cell = cell_of(deciding, old.parameters)
+    cell.steps, cell.backend, cell.world_size = [_telling(step) for step in found], now.folder.name, len(now.ranks)
+    first = cell.first_divergence
+    if first is not None:
+        number = INITIAL if first.quantity == "initial weight" else steps[first.step]
+        files = [tensor_file(one.folder, number, first.name) for one in (before, now)]
+        if all(file.is_file() for file in files):
+            exact = difference(*map(read_tensor, files), rank=first.rank)
+            first = replace(first, difference=replace(exact, verdict=first.difference.verdict))
+        cell.first_divergence = replace(first, step=steps[first.step])
+    return cell
+
+
+def _telling(step: StepReport) -> StepReport:
+    """Return a step without what is equal: thousands of parameters in thousands of steps."""
+    named = step.differences.items()
+    return replace(
+        step, differences={q: {name: d for name, d in all_.items() if d.verdict != "exact"} for q, all_ in named}
+    )
+
+
+def _shared(old: Record, new: Record) -> dict[str, Callable[[str], bool]]:
+    """Return what both sides have recorded: quantity -> whether a name counts."""
+    if not (old.weights and new.weights):
+        return {}
+    # A buffer of one side alone, which a forward makes, or an engine keeps otherwise, decides nothing.
+    return {
+        "weight": lambda name: True,
+        "buffer": (old.sketches["buffer"].keys() & new.sketches["buffer"]).__contains__,
+    }
+
+
+def _as_trace(one: ScriptTrace, steps: list[int], shared: Sequence[Mapping[str, Callable[[str], bool]]]) -> Trace:
+    """Return the steps as those of a recorded training, with what both sides have recorded."""
+    header, ranks = one.ranks[0].header, []
+    for rank in one.ranks:
+        trace = RankTrace(initial={name: each for model in rank.models for name, each in model.weights.items()})
+        for number, counts in zip(steps, shared, strict=True):
+            record = rank.steps[number]
+            sketches = {q: {n: each for n, each in record.sketches[q].items() if kept(n)} for q, kept in counts.items()}
+            norm = math.sqrt(sum(square for square, _ in record.gradients.values()))
+            trace.steps.append(Step(batches=[], loss=sum(record.losses), norm=norm, sketches=sketches))
+        ranks.append(trace)
+    told = {"environment": header.environment, "commit": header.commit, "device": header.device, "detail": "digests"}
+    kept = {"backend": one.folder.name, "world_size": header.world_size, "parameters": [*one.initial], "recipe": {}}
+    return Trace(**{**told, **kept}, ranks=ranks)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+Sides = Mapping[str, tuple[Sketch, Sketch]]
+"""Name -> a parameter before the first step, and after the last."""
+
+
+def matched_names(old: Sides, new: Sides) -> dict[str, str]:
+    """Return the names of the old script's parameters in the new one.
+
+    By name; the others by equal bits before the first step and after the last, then before the first, in the models'
+    order where several are equal (biases of zeros); and what is left by shape, if no two have the same.
+    """
+    found = {name: name for name in old if name in new}
+    for depth in (2, 1, 0):
+        places: list[dict[Any, list[str]]] = [{}, {}]
+        for side, taken, place in ((old, found.keys(), places[0]), (new, {*found.values()}, places[1])):
+            for name, sketches in side.items():
+                if name not in taken:
+                    place.setdefault((sketches[0].shape, *(one.digest for one in sketches[:depth])), []).append(name)
+        for key, names in places[0].items():
+            others = places[1].get(key, [])
+            if len(names) == len(others) and (depth or len(names) == 1):
+                found |= zip(names, others, strict=True)
+    return {name: found[name] for name in old if name in found}
+
+
+def _rename(trace: ScriptTrace, names: Mapping[str, str]) -> None:
+    def renamed(named: Mapping[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): one for name, one in named.items()}
+
+    for rank in trace.ranks:
+        for model in rank.models:
+            model.weights = renamed(model.weights)
+        for record in rank.steps.values():
+            record.gradients = renamed(record.gradients)
+            record.sketches = {quantity: renamed(one) for quantity, one in record.sketches.items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def _report(
+    before: ScriptTrace, now: ScriptTrace, steps: list[int], weighed: int, cell: Cell, renamed: dict[str, str]
+) -> ScriptReport:
+    first, sides = cell.first_divergence, f"{before.folder.name} and {now.folder.name}"
+    sizes = [*dict.fromkeys(len(one.ranks) for one in (before, now))]
+    sides_on = f"{sides} on {' and '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
+    count = f"{weighed} step{'s' * (weighed != 1)}"
+    verdict, until = cell.verdict, max(steps)
+    if verdict == "different" and first is not None:
+        sentence, until = f"NOT the same training: {sides_on} part at {first}.", first.step
+    elif len(before.steps) != len(now.steps):
+        verdict, counts = "different", f"{len(before.steps)} and {len(now.steps)}"
+        sentence = f"NOT shown to be the same training: {sides} have recorded {counts} steps; the first {count} agree."
+    else:
+        how = "to the last bit" if verdict == "exact" else "within what rounding does to the old script"
+        weights = f"{len(before.initial)} parameters"
+        sentence = f"The same training: {sides_on} have equal weights {how}, {weights} in {count}."
+    report = ParityReport(recipe=now.folder.name, reference=before.folder.name, steps=len(steps), cells=[cell])
+    report.changes = changes(before.ranks[0].header.environment, now.ranks[0].header.environment)
+    told = causes(before, now, [n for n in steps if n <= until], same=cell.verdict != "different")
+    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, causes=[*told], renamed=renamed, report=report)

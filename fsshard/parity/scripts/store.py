@@ -1,0 +1,229 @@
+"""The record of a script: a folder with a file of JSON lines per rank, which is whole after each line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fsshard.errors import TraceError
+from fsshard.parity.plain import WrongField, plain, read_as
+from fsshard.parity.sketch import PROJECTIONS, Sketch, real_view
+from fsshard.parity.trace import read_sketch, sketch_as_list
+
+FORMAT, VERSION = "fsshard script trace", 1
+_RECORD_AGAIN = "record it again: fsshard trace FOLDER -- COMMAND"
+
+
+@dataclass(kw_only=True)
+class Header:
+    """The first line of a rank."""
+
+    rank: int  # in the default process group; 0 of 1 without one
+    world_size: int
+    command: list[str]
+    commit: str  # of the script's folder, with ``+`` where files were changed
+    device: str
+    environment: dict[str, str]
+    every: int  # weights are recorded at every so many steps
+
+
+@dataclass(kw_only=True)
+class Model:
+    """A module that is called by the script itself and has parameters to train, as its first forward found it."""
+
+    engine: str  # its class
+    layers: dict[str, int]  # modules without children, as they print, and how many there are
+    weights: dict[str, Sketch]  # by the user's name; of a later model with ``model1.`` before it
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """What one forward of a model was given, and how it was computed."""
+
+    digest: str  # of all tensors
+    rows: int  # samples, along dim 0 of all tensors; 0 if there is no such thing
+    total: str  # sum of the samples' digests, whatever their order
+    computed: str  # dtype of the output, with the autocast that was on, and whether the model was in training mode
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One step: of optimizers that step with no forward between them."""
+
+    step: int
+    losses: list[float]  # what ``backward`` was called on, unless it has several elements
+    samples: list[Samples]  # per forward
+    groups: list[dict[str, Any]]  # of the optimizers: numbers and texts, such as the learning rate
+    random: str  # digest of the random generators' state after the step
+    skipped: bool  # a scaler left the step out
+    gradients: dict[str, tuple[float, int]]  # squared norm and number of elements of this rank's part
+    sketches: dict[str, dict[str, Sketch]]  # "weight" and "buffer", whole; as gradients at every so many steps
+
+    @property
+    def weights(self) -> dict[str, Sketch]:
+        """Sketches of whole weights by name; empty where they are not recorded."""
+        return self.sketches.get("weight", {})
+
+
+def digest_alone(text: str) -> Sketch:
+    """Return the sketch of a tensor of which nothing but the digest is known."""
+    nothing = (math.nan,) * PROJECTIONS
+    return Sketch(digest=text, dtype="", shape=(), largest=math.nan, total=math.nan, norm=math.nan, projections=nothing)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class Writer:
+    """Appends to one rank's file; FileExistsError says that another process has recorded this rank."""
+
+    def __init__(self, folder: Path, header: Header) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"rank{header.rank}.jsonl").open("x", encoding="utf-8")
+        self._line({"format": FORMAT, "version": VERSION, "header": header})
+
+    def write(self, what: Model | Record) -> None:
+        """Append a line."""
+        self._line({type(what).__name__.lower(): what})
+
+    def _line(self, content: dict[str, Any]) -> None:
+        kept = plain(content, lambda text: {"number": text}, {Sketch: _written})
+        self._file.write(json.dumps(kept, separators=(",", ":"), allow_nan=False) + "\n")
+        self._file.flush()  # what is there stays if the script dies
+
+    def close(self) -> None:
+        """End it; nothing is lost without."""
+        self._file.close()
+
+
+def _written(one: Sketch) -> Any:
+    return sketch_as_list(one) if one.dtype else one.digest
+
+
+def tensor_file(folder: Path, step: int, name: str) -> Path:
+    """Return where a weight is kept whole."""
+    return folder / "tensors" / f"step{step}" / f"{quote(name, safe='')}.safetensors"
+
+
+def write_tensor(file: Path, value: Tensor) -> None:
+    """Write one tensor."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"complex" if value.is_complex() else "real": real_view(value.detach().cpu()).contiguous()}, file)
+
+
+def read_tensor(file: Path) -> Tensor:
+    """Return what :func:`write_tensor` wrote; of a complex tensor the pairs."""
+    (value,) = load_file(file).values()
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(kw_only=True)
+class RankRecord:
+    """What one rank has recorded."""
+
+    header: Header
+    models: list[Model]
+    steps: dict[int, Record]
+
+
+@dataclass(kw_only=True)
+class ScriptTrace:
+    """A recorded script, rank by rank."""
+
+    folder: Path
+    ranks: list[RankRecord]
+    repeats: list[ScriptTrace]  # further runs with other rounding
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ScriptTrace:
+        """Read a folder of ``fsshard trace``, or raise TraceError with the line and field that are wrong."""
+        folder = Path(folder)
+        files = sorted(folder.glob("rank*.jsonl"))
+        if not files:
+            said = "no step of an optimizer is recorded here" if folder.is_dir() else "there is no such folder"
+            raise TraceError(folder, "", f"{said}; {_RECORD_AGAIN}")
+        ranks = sorted(map(_read_rank, files), key=lambda one: one.header.rank)
+        size = ranks[0].header.world_size
+        if [one.header.rank for one in ranks] != list(range(size)):
+            raise TraceError(folder, "", f"expected {size} files of ranks, got {len(ranks)}; {_RECORD_AGAIN}")
+        for models in zip(*(one.models for one in ranks), strict=False):
+            _share([model.weights for model in models])
+        for number in sorted(set.intersection(*(set(one.steps) for one in ranks))):
+            of_ranks = [one.steps[number].sketches for one in ranks]
+            for quantity in set.intersection(*map(set, of_ranks)):
+                _share([sketches[quantity] for sketches in of_ranks])
+        return cls(folder=folder, ranks=ranks, repeats=[cls.load(one) for one in sorted(folder.glob("repeat*"))])
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the steps that all ranks have recorded."""
+        return sorted(set.intersection(*(set(one.steps) for one in self.ranks)))
+
+    @property
+    def initial(self) -> dict[str, Sketch]:
+        """Sketches of rank 0's weights before the first step, of all models."""
+        return {name: one for model in self.ranks[0].models for name, one in model.weights.items()}
+
+
+def _share(ranks: list[dict[str, Sketch]]) -> None:
+    """Complete what ranks have shared among each other: who sketches a tensor of which several have a copy."""
+    full: dict[str, list[Sketch]] = {}
+    for named in ranks:
+        for name, one in named.items():
+            full.setdefault(name, []).extend([one] if one.dtype else [])
+    for named in ranks:
+        for name, known in full.items():
+            own = named.get(name)
+            same = [one for one in known if own is None or one.digest == own.digest]
+            if same:
+                named[name] = same[0]
+
+
+def _read_rank(file: Path) -> RankRecord:
+    header: Header | None = None
+    models: list[Model] = []
+    steps: dict[int, Record] = {}
+    for number, line in _lines(file):
+        try:
+            if number == 1:
+                if line.get("format") != FORMAT or line.get("version") != VERSION:
+                    raise WrongField("format", f"expected {FORMAT!r}, version {VERSION}; {_RECORD_AGAIN}")
+                header = read_as(Header, line.get("header"))
+            elif "model" in line:
+                models.append(read_as(Model, line["model"], other=_READERS))
+            else:
+                record: Record = read_as(Record, line.get("record"), other=_READERS)
+                steps[record.step] = record  # of several lines of a step the last one has all
+        except WrongField as error:
+            raise TraceError(file, f"line {number}, {error.field}", error.problem) from error
+    if header is None:
+        raise TraceError(file, "", f"the file is empty; {_RECORD_AGAIN}")
+    return RankRecord(header=header, models=models, steps=steps)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    texts: Iterable[str] = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, text in enumerate(texts, 1):
+        if text.endswith("\n"):  # else the process died while it wrote this line
+            try:
+                yield number, json.loads(text)
+            except ValueError as error:
+                raise TraceError(file, f"line {number}", f"this is no JSON ({error}); {_RECORD_AGAIN}") from error
+
+
+def _read(value: Any, place: str) -> Sketch:
+    return digest_alone(value) if isinstance(value, str) else read_sketch(value, place)
+
+
+_READERS = {Sketch: _read}

@@ -1,0 +1,102 @@
+"""``fsshard trace`` and ``fsshard compare`` on whole scripts, which know nothing of them.
+
+Tests fsshard/cli/scripts.py and fsshard/parity/scripts/children/sitecustomize.py too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsshard.cli.app import main
+from fsshard.errors import ConfigurationError
+from fsshard.parity.scripts.command import run
+from fsshard.parity.scripts.recorder import Settings
+from fsshard.parity.scripts.store import ScriptTrace
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+
+def work(rank, store, rate):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = rate if step else 0.1
+        optimizer.zero_grad()
+        model(torch.full((2, 3), float(step + rank))).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1], float(sys.argv[2])), nprocs=2)
+"""
+
+
+def test_a_script_that_spawns_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command's children import torch and are recorded; what they print and return is theirs."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for name, rate in (("old", "0.1"), ("new", "0.05")):
+        command = [sys.executable, str(script), str(tmp_path / f"{name}-store"), rate]
+        assert main(["trace", str(tmp_path / name), "--tensors", "every=2", "--", *command]) == 0
+    assert f"3 steps on 2 ranks: {tmp_path / 'old'}" in capfd.readouterr().err
+    assert ScriptTrace.load(tmp_path / "old").ranks[1].header.command[0] == str(script)
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "old")]) == 0
+    assert capfd.readouterr().out == (
+        "The same training: old and old on 2 ranks have equal weights to the last bit, 2 parameters in 3 steps.\n"
+    )
+    files = [str(tmp_path / "report.json"), str(tmp_path / "difference.png")]
+    both = [str(tmp_path / "old"), str(tmp_path / "new")]
+    assert main(["compare", *both, "--json", files[0], "--plot", files[1]]) == 1
+    first, cause, *_ = capfd.readouterr().out.splitlines()
+    assert first.startswith("NOT the same training: old and new on 2 ranks part at step 1, weight of weight, rank 0")
+    assert cause == "before that: step 1: lr of group 0 0.1 -> 0.05"
+    report = json.loads(Path(files[0]).read_text())
+    assert (report["ok"], report["verdict"], report["sentence"]) == (False, "different", first)
+    assert Path(files[1]).stat().st_size > 1000
+
+
+def test_a_script_that_dies_midway(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Its exit code is the command's; the steps before are whole; the user's own sitecustomize has run."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('of the user')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    text = (
+        "import os, torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(3):\n    model(torch.ones(1, 2)).sum().backward()\n    optimizer.step()\nos._exit(3)\n"
+    )
+    assert run([sys.executable, "-c", text], tmp_path / "trace", Settings(first=1)) == 3
+    assert capfd.readouterr().out == "of the user\n"
+    assert ScriptTrace.load(tmp_path / "trace").steps == [1, 2]
+    assert main(["trace", str(tmp_path / "trace"), "--", sys.executable, "-c", ""]) == 2
+    assert "holds a record already; remove it, or name another folder" in capfd.readouterr().err
+    assert main(["trace", str(tmp_path / "trace"), "--overwrite", "--", sys.executable, "-c", ""]) == 1
+    assert "nothing is recorded: no module was called with gradients" in capfd.readouterr().err
+
+
+def test_a_command_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"got 'no-such-program x'; write, for example: fsshard trace a -- "):
+        run(["no-such-program", "x"], tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--steps", "5"], "--steps '5': expected FIRST:STOP, for example --steps 0:50"),
+        (["--tensors", "often"], "--tensors 'often': expected every=N, for example --tensors every=100"),
+    ],
+)
+def test_options_that_have_no_meaning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert main(["trace", str(tmp_path / "a"), *arguments, "--", sys.executable, "-c", ""]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,280 @@
+"""What is recorded of a training, whatever engine it runs under: the whole weights by the users' names.
+
+Tests fsshard/parity/scripts/weights.py, comparing.py and fsshard/parity/scripts/causes.py too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsshard
+from fsshard.errors import ConfigurationError
+from fsshard.parity.scripts.comparing import ScriptReport, compare_scripts
+from fsshard.parity.scripts.recorder import Recorder, Settings
+from fsshard.parity.scripts.store import ScriptTrace
+from fsshard.parity.sketch import sketch
+from tests.parity.scripts import strangers
+from tests.parity.scripts.strangers import STEPS, Net, job_train
+
+Recorded = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def recorded(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Train a stranger under an engine, with one thing changed or none, once."""
+    folder = tmp_path_factory.mktemp("scripts")
+
+    def record(name: str = "ddp", fault: str = "", size: int = 2, **options: Any) -> Path:
+        path = folder / "-".join([name, fault or "right", str(size), *map(str, options.values())])
+        if not path.exists():
+            ranks.run(job_train, size, path, name, fault, **options)
+        return path
+
+    return record
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "fairscale", *strangers.OURS[1:]])
+def test_engines_are_equal_to_the_last_bit(recorded: Recorded, name: str) -> None:
+    found = compare_scripts(recorded(), recorded(name))
+    assert (found.verdict, found.renamed, found.steps) == ("exact", {}, [*range(STEPS)]), str(found)
+    assert "to the last bit" in found.sentence and f"{len([*Net().parameters()])} parameters" in found.sentence
+
+
+def test_flat_parameters(recorded: Recorded) -> None:
+    """FSDP1 flattens what is trained and what is not into one no more."""
+    found = compare_scripts(recorded("ddp", "all trained"), recorded("fsdp1-flat", "all trained"))
+    assert found.verdict == "exact", str(found)
+
+
+def job_by_hand() -> list[dict[str, str]]:
+    """Digests of weights of replicas whose gradients are averaged by hand."""
+    model = strangers.build("")
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(STEPS):
+        model(strangers.samples(step, "")).square().mean().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: sketch(value).digest for name, value in model.named_parameters()})
+    return found
+
+
+def test_the_record_is_that_of_replicas_averaged_by_hand(ranks: Any, recorded: Recorded) -> None:
+    for rank, expected in enumerate(ranks.run(job_by_hand, 2)):
+        steps = ScriptTrace.load(recorded("fsdp2")).ranks[rank].steps
+        assert [{n: one.digest for n, one in steps[k].weights.items()} for k in steps] == expected
+
+
+def test_what_a_step_holds(recorded: Recorded) -> None:
+    one = ScriptTrace.load(recorded())
+    (model,), step = one.ranks[0].models, one.ranks[1].steps[2]
+    assert model.engine == "DistributedDataParallel" and model.layers["Dropout(p=0.0, inplace=False)"] == 2
+    assert one.ranks[1].header.world_size == 2 and one.ranks[0].header.environment["torch"] == torch.__version__
+    assert len(step.losses) == len(step.samples) == 1 and step.samples[0].rows == 8
+    assert step.samples[0].computed == "float32" and step.groups[0]["lr"] == 1e-2 and not step.skipped
+    assert step.sketches["buffer"].keys() == {"blocks.0.scale", "blocks.1.scale"}
+    assert "frozen.weight" in step.weights and "frozen.weight" not in step.gradients
+
+
+def test_fewer_steps_weights_and_tensors(recorded: Recorded) -> None:
+    sparse = recorded("ours-fsdp2", "", every=2, steps=range(1, 4), tensors=3)
+    steps = ScriptTrace.load(sparse).ranks[0].steps
+    assert {number: bool(step.weights) for number, step in steps.items()} == {1: False, 2: True, 3: True}
+    assert (sparse / "tensors" / "step3" / "first.weight.safetensors").is_file()
+    found = compare_scripts(recorded(), sparse)
+    assert found.verdict == "different" and "4 and 3 steps; the first 2 steps agree" in found.sentence
+
+
+# ---------------------------------------------------------------------------------------------------- planted faults
+
+
+def against(recorded: Recorded, fault: str, name: str = "fsdp2") -> ScriptReport:
+    found = compare_scripts(recorded(), recorded(name, fault))
+    assert found.verdict == "different" and found.sentence.startswith("NOT the same training"), str(found)
+    return found
+
+
+def test_a_learning_rate_that_differs_from_a_step_on(recorded: Recorded) -> None:
+    found = against(recorded, "rate")
+    assert "part at step 3, weight of first.weight, rank 0" in found.sentence
+    assert found.causes[0] == "step 3: lr of group 0 0.01 -> 0.005"
+
+
+def test_another_sampler(recorded: Recorded) -> None:
+    found = against(recorded, "sampler")
+    assert "part at step 2" in found.sentence
+    assert found.causes[0].startswith("step 2: rank 0 was given other samples")
+
+
+def test_another_order_of_samples(recorded: Recorded) -> None:
+    assert against(recorded, "order").causes[0] == "step 0: the ranks were given the same samples in another order"
+
+
+def test_gradients_that_are_not_averaged(recorded: Recorded) -> None:
+    found = against(recorded, "no average", "ddp")
+    assert "part at step 1" in found.sentence
+    assert found.causes[0].startswith("step 1: ranks 0 and 1 of ddp-no average-2 hold different weights")
+
+
+def test_another_precision(recorded: Recorded) -> None:
+    found = against(recorded, "bf16")
+    assert "part at step 0, weight" in found.sentence
+    assert found.causes[0] == "step 0: models put out float32 -> bfloat16, autocast to torch.bfloat16"
+
+
+def test_another_seed_and_dropout(recorded: Recorded) -> None:
+    assert "initial weight of first.weight" in against(recorded, "seed").sentence
+    found = against(recorded, "dropout")
+    assert found.causes[0].startswith("layers: Dropout(p=0.0, inplace=False) 2 -> 0, Dropout(p=0.1")
+
+
+def test_a_layer_of_another_name(recorded: Recorded) -> None:
+    found = compare_scripts(recorded(), recorded("fsdp2", "renamed"))
+    assert found.verdict == "exact"
+    assert found.renamed == {"last.weight": "head.weight", "last.bias": "head.bias"}
+    assert "renamed: last.weight is head.weight now" in str(found)
+
+
+def test_fairscale_reduces_old_gradients(recorded: Recorded) -> None:
+    found = against(recorded, "zero_grad", "fairscale")
+    assert "part at step 1" in found.sentence and "optimizer.zero_grad()" in found.causes[-1]
+
+
+def test_two_ranks_beside_four(ranks: Any, recorded: Recorded, tmp_path: Path) -> None:
+    """Other orders of sums: different, and within the bound that repeated runs of the old script measure."""
+    four = recorded("fsdp2", "", size=4)
+    found = compare_scripts(recorded(), four)
+    assert found.verdict == "different" and "ddp-right-2 and fsdp2-right-4 on 2 and 4 ranks" in found.sentence
+    assert not any("samples" in cause for cause in found.causes), found.causes
+    ranks.run(job_repeats, 2, tmp_path)
+    repeats = [tmp_path / str(draw) for draw in range(1, 5)]
+    found = compare_scripts(recorded(), four, repeats=repeats)
+    assert found.verdict == "bound", str(found)
+    assert compare_scripts(recorded(), recorded("fsdp2", "rate"), repeats=repeats).verdict == "different"
+    with pytest.raises(ConfigurationError, match=r"at least 4 repeats of the old script, got 1.*--repeat 8"):
+        compare_scripts(recorded(), four, repeats=repeats[:1])
+
+
+def job_repeats(folder: Path) -> None:
+    for draw in range(1, 5):
+        recorder = Recorder(folder / str(draw), Settings(draw=draw))
+        recorder.start()
+        strangers.train()
+        recorder.stop()
+
+
+# ------------------------------------------------------------------------------------------------- unusual trainings
+
+
+def job_gan(folder: Path, steps: int = 2) -> None:
+    """Two models and optimizers, of which each has steps of its own; a third that steps with the second."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (generator.parameters(), critic[0].parameters())]
+    extra = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    with fsshard.trace(folder):
+        for _ in range(steps):
+            critic(generator(torch.ones(2, 3))).mean().backward()
+            optimizers[0].step()
+            for _ in range(2):
+                critic(generator(torch.ones(2, 3)).detach()).mean().backward()
+            optimizers[1].step()
+            extra.step()
+
+
+def test_several_models_optimizers_and_accumulation(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(job_gan, 1, tmp_path / "gan")
+    (rank,) = ScriptTrace.load(tmp_path / "gan").ranks
+    assert [model.engine for model in rank.models] == ["Linear", "Sequential"]
+    assert [len(step.losses) for step in rank.steps.values()] == [1, 2, 1, 2]
+    assert [[group["lr"] for group in step.groups] for step in rank.steps.values()] == [[0.1], [0.1, 0.5]] * 2
+    assert [*rank.steps[0].weights] == ["weight", "bias", "model1.0.weight", "model1.0.bias"]
+    digests = [step.weights["model1.0.bias"].digest for step in rank.steps.values()]
+    assert digests[0] != digests[1] == digests[2] != digests[3]
+
+
+def job_scaler(folder: Path) -> None:
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(2, 2), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsshard.trace(folder):
+        for step in range(3):
+            loss = model(torch.ones(1, 2)).sum() * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def test_a_step_that_the_scaler_leaves_out(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(job_scaler, 1, tmp_path / "scaled")
+    (rank,) = ScriptTrace.load(tmp_path / "scaled").ranks
+    assert [step.skipped for step in rank.steps.values()] == [False, True, False]
+    digests = [step.weights["weight"].digest for step in rank.steps.values()]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def job_recomputed(folder: Path, reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(checkpoint(self.inner, x, use_reentrant=reentrant))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3, requires_grad=True)).sum()
+        loss.backward()
+        return loss
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsshard.trace(folder):
+        for _ in range(2):
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_and_closures(ranks: Any, tmp_path: Path, reentrant: bool) -> None:
+    ranks.run(job_recomputed, 1, tmp_path / "recomputed", reentrant)
+    (rank,) = ScriptTrace.load(tmp_path / "recomputed").ranks
+    assert [model.engine for model in rank.models] == ["Model"] and len(rank.steps) == 2
+    assert [(len(step.losses), len(step.samples)) for step in rank.steps.values()] == [(1, 1)] * 2
+    assert rank.models[0].weights["last.weight"].digest != rank.steps[0].weights["last.weight"].digest
+
+
+def job_hooks() -> Iterator[Any]:
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    tables = [getattr(module, name) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
+    tables += [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+    return [[len(table) for table in tables], torch.autograd.backward.__module__, torch.amp.GradScaler.step.__module__]
+
+
+def test_nothing_is_left_afterwards(ranks: Any, tmp_path: Path) -> None:
+    before = ranks.run(job_hooks, 1)
+    ranks.run(job_gan, 1, tmp_path / "gan")
+    assert ranks.run(job_hooks, 1) == before
+
+
+def test_settings_that_have_no_meaning(tmp_path: Path) -> None:
+    (tmp_path / "rank0.jsonl").touch()
+    with pytest.raises(ConfigurationError, match="holds a record already; remove it"):
+        fsshard.trace(tmp_path).__enter__()
+    with pytest.raises(ConfigurationError, match=r"expected every >= 1 and tensors >= 0, got 0 and 0"):
+        fsshard.trace(tmp_path / "new", every=0).__enter__()
