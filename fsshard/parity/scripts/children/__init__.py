@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH: ``fsshard trace`` reaches each Python process of a command through its ``sitecustomize``."""
+"""How is each Python process of a command reached? By this folder on PYTHONPATH: Python runs its ``sitecustomize``."""
