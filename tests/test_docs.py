@@ -21,6 +21,7 @@ import torch.distributed as dist
 import fsshard
 from fsshard.backends.registry import loaded_backends
 from tests.documents import ROOT, blocks, training
+from tools import changelog
 
 DOCS = ROOT / "docs"
 PAGES = [
@@ -199,6 +200,10 @@ def test_a_room_says_which_question_it_answers(room: Path) -> None:
     text = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
     first = text.partition("\n\n")[0]
     assert first.count("?") == 1 and "\n" not in first, f"one question, in one line: {first!r}"
+
+
+def test_the_changelog_of_a_release_fits_on_a_page() -> None:
+    changelog.main(ROOT / "CHANGELOG.md")
 
 
 def test_each_option_of_an_engine_has_a_row_and_a_test() -> None:
