@@ -45,7 +45,9 @@ class Scale(nn.Module):
 def plain() -> Any:
     """Three layers, the second of them a unit under ``auto_wrap_policy={Scale}``; the same weights at every call."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), Scale(torch.linspace(0.5, 1.5, 6)), nn.Linear(6, 2))
+    # Not linspace: in a process that first entered torch.device("meta") within transformers' from_pretrained, which
+    # replaces it meanwhile (5.23), torch (2.13) has cached its constructors without it, and makes it on the CPU.
+    return nn.Sequential(nn.Linear(4, 6), Scale(0.5 + torch.arange(6) / 5), nn.Linear(6, 2))
 
 
 def batch(step: int = 0, rank: int | None = None) -> Tensor:

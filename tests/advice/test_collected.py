@@ -88,7 +88,8 @@ def quoted() -> list[str]:
 
 
 def test_every_advice_is_quoted_by_a_test() -> None:
-    known = [*quoted(), *ELSEWHERE, *NO_ADVICE, *GPU]
+    together = "\n".join(messages())  # most strings of the tests are in none of them
+    known = [part for part in (*quoted(), *ELSEWHERE, *NO_ADVICE, *GPU) if part in together]
     left = [f"{file}: {text}" for text, file in messages().items() if not any(part in text for part in known)]
     assert left == [], "quote each in a test that does as it says, or name that test in ELSEWHERE"
 

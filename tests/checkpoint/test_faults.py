@@ -10,8 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -31,6 +29,7 @@ from fsshard.checkpoint.format.index import read_index, sealed
 from fsshard.errors import CheckpointError, FsshardError
 from fsshard.launching.pool import RankPool
 from tests.comm.test_channel import Deaths
+from tests.forked import run_script
 from tests.portability.runs import Run, unlike
 
 RANK_0, RANK_1 = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
@@ -254,16 +253,15 @@ def test_two_jobs_at_one_path(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
-    script = (
+    script = tmp_path / "saves.py"
+    script.write_text(
         "import sys, torch, fsshard\n"
         "model = fsshard.wrap(torch.nn.Linear(2, 2), backend='none')\n"
         "handle = fsshard.save(sys.argv[1], model, block=False, weight=torch.ones(16 << 20))\n"
         "assert not handle.done()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "last")], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0
+    done = run_script(script, [str(tmp_path / "last")], {})
+    assert done.returncode == 0, done.stderr
     assert sum(file.bytes for file in read_index(tmp_path / "last").files.values()) > 64 << 20
 
 

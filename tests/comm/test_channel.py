@@ -360,14 +360,12 @@ def job_stands_still(within: str) -> Any:
         if within == "a collective":
             os.kill(pid, signal.SIGSTOP)
             found.append(refusal(lambda: exchange(channel, lambda: 0)))
-        elif within == "connecting":
+        else:
             channel.drop()
             store = channel._watchdog.store
             store.set(f"{place_of(channel, 1)}/0", "[\"save('next')\", true]")
             with mock.patch.object(store, "another", side_effect=_stopping(pid, store.another)):
                 found.append(refusal(lambda: channel.arrive("save('next')", 0.2)))
-        else:
-            os.kill(pid, signal.SIGSTOP)
         found.append(refusal(lambda: channel.arrive("save('next')", 20)))
         os.kill(pid, signal.SIGCONT)
         return found
@@ -406,11 +404,11 @@ def _stopping(pid: int, then: Callable[[], Any]) -> Callable[[], Any]:
     return stopped
 
 
-@pytest.mark.parametrize("within", ["a collective", "an arrival", "connecting"])
+@pytest.mark.parametrize("within", ["a collective", "connecting"])
 def test_a_store_that_does_not_answer(forks: Any, tmp_path: Path, within: str) -> None:
     _, (limit, *found) = (deaths := Deaths(forks, tmp_path)).run(job_stands_still, 2, within)
     assert deaths.seconds < 35, "none of it took the time of the group's own limit"
-    assert limit == ANSWER and len(found) == 1 + (within != "an arrival")
+    assert limit == ANSWER and len(found) == 2
     for kind, message, _ in found:
         assert kind == "CheckpointError" and "store of the process group" in message
 

@@ -135,9 +135,11 @@ def test_who_does_not_come_to_a_rare_call_is_named(forks: Any, tmp_path: Path, c
     assert said.startswith(kind) and re.search("rank 1:? has ended: its process is gone", said), said
 
 
-def short_of_time(work: Callable[[], Any]) -> str:
-    set_timeout(timedelta(seconds=1))
-    return refused(work)
+def short_of_time(work: Callable[[], Any], limit: float = 1.0, words: float = watchdog.LAST_WORDS) -> str:
+    """Refuse ``work`` after ``limit`` seconds, and ``words`` more for the ranks that are left to say where they are."""
+    set_timeout(timedelta(seconds=limit))
+    with mock.patch.object(watchdog, "LAST_WORDS", words):
+        return refused(work)
 
 
 def job_stuck(backend: str) -> str:
@@ -147,7 +149,7 @@ def job_stuck(backend: str) -> str:
     if dist.get_rank() == 1:
         store.wait(["given up"])
         return ""
-    said = short_of_time(lambda: step(model, optimizer))
+    said = short_of_time(lambda: step(model, optimizer), limit=0.3, words=0.3)
     store.set("given up", "1")
     return said
 
@@ -159,15 +161,16 @@ def test_a_rank_that_is_stuck_is_named(ranks: Any, backend: str) -> None:
         "the forward of a wrapped model" if backend == "fsdp2" else "the gradient reduction of FairScale, in backward"
     )
     assert said.startswith(f"RankMismatch: {what}: rank 1 did not take part and does not answer"), said
-    assert "if it needs more than 1 s" in said and "pass a longer timeout= to fsshard.launch or fsshard.init" in said, (
-        said
-    )
+    assert (
+        "if it needs more than 0.3 s" in said and "pass a longer timeout= to fsshard.launch or fsshard.init" in said
+    ), said
 
 
 def job_one_wraps() -> None:
     if dist.get_rank() == 1:
         raise ValueError("boom")
-    fsshard.wrap(nn.Linear(2, 2), backend="ddp")
+    with mock.patch.object(watchdog, "LAST_WORDS", 0.3):
+        fsshard.wrap(nn.Linear(2, 2), backend="ddp")
 
 
 def test_a_rank_that_does_not_come_to_wrap_is_named(ranks: Any) -> None:
@@ -216,7 +219,7 @@ KEEPS: dict[str, Callable[[fsshard.ShardedModule], Any]] = {
 
 def job_keeps_on_rank_0(backend: str, call: str = "state_dict") -> None:
     """The idiom of DDP, while rank 1 goes on training."""
-    with mock.patch.multiple(watchdog, INTERVAL=0.1, FIRST_QUESTION=0.2, NEXT_QUESTION=0.4):
+    with mock.patch.multiple(watchdog, INTERVAL=0.1, FIRST_QUESTION=0.2, NEXT_QUESTION=0.4, LAST_WORDS=0.3):
         model, optimizer = trained(backend)
         if dist.get_rank() == 0:
             KEEPS[call](model)
@@ -267,7 +270,7 @@ def job_three() -> str:
         with watchdog.taking_part(dist.group.WORLD, "the sum"):
             dist.all_reduce(torch.ones(1))
 
-    said = short_of_time(work)
+    said = short_of_time(work, words=1.0)
     store.set(str(rank), "1")
     return said
 

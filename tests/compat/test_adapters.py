@@ -21,8 +21,8 @@ from tests.sets import often
 @pytest.mark.parametrize(
     ("kind", "engines"),
     [
-        ("gpt2", ("fsdp2", "fsdp")),
-        pytest.param("gpt2", ("ddp", "fairscale"), marks=pytest.mark.long),
+        ("gpt2", ("fsdp2",)),
+        pytest.param("gpt2", ("fsdp", "ddp", "fairscale"), marks=pytest.mark.long),
         pytest.param("t5", ENGINES, marks=pytest.mark.long),
     ],
 )

@@ -22,7 +22,7 @@ def job_train(cache: str) -> list[Any]:
     found = []
     for backend in ("ddp", "fsdp2"):
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
-            sizes = ["--n-train", "16", "--n-test", "4", "--batch-size", "8", "--epochs", "2"]
+            sizes = ["--n-train", "16", "--n-test", "4", "--batch-size", "8", "--epochs", "1"]
             found.append([train(fsshard.init(), parse(["--backend", backend, *sizes])), printed.getvalue()])
     return found
 

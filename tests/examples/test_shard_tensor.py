@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples import shard_tensor
+from tests.forked import run_script
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = importlib.util.find_spec("physicsnemo") is not None
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "shard_tensor.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_script(ROOT / "examples" / "shard_tensor.py", arguments, {})
 
 
 @pytest.mark.skipif(not INSTALLED, reason="PhysicsNeMo is not installed: pip install nvidia-physicsnemo")

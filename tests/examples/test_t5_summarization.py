@@ -142,7 +142,7 @@ def speak(backend: str) -> tuple[list[str], list[str]]:
     return said[3:], parts.generate(bare(state), DATA.validation[:3], 24, 16)
 
 
-@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "fairscale"))
+@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2"))
 def test_a_model_generates_under_every_engine(ranks: Any, backend: str) -> None:
     for under, alone in ranks.run(speak, 2, backend):
         assert under == alone and any(under)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsshard.errors import LaunchError, RankFailed, UnsupportedByBackend
+from fsshard.launching import processes
 from fsshard.launching.context import Context, cores, init
 from fsshard.launching.processes import launch
 from tests.forked import forking
@@ -45,7 +46,6 @@ def report(ctx: Context, *args: Any) -> dict[str, Any]:
         "total": total,
         "environment": {name: os.environ[name] for name in NAMES},
         "listens": listeners(port),
-        "threads": torch.get_num_threads(),
     }
 
 
@@ -125,15 +125,7 @@ def _forked() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def spawned() -> Iterator[None]:
-    """For what the start and the end of an interpreter have a part in."""
-    with forking(forks=False):
-        yield
-
-
-def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch, spawned: None) -> None:
-    bare.delenv("OMP_NUM_THREADS", raising=False)
+def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch) -> None:
     found = launch(report, 2, ("a", torch.ones(2)), process_group_backend="gloo")
     assert found["again"] == found["context"] == Context(0, 0, 2, 2, torch.device("cpu"), "gloo")
     assert found["nested"] == (0, "inner") and found["total"].item() == 3.0
@@ -142,7 +134,7 @@ def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch, spawned
     assert 0 < int(port) < 2**16
     expected = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     assert found["environment"] == expected
-    assert found["threads"] == 1 and found["listens"] == [ON_LOOPBACK]
+    assert found["listens"] == [ON_LOOPBACK]
     assert "RANK" not in os.environ and not dist.is_initialized()  # the parent is no rank
 
 
@@ -162,6 +154,8 @@ FAILURES: dict[str, tuple[str, type]] = {
 @pytest.mark.parametrize("mode", FAILURES)
 def test_the_failure_that_no_other_one_caused(bare: pytest.MonkeyPatch, mode: str) -> None:
     told, cause = FAILURES[mode]
+    if mode == "leaves with 3":  # the other one is not going to say anything
+        bare.setattr(processes, "GRACE_SECONDS", 0.3)
     with pytest.raises(RankFailed, match=f"(?s)^rank 1 failed with {told}") as caught:
         launch(misbehave, 2, (mode,), timeout=5)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, cause)
@@ -187,6 +181,7 @@ def test_sigterm_reaches_the_ranks_which_save_and_leave(bare: pytest.MonkeyPatch
 
 
 def test_a_rank_that_stays_beyond_the_grace_is_killed(bare: pytest.MonkeyPatch) -> None:
+    bare.setattr(processes, "GRACE_SECONDS", 0.3)
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
@@ -214,18 +209,19 @@ def train_and_outlive_the_group(ctx: Context, destroy_here: bool) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("destroy_here", [True, False])
 def test_models_alive_at_teardown_do_not_hang(
-    bare: pytest.MonkeyPatch, spawned: None, caplog: pytest.LogCaptureFixture, destroy_here: bool
+    bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, destroy_here: bool
 ) -> None:
-    assert launch(train_and_outlive_the_group, 2, (destroy_here,)) == "done"
+    with forking(forks=False):  # the end of an interpreter has a part in it
+        assert launch(train_and_outlive_the_group, 2, (destroy_here,)) == "done"
     assert "ended with code" not in caplog.text  # nor does a rank abort while its interpreter finalizes
 
 
 INTERRUPTED_SCRIPT = """
-import os, threading
+import os, threading, torch
 from fsshard.launching.processes import launch
 
 def wait(ctx):
-    os.write(1, b"%d\\n" % os.getpid())  # one write, so that ranks do not mix their lines
+    os.write(1, b"%d %d\\n" % (os.getpid(), torch.get_num_threads()))  # one write, so that ranks do not mix their lines
     threading.Event().wait()
 
 if __name__ == "__main__":
@@ -234,19 +230,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", often([signal.SIGINT, signal.SIGKILL, signal.SIGTERM], signal.SIGKILL))
-def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
+def test_no_rank_outlives_the_parent(number: signal.Signals, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here ranks are spawned as a user's are: so they have one thread each, too."""
+    bare.delenv("OMP_NUM_THREADS", raising=False)
     command: Any = [sys.executable, script(tmp_path, INTERRUPTED_SCRIPT)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     parent = subprocess.Popen(command, env=environment(), **pipes)
     try:
         assert parent.stdout is not None
-        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        ranks = [parent.stdout.readline().split() for _ in range(2)]
         parent.send_signal(number)
         assert parent.communicate(timeout=PATIENCE)[0] == ""  # end of file: the ranks, who hold it too, are gone
         assert parent.returncode == -number
     finally:
         parent.kill()
-    assert len(set(ranks)) == 2
+    assert ranks[0][0] != ranks[1][0] and [threads for _, threads in ranks] == ["1", "1"]
 
 
 # ---------------------------------------------------------------------------------------- asked for what cannot be had

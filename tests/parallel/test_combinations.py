@@ -42,7 +42,7 @@ def job_with(backend: str, settings: dict[str, Any]) -> list[float]:
     return trained(model, lambda step: batch(1, step))
 
 
-@pytest.mark.parametrize("backend", often(["none", *DISTRIBUTED], "fsdp2", "fairscale"))
+@pytest.mark.parametrize("backend", often(["none", *DISTRIBUTED], "fsdp2"))
 def test_dtensors_are_recomputed(ranks: Any, backend: str) -> None:
     """Recomputed blocks take DTensors again; also on ranks that have no other rank of data."""
     theirs = on_one_process(1)["losses"]
@@ -51,7 +51,7 @@ def test_dtensors_are_recomputed(ranks: Any, backend: str) -> None:
         assert ours == pytest.approx(theirs, abs=BOUND)
 
 
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fsdp"))
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp"))
 def test_dtensors_in_bfloat16(ranks: Any, backend: str) -> None:
     """bfloat16 has eight bits: 2e-2 of losses below 1, and the same on both ranks."""
     theirs = on_one_process(1)["losses"]

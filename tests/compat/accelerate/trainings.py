@@ -205,12 +205,12 @@ def every_case(engine: str) -> dict[str, dict[str, Any]]:
     return {case: run(engine, **given) for case, given in CASES.items()}
 
 
-RESUMED = {"fsdp2": OWN, "fairscale": "fsdp2", "fsdp": "fairscale", "ddp": "fsdp", OWN: "fsdp2"}
+RESUMED = {"fsdp2": OWN, "fairscale": "fsdp2", OWN: "fairscale"}
 """Engine -> whose state it goes on from."""
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    """Two epochs under every engine; the second one, and the end of it, from the state of another; what files hold.
+    """Two epochs under each engine; the second one, and the end of it, from the state of another; what files hold.
 
     Accelerate's own does not go on to the bit within an epoch: its loader draws a number when it begins again. What is
     the same there is what ours and theirs make of it.

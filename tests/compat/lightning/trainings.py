@@ -152,7 +152,7 @@ def adversaries(engine: str) -> dict[str, Any]:
         plugins = [scaled(torch.amp.GradScaler("cpu", init_scale=1024.0))] if case == "scaled" else []
         theirs = engine == "lightning"
         strategy: Any = DDPStrategy(cluster_environment=Launched(), **unused) if theirs else Strategy(engine, **unused)
-        trainer = trainer_of(strategy, 2, callbacks=[weights], plugins=plugins)
+        trainer = trainer_of(strategy, callbacks=[weights], plugins=plugins)
         said = told_by(functools.partial(trainer.fit, module, loader()))
         trained = {"losses": module.losses, "state": weights.state, "calls": module.calls}
         found[case] = trained if said == "nothing" else said

@@ -49,7 +49,7 @@ def their_own(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     return ranks.run(trainings.every_case, 2, "hf", folder)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fsdp"))
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2"))
 def test_losses_evaluations_words_and_weights_are_those_of_their_ddp(
     ranks: Any, their_own: list[dict[str, Any]], engine: str, tmp_path: Path
 ) -> None:

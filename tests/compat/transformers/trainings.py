@@ -168,12 +168,12 @@ BEST: dict[str, Any] = {
     "greater_is_better": True, "max_grad_norm": 0.0,
 }  # fmt: skip
 """The best is the one with the largest loss: that of the first epoch, which is not what is there at the end."""
-RESUMED = {"fsdp2": "hf", "fairscale": "fsdp2", "fsdp": "fairscale", "ddp": "fsdp", "hf": "fsdp2"}
+RESUMED = {"fsdp2": "hf", "fsdp": "fsdp2", "hf": "fsdp"}
 """Engine -> whose checkpoint of the first epoch it goes on from."""
 
 
 def resumed(folder: str) -> dict[str, dict[str, Any]]:
-    """Two epochs under every engine, and the second one from the checkpoint of another."""
+    """Two epochs under each engine, and the second one from the checkpoint of another."""
     found = {}
     for engine in RESUMED:
         found[engine] = _saved(engine, f"{folder}/{engine}", None)
