@@ -93,7 +93,7 @@ def test_what_json_cannot_say_on_one_rank_is_an_error_on_all(ranks: Any) -> None
     here, there = ranks.run(job_unsaid, 2)
     assert here == there and here[2] == [1, 1]
     for kind, message, failures in here[:2]:
-        assert kind == "CheckpointError" and message.startswith(f"{SAVE}: values that cannot be told")
+        assert kind == "CheckpointError" and message.startswith(f"{SAVE}: values that cannot be sent to")
         assert list(failures) == [1] and "Tensor is not JSON serializable" in failures[1]
 
 
