@@ -38,6 +38,12 @@ GRID = 64
 GRAIN = 32768
 """``at::internal::GRAIN_SIZE``: a thread of an elementwise kernel has at least as many elements, or all of them."""
 
+READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
+"""Take ``view_as_real`` of everything complex before any arithmetic but that of weight decay (torch 2.13).
+
+Shown the pairs at once they compute the same numbers, without making four views of each parameter in each step.
+"""
+
 # ------------------------------------------------------------------------------------------------ blocks
 
 
@@ -120,6 +126,8 @@ class _View:
     ) -> None:
         self.entry, self.is_complex, self.turned = entry, is_complex, turned
         self._part, self._threads, self._matrices = part, threads, matrices
+        # Whether real numbers are shown otherwise than the engine's parameter holds them.
+        self.is_elsewhere = part is not None or turned or matrices is not None or hasattr(entry.parameter, LOCAL_TENSOR)
         self.blocks: list[_Block] | None = None  # None: shown as it is shaped
         self.pieces: list[nn.Parameter] = []  # stand for the local part
         self._over: tuple[int, torch.Size] | None = None  # address and shape of the local part
@@ -135,6 +143,12 @@ class _View:
         for index, piece in enumerate(self.pieces if at_rest else ()):
             optimizer.state[piece] = {key: values[index] for key, values in shown.items()}
         return self.pieces
+
+    def show_complex(self, shown: bool, optimizer: Any, backend: Backend) -> None:
+        """Show complex numbers as such from now on, or as pairs of reals."""
+        if shown != self.is_complex:
+            self.rest(optimizer, backend)
+            self.is_complex, self.pieces, self._over = shown, [], None
 
     def _state_shown(self, value: Any, local: Tensor) -> list[Any]:
         """Return what each piece has of a state at rest."""
@@ -330,6 +344,7 @@ class _Shards:
         fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
         self.matrices = request.matrices  # as which weights of more than two dims are shown, by name
         self._views = {id(entry.parameter): self._view_of(entry, request.see_complex, fused) for entry in backend.all}
+        self._reads_pairs = request.optimizer_class in READS_PAIRS and self.owners is None and not self.matrices
         self.resting = True  # the state lies under the engine's parameters, and not under what was shown
         self._has_stepped = False
 
@@ -352,21 +367,25 @@ class _Shards:
                 part, threads = (start, stop, total), 1
         turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
         matrices = self.matrices.get(entry.name)
-        shown = is_complex or part is not None or turned or hasattr(entry.parameter, LOCAL_TENSOR)
-        return _View(entry, is_complex, turned, part, threads, matrices) if shown or matrices else None
+        view = _View(entry, is_complex, turned, part, threads, matrices)
+        return view if is_complex or view.is_elsewhere else None
 
     def show(self, optimizer: Any, *, gradients: bool = True) -> list[_View]:
         """Put in the groups what the optimizer is to see, and return the views among it."""
         views = []
         for group in optimizer.param_groups:
             shown: list[nn.Parameter] = []
+            # Weight decay is a product with a complex number in torch: of other zeros and infinities than a real one.
+            as_pairs = self._reads_pairs and group.get("weight_decay") == 0
             for parameter in group["params"]:
                 if id(parameter) not in self._views:
                     raise OptimizerError(
                         "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                     )
                 view = self._views[id(parameter)]
-                if view is None:
+                if view is not None and view.entry.kind.is_complex and self._reads_pairs:
+                    view.show_complex(self.request.see_complex and not as_pairs, optimizer, self.backend)
+                if view is None or not (view.is_complex or view.is_elsewhere):
                     shown.append(parameter)
                 else:
                     shown += view.begin(optimizer, self.backend, gradients=gradients)
