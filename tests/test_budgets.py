@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_444,
+    "fsshard + compat": 50_463,
     "fsshard/backends": 4_331,
     "fsshard/checkpoint": 5_161,
     "fsshard/parity": 5_164,
-    "fsshard/sharded": 4_878,
+    "fsshard/sharded": 4_897,
     "fsshard/comm + fsshard/launching": 3_148,
     "fsshard/simulation": 3_693,
     "fsshard/model": 2_569,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_610,
     "compat": 7_874,
-    "tests": 53_413,
+    "tests": 53_460,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
