@@ -189,7 +189,7 @@ def job_misused(folder: Path) -> dict[str, str]:
         ("different models by name", ConfigurationError, lambda: save(path, {"g": models["g"], "h": models["g"]})),
         ("without '.' and '/'", ConfigurationError, lambda: save(path, {"g.1": models["g"]})),
         ("expected model 'g' to be", ConfigurationError, lambda: save(path, {"g": generator()})),
-        ("of this model", ConfigurationError, lambda: save(path, {"g": models["g"]}, {"d": optimizers["d"]})),
+        ("to be this model's", ConfigurationError, lambda: save(path, {"g": models["g"]}, {"d": optimizers["d"]})),
         ("export each alone", ConfigurationError, lambda: fsshard.export(models, "all.pt")),  # type: ignore[arg-type]
     ):
         with pytest.raises(error) as raised:

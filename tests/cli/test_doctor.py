@@ -141,7 +141,7 @@ def test_private_names_that_are_missing_are_listed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "private_torch", lambda: (there, gone))
     missing, summary = doctor._private_names()
     assert (missing.name, missing.status, missing.text) == ("torch._no_such", "missing", "lost: flying")
-    assert (summary.status, summary.text) == ("fails", "1 of 2 are there")
+    assert (summary.status, summary.text) == ("fails", "1 of 2 are present")
     monkeypatch.setattr(doctor, "private_torch", registry.everything)
     *optional, summary = doctor._private_names()  # what a later torch gives, and what is done without
     assert all(finding.text.startswith("instead: ") for finding in optional)

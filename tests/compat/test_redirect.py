@@ -205,7 +205,7 @@ def test_install_comes_first_and_can_be_undone(world: World) -> None:
     facts = world.facts("order.py", FSSHARD_REDIRECT="")
     assert facts["before"] == facts["off"] == "the real library" and facts["on"] == "front"
     for late in (facts["late"], facts["late again"]):
-        assert late[0] == "RedirectError" and "fairscale is imported already" in late[1] and "/library/" in late[1]
+        assert late[0] == "RedirectError" and "fairscale is already imported" in late[1] and "/library/" in late[1]
     assert facts["finders"] == 1 and facts["environment"] == {"FSSHARD_REDIRECT": None}
 
 

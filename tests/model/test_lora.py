@@ -238,8 +238,8 @@ def test_the_scale_is_alpha_by_rank(dtype: torch.dtype, alpha: float | None, sca
     [
         (Net, {"rank": 0, "target": "conv"}, "rank=0"),
         (Net, {"target": {nn.Linear}}, "regular expression"),
-        (Net, {"target": "attention"}, "got none"),
-        (Net, {"rank": 64, "target": "."}, "got none"),
+        (Net, {"target": "attention"}, "none matches"),
+        (Net, {"rank": 64, "target": "."}, "none matches"),
     ],
 )
 def test_arguments_without_meaning(build: Any, settings: Any, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -199,7 +200,9 @@ def job_one_rank_in_another_layout(backend: str) -> str:
 def test_ranks_have_the_same_layouts(ranks: Any, backend: str) -> None:
     """torch's FSDP1 trains on what it has mixed up, without a word (2.13)."""
     for told in ranks.run(job_one_rank_in_another_layout, 2, backend):
-        assert "rank 1 has ('0.weight', (3, 2, 3, 3), 'torch.float32 with dimensions (0, 2, 3, 1) in memory')" in told
+        assert re.search(
+            r"0\.weight +\(3, 2, 3, 3\) torch\.float32 +\(3, 2, 3, 3\) torch\.float32 with dimensions", told
+        )
 
 
 def job_raw_fsdp1() -> list[bool]:

@@ -59,8 +59,8 @@ def job_refused(shape: Shape, names: Names | None, part: Any = None) -> None:
     ("shape", "names", "part", "text"),
     [
         ((1, 2), None, None, "a mesh (1, 2): nothing says whether"),
-        ((1, 2), ("a", "tp"), None, "'a' says not whether"),
-        ((1, 2), ("data", "b"), None, "'b' says not whether"),
+        ((1, 2), ("a", "tp"), None, "'a' does not say whether"),
+        ((1, 2), ("data", "b"), None, "'b' does not say whether"),
         ((1, 2), ("cp", "tp"), None, "no dimension's name says whether"),
         ((1, 2), ("data", "tp"), "tp", "pass a 1-D slice such as mesh['data']"),
         ((1, 2), ("dp_replicate", "dp_shard_cp"), None, "along 'dp_shard_cp' ranks hold other shards"),
