@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_610,
     "compat": 7_874,
-    "tests": 53_460,
+    "tests": 53_464,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
