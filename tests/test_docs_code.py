@@ -360,8 +360,8 @@ def commands() -> set[str]:
 
 
 def options(command: str) -> list[str]:
-    """The options that a command is given; what a script of the reader's is given is left out."""
-    words = shlex.split(command)
+    """The options that a command is given; what a script or a command of the reader's is given is left out."""
+    words = shlex.split(command.partition(" -- ")[0])
     script = next((word for word in words if word.endswith("train.py")), None)
     words = words[: words.index(script)] if script else words
     return [word.partition("=")[0] for word in words if word.startswith("--")]

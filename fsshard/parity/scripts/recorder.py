@@ -158,7 +158,8 @@ class Recorder:
         self._optimizers.append(optimizer)
 
     def _step_ended(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._optimizers.pop()
+        if self._optimizers:  # else the first forward, with which recording began, was within this step: a closure
+            self._optimizers.pop()
         if not self._optimizers and self._models:
             self._round(False)
             self._record(optimizer)
