@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_463,
+    "fsshard + compat": 50_464,
     "fsshard/backends": 4_331,
     "fsshard/checkpoint": 5_161,
-    "fsshard/parity": 5_164,
+    "fsshard/parity": 5_165,
     "fsshard/sharded": 4_897,
     "fsshard/comm + fsshard/launching": 3_148,
     "fsshard/simulation": 3_693,
