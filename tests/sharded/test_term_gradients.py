@@ -43,9 +43,8 @@ class Wave(nn.Module):
         self.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(
-            self.mix(x)
-        )  # used once: the order in which gradients of a unit's input are added is the engine's
+        # Used once: the order in which gradients of a unit's input are added is the engine's.
+        x = torch.tanh(self.mix(x))
         return (x.to(self.weight.dtype) @ self.weight).abs()
 
 
@@ -163,6 +162,7 @@ def job(engine: str, terms_of: Terms, dtype: torch.dtype, silent: bool) -> None:
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("dtype", "silent"), [(torch.float64, False), (torch.float32, True)])
 @pytest.mark.parametrize("terms_of", [supervised, burgers])
 @pytest.mark.parametrize("engine", ENGINES)
