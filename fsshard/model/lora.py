@@ -153,6 +153,14 @@ class _Adapted(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Swallow it: tltorch demands ``name=`` here, and would register the subclass."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._lora_names:
+            raise ModelError(
+                f"fsshard.lora: {name!r} is computed of a frozen weight and its adapter, and cannot be assigned; under "
+                f"torch.no_grad() call {name + ADAPTER}.base.copy_(), or load values before"
+            )
+        super().__setattr__(name, value)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _rebuild, (type(self)._lora_origin, type(self)._lora_names), state

@@ -16,7 +16,7 @@ from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import NotComparable, measure, reduction_bound, reduction_roundings, underflow
 from fsshard.parity.comparing import Found, StepComparison, all_batches
-from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
+from fsshard.parity.engine import WrappedEngine, bare_optimizer, check_seen_as_they_are, norm_dtype, total_norm
 from fsshard.parity.one_process import perturbed
 from fsshard.parity.report import Difference, RankStep, difference, worst_of
 from fsshard.parity.sketch import Sketch, real_view, sketch
@@ -112,6 +112,8 @@ class _RunComparison(StepComparison):
         self.own_engine = not isinstance(run.engine, WrappedEngine)
         # The reference's own process once more: nothing can add in another order.
         self.again = self.joined and run.mesh is None and dist.get_world_size() == 1
+        self.sees = bool(getattr(getattr(run.engine.optimizer, "request", None), "see", None))
+        self.unrepeated = False  # the optimizer sees matrices, so that a step within rounding cannot be judged
         self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
         self.gradients: Mapping[str, Tensor] = {}
         self.rounding = Rounding()
@@ -202,7 +204,9 @@ class _RunComparison(StepComparison):
             # norm, differ by rounding, and nothing by more.
             before = [q for q in self.result.differences if q not in ("weight", "state")]
             rounded = self._verdict("gradient", "norm") == "bound" and self._verdict(*before) == "bound"
-            self.replayed = self._replay() if rounded and not self.lost else {"weight": {}, "state": {}}
+            self.unrepeated |= rounded and self.sees
+            replays = rounded and not self.lost and not self.sees
+            self.replayed = self._replay() if replays else {"weight": {}, "state": {}}
         replayed = self.replayed[quantity].get(name)
         if replayed is None:
             return found
@@ -245,7 +249,7 @@ class _RunComparison(StepComparison):
                 factor = None if scale is None else scale.to(gradient.device, gradient.dtype)
                 parameter.grad = gradient.clone() if factor is None else gradient * factor
         groups = [{**group, "params": [held[name] for name in group["params"]]} for group in self.before.groups]
-        optimizer = recipe.optimizer(groups, **recipe.hyper)
+        optimizer = bare_optimizer(recipe, groups)
         if self.number > 0:
             for name, state in self._states(self.number - 1).items():
                 for key, value in state.items():
@@ -272,8 +276,10 @@ class _RunComparison(StepComparison):
         # Every step starts from the reference's weights and state, so that no bound has to follow errors from step to
         # step. After a real difference the run goes on freely, or its loss curve would snap back and hide the fault.
         apart = self._verdict("weight", "state") != "exact"
-        flags = torch.tensor([float(apart), float(self.lost)], device=self.run.job.device)
+        flags = torch.tensor([apart, self.lost, self.unrepeated], dtype=torch.float32, device=self.run.job.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        if flags[2]:
+            check_seen_as_they_are({"see": True})
         if not flags[0] or flags[1]:
             return
         states = self._states(self.number)

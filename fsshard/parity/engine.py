@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsshard.backends.whole import gather_all, gather_grads, owned
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.model.activation_checkpointing import checkpoint_blocks
+from fsshard.parity.bounds import NotComparable
 from fsshard.recipes.recipe import Recipe
 from fsshard.sharded.grad_scaler import GradScaler
 from fsshard.sharded.module import ShardedModule
@@ -136,6 +137,22 @@ def optimizer_of(recipe: Recipe, make: Callable[[], Any]) -> Any:
         return make()
     except TypeError as error:
         raise RecipeError(f"recipe.optimizer does not take recipe.hyper {dict(recipe.hyper)!r}: {error}") from error
+
+
+def check_seen_as_they_are(*settings: Mapping[str, Any]) -> None:
+    """Raise NotComparable where settings of an optimizer, or of a group, let it see weights as matrices."""
+    if any(each.get("see") for each in settings):
+        raise NotComparable(
+            "see= shows the optimizer matrices, and a comparison within rounding, or with one process, repeats its "
+            "step on weights as they are; compare backends with 'ddp' on two ranks"
+        )
+
+
+def bare_optimizer(recipe: Recipe, groups: list[dict[str, Any]]) -> Any:
+    """Return the recipe's optimizer over whole parameters, without what build_optimizer alone is told."""
+    check_seen_as_they_are(recipe.hyper, *groups)
+    hyper = {key: value for key, value in recipe.hyper.items() if key not in ("whole", "separable", "see")}
+    return optimizer_of(recipe, lambda: recipe.optimizer(groups, **hyper))
 
 
 class WrappedEngine(Engine):

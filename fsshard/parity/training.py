@@ -17,7 +17,7 @@ from fsshard.errors import RecipeError
 from fsshard.nested import map_leaves
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parity.bounds import note_batches, part_of
-from fsshard.parity.engine import Engine, WrappedEngine, make_engine, optimizer_of
+from fsshard.parity.engine import Engine, WrappedEngine, bare_optimizer, make_engine
 from fsshard.parity.one_process import Shadow, built, random_state
 from fsshard.parity.sketch import digest, real_view
 from fsshard.parity.trace import Step
@@ -225,4 +225,4 @@ class Bare(Engine):
         named = dict(module.named_parameters())
         groups = [{"params": list(named)}] if recipe.param_groups is None else recipe.param_groups(list(named))
         held = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
-        self.optimizer = optimizer_of(recipe, lambda: recipe.optimizer(held, **recipe.hyper))
+        self.optimizer = bare_optimizer(recipe, held)

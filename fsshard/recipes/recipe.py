@@ -125,7 +125,9 @@ class Recipe:
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise RecipeError(
-                f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a recipe's steps have none"
+                "recipe.optimizer: expected a class whose step() runs without a closure, got "
+                f"{self.optimizer.__name__}, which runs forward and backward itself; give another, and train by this "
+                "one in a script of your own"
             )
 
     @property

@@ -262,6 +262,17 @@ def test_models_that_cannot_be_adapted() -> None:
         fsshard.lora(fsshard.tensorfy(Net()), rank=2, target="conv")
 
 
+def test_a_weight_with_an_adapter_is_not_assigned() -> None:
+    model = fsshard.lora(nn.Linear(4, 4), rank=2, target="weight")
+    for value in (nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4)):
+        with pytest.raises(ModelError, match=r"under torch.no_grad\(\) call weight_lora.base.copy_\(\), or load"):
+            model.weight = value
+    with torch.no_grad():
+        model.weight_lora.base.copy_(torch.ones(4, 4))
+    assert torch.equal(model.weight, torch.ones(4, 4))
+    model.bias = nn.Parameter(torch.ones(4))
+
+
 def job_second_derivative() -> str:
     """FSDP1's passes of derivatives through units of two flat parameters."""
     want: list[Tensor] = []

@@ -20,14 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import torch.distributed as dist
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 import fsshard.parity
 from fsshard import recipes
 from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
+from fsshard.model import host_copies
+from fsshard.model.host_copies import offloading_to
 from fsshard.recipes import models
 from fsshard.recipes.recipe import Recipe
 from tests.parity import page
@@ -46,7 +50,17 @@ VARIANTS: dict[str, Callable[[Recipe], dict[str, Any]]] = {
     "clip": lambda recipe: {"clip": (0.01, 2.0)},
     "two_groups": lambda recipe: {"param_groups": functools.partial(two_groups, recipe.hyper["lr"])},
     "frozen_part": lambda recipe: {"build": functools.partial(build_frozen, recipe.build)},
+    "lora": lambda recipe: {"build": functools.partial(build_adapted, recipe.build)},
     "activation_checkpointing": lambda recipe: {"activation_checkpointing": checkpointed(recipe)},
+    "offload": lambda recipe: {
+        "build": functools.partial(build_offloaded, recipe.build, checkpointed(recipe)),
+        "loss": functools.partial(offloaded_loss, recipe.loss),
+    },
+    "join": lambda recipe: {
+        "batches": functools.partial(batches_that_end, recipe.batches),
+        "join": functools.partial(join_those_that_count, recipe),
+        "loss": functools.partial(joined_loss, recipe.loss),
+    },
     "bf16": lambda recipe: {"precision": "bf16"},
     "fp16": lambda recipe: {"precision": "fp16"},
 }
@@ -72,21 +86,32 @@ RATES = {"Adadelta": 1.0, "Adagrad": 1e-2, "Adam": 5e-3, "AdamW": 5e-3, "NAdam":
 OPTIMIZERS = {
     "SGD": OptimizerChoice("torch.optim.SGD", {"lr": 1e-2, "momentum": 0.9}),
     **{name: OptimizerChoice(f"torch.optim.{name}", {"lr": rate}) for name, rate in RATES.items()},
+    "SOAP_whole": OptimizerChoice("tests.optimizers.SOAP", {"lr": 5e-3, "whole": True}),
+    "Muon_modes": OptimizerChoice("tests.optimizers.MyMuon", {"lr": 1e-3, "whole": True, "see": "modes"}),
     "neuralop_AdamW": OptimizerChoice("neuralop.training.AdamW", {"lr": 5e-3, "weight_decay": 1e-2}),
 }
 
 REFUSALS = {
+    ("Muon_modes", "none"): "see=",
     ("convnet", "none"): "the model or its loss mixes samples",
     ("dropout", "none"): "the model draws random numbers",
     ("bf16", "none"): "mixed precision",
     ("fp16", "none"): "mixed precision",
 }
-"""(variant or model, backend) -> how the reason begins for which it is refused at more than one rank."""
+"""(variant, model or optimizer, backend) -> how the reason begins for which it is refused at more than one rank."""
 
 
-def expected_refusal(model: str, variant: str, backend: str) -> str:
-    """How the reason begins for which a cell is refused at more than one rank; "" where it must not be."""
-    return REFUSALS.get((variant, backend), REFUSALS.get((model, backend), ""))
+def expected_refusal(combination: Combination, backend: str) -> str:
+    """How the reason begins for which a cell is refused at more than one rank; "" where it must not be.
+
+    An optimizer that sees a matrix per mode is compared bit by bit only: its step is not repeated on one process, which
+    every comparison within rounding needs. So at four ranks engines have no row of it.
+    """
+    model, size, variant, optimizer = combination
+    if size > 2 and optimizer == "Muon_modes":
+        return "" if backend == "ddp" else REFUSALS[optimizer, "none"]
+    found = (REFUSALS.get((value, backend)) for value in (variant, model, optimizer))
+    return next(filter(None, found), "")
 
 
 KNOWN_WARNINGS = (
@@ -187,6 +212,68 @@ def build_frozen(build: Callable[[], nn.Module]) -> nn.Module:
     for parameter in parameters[: max(1, len(parameters) // 3)]:
         parameter.requires_grad_(False)
     return model
+
+
+def build_adapted(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model with adapters; all else is frozen.
+
+    Left out: T5's embeddings, which are shared, and those of ViT, whose dtype the forward of another unit asks for.
+    """
+    return fsshard.lora(build(), rank=2, target="^(?!.*(shared|embed|lm_head))")
+
+
+def build_offloaded(build: Callable[[], nn.Module], blocks: object) -> nn.Module:
+    """The model with blocks whose activations leave; ``wrap`` would refuse to offload on a CPU device."""
+    model = build()
+    fsshard.checkpoint_blocks(model, fsshard.Checkpointing(blocks, offload_to_cpu=True, recompute=False))
+    return model
+
+
+def offloaded_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: Any) -> Tensor:
+    """Let the CPU stand for a device from which activations leave, of whatever size."""
+    with offloading_to("cpu:0"), mock.patch.object(host_copies, "LEAST", 1):
+        return loss(model, batch)
+
+
+class OwnBatch(NamedTuple):
+    """A rank's batch in a training within ``fsshard.join``.
+
+    Attributes:
+        counts: False where the rank's batches have ended, and this is its last one again.
+        share: what its loss counts for in the mean over all ranks, since only those that go on count.
+    """
+
+    samples: Any
+    counts: bool
+    share: float
+
+
+def batches_that_end(batches: Callable[[int, int, int], Any], rank: int, world_size: int, number: int) -> OwnBatch:
+    """Give every second rank, from the first on, one batch only.
+
+    Then half of the ranks go on, and the weight of their gradients is 2, which rounds nothing.
+    """
+    ended = world_size > 1 and rank % 2 == 0 and number > 0
+    share = 1.0 if world_size == 1 or number == 0 else 0.0 if ended else 2.0
+    return OwnBatch(batches(rank, world_size, 0 if ended else number), not ended, share)
+
+
+def join_those_that_count(recipe: Recipe, batches: Sequence[OwnBatch]) -> OwnBatch:
+    """Make one batch of the ranks that go on, for one process."""
+    return OwnBatch(recipe.joined([batch.samples for batch in batches if batch.counts]), True, 1.0)
+
+
+def joined_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: OwnBatch) -> Tensor:
+    """Train within ``fsshard.join`` where the model is wrapped: that weighs the gradients. Else by the share."""
+    if not isinstance(model, fsshard.ShardedModule):
+        return loss(model, batch.samples) * batch.share
+    if "rounds" not in vars(model):  # the loop is recipe's, so its rounds are begun one by one
+        joined = fsshard.join(model).__enter__()
+        mine = 1 if dist.get_world_size() > 1 and dist.get_rank() % 2 == 0 else 99
+        vars(model)["rounds"] = joined(range(mine))
+    next(vars(model)["rounds"])
+    own = loss(model, batch.samples)
+    return own + own.detach() * (batch.share - 1.0)  # what is told is the mean over those that go on
 
 
 def checkpointed(recipe: Recipe) -> object:
@@ -290,7 +377,7 @@ def count(results: Sequence[Result], reasons: list[str]) -> str:
         if result.verdict == "refused":
             text, c = " ".join(result.detail.split()), result.combination
             # without the numbers of this one run
-            reason = text[max(0, text.find(expected_refusal(c.model, c.variant, result.backend))) :]
+            reason = text[max(0, text.find(expected_refusal(c, result.backend))) :]
             reasons += [reason] if reason not in reasons else []
             marks.add(reasons.index(reason) + 1)
     found, told = Counter(result.verdict for result in results), "".join(f" [{number}]" for number in sorted(marks))

@@ -178,6 +178,7 @@ def test_the_judge_is_the_recipe_alone() -> None:
     assert all(torch.equal(value, dict(model.named_parameters())[name]) for name, value in judge.weights())
     with pytest.raises(RecipeError, match=r"does not take recipe\.hyper"):
         Bare(dataclasses.replace(recipe, hyper={"rate": 1}), recipe.build())
+    Bare(dataclasses.replace(recipe, hyper={"lr": 1, "whole": True, "separable": True}), recipe.build())
 
 
 def test_dimensions_are_named_in_a_tuple() -> None:

@@ -319,6 +319,8 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
         estimate(torch.compile(Net()), batch=BATCH)
     with pytest.raises(ConfigurationError, match="a plan has no forward, and a recipe has its own"):
         estimate(fsshard.plan(Net()), batch=BATCH)
+    with pytest.raises(RecipeError, match="got LBFGS, which runs forward and backward itself"):
+        estimate(net(), backend="ddp", optimizer=torch.optim.LBFGS)
     with pytest.raises(RecipeError, match="no_such"):
         estimate("tests.simulation.recipes:no_such")
 
