@@ -276,6 +276,14 @@ RUN: dict[str, Shown] = {
     ),
     "docs/transformers.md 0": Shown(2, HUGGING_FACE, "assert trainer.state.global_step == 2", needs="transformers"),
     "docs/transformers.md 1": Shown(
+        2,
+        f"{HUGGING_FACE}\nfrom fsshard.compat.transformers import Trainer\n"
+        "trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, fsshard={'backend': 'fsdp2'})\n"
+        "folder = 'averaged'",
+        "assert average.ema.updates == 2",
+        needs="transformers",
+    ),
+    "docs/transformers.md 2": Shown(
         1, HUGGING_FACE, "assert recipe.batches(0, 2, 0) is not None", needs="transformers"
     ),
     "docs/estimate.md 3": Shown(1, after="assert forecast.seconds > 0", instead=(("=64", "=2"), ('"h100"', '"cpu"'))),

@@ -64,8 +64,8 @@ class EMA:
     ) -> None:
         if not isinstance(model, ShardedModule):
             raise ConfigurationError(
-                f"fsshard.EMA: expected what fsshard.wrap returned, got {type(model).__name__}; wrap the model first, "
-                "or use torch.optim.swa_utils.AveragedModel"
+                f"fsshard.EMA: expected a wrapped model, got {type(model).__name__}; pass what fsshard.wrap returned "
+                "(Hugging Face's Trainer has it as model_wrapped), or use torch.optim.swa_utils.AveragedModel"
             )
         if not callable(decay) and not (isinstance(decay, (int, float)) and 0 <= decay <= 1):
             raise ConfigurationError(f"fsshard.EMA: decay={decay!r}: expected a number from 0 to 1, or a function")

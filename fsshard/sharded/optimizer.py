@@ -12,6 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from fsshard.backends.whole import gather_states, owned, scatter_state, state_of
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
+from fsshard.nested import map_containers
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_optimizer
 from fsshard.patches import OPTIMIZER_STEP
@@ -289,10 +291,18 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             StateDictError: names what is missing, unexpected or of another shape.
+            OptimizerError: the state has objects, which the class fills by hooks of its own, not run here.
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise StateDictError("optimizer state", missing=["state", "param_groups"])
         mine, saved, state = groups_by_name(self), state_dict["param_groups"], state_dict["state"]
+        objects: list[str] = []
+        map_containers(lambda leaf: objects.extend([type(leaf).__name__] * is_dataclass(leaf)), dict(state), "plain")
+        if objects:  # DistributedShampoo's factors
+            raise OptimizerError(
+                f"{self.optimizer_class.__name__}: expected a state of tensors, numbers and containers of them, got a "
+                f"{objects[0]}, which the optimizer would not look at once loaded; load the model's weights alone"
+            )
         want, got = ({(i, n) for i, group in enumerate(groups) for n in group["params"]} for groups in (mine, saved))
         wrong: dict[str, tuple[object, object]] = {
             f"{entry.name}: {key}": (tuple(entry.full_shape), tuple(value.shape))

@@ -29,8 +29,8 @@ NO_VALUES = (
     "parameters of the model that this engine has cut have no values here (they are on the meta device): nothing can "
     "be computed with them, or written to them, outside of the forward. Compute a penalty in the forward and return "
     "it, or use the optimizer's weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not "
-    "differentiated use model.full_parameters(); write to them within model.full_parameters(writeback=True), or "
-    "through model.load_state_dict"
+    "differentiated use model.full_parameters(), and average weights by fsshard.EMA(model); write to them within "
+    "model.full_parameters(writeback=True), or through model.load_state_dict"
 )
 
 

@@ -247,6 +247,27 @@ def test_another_owner_is_noticed(ranks: Any) -> None:
         assert "call ema.state_dict() before fsshard.build_optimizer" in told
 
 
+def job_made_before(backend: str, settings: dict[str, Any]) -> str:
+    """torch's own average, made of the bare model before it is wrapped."""
+    bare, module = Bare(0.9, range(3)), built()
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model = fsshard.wrap(module, backend=backend, broadcast_buffers=False, **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    try:
+        train(model, optimizer, range(3), lambda: averaged.update_parameters(model))
+    except (FsshardError, RuntimeError) as error:  # of fsdp2's real weights torch says what a DTensor is
+        return str(error)
+    assert same(dict(averaged.module.named_parameters()), bare.average())
+    return ""
+
+
+@pytest.mark.parametrize(("backend", "settings"), ENGINES)
+def test_torchs_average_made_before_wrap(ranks: Any, backend: str, settings: dict[str, Any]) -> None:
+    for told in ranks.run(job_made_before, 1 if backend == "none" else 2, backend, settings):
+        words = "average weights by fsshard.EMA(model)" if backend == "fsdp" else "mixed torch.Tensor and DTensor"
+        assert words in told if backend.startswith("fsdp") else not told, told
+
+
 def job_misused(path: Path) -> list[str]:
     model, optimizer = wrapped("fsdp2", {})
     ema = fsshard.EMA(model)
@@ -281,7 +302,7 @@ def job_misused(path: Path) -> list[str]:
 def test_misuse_is_told(ranks: Any, tmp_path: Path) -> None:
     for told in ranks.run(job_misused, 2, tmp_path / "saved"):
         texts = [
-            "wrap the model first",
+            "pass what fsshard.wrap returned",
             "from 0 to 1",
             "1 or more",
             "from 0 to 1",

@@ -122,6 +122,17 @@ def test_a_model_is_given_to_another_trainer(ranks: Any, engines: tuple[str, ...
             assert not mine["kept"], "engine and optimizer of the former Trainer"
 
 
+def test_an_average_of_the_weights_in_a_callback(ranks: Any, tmp_path: Path) -> None:
+    theirs = ranks.run(trainings.averaged, 2, "hf", str(tmp_path))
+    for engine in ("fsdp2", "fsdp"):
+        for mine, other in zip(ranks.run(trainings.averaged, 2, engine, str(tmp_path)), theirs, strict=True):
+            assert mine["loss"] == other["loss"]
+            same_tensors(mine["state"], other["state"], engine)
+            copied, bare = mine["refused"]
+            assert "deepcopy" in copied, copied
+            assert "pass what fsshard.wrap returned (Hugging Face's Trainer has it as model_wrapped), or use" in bare
+
+
 def test_evaluated_before_it_is_trained(ranks: Any, tmp_path: Path) -> None:
     """Hugging Face's own (transformers 5.23, accelerate 1.15) then trains without DDP: every rank goes its own way."""
     theirs = ranks.run(trainings.evaluated_first, 2, "hf", str(tmp_path))

@@ -13,7 +13,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import fsshard
 from fsshard.compat.transformers import Seq2SeqTrainer, Trainer
 from fsshard.recipes.models import small_t5
 from tests.compat.common import told
@@ -236,6 +238,41 @@ def _saved_whole(trainer: Any, folder: str) -> bool:
         torch.distributed.barrier()  # rank 0 writes
         written = load_file(f"{folder}/whole/model.safetensors")
         return set(written) == set(whole) and all(torch.equal(written[name], value) for name, value in whole.items())
+
+
+class Averages(transformers.TrainerCallback):
+    """An average of the weights: by torch over Hugging Face's own, by ``fsshard.EMA`` over an engine."""
+
+    average: Any = None
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        wrapped = self.trainer.model_wrapped
+        if isinstance(wrapped, fsshard.ShardedModule):
+            self.average = self.average or fsshard.EMA(wrapped, decay=0.7)
+            self.average.update()
+        else:
+            self.average = self.average or AveragedModel(given["model"], multi_avg_fn=get_ema_multi_avg_fn(0.7))
+            self.average.update_parameters(given["model"])
+
+
+def averaged(engine: str, folder: str) -> dict[str, Any]:
+    """The average, and what a Trainer's evaluation says to it."""
+    torch.manual_seed(0)
+    given = {"max_grad_norm": 0.0, "eval_strategy": "no"}
+    trainer = trainer_of(engine, folder, Complex(), **given)
+    callback = Averages(trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    if engine == "hf":
+        module = callback.average.module
+        return {"loss": trainer_of("hf", folder, module, **given).evaluate()["eval_loss"], "state": module.state_dict()}
+    refused = [told(lambda: AveragedModel(trainer.model)), told(lambda: fsshard.EMA(trainer.model))]
+    with callback.average.swapped():
+        found = {"loss": trainer.evaluate()["eval_loss"], "state": trainer.model_wrapped.state_dict()}
+    return {**found, "refused": refused}
 
 
 class MakesAnother(transformers.TrainerCallback):
