@@ -31,7 +31,9 @@ from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
 from fsshard.sharded.optimizer_matrices import Matrices, See, check_equivariant, check_see, is_bias, matrices_of
 
-WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
+WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    {"Adafactor", "DistributedShampoo", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
+)
 """Known to use the shape, a norm or a factorisation of each parameter."""
 BOUND = 1e-9
 """Largest difference between updates, of the largest update. In float64, and with cuts where torch's kernels begin a
