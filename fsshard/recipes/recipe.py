@@ -122,13 +122,7 @@ class Recipe:
         numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
         if len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers):
             raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
-        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise RecipeError(
-                "recipe.optimizer: expected a class whose step() runs without a closure, got "
-                f"{self.optimizer.__name__}, which runs forward and backward itself; give another, and train by this "
-                "one in a script of your own"
-            )
+        check_steps_alone(self.optimizer)
 
     @property
     def clipping(self) -> tuple[float, float] | None:
@@ -140,6 +134,16 @@ class Recipe:
     def joined(self, batches: Sequence[Any]) -> Any:
         """Make one batch of the ranks' batches."""
         return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
+
+
+def check_steps_alone(optimizer: type[Optimizer]) -> None:
+    """Raise RecipeError for a class whose ``step`` cannot do without a closure, as LBFGS's."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise RecipeError(
+            f"recipe.optimizer: expected a class whose step() runs without a closure, got {optimizer.__name__}, which "
+            "runs forward and backward itself; give another, and train by this one in a script of your own"
+        )
 
 
 def check_loss(loss: Any) -> Tensor:

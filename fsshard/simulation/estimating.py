@@ -24,7 +24,7 @@ from fsshard.parallel.meshes import role_of
 from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
 from fsshard.planning.plan import Plan
 from fsshard.planning.torch_settings import KEEP_GATHERED
-from fsshard.recipes.recipe import Recipe, check_mesh, resolve, splits
+from fsshard.recipes.recipe import Recipe, check_mesh, check_steps_alone, resolve, splits
 from fsshard.sharded.optimizer import constructor_arguments
 from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.machine import Machine, check_device, machine_of
@@ -193,12 +193,14 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     """Return what ``optimizer=`` changes in a recipe."""
     if optimizer is None:
         return {}
+    kind, hyper = optimizer, dict[str, Any]()
     if isinstance(optimizer, Optimizer):
-        return {"optimizer": type(optimizer), "hyper": constructor_arguments(optimizer)}
-    if isinstance(optimizer, functools.partial) and not optimizer.args:
-        return {"optimizer": optimizer.func, "hyper": dict(optimizer.keywords)}
-    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return {"optimizer": optimizer, "hyper": {}}
+        kind, hyper = type(optimizer), constructor_arguments(optimizer)
+    elif isinstance(optimizer, functools.partial) and not optimizer.args:
+        kind, hyper = optimizer.func, dict(optimizer.keywords)
+    if isinstance(kind, type) and issubclass(kind, Optimizer):
+        check_steps_alone(kind)
+        return {"optimizer": kind, "hyper": hyper}
     raise ConfigurationError(f"optimizer={optimizer!r}: expected an optimizer, a class, or a functools.partial of one")
 
 
