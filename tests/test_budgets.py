@@ -18,19 +18,19 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_464,
+    "fsshard + compat": 50_515,
     "fsshard/backends": 4_331,
     "fsshard/checkpoint": 5_161,
-    "fsshard/parity": 5_165,
-    "fsshard/sharded": 4_897,
+    "fsshard/parity": 5_188,
+    "fsshard/sharded": 4_909,
     "fsshard/comm + fsshard/launching": 3_148,
-    "fsshard/simulation": 3_693,
-    "fsshard/model": 2_569,
+    "fsshard/simulation": 3_695,
+    "fsshard/model": 2_577,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_610,
     "compat": 7_874,
-    "tests": 53_464,
+    "tests": 53_673,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
