@@ -12,6 +12,7 @@ complex ones), once through ``fsshard.wrap``. Both have the same units and the s
 * With ``--fast`` the raw side is as it comes, and fsshard's with its defaults. A third side, ``alone``, trains
   the same on every rank without any engine, so that nothing is sent: what is above it is what sharding and sending
   cost, and only that can be saved (but for the optimizer's share, since every rank steps the whole there).
+* ``fixed`` has 1,000 parameters of at most eight numbers in one unit: the cost of a step that no size of a model hides.
 
 Steps alternate, each side goes first every other round; ``tfno``, whose steps are short, has five times the rounds.
 Where memory happens to lie moves all steps of a process by some percent, so ``--starts`` starts the ranks several
@@ -124,12 +125,34 @@ def gpt(batch: int, length: int) -> Job:
     return Job(build, loss)
 
 
+class Joined(nn.Module):
+    """Parameters of one to eight numbers each, in one module, and next to nothing to compute with them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(1 + index % 8)) for index in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(tuple(self.weights)) * x
+
+
+def fixed(count: int) -> Job:
+    """A model whose step is what an engine and its wrapper do for each parameter, whatever its size."""
+
+    def loss(network: nn.Module, generator: torch.Generator) -> Tensor:
+        output: Tensor = network(torch.randn(1, generator=generator))
+        return output.square().mean()
+
+    return Job(lambda: Joined(count), loss)
+
+
 JOBS: dict[str, Job] = {
     "tfno": replace(tfno(16, 16), often=5),
     "tfno48": tfno(48, 32),
     "t5": t5(),
     "gpt": gpt(8, 128),
     "gpt-short": gpt(4, 64),
+    "fixed": fixed(1000),
 }
 
 

@@ -242,8 +242,8 @@ def wrap(
     if any(on_meta):
         init = initialiser(param_init_fn)
         settings = replace(settings, source=value_source(model, slots, on_meta, settings.device, group, init))
-    else:
-        model.to(settings.device)
+    elif any(tensor.device != settings.device for tensor in (slots[0].parameter, *model.buffers())):
+        model.to(settings.device)  # all parameters are on one device
     flatten_model(model, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     with taking_part(group, WHAT):
         if sync_module_states:

@@ -697,12 +697,12 @@ def _unit_class() -> type[nn.Module]:
                 return output
 
             def __setattr__(self, name: str, value: Any) -> None:
-                inner = self.__dict__.get("_modules", {}).get(WRAPPED)
-                mine = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
-                if inner is not None and not mine and hasattr(inner, name):
-                    setattr(inner, name, value)
-                else:
-                    super().__setattr__(name, value)
+                if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
+                    inner = self.__dict__.get("_modules", {}).get(WRAPPED)
+                    if inner is not None and hasattr(inner, name):
+                        setattr(inner, name, value)
+                        return
+                super().__setattr__(name, value)
 
         _cached_unit_class = FSDPUnit
     return _cached_unit_class

@@ -36,8 +36,8 @@ def views_of(module: nn.Module) -> Mapping[str, Kind]:
 
 def stored_in(module: nn.Module) -> dict[str, Any]:
     """Return the dict in which ``module`` keeps its parameters, by the names under which they are stored."""
-    # torch.jit's modules have no such member.
-    return module.__dict__["_parameters"] if isinstance(module, Flattened) else module._parameters
+    held: dict[str, Any] | None = module.__dict__.get("_parameters")  # past what Flattened shows under that name
+    return module._parameters if held is None else held  # torch.jit's modules have no such member
 
 
 def showing_the_users(modules: Iterable[nn.Module]) -> contextlib.ExitStack:
@@ -261,7 +261,10 @@ def store_otherwise(
     mixin: type[Flattened] | None = None,
 ) -> None:
     """Let ``module`` keep what ``stored_as(name, parameter)`` gives, if not None, in the places of its parameters."""
-    views, held = dict(views_of(module)), stored_in(module)
+    held = stored_in(module)
+    if not held:
+        return
+    views = dict(views_of(module))
     kept: dict[str, nn.Parameter | None] = {}
     for name, parameter in held.items():
         chosen = None if parameter is None or name.endswith(SUFFIX) else stored_as(name, parameter)

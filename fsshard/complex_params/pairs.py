@@ -164,10 +164,10 @@ def order_in_memory(tensor: Tensor) -> tuple[int, ...]:
     multiplied in another order of sums than the same numbers row by row (MKL with AVX-512, torch 2.13).
     """
     sizes, strides = tensor.shape, tensor.stride()
-    dims = range(tensor.dim())
-    order = tuple(sorted(dims, key=lambda dim: (-strides[dim], -sizes[dim])))
-    if order == tuple(dims) or tensor.numel() == 0:
+    places = list(zip(strides, sizes, strict=True))
+    if places == sorted(places, reverse=True) or tensor.numel() == 0:
         return ()
+    order = tuple(sorted(range(len(sizes)), key=lambda dim: (-strides[dim], -sizes[dim])))
     if not tensor.is_contiguous():
         return order
     # Only dims of size 1 are at another place: to be kept where it gives back the very strides.

@@ -116,10 +116,13 @@ def original_of(stored: nn.Parameter) -> nn.Parameter | None:
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Return whether somebody else has registered hooks on it."""
-    link = _links.get(parameter)
-    ours = {link.hook.id} if link is not None and link.hook is not None else set()
-    others = set(backward_hooks_of(parameter) or ()) - ours
-    return bool(others or getattr(parameter, POST_ACCUMULATE_HOOKS, None))
+    hooks = backward_hooks_of(parameter)
+    if hooks:
+        link = _links.get(parameter)
+        ours = {link.hook.id} if link is not None and link.hook is not None else set()
+        if set(hooks) - ours:
+            return True
+    return bool(getattr(parameter, POST_ACCUMULATE_HOOKS, None))
 
 
 def check_no_gradient_hooks(name: str, parameter: nn.Parameter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import nn
 
@@ -24,7 +24,8 @@ class ParameterSlot(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         """The stored parameter as it is now."""
-        return cast(nn.Parameter, stored_in(self.owner)[self.stored])
+        parameter: nn.Parameter = stored_in(self.owner)[self.stored]
+        return parameter
 
     @property
     def is_complex(self) -> bool:
@@ -37,17 +38,20 @@ class ParameterSlot(NamedTuple):
 
 def public_name(name: str) -> str:
     """Return ``name`` without what torch's activation-checkpoint wrapper adds, and strips from state dicts itself."""
+    if CHECKPOINTED not in name:
+        return name
     return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
 
 
 def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
     """Yield all slots in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        views = views_of(module)
-        names = {name + SUFFIX: (name, kind) for name, kind in views.items()}
-        for stored, parameter in stored_in(module).items():
+        if not (held := stored_in(module)):
+            continue
+        names = {name + SUFFIX: (name, kind) for name, kind in views_of(module).items()}
+        prefix = public_name(prefix)
+        for stored, parameter in held.items():
             if parameter is None:
                 continue
             attribute, kind = names.get(stored, (stored, Kind.PLAIN))
-            prefix = public_name(prefix)
             yield ParameterSlot(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, stored, kind)

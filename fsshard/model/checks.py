@@ -69,23 +69,27 @@ def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]
 
 def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
     """Raise if the model, or a part of it with parameters, is under an engine or compiled by torch.jit. Local."""
+    engines: dict[type, str | None] = {}  # class of modules -> the wrapper that it is one of
+    managed = False
     for name, module in model.named_modules():
-        where = _where(name)
         if isinstance(module, nn.DataParallel):  # it copies its module in every forward, past any engine
             within = f"{name}.module" if name else "model.module"
-            raise AlreadyWrapped(f"{where} is an nn.DataParallel; wrap the model without it, which is {within}")
+            raise AlreadyWrapped(f"{_where(name)} is an nn.DataParallel; wrap the model without it, which is {within}")
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ModelError(
-                f"{where} is compiled by torch.jit (script, trace or load), and its code keeps its tensors, so no "
-                "engine can replace them by shards; wrap the module that torch.jit was given (fsshard.wrap(..., "
+                f"{_where(name)} is compiled by torch.jit (script, trace or load), and its code keeps its tensors, so "
+                "no engine can replace them by shards; wrap the module that torch.jit was given (fsshard.wrap(..., "
                 "compile=True) compiles it by torch.compile), and script a bare copy with model.state_dict() after "
                 "training"
             )
-        names = (cls.__name__ for cls in type(module).__mro__)
-        under = next((found for found in names if found in wrappers or found == OURS), None)
-        if under is not None:
-            raise AlreadyWrapped(f"{where} is under {under} already; wrap the bare model once")
-    if any(module in _managed for module in model.modules()):
+        kind = type(module)
+        if kind not in engines:
+            names = (cls.__name__ for cls in kind.__mro__)
+            engines[kind] = next((found for found in names if found in wrappers or found == OURS), None)
+        if (under := engines[kind]) is not None:
+            raise AlreadyWrapped(f"{_where(name)} is under {under} already; wrap the bare model once")
+        managed |= module in _managed
+    if managed:
         raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
 
 

@@ -19,6 +19,8 @@ Order = tuple[int, ...]
 def memory_order(tensor: Tensor) -> Order | None:
     """Return the order in which the dimensions of a packed tensor lie in memory; None where it is their own."""
     order = order_in_memory(tensor)
+    if not order:
+        return None
     wide = [dim for dim in order if tensor.shape[dim] != 1]  # the strides of the others mean nothing here
     return None if wide == sorted(wide) else order
 
@@ -29,8 +31,10 @@ def packed(tensor: Tensor) -> Tensor:
     FSDP1 takes as many elements of the memory as the parameter has, from its first one on: of what is a slice of a
     larger tensor, the wrong ones (torch 2.13).
     """
+    if tensor.is_contiguous():
+        return tensor
     order = memory_order(tensor)
-    return tensor if (tensor if order is None else tensor.permute(order)).is_contiguous() else tensor.clone()
+    return tensor if order is not None and tensor.permute(order).is_contiguous() else tensor.clone()
 
 
 def own_memory(model: nn.Module) -> None:
@@ -59,11 +63,13 @@ def own_memory(model: nn.Module) -> None:
 
 def shares_memory(tensor: Tensor) -> bool:
     """Return whether several elements have one place in memory, as in what ``expand`` gives."""
-    return tensor.numel() > max(0, reach(tensor))
+    return not tensor.is_contiguous() and tensor.numel() > max(0, reach(tensor))
 
 
 def reach(tensor: Tensor) -> int:
     """Return the distance from the first element in memory to behind the last, in elements."""
+    if tensor.is_contiguous():
+        return int(tensor.numel())
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.pairs import Kind, order_in_memory, real_dtype
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import ConfigurationError, ModelError
@@ -235,7 +236,8 @@ def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[
     seen: set[nn.Module] = set()
     for raw, module in model.named_modules(remove_duplicate=False):
         name = public_name(raw)  # one for torch's wrapper and for what it wraps
-        if module in seen or any(part in recomputed or part in before for part in (name, *_above(name))):
+        is_within = (recomputed or before) and any(p in recomputed or p in before for p in (name, *_above(name)))
+        if is_within or module in seen:
             continue
         if known := recomputed_by(module):
             before[name] = known
@@ -287,13 +289,12 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
 
     For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``.
     """
+    owned = [slot for slot in slots if slot.is_complex]
     modules: dict[str, nn.Module] = {}  # a checkpoint wrapper goes before what it wraps
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules(remove_duplicate=False) if owned else ():
         modules.setdefault(public_name(name), module)
     found: dict[nn.Module, None] = {}
-    for slot in slots:
-        if not slot.is_complex:
-            continue
+    for slot in owned:
         name = slot.name.rpartition(".")[0]
         while name and is_container(modules[name]):
             name = name.rpartition(".")[0]
@@ -317,11 +318,13 @@ def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-def _leaking(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> set[int]:
+def _leaking(model: nn.Module, ties: Sequence[tuple[str, ...]]) -> set[int]:
     """Return the ids of the modules that hold a parameter that is also reached from outside of them.
 
     By names, not by owners: a whole module can sit in two places (an embedding that encoder and decoder share).
     """
+    if not ties:
+        return set()
     places: dict[str, list[int]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(public_name(name), []).append(id(module))
@@ -377,7 +380,7 @@ def _region(unit: nn.Module, units: Mapping[nn.Module, str]) -> list[nn.Module]:
 def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
     sizes: dict[torch.dtype, int] = {}
     # dict, not set: ranks must meet equal sizes in the same order
-    for parameter in dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)):
+    for parameter in dict.fromkeys(p for m in modules for p in stored_in(m).values() if p is not None):
         dtype = real_dtype(parameter.dtype)
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
     return sizes
@@ -421,16 +424,17 @@ def _assemble(
     numbers = {slot.name for slot in slots if slot.is_complex or (mixed and isinstance(slot.owner, BatchNorm))}
     seen: set[int] = set()
     for slot in slots:
-        if id(slot.parameter) in seen:
+        parameter = slot.parameter
+        if id(parameter) in seen:
             continue
-        seen.add(id(slot.parameter))
-        stored: Tensor = getattr(slot.parameter, LOCAL_TENSOR, slot.parameter)  # of a DTensor what a rank holds of it
+        seen.add(id(parameter))
+        stored: Tensor = getattr(parameter, LOCAL_TENSOR, parameter)  # of a DTensor what a rank holds of it
         infos[slot.name] = ParameterInfo(
             name=slot.name,
             shape=tuple(slot.kind.user_shape(stored.shape)),
             dtype=slot.kind.user_dtype(stored.dtype),
             nbytes=stored.numel() * stored.element_size(),
-            requires_grad=slot.parameter.requires_grad,
+            requires_grad=parameter.requires_grad,
             unit=below.get(id(slot.owner), ""),
             order=slot.kind.order or (order_in_memory(stored) if slot.kind == Kind.PLAIN else ()),
         )
