@@ -231,6 +231,8 @@ class Backend(ABC):
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
+        if not self._left:
+            return
         entries, group = list(entries), self.settings.group
         left = [entry.parameter for entry in entries if entry.name in self._left]
         if left and group is not None:
