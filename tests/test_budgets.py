@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_515,
-    "fsshard/backends": 4_331,
+    "fsshard + compat": 50_541,
+    "fsshard/backends": 4_333,
     "fsshard/checkpoint": 5_161,
     "fsshard/parity": 5_188,
     "fsshard/sharded": 4_909,
     "fsshard/comm + fsshard/launching": 3_148,
     "fsshard/simulation": 3_695,
-    "fsshard/model": 2_577,
+    "fsshard/model": 2_587,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_632,
-    "fsshard/complex_params": 1_610,
+    "fsshard/complex_params": 1_620,
     "compat": 7_874,
     "tests": 53_673,
 }
