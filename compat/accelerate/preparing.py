@@ -36,7 +36,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         kind = optimizer.optimizer_class
         if callable(getattr(kind, "train", None)):  # and eval(), as of optimizers without a schedule
             raise ConfigurationError(
-                f"{kind.__name__}.train() switches whole weights, which an engine keeps; use an optimizer without it"
+                f"{kind.__name__}.train() swaps whole weights, which belong to the engine; use an optimizer without it"
             )
         # Placing would send its state once around.
         super().__init__(optimizer, device_placement=False, scaler=scaler)

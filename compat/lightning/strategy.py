@@ -182,8 +182,8 @@ class Strategy(DDPStrategy):
             if isinstance(callback, AVERAGING):
                 if self.divides_files:
                     raise ConfigurationError(
-                        f"callback {name} puts the average, which each rank has whole, in place of the weights of a "
-                        "checkpoint; leave out save_distributed_checkpoint=True"
+                        f"callback {name} replaces the weights of a checkpoint by the average, which each rank has "
+                        "whole; leave out save_distributed_checkpoint=True"
                     )
                 average_whole(callback, lambda: self._sharded)
 

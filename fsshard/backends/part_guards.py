@@ -153,7 +153,7 @@ def _refuse(value: Any) -> None:
     engines = () if whole else DTENSOR_ITEM.needing(_refuse)
     if any(entry.parameter.device_mesh == value.device_mesh for engine in engines for entry in engine.entries.values()):
         raise FsshardError(
-            "a Python number was asked of a tensor of which this rank has only a part (it was computed from a sharded "
-            "parameter or gradient), so every rank would get another number. On every rank write "
+            "a Python number was requested from a tensor of which this rank has only a part (it was computed from a "
+            "sharded parameter or gradient), so every rank would get another number. On every rank write "
             "value.full_tensor().item(), or compute with the whole weights within model.full_parameters()"
         )

@@ -122,7 +122,7 @@ class Listing:
         yield from (printable(f"{row['name']}: {each}") for row in self.checkpoints for each in row["problems"])
         if self.leftovers:
             names = ", ".join(map(printable, self.leftovers))
-            yield f"left by saves that were cut short, or still being written: {names}; remove what no save writes"
+            yield f"left by interrupted saves, or still being written: {names}; remove those that no save is writing"
 
 
 def inspect(

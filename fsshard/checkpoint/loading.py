@@ -217,7 +217,7 @@ class _Load:
         absent = [name for name in self.given if name not in saved]
         if absent and self.strict:
             known = ", ".join(map(printable, saved)) or "none"
-            raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; saved were: {known}")
+            raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; the checkpoint has: {known}")
         self.missing += absent
         loadless = [name for name, value in self.given.items() if not hasattr(value, "load_state_dict")]
         if loadless:
@@ -299,14 +299,14 @@ class _Load:
         if saved is None:
             known = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
             what = "average" if optimizer.optimizer_class is Averages else "optimizer"
-            raise CheckpointError(f"{self.call}: no {what} was saved as {name!r}; saved were: {known}")
+            raise CheckpointError(f"{self.call}: no {what} was saved as {name!r}; the checkpoint has: {known}")
         kind = parts.class_name(optimizer.optimizer_class)
         same_name = saved.kind.rpartition(".")[2] == kind.rpartition(".")[2]
         if saved.kind not in (kind, UNKNOWN_CLASS) and (self.strict or not same_name):
             offer = ", or pass strict=False if they are the same" if same_name else ""
             raise CheckpointError(
-                f"{self.call}: optimizer {name!r} is a {kind}, saved was the state of a {saved.kind}; build that one, "
-                f"or leave optimizer= out to begin with a fresh one{offer}"
+                f"{self.call}: optimizer {name!r} is a {kind}, and the state of a {saved.kind} was saved; build that "
+                f"one, or leave optimizer= out to begin with a fresh one{offer}"
             )
         groups = self.groups[name] = [self.reader.tree(group) for group in saved.groups]
         mine = groups_by_name(optimizer)

@@ -536,6 +536,6 @@ class _Several:
             theirs = list(state) if isinstance(state, Mapping) else f"a {type(state).__name__}"
             theirs = f"{theirs} of {len(state)}" if isinstance(state, (list, tuple)) else theirs
             mine = list(self._members) if self._named else f"a list of {len(self._members)}"
-            raise ConfigurationError(f"{mine} was handed over, {theirs} was saved")
+            raise ConfigurationError(f"{mine} was given, {theirs} was saved")
         for key, member in self._members.items():
             member.load_state_dict(saved[key])

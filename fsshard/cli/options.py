@@ -28,7 +28,7 @@ def backend_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         example = f"--backends {DEFAULT_BACKENDS}"
-        raise ConfigurationError(f"--backends {text!r}: expected a comma list, for example {example}")
+        raise ConfigurationError(f"--backends {text!r}: expected a comma-separated list, for example {example}")
     for name in names:
         backend_class(name, 2)
     return names
@@ -95,4 +95,4 @@ def check_recipe(name: str) -> None:
         raise RecipeError(f"{name!r} cannot be imported: {error}") from error
     except Exception as error:
         lines = traceback.format_exc()
-        raise RecipeError(f"{name!r} cannot be made: {type(error).__name__}: {error}\n\n{lines}") from error
+        raise RecipeError(f"{name!r} cannot be created: {type(error).__name__}: {error}\n\n{lines}") from error

@@ -66,8 +66,8 @@ def partitioned_within(optimizer: Any) -> PartitionedOptimizer | None:
     # Taken for an optimizer that all ranks have whole, an overflow on one rank would let the others wait forever.
     if any((cls.__module__, cls.__qualname__) == ("fairscale.optim.oss", "OSS") for cls in type(optimizer).__mro__):
         raise MisuseError(
-            "expected an OSS of fsshard, got FairScale's own, imported past the redirect; import OSS as the script "
-            "imports FairScale's other names, or train with fsshard.wrap(model, backend='fairscale')"
+            "expected an OSS of fsshard, got FairScale's own, imported without the redirect; import OSS as the "
+            "script imports FairScale's other names, or train with fsshard.wrap(model, backend='fairscale')"
         )
     return None
 

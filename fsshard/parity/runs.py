@@ -120,7 +120,7 @@ def compare(
             optimizer.
     """
     if mesh is not None and against is not None:
-        raise ConfigurationError("mesh= and against=: what was recorded has no mesh; leave one of them out")
+        raise ConfigurationError("mesh= and against=: a recorded training has no mesh; leave one of them out")
     if against is not None:
         backends = [against.backend] if backends is None else backends
         world_sizes = [against.world_size] if world_sizes is None else world_sizes
@@ -129,7 +129,7 @@ def compare(
     judge = reference or ("ddp" if mesh is None else "none")
     sizes = _checked(backends, (1, 2) if world_sizes is None else world_sizes, steps, judge)
     if against is not None and steps > against.steps:
-        raise ConfigurationError(f"steps={steps}: {_named(against)} has {against.steps}; ask for as many or fewer")
+        raise ConfigurationError(f"steps={steps}: {_named(against)} has {against.steps}; ask for at most as many")
     places: list[tuple[int, dict[str, int] | None]] = [(size, None) for size in sizes]
     if mesh is not None:
         meshes = _checked_meshes(mesh, recipe, backends, None if world_sizes is None else sizes, reference)

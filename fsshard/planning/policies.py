@@ -172,8 +172,8 @@ def _picked(model: nn.Module, policy: object, complex_owners: Collection[nn.Modu
     if isinstance(policy, str):
         if policy != "auto":
             raise ConfigurationError(
-                f"auto_wrap_policy={policy!r}: the only string is 'auto'; settings of fsshard.tune are passed as "
-                "fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
+                f"auto_wrap_policy={policy!r}: the only text that it takes is 'auto'; settings of fsshard.tune are "
+                "passed as fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
             )
         return _auto(model, complex_owners)
     if isinstance(policy, int):

@@ -212,8 +212,8 @@ def _imported(spec: str) -> Any:
         names: list[str] = importlib.import_module("fsshard.recipes").__all__
         if spec not in names:
             raise RecipeError(
-                f"{spec!r}: expected 'module:attribute' of yours, for example train:recipe, or a recipe that comes "
-                f"with fsshard: {', '.join(names)}{_meant(spec, names)}"
+                f"{spec!r}: expected your own 'module:attribute', for example train:recipe, or a built-in recipe: "
+                f"{', '.join(names)}{_meant(spec, names)}"
             )
     elif not module_name or not attribute:
         raise RecipeError(f"{spec!r}: expected 'module:attribute', for example train:recipe")

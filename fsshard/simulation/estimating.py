@@ -397,7 +397,7 @@ largest buffers can live longer than the simulation knows."""
 def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:
     notes = ["tensors only: workspaces of kernels, fragments of the allocator and buffers of gloo or NCCL come on top"]
     if late:
-        notes.append("the upper end is when the last two reductions let go of their buffers late")
+        notes.append("the upper end assumes that the last two reductions release their buffers late")
     if recipe.settings.get("find_unused_parameters"):
         notes.append("bounds leave out all that a parameter without a gradient would not need")
         if backend_class(job.backend, job.world_size).facts.divides == "owners" and job.world_size > 1:

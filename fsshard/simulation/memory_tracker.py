@@ -90,7 +90,7 @@ class MemoryTracker:
 
     def __enter__(self) -> MemoryTracker:
         if self._tracker is not None:
-            raise ConfigurationError("this MemoryTracker is entered already; make another one, or leave it first")
+            raise ConfigurationError("this MemoryTracker is already active; make another one, or leave it first")
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
         for model in self.models:
             module = model.module if isinstance(model, ShardedModule) else model

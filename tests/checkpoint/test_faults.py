@@ -462,15 +462,15 @@ def job_another_optimizer(folder: str) -> dict[str, Any]:
 
 
 def test_another_optimizer(ranks: RankPool, folder: Path) -> None:
-    another_class = r"is a torch.optim.sgd.SGD, saved was the state of a torch.optim.adamw.AdamW"
+    another_class = r"is a torch.optim.sgd.SGD, and the state of a torch.optim.adamw.AdamW"
     expected = {
         "class": ("CheckpointError", another_class),
         "class, not strict": ("CheckpointError", another_class),
         "groups": ("StateDictError", r"in group 1(.|\n)*number of param_groups: expected 3, got 1"),
-        "name": ("CheckpointError", r"no optimizer was saved as 'inner'; saved were: 'optimizer'"),
+        "name": ("CheckpointError", r"no optimizer was saved as 'inner'; the checkpoint has: 'optimizer'"),
         "plain": ("ConfigurationError", r"build it with fsshard.build_optimizer"),
         "number": ("ConfigurationError", r"step cannot be loaded into"),
-        "unknown": ("CheckpointError", r"nothing was saved as nothing; saved were: scheduler, scaler, step"),
+        "unknown": ("CheckpointError", r"nothing was saved as nothing; the checkpoint has: scheduler, scaler, step"),
     }
     check(ranks.run(job_another_optimizer, 2, str(folder)), expected)
 

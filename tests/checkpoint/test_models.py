@@ -182,7 +182,7 @@ def job_misused(folder: Path) -> dict[str, str]:
         ("has the models 'd', 'g'; pass a mapping", CheckpointError, lambda: load(path, models["g"])),
         ("has one model, which has no name", CheckpointError, lambda: load(folder / "one", {"g": models["g"]})),
         ("no model was saved as 'h'", CheckpointError, lambda: load(path, {"h": models["g"]})),
-        ("saved were: 'g'", CheckpointError, lambda: load(path, {"g": models["g"]}, {"d": optimizers["g"]})),
+        ("the checkpoint has: 'g'", CheckpointError, lambda: load(path, {"g": models["g"]}, {"d": optimizers["g"]})),
         ("the model 'g'", StateDictError, lambda: load(path, {"g": wrong, "d": models["d"]})),
         ("has one model; pass it alone", ConfigurationError, lambda: load(folder / "plain.pt", models)),
         ("by name, got none", ConfigurationError, lambda: save(path, {})),

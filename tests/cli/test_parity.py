@@ -197,7 +197,7 @@ def test_pictures(fake: Any, tmp_path: Path) -> None:
         ([f"{HERE}:missing"], "has no 'missing'"),
         ([f"{HERE}:not_a_recipe"], "is not a recipe"),
         ([f"{HERE}:tiny", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
-        ([f"{HERE}:tiny", "--backends", ","], "expected a comma list"),
+        ([f"{HERE}:tiny", "--backends", ","], "expected a comma-separated list"),
         ([f"{HERE}:tiny", "--world-size", "two"], "--world-size 'two': expected positive whole numbers"),
         ([f"{HERE}:tiny", "--steps", "0"], "'--steps'"),
         ([f"{HERE}:tiny", "--plot", "parity.jpg"], "ends in .png, .svg or .pdf"),
@@ -241,7 +241,7 @@ def test_a_recipe_that_raises_shows_where(fake: Any, capfd: Any) -> None:
     fake()
     assert run(f"{HERE}:broken") == 2
     err = capfd.readouterr().err
-    assert "cannot be made: RuntimeError: no such data set" in err and "in broken" in err
+    assert "cannot be created: RuntimeError: no such data set" in err and "in broken" in err
 
 
 def test_a_missing_import_of_a_recipe_is_named(

@@ -144,7 +144,7 @@ def test_mistakes_are_found_before_anything_runs(ranks: Any) -> None:
         ({"mesh": {"data": 2, "x": 2}}, "'x' does not say whether its ranks see the same samples"),
         ({"mesh": {"tp": 2}}, "no dimension is data-parallel; add data=1"),
         ({"mesh": {"data": 2}, "reference": "ddp"}, "compared with one process; leave reference out"),
-        ({"mesh": {"data": 2}, "against": object.__new__(Trace)}, "what was recorded has no mesh"),
+        ({"mesh": {"data": 2}, "against": object.__new__(Trace)}, "a recorded training has no mesh"),
         ({"mesh": {"data": 2}, "backends": [Own]}, "Own: an engine of your own cannot be given a mesh"),
     ]:
         with pytest.raises(ConfigurationError, match=message):

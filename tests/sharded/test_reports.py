@@ -163,7 +163,7 @@ def test_a_plain_module_and_what_ends_in_an_exception() -> None:
     assert memory.highest is None and torch.UntypedStorage.resize_ is resize
     with memory:
         model(torch.ones(2, 8)).sum().backward()
-        with pytest.raises(fsshard.ConfigurationError, match="entered already"), memory:
+        with pytest.raises(fsshard.ConfigurationError, match="already active"), memory:
             pass
     report = memory.report()
     assert report.backend == "" and report.ranks[0].by_kind["parameters"] == 8 * 8 * 4

@@ -280,7 +280,7 @@ class ForeignReader(TensorReader):
     def _info(self, name: str, tensor: Tensor) -> TensorInfo:
         if tensor.dtype not in STORED:
             known = ", ".join(map(dtype_name, STORED))
-            raise CheckpointError(f"{self.directory}: {name} is of {tensor.dtype}; known are {known}")
+            raise CheckpointError(f"{self.directory}: {name} is of {tensor.dtype}; supported are {known}")
         pieces = (Piece(FILE, name, 0, tensor.numel()),) if tensor.numel() else ()
         return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), pieces)
 

@@ -155,9 +155,9 @@ def _nothing(search: Search, bound: int | None) -> FsshardError:
     if activations:
         ways.append(f"a smaller batch, with which {size(activations)} of it shrink in proportion")
     return DoesNotFit(
-        f"memory={size(bound)}: of {len(search.tried)} plans that were simulated none fits; the least peak is "
-        f"{size(leanest.peak)} per rank, at {leanest.estimate.moment}, with {leanest.candidate.code()}. "
-        f"What would bring it down: {'; '.join(ways) or 'a smaller model'}",
+        f"memory={size(bound)}: none of {len(search.tried)} simulated plans fits; the smallest peak is "
+        f"{size(leanest.peak)} per rank, at {leanest.estimate.moment}, with {leanest.candidate.code()}. What would "
+        f"bring it down: {'; '.join(ways) or 'a smaller model'}",
         leanest.peak,
     )
 
