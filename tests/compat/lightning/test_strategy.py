@@ -63,7 +63,7 @@ def test_refused_on_every_rank(ranks: Any) -> None:
     words = {
         "precision": "ConfigurationError: precision plugin HalfPrecision",
         "devices": "ValueError: You set `devices=1` and `num_nodes=1` in Lightning, but the product",
-        "averaged in parts": "ConfigurationError: callback EMAWeightAveraging puts the average, which each rank has",
+        "averaged in parts": "ConfigurationError: callback EMAWeightAveraging replaces the weights of a checkpoint",
         "without": "ConfigurationError: configure_optimizers returned no optimizer, so fit() would change nothing",
         "wrapped": "ConfigurationError: fit() of a module that fsshard.wrap, or Fabric, has put under an engine",
         "states": "StateDictError: the checkpoint has states of 0 optimizers, and configure_optimizers gave 1",
