@@ -103,7 +103,7 @@ def test_a_directory_of_checkpoints(ranks: Any, tmp_path: Path, caplog: pytest.L
     (tmp_path / ".step-4.partial-1").mkdir()  # of a save of another host
     found = inspect(tmp_path)
     assert isinstance(found, Listing) and found.leftovers == [".step-4.partial-1"]
-    assert ".step-4.partial-1; remove what no save writes" in text(found)
+    assert ".step-4.partial-1; remove those that no save is writing" in text(found)
     (tmp_path / ".step-4.partial-1").rmdir()
     next((tmp_path / "step-3").glob("*.safetensors")).unlink()
     found = inspect(tmp_path)
