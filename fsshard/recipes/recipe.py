@@ -212,7 +212,7 @@ def _imported(spec: str) -> Any:
         names: list[str] = importlib.import_module("fsshard.recipes").__all__
         if spec not in names:
             raise RecipeError(
-                f"{spec!r}: expected your own 'module:attribute', for example train:recipe, or a built-in recipe: "
+                f"{spec!r}: expected 'module:attribute', for example train:recipe, or a built-in recipe: "
                 f"{', '.join(names)}{_meant(spec, names)}"
             )
     elif not module_name or not attribute:
