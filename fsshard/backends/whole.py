@@ -283,6 +283,11 @@ def owns_state(backend: Backend, optimizer: Optimizer, entry: Entry) -> bool:
     return owner is None or entry.group is None or owner == entry.group.rank()
 
 
+def state_device(optimizer: Optimizer, entry: Entry) -> torch.device:
+    """Return where state of ``entry`` lies, but for counters: beside it, unless the optimizer keeps it elsewhere."""
+    return getattr(local_optimizer(optimizer), "_fsshard_state_device", None) or entry.local().device
+
+
 def set_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
     """Replace the state of ``entry`` on this rank, if it is this rank's."""
     states = states_at_rest(optimizer)
@@ -318,17 +323,21 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
     for entry, items in zip(entries, described, strict=True):
         yield (
             entry,
-            {key: next(whole) if isinstance(item, _Travels) else _unpacked(item) for key, item in items.items()},
+            {
+                key: next(whole) if isinstance(item, _Travels) else _unpacked(item, backend.settings.device)
+                for key, item in items.items()
+            },
         )
 
 
 def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
     """Inverse of :func:`gather_states`: keep this rank's part of the whole state. No communication."""
     by_owner, whole = state_divides(backend, optimizer) == "owners", entry.stored_shape
+    device = state_device(optimizer, entry)
     part = {
-        key: (value if by_owner else entry.take(value)).to(entry.local().device, copy=True)
+        key: (value if by_owner else entry.take(value)).to(device, copy=True)
         if isinstance(value, Tensor) and value.shape == whole
-        else _clone_if_tensor(value)
+        else _copied(value, device)
         for key, value in state.items()
     }
     set_state(backend, optimizer, entry, part)
@@ -371,25 +380,33 @@ class _Travels(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class _Number(NamedTuple):
+class _Copied(NamedTuple):
     value: Any
     dtype: torch.dtype
+    on_host: bool
 
 
 def _packed(value: Any) -> Any:
     """Pack a value of the state to be sent whole; tensors of one number as that, since tensors take long to pickle."""
     if not isinstance(value, Tensor):
         return value
-    return _Number(value.item(), value.dtype) if not value.dim() else value.detach().cpu().clone()
+    data = value.detach().cpu().clone() if value.dim() else value.item()
+    return _Copied(data, value.dtype, value.device.type == "cpu")
 
 
-def _unpacked(value: Any) -> Any:
-    return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
+def _unpacked(value: Any, device: torch.device) -> Any:
+    """Return what was packed, on ``device`` unless it lay in host memory, as counters of steps do."""
+    if not isinstance(value, _Copied):
+        return value
+    return torch.as_tensor(value.value, dtype=value.dtype, device="cpu" if value.on_host else device)
 
 
 def _is_per_element(value: object, local: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
 
 
-def _clone_if_tensor(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _copied(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Factors and histories, which have shapes of their own, lie beside the parameter; where numbers lie is settled.
+    return value.detach().to(device if value.dim() else value.device, copy=True)

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsshard.backends.whole import owns_state, raw_state_dict, set_state, state_divides, state_entry, state_of
+from fsshard.backends.whole import (
+    owns_state,
+    raw_state_dict,
+    set_state,
+    state_device,
+    state_divides,
+    state_entry,
+    state_of,
+)
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
@@ -453,7 +461,8 @@ class _Load:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for entry in optimizer.entries:
-            held, device, state = state_of(optimizer.inner, entry), entry.local().device, dict[str, Any]()
+            held, state = state_of(optimizer.inner, entry), dict[str, Any]()
+            device = state_device(optimizer.inner, entry)
             for key, (part, value) in self.states[name][entry.name].items():
                 state[key] = value.to(device) if part else optimizer.placed(entry, value, held.get(key))
             set_state(self.model.backend, optimizer.inner, entry, state)

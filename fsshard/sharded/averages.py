@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fsshard.backends.whole import gather_owned, owned, set_state, state_of
+from fsshard.backends.whole import gather_owned, owned, set_state, state_device, state_of
 from fsshard.comm.agreement import exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, RankMismatch, StateDictError
@@ -72,11 +72,10 @@ class EMA:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigurationError(f"fsshard.EMA: every={every!r}: expected a number of calls, 1 or more")
         self.model, self.decay, self.every = model, decay, every
-        self._device = None if device is None else torch.device(device)
         self._kept: list[tuple[Entry, Tensor]] | None = None  # the model's own weights, while the average is in place
         entries = model.backend.all
         # For state dicts and checkpoints an average is the state of an optimizer that never steps.
-        inner = Averages([entry.parameter for entry in entries])
+        inner = Averages([entry.parameter for entry in entries], None if device is None else torch.device(device))
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in entries}
         groups = [{"params": list(parameters), **{key: inner.param_groups[0][key] for key in ("calls", "updates")}}]
         self.held = ShardedOptimizer(model, inner, OptimizerRequest(Averages, groups, {}, parameters))
@@ -106,7 +105,8 @@ class EMA:
             local, average = entry.local(), self._average(entry)
             if average is None:
                 self._check_owned(entry)
-                set_state(backend, self.held.inner, entry, {KEY: local.to(self._device or local.device, copy=True)})
+                first = local.to(state_device(self.held.inner, entry), copy=True)
+                set_state(backend, self.held.inner, entry, {KEY: first})
             elif local.is_floating_point():
                 averages.append(_seen(entry, average))
                 weights.append(_seen(entry, local).to(average.device))
@@ -119,11 +119,7 @@ class EMA:
 
     def _average(self, entry: Entry) -> Tensor | None:
         """Return this rank's part of the average, or None before the first update."""
-        found: Tensor | None = state_of(self.held.inner, entry).get(KEY)
-        if found is not None and self._device is not None and found.device != self._device:  # as a checkpoint gave it
-            found = found.to(self._device)
-            set_state(self.model.backend, self.held.inner, entry, {KEY: found})
-        return found
+        return state_of(self.held.inner, entry).get(KEY)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[ShardedModule]:
@@ -224,8 +220,9 @@ class EMA:
 class Averages(Optimizer):
     """Holds averages as an optimizer's state; nothing steps it."""
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], device: torch.device | None) -> None:
         super().__init__([{"params": parameters, "calls": 0, "updates": 0}], {})
+        self._fsshard_state_device = device
 
 
 def _seen(entry: Entry, local: Tensor) -> Tensor:

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.reducer_arrivals import check_step
-from fsshard.backends.whole import gather_states, owned, scatter_state, state_of, states_at_rest, whole_owners
+from fsshard.backends.whole import (
+    gather_states,
+    owned,
+    scatter_state,
+    state_device,
+    state_of,
+    states_at_rest,
+    whole_owners,
+)
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
@@ -284,7 +292,7 @@ class ShardedOptimizer(Optimizer):
             return value.to(held.device)
         group = self._group_of[entry.name]
         beside = value.dim() or group.get("fused") or group.get("capturable")
-        return value.to(entry.local().device if beside else "cpu")
+        return value.to(state_device(self.inner, entry) if beside else "cpu")
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise unless :meth:`load_state_dict` would take it. Local.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.backends.whole import BATCH_BYTES, collective_batches, gather
+from fsshard.backends.whole import BATCH_BYTES, _packed, _unpacked, collective_batches, gather, scatter_state, set_state
 from fsshard.launching.pool import RankPool
 
 
@@ -29,6 +29,35 @@ def test_small_ones_of_one_dtype_travel_together() -> None:
     exact = part(BATCH_BYTES // 8)
     assert list(collective_batches([exact, exact, exact])) == [[exact, exact], [exact]]
     assert list(collective_batches([])) == []
+
+
+def test_state_comes_back_where_it_lay() -> None:
+    """Of two devices one has no numbers here: what lay there is told by a flag."""
+    device = torch.device("meta")
+    counter, factor = _packed(torch.tensor(3.0)), _packed(torch.ones(2, 2))
+    for packed in (counter, factor):
+        assert _unpacked(packed, device).device.type == "cpu"
+        assert _unpacked(packed._replace(on_host=False), device).is_meta
+    assert _unpacked(_packed([7]), device) == [7]
+
+
+def job_scattered() -> list[str]:
+    """Return the devices of loaded state, for parameters on a device that is not the state's."""
+    model = fsshard.wrap(nn.Linear(3, 2), backend="ddp")
+    optimizer: Any = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    optimizer.inner._fsshard_state_device = torch.device("meta")
+    entry = model.backend.entries["weight"]
+    saved = {"momentum": torch.ones(2, 3), "rows": torch.ones(2, 1), "step": torch.tensor(3.0), "calls": 4}
+    scatter_state(model.backend, optimizer.inner, entry, saved)
+    state = optimizer.inner.state[entry.parameter]
+    set_state(model.backend, optimizer.inner, entry, {})
+    assert state["calls"] == 4 and state["step"] == 3
+    return [state[key].device.type for key in ("momentum", "rows", "step")]
+
+
+def test_factors_are_loaded_beside_what_has_the_parameters_shape(ranks: RankPool) -> None:
+    """As of SOAP, Shampoo and Adafactor, whose step fails where they lie on another device."""
+    assert ranks.run(job_scattered, 1) == [["meta", "meta", "cpu"]]
 
 
 class Odd(nn.Module):

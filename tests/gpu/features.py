@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.checkpoint import test_models
+from tests.gpu import jobs
 from tests.gpu.offloading import job_average_on_host
-from tests.gpu.on_gpu import Case
+from tests.gpu.on_gpu import Case, OnGpu
 from tests.model import test_lora
 from tests.parity import test_second_derivatives as second
 from tests.sharded import (
@@ -21,7 +23,7 @@ from tests.sharded import (
     test_optimizer_whole,
     test_term_gradients,
 )
-from tests.training_runs import DISTRIBUTED, ENGINES
+from tests.training_runs import DISTRIBUTED, ENGINES, differences
 
 LOSSES = (second.penalty, second.penalty_alone, second.wgan_gp, second.burgers)
 APART = {name: {"merge_below": 0} if name == "fsdp2" else {} for name in DISTRIBUTED}
@@ -59,6 +61,36 @@ def job_terms(engine: str) -> None:
     test_term_gradients.job(engine, test_term_gradients.supervised, torch.float32, True)
 
 
+def job_as_ddp(settings: dict[str, Any]) -> list[str]:
+    """Return where weights differ from those that ddp trains."""
+    one, other = (jobs.train(device="cuda:0", **each) for each in ({"backend": "ddp"}, settings))
+    return list(differences(one, other))
+
+
+def slopes(several: bool) -> list[torch.Tensor]:
+    """Return the gradients of a loss that holds second derivatives; no engine.
+
+    Args:
+        several: let torch compute on the device by a thread of its own.
+    """
+    with OnGpu(), torch.autograd.set_multithreading_enabled(several):
+        model = second.build(second.Smooth, numbers="complex")
+        second.burgers(model, 0)
+    return [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in model.parameters() if p.grad is not None]
+
+
+def job_numbered_by_thread() -> dict[str, bool]:
+    """Return whether gradients are the same in a thread that has numbered many nodes of graphs, and in a new one."""
+    x, found = torch.ones((), requires_grad=True), {}
+    for _ in range(10_000):
+        x + 1
+    for name, several in (("one thread", False), ("the device's own thread", True)):
+        with ThreadPoolExecutor(1) as new:
+            rounds = slopes(several), new.submit(slopes, several).result()
+        found[name] = all(torch.equal(one, other) for one, other in zip(*rounds, strict=True))
+    return found
+
+
 def nothing_wrong(found: dict[str, list[str]]) -> bool:
     """Return whether no engine differs."""
     return not any(found.values())
@@ -94,8 +126,11 @@ CASES: dict[str, Case] = {
         for name in DISTRIBUTED
     },
 }
-UNEVEN: dict[str, Case] = {
-    f"join {' '.join(engine.values())}": Case(test_join.job_uneven, (engine, [2, 4], True, True), through_all)
-    for engine in ENGINES
+TOGETHER: dict[str, Case] = {
+    **{f"steps {name}": Case(job_as_ddp, (settings,), []) for name, settings in jobs.ENGINES.items()},
+    **{
+        f"join {' '.join(engine.values())}": Case(test_join.job_uneven, (engine, [2, 4], True, True), through_all)
+        for engine in ENGINES
+    },
 }
 """For two ranks."""

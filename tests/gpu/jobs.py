@@ -18,6 +18,12 @@ from fsshard.simulation.simulation import Job, measure
 from tests.gpu.recipes import STEPS
 
 TRAINED = 3
+ENGINES: dict[str, dict[str, Any]] = {
+    "fsdp": {"backend": "fsdp"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fairscale": {"backend": "fairscale", "implementation": "real"},
+    "native": {"backend": "fairscale", "implementation": "native"},
+}
 
 
 class Spectral(nn.Module):
@@ -70,12 +76,6 @@ def native() -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.cpu() for name, value in model.state_dict().items()}
-
-
-def on_one_gpu(context: Any, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """As :func:`train`, for ranks that ``fsshard.launch`` has started over gloo, and that share the first GPU."""
-    torch.cuda.set_device(0)
-    return train(device="cuda:0", **settings)
 
 
 def where() -> dict[str, Any]:

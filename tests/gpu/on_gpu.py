@@ -6,6 +6,7 @@ Random numbers are drawn on the CPU, so that each job has the numbers that it ha
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,9 @@ class Case(NamedTuple):
         """Return what is wrong; nothing if all is right."""
         folder.mkdir(exist_ok=True)
         args = [folder if one == "FOLDER" else one for one in self.args]
-        with OnGpu():
+        # torch numbers nodes of a graph by thread, and adds up gradients in that order. A derivative's graph is made in
+        # the device's thread: sums of three and more would depend on what both threads have done before.
+        with OnGpu(), torch.autograd.set_multithreading_enabled(False):
             found = self.job(*args)
         right = self.expected(found) if callable(self.expected) else found == self.expected
         return "" if right else f"{self.job.__name__} returned {found}"
@@ -82,7 +85,8 @@ def run_cases(context: Any, cases: Mapping[str, Case], folder: str) -> None:
         try:
             note.write_text(case.run(Path(folder) / f"files of {name}"))
         except Exception as error:
-            note.write_text(f"{type(error).__name__}: {error}")
+            lines = "".join(traceback.format_tb(error.__traceback__)[-3:])
+            note.write_text(f"{type(error).__name__}: {error}\n{lines}")
             raise
 
 

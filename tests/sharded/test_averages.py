@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsshard
 from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, RankMismatch, StateDictError
+from fsshard.sharded.averages import KEY
 from tests.models import Spectral
 from tests.optimizers import average
 
@@ -176,6 +177,25 @@ def job_resumed(path: Path, backend: str, settings: dict[str, Any]) -> tuple[boo
 def test_it_goes_on_from_a_checkpoint_of_another_engine(ranks: Any, tmp_path: Path, one: Any, other: Any) -> None:
     ranks.run(job_saved, 2, tmp_path / "saved", *one)
     assert ranks.run(job_resumed, 2, tmp_path / "saved", *other) == [(True, 5)] * 2
+
+
+def job_elsewhere(path: Path) -> list[str]:
+    """Return the devices of an average that is loaded in two ways, kept on a device that has no numbers here."""
+    model, optimizer = wrapped("fsdp2", {})
+    ema = fsshard.EMA(model)
+    train(model, optimizer, range(2), ema.update)
+    fsshard.save(path, model, optimizer, ema=ema)
+    given, loaded = (fsshard.EMA(model, device="meta") for _ in range(2))
+    given.load_state_dict(ema.state_dict())
+    fsshard.load(path, model, ema=loaded)
+    return [value[KEY].device.type for each in (ema, given, loaded) for value in each.held.state.values()]
+
+
+def test_it_is_loaded_to_where_it_is_kept(ranks: Any, tmp_path: Path) -> None:
+    """And takes no memory beside the weights until the next update."""
+    for found in ranks.run(job_elsewhere, 2, tmp_path / "saved"):
+        count = len(found) // 3
+        assert count and found == ["cpu"] * count + ["meta"] * 2 * count
 
 
 def job_on_one_rank(path: Path) -> float:
