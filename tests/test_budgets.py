@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_541,
-    "fsshard/backends": 4_333,
-    "fsshard/checkpoint": 5_161,
+    "fsshard + compat": 50_572,
+    "fsshard/backends": 4_350,
+    "fsshard/checkpoint": 5_170,
     "fsshard/parity": 5_188,
-    "fsshard/sharded": 4_909,
+    "fsshard/sharded": 4_914,
     "fsshard/comm + fsshard/launching": 3_148,
     "fsshard/simulation": 3_695,
     "fsshard/model": 2_587,
@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_620,
     "compat": 7_874,
-    "tests": 53_673,
+    "tests": 53_783,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
