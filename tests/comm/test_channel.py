@@ -25,6 +25,7 @@ from fsshard.comm import agreement as module
 from fsshard.comm import stores
 from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
+from tests.forked import PRELOADED
 from tests.on_ranks import on_ranks
 
 SAVE = "save('ckpt/last')"
@@ -267,7 +268,7 @@ def test_a_failure_anywhere_is_one_everywhere(ranks: Any) -> None:
 def forks() -> Any:
     """Processes that have imported torch already, to be killed; those of the pool would have to be started anew."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([*PRELOADED, __name__])
     return context
 
 

@@ -25,6 +25,7 @@ from fsshard.comm import watchdog
 from fsshard.errors import CheckpointError, RankFailed, RankMismatch
 from fsshard.torch_private.c10d import set_timeout
 from tests.comm.test_channel import Deaths
+from tests.forked import PRELOADED
 from tests.sets import often
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
@@ -33,7 +34,7 @@ BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 @pytest.fixture(scope="module")
 def forks() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([*PRELOADED, __name__])
     return context
 
 
