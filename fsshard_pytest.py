@@ -22,6 +22,7 @@ import inspect
 import pickle
 import re
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,9 +48,11 @@ DEFAULTS: dict[str, Any] = {
     "timeout": 120.0,
 }
 DEFAULT_WORLD_SIZE = 2
+OF_SCRIPTS = ("scripts", "world_size", "steps")
 HELP = (
     "(backends, world_size=2, world_sizes=None, steps=5, reference='ddp', timeout=120): the test returns a "
-    "recipe, which must train the same under all backends, at one world size or at each of world_sizes."
+    "recipe, which must train the same under all backends, at one world size or at each of world_sizes. Or "
+    "(scripts=[old, new], world_size=2, steps=None): two scripts beside the test must train the same under torchrun."
 )
 
 
@@ -168,6 +171,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = _marker(pyfuncitem)
     if marker is None:
         return None
+    if "scripts" in marker.kwargs:
+        _compare_scripts(pyfuncitem, marker)
+        return True
     settings = [_settings(mark) for mark in _asked(pyfuncitem, marker)]
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     recipe = _recipe(pyfuncitem, pyfuncitem.obj(**arguments), with_arguments=bool(arguments))
@@ -297,6 +303,39 @@ def _compared(item: pytest.Function, recipe: Any, settings: Mapping[str, Any]) -
         item.user_properties.append((MARKER, f"not compared, {type(problem).__name__}"))
         _fail(f"{item.nodeid}: {type(problem).__name__}: {problem}")
     return reports[0]
+
+
+def _compare_scripts(item: pytest.Function, marker: pytest.Mark) -> None:
+    """Run two scripts on as many ranks, and fail unless they train the same; the test itself is not called."""
+    from fsshard.errors import FsshardError
+    from fsshard.parity.scripts.command import run
+    from fsshard.parity.scripts.comparing import ScriptReport, compare_scripts
+    from fsshard.parity.scripts.recorder import Settings
+
+    given = marker.kwargs
+    if unknown := sorted(set(given) - set(OF_SCRIPTS)):
+        _misused(f"does not know {', '.join(unknown)} beside scripts; it takes {', '.join(OF_SCRIPTS)}")
+    if isinstance(given["scripts"], str) or len(given["scripts"]) != 2:
+        _misused(f"expects two paths, scripts=['old_train.py', 'new_train.py'], got {given['scripts']!r}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    reports: list[ScriptReport] = []
+
+    def compare() -> None:
+        records = []
+        for number, script in enumerate(given["scripts"]):
+            records.append(Path(temporary, f"{number}-{Path(script).stem}"))
+            command = [*torchrun, str(given.get("world_size", DEFAULT_WORLD_SIZE)), str(item.path.parent / script)]
+            if code := run(command, records[-1], Settings(last=given.get("steps"))):
+                _fail(f"{script} ended with exit code {code}")
+        reports.append(compare_scripts(*records))
+
+    with tempfile.TemporaryDirectory() as temporary:
+        problem = _problem(compare, FsshardError)
+    if problem is not None:
+        _fail(f"{item.nodeid}: {type(problem).__name__}: {problem}")
+    item.user_properties.append((MARKER, reports[0].sentence))
+    if not reports[0].ok:
+        _fail(str(reports[0]))
 
 
 def _publish(item: pytest.Function, report: ParityReport, suffix: str) -> None:

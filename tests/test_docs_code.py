@@ -297,6 +297,7 @@ RUNS_IN = {
     "docs/checkpoints.md 3": "tests/tools/test_mend_layout.py",
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_reports.py",
+    "docs/prove-migration.md 0": "tests/examples/test_prove_migration.py",
     "docs/how-it-works.md 1": "tests/backends/test_sixth_backend.py",
 }
 """Blocks that other tests run: in each, what the block calls, with files or models that it needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,10 +21,8 @@ def trace(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the record.")],
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="How the training is started.")],
     every: Annotated[int, typer.Option(min=1, help="Record weights at every so many steps.")] = 1,
-    steps: Annotated[str | None, typer.Option(metavar="FIRST:STOP", help="Record these steps only.")] = None,
-    tensors: Annotated[
-        str | None, typer.Option(metavar="every=N", help="Keep whole weights at every Nth step too.")
-    ] = None,
+    steps: Annotated[str, typer.Option(metavar="FIRST:STOP", help="Record these steps only.")] = ":",
+    tensors: Annotated[str, typer.Option(metavar="every=N", help="Keep whole weights, too; 0: never.")] = "every=0",
     repeat: Annotated[
         int, typer.Option(min=0, help="Run it so often again, rounded otherwise at random: a bound for rounding.")
     ] = 0,
@@ -38,16 +37,16 @@ def trace(
     from fsshard.parity.scripts.recorder import Settings
     from fsshard.parity.scripts.store import ScriptTrace
 
-    first, last = _range(steps)
-    settings = Settings(every=every, first=first, last=last, tensors=_every(tensors))
+    first, stop = _numbers("--steps", steps, r"(\d*):(\d*)", "FIRST:STOP, for example 0:50")
+    (kept,) = _numbers("--tensors", tensors, r"every=(\d+)", "every=N, for example every=100")
+    last = int(stop) if stop else None
+    settings = Settings(every=every, first=int(first or 0), last=last, tensors=int(kept))
     if overwrite and list(folder.glob("rank*.jsonl")):
         shutil.rmtree(folder)
     code = run(command, folder, settings, repeat=repeat)
     if not list(folder.glob("rank*.jsonl")):
-        print(
-            f"fsshard: nothing is recorded: no module was called with gradients by a process of {sys.executable}",
-            file=sys.stderr,
-        )
+        said = f"no module was called with gradients by a process of {sys.executable}"
+        print(f"fsshard: nothing is recorded: {said}", file=sys.stderr)
         raise typer.Exit(code or output.DIFFERENT)
     found = ScriptTrace.load(folder)
     if not quiet:
@@ -83,17 +82,9 @@ def compare(
     raise typer.Exit(output.AGREED if found.ok else output.DIFFERENT)
 
 
-def _range(text: str | None) -> tuple[int, int | None]:
-    """Return the numbers in ``"0:50"``; either may be left out."""
-    start, colon, stop = (text or ":").partition(":")
-    if not colon or not all(part.isdigit() or not part for part in (start, stop)):
-        raise ConfigurationError(f"--steps {text!r}: expected FIRST:STOP, for example --steps 0:50")
-    return int(start or 0), int(stop) if stop else None
-
-
-def _every(text: str | None) -> int:
-    """Return the number in ``"every=100"``; 0 for None."""
-    number = (text or "every=0").removeprefix("every=")
-    if not number.isdigit():
-        raise ConfigurationError(f"--tensors {text!r}: expected every=N, for example --tensors every=100")
-    return int(number)
+def _numbers(option: str, text: str, pattern: str, example: str) -> list[str]:
+    """Return the numbers in an option's text, "" for one that is left out."""
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ConfigurationError(f"{option} {text!r}: expected {example}")
+    return [*match.groups()]

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fsshard.parity.scripts.store import Record, Samples, ScriptTrace
+from fsshard.parity.scripts.store import Record, ScriptTrace
 
 APART = 1e-4
 """Relative difference of two norms of gradients, taken in float32, that rounding does not explain."""
 FAIRSCALE = "ShardedDataParallel"
+Tell = Callable[[Sequence[Record], Sequence[Record]], str]
+"""Returns in words what is different between the ranks of two scripts in one step; "" for nothing."""
 
 
 def causes(old: ScriptTrace, new: ScriptTrace, steps: Sequence[int], *, same: bool = False) -> Iterator[str]:
     """Yield in a sentence each what is not the same in ``steps``, at the first of them, most telling first.
 
-    ``same`` says that the weights are, after each step: then gradients and random numbers tell nothing.
+    ``same`` says that the weights are, after each step: then samples, gradients and random numbers tell nothing.
     """
-    compared = [_samples, _computed, _groups, _skipped, _backwards, _losses]
+    compared = [_computed, _groups, _skipped, _backwards, _losses]
     fairscale = [one for one in (old, new) if any(m.engine == FAIRSCALE for m in one.ranks[0].models)]
     if not same:
         yield from _models(old, new)
         yield from _ranks_apart(old, steps)
         yield from _ranks_apart(new, steps)
         # FairScale leaves a rank its own gradient of what another rank updates
-        compared += [*([] if fairscale else [_gradients]), _random]
+        compared = [_samples, *compared, *([] if fairscale else [_gradients])]
     for tell in compared:
-        for step in steps:
-            said = tell([rank.steps[step] for rank in old.ranks], [rank.steps[step] for rank in new.ranks])
-            if said:
-                yield f"step {step}: {said}"
-                break
+        yield from _first(tell, old, new, steps)
     if not same and len(fairscale) == 1 and len(steps) > 1:  # right as long as there was no step before
         yield (
             f"{fairscale[0].folder.name} runs under FairScale's ShardedDataParallel, which under today's torch reduces "
             "the gradients of the step before once more after optimizer.zero_grad(): docs/fairscale.md, row 1"
         )
+    if not same:
+        yield from _first(_random, old, new, steps)
+
+
+def _first(tell: Tell, old: ScriptTrace, new: ScriptTrace, steps: Sequence[int]) -> Iterator[str]:
+    """Yield what ``tell`` says of the first step of which it says anything."""
+    for step in steps:
+        if said := tell([rank.steps[step] for rank in old.ranks], [rank.steps[step] for rank in new.ranks]):
+            yield f"step {step}: {said}"
+            return
 
 
 def _models(old: ScriptTrace, new: ScriptTrace) -> Iterator[str]:
@@ -55,12 +64,10 @@ def _models(old: ScriptTrace, new: ScriptTrace) -> Iterator[str]:
     apart = [name for name in both if before[name].digest != now[name].digest]
     if apart:
         yield f"{len(apart)} of {len(both)} initial weights differ (another seed?): {_few(apart)}"
-    layers = [{**one.layers} for side in (old, new) for one in side.ranks[0].models[:1]]
-    if len(layers) == 2:
-        counts = [f"{n} {layers[0].get(n, 0)} -> {layers[1].get(n, 0)}" for n in {**layers[0], **layers[1]}
-                  if layers[0].get(n, 0) != layers[1].get(n, 0)]  # fmt: skip
-        if counts:
-            yield f"layers: {_few(counts)}"
+    layers = [Counter({n: k for one in side.ranks[0].models for n, k in one.layers.items()}) for side in (old, new)]
+    other = [f"{n} {layers[0][n]} -> {layers[1][n]}" for n in layers[0] | layers[1] if layers[0][n] != layers[1][n]]
+    if other:
+        yield f"layers: {_few(other)}"
 
 
 def _ranks_apart(one: ScriptTrace, steps: Sequence[int]) -> Iterator[str]:
@@ -70,35 +77,26 @@ def _ranks_apart(one: ScriptTrace, steps: Sequence[int]) -> Iterator[str]:
         for rank, weights in enumerate(others, 1):
             apart = [name for name in first if name in weights and weights[name].digest != first[name].digest]
             if apart:
-                yield (
-                    f"step {step}: ranks 0 and {rank} of {one.folder.name} hold different weights: are gradients not "
-                    f"averaged over the ranks? {_few(apart)}"
-                )
+                side = f"ranks 0 and {rank} of {one.folder.name}"
+                yield f"step {step}: {side} hold different weights: are gradients not averaged? {_few(apart)}"
                 return
 
 
 def _samples(old: Sequence[Record], new: Sequence[Record]) -> str:
     """Compare what models were given: rank by rank, and as one set."""
-    if [[s.digest for s in one.samples] for one in old] == [[s.digest for s in one.samples] for one in new]:
+    digests = [[[sample.digest for sample in record.samples] for record in side] for side in (old, new)]
+    if digests[0] == digests[1]:
         return ""
     sides = [[sample for record in side for sample in record.samples] for side in (old, new)]
     counts = [sum(sample.rows for sample in side) for side in sides]
-    if all(sample.rows for side in sides for sample in side) and _total(sides[0]) == _total(sides[1]):
-        if len(old) != len(new) or [len(one.samples) for one in old] != [len(one.samples) for one in new]:
-            return ""  # other numbers of ranks or batches
-        return "the ranks were given the same samples in another order"
+    totals = [sum(int(sample.total, 16) for sample in side) % 2**128 for side in sides]
+    if totals[0] == totals[1] and all(sample.rows for side in sides for sample in side):
+        divided = [[len(of_rank) for of_rank in side] for side in digests]  # among ranks and batches
+        return "the ranks were given the same samples in another order" if divided[0] == divided[1] else ""
     if counts[0] != counts[1]:
         return f"the ranks were given {counts[1]} samples, by the old script {counts[0]}"
-    rank = next((r for r, pair in enumerate(zip(old, new, strict=False)) if _digests(pair[0]) != _digests(pair[1])), 0)
+    rank = next((rank for rank, (a, b) in enumerate(zip(*digests, strict=False)) if a != b), 0)
     return f"rank {rank} was given other samples (another sampler, seed or preparation of data?)"
-
-
-def _digests(record: Record) -> list[str]:
-    return [sample.digest for sample in record.samples]
-
-
-def _total(samples: Sequence[Samples]) -> int:
-    return sum(int(sample.total, 16) for sample in samples) % 2**128
 
 
 def _computed(old: Sequence[Record], new: Sequence[Record]) -> str:
@@ -136,7 +134,7 @@ def _gradients(old: Sequence[Record], new: Sequence[Record]) -> str:
     if not apart:
         return ""
     if len(apart) == len(ratios) and max(ratios.values()) - min(ratios.values()) < APART * max(ratios.values()):
-        return f"all gradients are {ratios[apart[0]]:.4g} times as large: a mean in place of a sum, or a scale?"
+        return f"all gradients are {ratios[apart[0]]:.4g} times as large: a sum in place of a mean, or a scale?"
     worst = max(apart, key=lambda name: abs(math.log(ratios[name])))
     return f"{len(apart)} of {len(ratios)} gradients have another norm, {worst} {ratios[worst]:.4g} times the old one"
 
@@ -155,13 +153,13 @@ def _norms(side: Sequence[Record]) -> dict[str, float]:
 
 def _losses(old: Sequence[Record], new: Sequence[Record]) -> str:
     means = [sum(sum(record.losses) for record in side) / len(side) for side in (old, new)]
-    return "" if means[0] == means[1] or not all(map(math.isfinite, means)) else f"loss {means[0]!r} -> {means[1]!r}"
+    apart = not math.isclose(*means, rel_tol=1e-6) and all(map(math.isfinite, means))  # unless ranks add otherwise
+    return f"loss {means[0]!r} -> {means[1]!r}" if apart else ""
 
 
 def _random(old: Sequence[Record], new: Sequence[Record]) -> str:
-    if len(old) != len(new) or not any(a.random != b.random for a, b in zip(old, new, strict=True)):
-        return ""
-    return "other random numbers have been drawn (dropout, shuffling or augmentation in one of the two?)"
+    apart = len(old) == len(new) and any(a.random != b.random for a, b in zip(old, new, strict=True))
+    return "other random numbers have been drawn (dropout, shuffling or augmentation in one of the two?)" * apart
 
 
 def _few(names: Sequence[Any], most: int = 4) -> str:

@@ -151,9 +151,8 @@ def _as_trace(one: ScriptTrace, steps: list[int], shared: Sequence[Mapping[str, 
             norm = math.sqrt(sum(square for square, _ in record.gradients.values()))
             trace.steps.append(Step(batches=[], loss=sum(record.losses), norm=norm, sketches=sketches))
         ranks.append(trace)
-    told = {"environment": header.environment, "commit": header.commit, "device": header.device, "detail": "digests"}
-    kept = {"backend": one.folder.name, "world_size": header.world_size, "parameters": [*one.initial], "recipe": {}}
-    return Trace(**{**told, **kept}, ranks=ranks)  # type: ignore[arg-type]
+    told: dict[str, Any] = {name: getattr(header, name) for name in ("environment", "commit", "device", "world_size")}
+    return Trace(**told, recipe={}, backend=one.folder.name, detail="digests", parameters=[*one.initial], ranks=ranks)
 
 
 # --------------------------------------------------------------------------------------------------------------- names

@@ -28,7 +28,7 @@ from fsshard.parity.one_process import perturbed, random_state
 from fsshard.parity.scripts.store import Header, Model, Record, Samples, Writer, digest_alone, tensor_file, write_tensor
 from fsshard.parity.scripts.weights import user_names, whole_tensors
 from fsshard.parity.sketch import Sketch, digest, sketch, sketch_digest
-from fsshard.parity.trace import commit_in, environment
+from fsshard.parity.trace import INITIAL, commit_in, environment
 from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
 
@@ -105,15 +105,11 @@ class Recorder:
         self._models = [one for one in self._models if id(one) not in inner]
         self._models.append(module)
         self._known |= inner
-        place, layers = len(self._models) - 1, Counter(_printed(one) for one in module.modules())
-        del layers[""]
-        self._write(
-            Model(
-                engine=type(_unwrapped(module)).__name__,
-                layers=dict(sorted(layers.items())),
-                weights={name: one for name, one, buffer in self._sketches(place, -1) if not buffer},
-            )
-        )
+        engine = dict(module.named_children()).get(COMPILED, module)  # what torch.compile has compiled
+        layers = Counter(repr(one) for one in module.modules() if next(one.children(), None) is None)
+        sketches = self._sketches(len(self._models) - 1, INITIAL)
+        weights = {name: one for name, one, buffer in sketches if not buffer}
+        self._write(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
 
     def _forward_ended(self, module: nn.Module, arguments: Any, *others: Any) -> None:
         if torch.compiler.is_compiling():
@@ -184,7 +180,7 @@ class Recorder:
             record = before
             record.groups, record.skipped = record.groups + groups, record.skipped or skipped
         else:
-            losses = [float(_whole(loss)) for loss in self._losses]
+            losses = [float(_asked(loss, "full_tensor")) for loss in self._losses]
             given: dict[str, Any] = {"step": self._number, "losses": losses, "samples": self._samples, "groups": groups}
             record = Record(**given, random="", skipped=skipped, gradients={}, sketches={})
             self._losses, self._samples, self._number = [], [], self._number + 1
@@ -210,8 +206,8 @@ class Recorder:
             for name, parameter in user_names(model):
                 gradient = parameter.grad
                 if gradient is not None:
-                    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                    norm = float(torch.linalg.vector_norm(local.detach()))
+                    local = _asked(gradient.detach(), "to_local")
+                    norm = float(torch.linalg.vector_norm(local))
                     yield _named(place, name), (norm * norm, local.numel())
 
     def _sketches(self, place: int, step: int) -> Iterator[tuple[str, Sketch, bool]]:
@@ -232,12 +228,11 @@ class Recorder:
         if self._writer is None:
             rank, size = _rank()
             device = next((p.device.type for p in self._models[0].parameters()), "cpu")
-            script = Path(sys.argv[0]).resolve().parent
             header = Header(
                 rank=rank,
                 world_size=size,
                 command=sys.argv,
-                commit=commit_in(script) if rank == 0 else "",
+                commit=commit_in(Path(sys.argv[0]).resolve().parent) if rank == 0 else "",
                 device=device,
                 environment=environment(device),
                 every=self._settings.every,
@@ -246,9 +241,7 @@ class Recorder:
                 self._writer = Writer(self._folder, header)
             except FileExistsError:
                 self.stop()
-                print(
-                    f"fsshard: rank {rank} is recorded in {self._folder} already; this process is not", file=sys.stderr
-                )
+                print(f"fsshard: {self._folder} has a rank {rank} already; this process is not", file=sys.stderr)
                 return
         self._writer.write(what)
 
@@ -264,15 +257,6 @@ def _named(place: int, name: str) -> str:
     return f"model{place}.{name}" if place else name
 
 
-def _printed(module: nn.Module) -> str:
-    return "" if next(module.children(), None) is not None else repr(module)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return what torch.compile has compiled."""
-    return dict(module.named_children()).get(COMPILED, module)
-
-
 def _computed(module: nn.Module, output: Any) -> str:
     tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "nothing"
@@ -281,24 +265,21 @@ def _computed(module: nn.Module, output: Any) -> str:
     return f"{dtype}{autocast}{'' if module.training else ', in evaluation mode'}"
 
 
-def _whole(loss: Tensor) -> Tensor:
-    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+def _asked(value: Any, method: str) -> Any:
+    """Return what a DTensor's method gives, or any other value itself."""
+    return getattr(value, method)() if hasattr(value, method) else value
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
     """Return what an optimizer's group says, as numbers and texts."""
-    found = {}
-    for key, value in group.items():
-        if key != "params":
-            value = value.tolist() if isinstance(value, Tensor) else value
-            value = list(value) if isinstance(value, tuple) else value
-            found[key] = value if isinstance(value, (bool, int, float, str, list, type(None))) else repr(value)
-    return found
+    plain = (bool, int, float, str, type(None))
+    values = ((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in group.items() if k != "params")
+    return {k: list(v) if isinstance(v, tuple) else v if isinstance(v, plain) else repr(v) for k, v in values}
 
 
 def samples_of(given: Any, computed: str = "") -> Samples:
     """Return digests of a forward's arguments: of all, and of the samples that lie along dim 0 of all tensors."""
-    arrays = [torch.as_tensor(_local(leaf)).detach().cpu() for leaf in leaves(given) if is_array(leaf)]
+    arrays = [torch.as_tensor(_asked(leaf, "to_local")).detach().cpu() for leaf in leaves(given) if is_array(leaf)]
     sizes = {array.shape[0] for array in arrays}
     total, rows = 0, sizes.pop() if len(sizes) == 1 and all(array.numel() for array in arrays) else 0
     numbers = [array.contiguous().reshape(array.shape[0], -1).view(torch.uint8).numpy() for array in arrays if rows]
@@ -308,10 +289,6 @@ def samples_of(given: Any, computed: str = "") -> Samples:
             found.update(array[row].tobytes())
         total += int.from_bytes(found.digest(), "little")
     return Samples(digest=digest(arrays), rows=rows, total=f"{total % 2**128:032x}", computed=computed)
-
-
-def _local(leaf: Any) -> Any:
-    return leaf.to_local() if hasattr(leaf, "to_local") else leaf
 
 
 # --------------------------------------------------------------------------------------------------- for one's own code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,39 +190,29 @@ def _share(ranks: list[dict[str, Sketch]]) -> None:
 
 
 def _read_rank(file: Path) -> RankRecord:
-    header: Header | None = None
-    models: list[Model] = []
-    steps: dict[int, Record] = {}
-    for number, line in _lines(file):
+    headers, models, steps = list[Header](), list[Model](), dict[int, Record]()
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+        if not text.endswith("\n"):
+            continue  # the process died while it wrote this line
         try:
+            line = json.loads(text)
             if number == 1:
                 if line.get("format") != FORMAT or line.get("version") != VERSION:
                     raise WrongField("format", f"expected {FORMAT!r}, version {VERSION}; {_RECORD_AGAIN}")
-                header = read_as(Header, line.get("header"))
+                headers.append(read_as(Header, line.get("header")))
             elif "model" in line:
-                models.append(read_as(Model, line["model"], other=_READERS))
+                models.append(read_as(Model, line["model"], other={Sketch: _read}))
             else:
-                record: Record = read_as(Record, line.get("record"), other=_READERS)
+                record: Record = read_as(Record, line.get("record"), other={Sketch: _read})
                 steps[record.step] = record  # of several lines of a step the last one has all
         except WrongField as error:
             raise TraceError(file, f"line {number}, {error.field}", error.problem) from error
-    if header is None:
+        except ValueError as error:
+            raise TraceError(file, f"line {number}", f"this is no JSON ({error}); {_RECORD_AGAIN}") from error
+    if not headers:
         raise TraceError(file, "", f"the file is empty; {_RECORD_AGAIN}")
-    return RankRecord(header=header, models=models, steps=steps)
-
-
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    texts: Iterable[str] = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, text in enumerate(texts, 1):
-        if text.endswith("\n"):  # else the process died while it wrote this line
-            try:
-                yield number, json.loads(text)
-            except ValueError as error:
-                raise TraceError(file, f"line {number}", f"this is no JSON ({error}); {_RECORD_AGAIN}") from error
+    return RankRecord(header=headers[0], models=models, steps=steps)
 
 
 def _read(value: Any, place: str) -> Sketch:
     return digest_alone(value) if isinstance(value, str) else read_sketch(value, place)
-
-
-_READERS = {Sketch: _read}

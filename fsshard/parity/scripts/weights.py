@@ -17,26 +17,23 @@ from fsshard.parity.engine import whole_weights
 
 
 class Whole(NamedTuple):
-    """A parameter or buffer.
+    """A parameter or buffer."""
 
-    Attributes:
-        name: the user's.
-        value: the whole tensor, which may be freed when the next one is asked for.
-        ranks: those that have gathered the same copy; None for a copy of this rank's own.
-        buffer: it is none of the parameters.
-    """
-
-    name: str
-    value: Tensor
-    ranks: list[int] | None
+    name: str  # the user's
+    value: Tensor  # whole; may be freed when the next one is asked for
+    ranks: list[int] | None  # those that have gathered the same copy; None for a copy of this rank's own
     buffer: bool
+
+
+Units = list[tuple[str, nn.Module]]
+"""Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's."""
 
 
 def whole_tensors(root: nn.Module) -> Iterator[Whole]:
     """Yield parameters and buffers whole, few at a time. Collective where parameters are sharded: run it to its end."""
-    prefix = prefix_of(root)
-    for path, unit in _units(root):
-        for found in _of_unit(path, unit):
+    prefix, units = prefix_of(root), [("", root)]
+    for path, unit in units:  # to which the walk through a unit adds those within
+        for found in _of_unit(path, unit, units):
             yield found._replace(name=clean_path(found.name.removeprefix(prefix)))
 
 
@@ -61,34 +58,22 @@ def prefix_of(module: nn.Module) -> str:
     return prefix
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FullyShardedDataParallel) or _is_ours(module)
-
-
 def _is_ours(module: nn.Module) -> bool:
     known = sys.modules.get("fsshard.sharded.module")  # who has wrapped a model has imported it
     return known is not None and isinstance(module, known.ShardedModule)
 
 
-def _units(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield what must be gathered at once: the root, the units of FSDP1, and models of fsshard's."""
-    yield path, root
-    if not _is_ours(root):
-        for name, module in _own_modules(root, path):
-            for child, inner in module.named_children():
-                if _is_unit(inner):
-                    yield from _units(inner, f"{name}{child}.")
-
-
-def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module, and those below it that are in no other unit."""
+def _own_modules(path: str, module: nn.Module, units: Units) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module, and those below it that are in no other unit; add the units below."""
     yield path, module
     for name, child in module.named_children():
-        if not _is_unit(child):
-            yield from _own_modules(child, f"{path}{name}.")
+        if isinstance(child, FullyShardedDataParallel) or _is_ours(child):
+            units.append((f"{path}{name}.", child))
+        else:
+            yield from _own_modules(f"{path}{name}.", child, units)
 
 
-def _of_unit(path: str, unit: nn.Module) -> Iterator[Whole]:
+def _of_unit(path: str, unit: nn.Module, units: Units) -> Iterator[Whole]:
     ranks: list[int] | None = None
     if _is_ours(unit):
         model: Any = unit
@@ -102,7 +87,7 @@ def _of_unit(path: str, unit: nn.Module) -> Iterator[Whole]:
         if isinstance(unit, FullyShardedDataParallel):
             ranks = dist.get_process_group_ranks(unit.process_group)
             gathered.enter_context(FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False))
-        for name, module in _own_modules(unit, path):
+        for name, module in _own_modules(path, unit, units):
             parameters = ((name + own, value, False) for own, value in module.named_parameters(recurse=False))
             buffers = ((name + own, value, True) for own, value in module.named_buffers(recurse=False))
             for full_name, value, buffer in (*parameters, *buffers):

@@ -83,6 +83,18 @@ def test_a_script_that_dies_midway(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "nothing is recorded: no module was called with gradients" in capfd.readouterr().err
 
 
+def test_closures_that_train_within_the_first_step(tmp_path: Path) -> None:
+    """As Lightning's do: recording begins within a step of an optimizer."""
+    text = (
+        "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "def closure():\n    loss = model(torch.ones(1, 2)).sum()\n    loss.backward()\n    return loss\n"
+        "for step in range(2): optimizer.step(closure)\n"
+    )
+    assert run([sys.executable, "-c", text], tmp_path / "trace") == 0
+    (rank,) = ScriptTrace.load(tmp_path / "trace").ranks
+    assert [len(step.losses) for step in rank.steps.values()] == [1, 1]
+
+
 def test_a_command_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got 'no-such-program x'; write, for example: fsshard trace a -- "):
         run(["no-such-program", "x"], tmp_path / "a")
@@ -91,8 +103,8 @@ def test_a_command_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--steps", "5"], "--steps '5': expected FIRST:STOP, for example --steps 0:50"),
-        (["--tensors", "often"], "--tensors 'often': expected every=N, for example --tensors every=100"),
+        (["--steps", "5"], "--steps '5': expected FIRST:STOP, for example 0:50"),
+        (["--tensors", "often"], "--tensors 'often': expected every=N, for example every=100"),
     ],
 )
 def test_options_that_have_no_meaning(

@@ -147,7 +147,7 @@ def test_a_layer_of_another_name(recorded: Recorded) -> None:
 
 def test_fairscale_reduces_old_gradients(recorded: Recorded) -> None:
     found = against(recorded, "zero_grad", "fairscale")
-    assert "part at step 1" in found.sentence and "optimizer.zero_grad()" in found.causes[-1]
+    assert "part at step 1" in found.sentence and any("optimizer.zero_grad()" in cause for cause in found.causes)
 
 
 def test_two_ranks_beside_four(ranks: Any, recorded: Recorded, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ MARK = "FSSHARD_TRACE"  # in the environment of the command: what to record, as 
 
 
 class Waiting(MetaPathFinder):
-    """Calls ``then`` once torch has been imported."""
+    """Waits for torch to be imported, and then for a training."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -30,17 +30,16 @@ class Waiting(MetaPathFinder):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
+        spec: Any = find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 wait_for_training(self.settings)
 
-            loader.exec_module = exec_module
-        return spec
+            spec.loader.exec_module = exec_module
+        return spec  # type: ignore[no-any-return]
 
 
 def wait_for_training(settings: dict[str, Any]) -> None:

@@ -1,0 +1,139 @@
+"""Verdicts, names and causes of made-up records; those of real trainings are in test_recorder.py.
+
+Tests fsshard/parity/scripts/causes.py too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsshard.errors import ConfigurationError
+from fsshard.parity.scripts.comparing import compare_scripts, matched_names
+from fsshard.parity.scripts.store import Model, Record, Samples, Writer
+from fsshard.parity.sketch import Sketch, sketch
+from tests.parity.scripts.test_store import HEADER
+
+ONE, TWO, ZERO = (sketch(torch.full((3,), value)) for value in (1.0, 2.0, 0.0))
+GIVEN = Samples(digest="a", rows=2, total="0f", computed="float32")
+STEP = Record(
+    step=0,
+    losses=[0.5],
+    samples=[GIVEN],
+    groups=[{"lr": 0.1}],
+    random="b",
+    skipped=False,
+    gradients={"w": (4.0, 3)},
+    sketches={"weight": {"w": ONE}, "buffer": {"count": ONE}},
+)
+
+
+def script(
+    folder: Path, steps: int = 3, engine: str = "Net", initial: Sketch = ZERO, size: int = 1, **late: Any
+) -> Path:
+    """Write a record whose last step has ``late`` in place of what is usual."""
+    for rank in range(size):
+        writer = Writer(folder, dataclasses.replace(HEADER, rank=rank, world_size=size))
+        writer.write(Model(engine=engine, layers={"ReLU()": 1}, weights={"w": initial}))
+        for number in range(steps):
+            change = late if number == steps - 1 else {}
+            writer.write(dataclasses.replace(STEP, step=number, **change))
+        writer.close()
+    return folder
+
+
+OTHER = {"sketches": {"weight": {"w": TWO}, "buffer": {}}}
+
+
+@pytest.mark.parametrize(
+    ("late", "cause"),
+    [
+        ({"groups": [{"lr": 0.2}]}, "step 2: lr of group 0 0.1 -> 0.2"),
+        ({"groups": [{"lr": 0.1}] * 2}, "step 2: groups of parameters 1 -> 2"),
+        ({"skipped": True}, "step 2: the step was made -> left out by the scaler"),
+        ({"losses": [0.25, 0.25]}, "step 2: backward passes 1 -> 2"),
+        ({"losses": [0.75]}, "step 2: loss 0.5 -> 0.75"),
+        ({"gradients": {"w": (16.0, 3)}}, "step 2: all gradients are 2 times as large"),
+        ({"random": "c"}, "step 2: other random numbers have been drawn"),
+        ({"samples": [dataclasses.replace(GIVEN, digest="c", total="0e")]}, "step 2: rank 0 was given other samples"),
+        ({"samples": [GIVEN, GIVEN]}, "step 2: the ranks were given 4 samples, by the old script 2"),
+        ({"samples": [dataclasses.replace(GIVEN, computed="bfloat16")]}, "step 2: models put out float32 -> bfloat16"),
+    ],
+)
+def test_what_differed_before_the_weights_is_told(tmp_path: Path, late: dict[str, Any], cause: str) -> None:
+    old, new = script(tmp_path / "old"), script(tmp_path / "new", **{**OTHER, **late})
+    found = compare_scripts(old, new)
+    assert found.sentence.startswith("NOT the same training: old and new on 1 rank part at step 2, weight of w, rank 0")
+    assert len(found.causes) == 1 and found.causes[0].startswith(cause)
+    assert json.loads(found.to_json())["causes"] == found.causes
+
+
+def test_the_weights_decide(tmp_path: Path) -> None:
+    """A loss that is told otherwise is another one of the same training."""
+    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", losses=[5.0], random="c"))
+    assert (found.verdict, found.causes) == ("exact", ["step 2: loss 0.5 -> 5.0"])
+    assert str(found).splitlines()[1] == "also different: step 2: loss 0.5 -> 5.0"
+
+
+def test_buffers_that_both_have_are_weights_too(tmp_path: Path) -> None:
+    sketches = {"weight": {"w": ONE}, "buffer": {"count": TWO}}
+    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", sketches=sketches))
+    assert "part at step 2, buffer of count" in found.sentence
+    sketches = {"weight": {"w": ONE}, "buffer": {"cache": TWO}}
+    assert compare_scripts(script(tmp_path / "a"), script(tmp_path / "b", sketches=sketches)).verdict == "exact"
+
+
+def test_other_weights_at_the_start(tmp_path: Path) -> None:
+    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", initial=ONE, engine="Other"))
+    assert "part at step 0, initial weight of w" in found.sentence
+    assert found.causes == ["1 of 1 initial weights differ (another seed?): w"]
+
+
+def test_a_script_that_ends_earlier_has_shown_less(tmp_path: Path) -> None:
+    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", steps=2))
+    assert (found.ok, found.report.ok) == (False, True)
+    assert found.sentence.endswith("old and new have recorded 3 and 2 steps; the first 2 steps agree.")
+
+
+def test_records_without_weights_prove_nothing(tmp_path: Path) -> None:
+    old, new = script(tmp_path / "old", steps=1), script(tmp_path / "new", steps=1, sketches={})
+    with pytest.raises(ConfigurationError, match="no step in common at which weights are recorded; record both with"):
+        compare_scripts(old, new)
+
+
+def test_ranks_that_are_given_the_same_samples_in_other_parts(tmp_path: Path) -> None:
+    """Two ranks with two samples each, four with one: the sums of the samples' digests are equal."""
+    halves = [dataclasses.replace(GIVEN, digest=str(k), rows=1, total=total) for k, total in enumerate(("0a", "05"))]
+    old = script(tmp_path / "old", size=2, samples=halves)
+    new = script(tmp_path / "new", size=4, samples=[dataclasses.replace(GIVEN, rows=1, total="0f")], **OTHER)
+    found = compare_scripts(old, new)
+    assert "on 2 and 4 ranks" in found.sentence
+    assert found.causes == ["step 0: the ranks were given 8 samples, by the old script 4"]
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def test_names_that_only_moved() -> None:
+    old = {"a": (ZERO, ONE), "b": (ZERO, TWO), "kept": (ONE, ONE)}
+    new = {"net.b": (ZERO, TWO), "kept": (TWO, TWO), "net.a": (ZERO, ONE)}
+    assert matched_names(old, new) == {"a": "net.a", "b": "net.b", "kept": "kept"}
+
+
+def test_equal_ones_are_matched_in_order_where_later_ones_differ() -> None:
+    other = sketch(torch.full((3,), 7.0))
+    assert matched_names({"a": (ZERO, ONE), "b": (ZERO, TWO)}, {"c": (ZERO, ONE), "d": (ZERO, other)}) == {
+        "a": "c",
+        "b": "d",
+    }
+
+
+def test_without_equal_bits_one_shape_is_enough_and_two_are_not() -> None:
+    wide = sketch(torch.ones(5))
+    assert matched_names({"a": (ONE, ONE), "w": (wide, wide)}, {"b": (TWO, TWO)}) == {"a": "b"}
+    assert matched_names({"a": (ONE, ONE), "b": (ZERO, ZERO)}, {"c": (TWO, TWO), "d": (TWO, TWO)}) == {}
