@@ -121,7 +121,7 @@ docs: .venv-docs/.ready
 	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement .venv-docs/requirements.txt
 	touch $@
 
-# Writes docs/benchmarks.md. 35 minutes on two cores that have nothing else to do.
+# Writes docs/benchmarks.md. 36 minutes on two cores that have nothing else to do.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
