@@ -30,7 +30,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_620,
     "compat": 7_874,
-    "tests": 53_783,
+    "tests": 54_135,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
