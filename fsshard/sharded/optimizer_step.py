@@ -127,7 +127,8 @@ class _View:
         self.entry, self.is_complex, self.turned = entry, is_complex, turned
         self._part, self._threads, self._matrices = part, threads, matrices
         # Whether real numbers are shown otherwise than the engine's parameter holds them.
-        self.is_elsewhere = part is not None or turned or matrices is not None or hasattr(entry.parameter, LOCAL_TENSOR)
+        self.is_elsewhere = part is not None or turned or matrices is not None or isinstance(entry, WholeEntry)
+        self.is_elsewhere |= hasattr(entry.parameter, LOCAL_TENSOR)
         self.blocks: list[_Block] | None = None  # None: shown as it is shaped
         self.pieces: list[nn.Parameter] = []  # stand for the local part
         self._over: tuple[int, torch.Size] | None = None  # address and shape of the local part
