@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_572,
+    "fsshard + compat": 50_573,
     "fsshard/backends": 4_350,
     "fsshard/checkpoint": 5_170,
     "fsshard/parity": 5_188,
-    "fsshard/sharded": 4_914,
+    "fsshard/sharded": 4_915,
     "fsshard/comm + fsshard/launching": 3_148,
     "fsshard/simulation": 3_695,
     "fsshard/model": 2_587,
