@@ -90,7 +90,7 @@ def contestant(name: str, width: int, size: int, *, flat: bool, backend: str | N
         return Contestant(step)
     counters.clear()
     counter = CompileCounterWithBackend(backend)
-    compile_units(model, plan(model), resolve_compilation({"backend": counter}))
+    compile_units(dict(model.named_modules()), plan(model), resolve_compilation({"backend": counter}))
     step()
     return Contestant(step, counter.frame_count, sum(counters["graph_break"].values()))
 

@@ -67,7 +67,7 @@ def taken_of(model: Any) -> Any:
 def split_over(model: nn.Module | None) -> Any:
     """Return what :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
     sharding = sys.modules.get("fsshard.parallel.domain.sharding")  # not imported: nothing is split, nor needed for it
-    return None if sharding is None or model is None else sharding.domain_of(model)
+    return None if sharding is None or model is None else sharding.domain_of(model.modules())
 
 
 def data_rank_of(settings: Mapping[str, Any]) -> DataRank | None:

@@ -21,8 +21,8 @@ from fsshard.comm import watchdog
 from fsshard.comm.agreement import agree, per_rank
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import showing_the_users
-from fsshard.complex_params.slots import ParameterSlot
-from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model, has_dtensors, keep_local_parts
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot
+from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_modules, has_dtensors, keep_local_parts
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.launching.context import init
 from fsshard.launching.leaving import keep_group, watch_end
@@ -60,7 +60,7 @@ from fsshard.planning.arguments import (
     WrapPolicy,
     WrapSettings,
 )
-from fsshard.planning.plan import make_plan
+from fsshard.planning.plan import plan_table
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.torch_settings import (
     asks_for_hybrid,
@@ -206,7 +206,8 @@ def wrap(
     """
     device_mesh = data_mesh(device_mesh, hybrid=asks_for_hybrid(sharding_strategy))
     group = _group(device_mesh)
-    mesh = _model_mesh(model, group, device_mesh, replicated, sharded)
+    table = ModuleTable(model)
+    mesh = _model_mesh(table, group, device_mesh, replicated, sharded)
     request = _WrapRequest(
         backend=backend,
         auto_wrap_policy=auto_wrap_policy,
@@ -225,39 +226,40 @@ def wrap(
     handed = HandedOver(optimizer, scheduler)
 
     # Of DTensors; put back where something is refused.
-    with taking_part(group, WHAT), contextlib.nullcontext() if mesh is None else keep_local_parts(model):
+    with taking_part(group, WHAT), contextlib.nullcontext() if mesh is None else keep_local_parts(table.modules):
         everyone = group if mesh is None else mesh.group
-        engine, settings, slots = agree(everyone, lambda: _validated(model, request, handed, group, mesh))
+        engine, settings, slots = agree(everyone, lambda: _validated(table, request, handed, group, mesh))
         asked = _asked(request, settings, handed)
-        agree(None if mesh is None else everyone, lambda: check_same_model(model, slots, asked, group))
+        agree(None if mesh is None else everyone, lambda: check_same_model(table.buffers(), slots, asked, group))
         if settings.model_mesh is not None:
-            check_same_on_mesh(model, slots, settings.model_mesh, settings.rank)
+            check_same_on_mesh(table, slots, settings.model_mesh, settings.rank)
         if handed.optimizer is not None:
             agree(settings.everyone, lambda: handed.check_separable(engine, settings))
         on_meta = ranks_on_meta(slots, group)
         if _ONLY_CHECKS.get():
             raise _Passed
-    # From here on the model is changed: all that can be refused has been.
-    own_memory(model)
+    # From here on the model is changed: all that can be refused has been. Its modules stay until an engine takes them.
+    modules = table.modules
+    own_memory(modules.values())
     if any(on_meta):
         init = initialiser(param_init_fn)
-        settings = replace(settings, source=value_source(model, slots, on_meta, settings.device, group, init))
-    elif any(tensor.device != settings.device for tensor in (slots[0].parameter, *model.buffers())):
+        settings = replace(settings, source=value_source(modules, slots, on_meta, settings.device, group, init))
+    elif any(tensor.device != settings.device for tensor in (slots[0].parameter, *table.buffers().values())):
         model.to(settings.device)  # all parameters are on one device
-    flatten_model(model, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
+    flatten_modules(modules, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     with taking_part(group, WHAT):
         if sync_module_states:
-            send_values(model, group, settings.model_mesh)
+            send_values(table, group, settings.model_mesh)
         # Units are put into the dtypes and the form that they compute in.
-        modules, buffers = dict(model.named_modules()), cast_buffers(model, settings.plan)
-        compile_units(model, settings.plan, settings.compilation)
-        apply_checkpointing(model, settings.plan, request.checkpointing)
-        shield_fp32_units(model, settings.plan)
-        cast_params(model, settings.plan)
+        buffers = cast_buffers(table, settings.plan)
+        compile_units(modules, settings.plan, settings.compilation)
+        apply_checkpointing(table, settings.plan, request.checkpointing)
+        shield_fp32_units(modules, settings.plan)
+        cast_params(table, settings.plan)
         wrapped = ShardedModule(engine(model, settings), broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
         cast_unit_inputs_and_outputs(modules, settings.plan)
-    mark_managed(model)
-    showing_the_users(model.modules())
+    mark_managed(modules.values())
+    showing_the_users(modules.values())
     refuse_foreign_optimizers(wrapped)
     honour_state_dict_type(wrapped)
     return handed.given_back(wrapped)
@@ -285,11 +287,10 @@ def check_wrap(model: nn.Module, optimizer: Any = None, scheduler: Any = None, *
 
 
 def _model_mesh(
-    model: Any, group: dist.ProcessGroup, device_mesh: Any, replicated: object, sharded: object
+    table: ModuleTable, group: dist.ProcessGroup, device_mesh: Any, replicated: object, sharded: object
 ) -> ModelMesh | None:
     """Return the other mesh dimensions; None where there are none. Collective where there can be some."""
-    is_module = isinstance(model, nn.Module)  # what is none is refused below, on every rank
-    named = replicated is not None or sharded is not None or (is_module and has_dtensors(model))
+    named = replicated is not None or sharded is not None or has_dtensors(table.modules.values())
     if group.size() < dist.get_world_size():
         told = per_rank(group, named)
         if not all(told) and any(told):
@@ -297,10 +298,10 @@ def _model_mesh(
                 f"{sum(told)} of the {len(told)} data-parallel ranks passed replicated=, sharded= or a model with "
                 f"DTensors, and rank {told.index(False)} of them did not; pass the same on all of them"
             )
-    if not named or not is_module:
+    if not named or not table.modules:  # what is no module is refused by check_model(), on every rank
         return None
-    check_not_wrapped(model, wrapper_classes())
-    return find_model_mesh(model, group, replicated, sharded, device_mesh)
+    check_not_wrapped(table.modules, wrapper_classes())
+    return find_model_mesh(table, group, replicated, sharded, device_mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,24 +329,18 @@ class _WrapRequest:
 
 
 def _validated(
-    model: nn.Module,
+    table: ModuleTable,
     request: _WrapRequest,
     handed: HandedOver,
     group: dist.ProcessGroup,
     model_mesh: ModelMesh | None,
 ) -> tuple[type[Any], Settings, list[ParameterSlot]]:
     """Return the backend's class, its settings and the model's parameters, after all checks of one rank. Local."""
-    slots = check_model(model, wrapper_classes())
-    check_split_fields(model, slots, group, model_mesh)
+    modules, slots = table.modules, check_model(table, wrapper_classes())
+    check_split_fields(modules.values(), slots, group, model_mesh)
     engine = backend_class(request.backend, group.size())
     settings = Settings(
-        plan=make_plan(
-            model,
-            slots,
-            auto_wrap_policy=request.auto_wrap_policy,
-            mixed_precision=request.mixed_precision,
-            activation_checkpointing=request.activation_checkpointing,
-        ),
+        plan=plan_table(table, request.auto_wrap_policy, request.mixed_precision, request.activation_checkpointing),
         group=group,
         mesh=request.device_mesh,
         device=device_for(slots[0].parameter.device, request.device, group),
@@ -358,15 +353,15 @@ def _validated(
     )
     check_compilation(settings.compilation, settings.device, settings.plan)
     check_precision(settings.plan, settings.device)
-    check_buffers(model, settings.plan)
+    check_buffers(table, settings.plan)
     check_known(engine, settings)
     settings = engine.check(settings)
-    check_modules(model, settings.precision, engine, settings.world_size)
+    check_modules(modules, settings.precision, engine, settings.world_size)
     check_tensorfiable(slots, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     check_even_dtensors(slots, engine)
-    check_parameters(model, slots, engine)  # after what no backend can do: it names backends that can
+    check_parameters(table.buffers(), slots, engine)  # after what no backend can do: it names backends that can
     check_checkpointing(request.checkpointing, settings.device)
-    check_resettable(model, initialiser(request.param_init_fn))
+    check_resettable(modules, initialiser(request.param_init_fn))
     handed.check(slots)
     return engine, settings, slots
 

@@ -5,6 +5,7 @@ Whoever makes something smaller lowers its number here. Whoever must raise one s
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -38,6 +39,38 @@ CONTRACT = 26
 FLOORS = 10
 """Lines of the layers of imports in pyproject.toml."""
 """Public members of Backend."""
+GUARDS = """
+backends/clipping: count_all_ranks _norm _of_owners _each _as_torchs
+backends/forward_guards: Watched LooksAtForwards ReadsGuard _is_asked_by_torch _name_of refuse_losses written
+backends/forward_guards: check_places
+backends/fsdp1: FSDP1Backend._watch FSDP1Backend._check_pass FSDP1Backend._check_accumulation _GatheredGuard _no_guard
+backends/fsdp1: _WrittenGuard _before_gather
+backends/fsdp2: FSDP2Backend._watch FSDP2Backend._let_the_root_be_first _before_gather
+backends/part_guards: PartsGuard _tree _before_state_dict _before_load _asked_by_torch _module_of _named
+backends/part_guards: refuse_parameter refuse_numbers_of_parts _refuse
+backends/reducer_arrivals: ReplicatedModel check_step Arrivals.__init__ Arrivals.finish Arrivals._begin Arrivals._end
+backends/step_counts: StepCounts _number _told
+complex_params/shown: _assign _set_item _set_grad
+oss/norm_and_scaling: owned_norms exchanged _norms count_owners _norm
+parallel/domain/entering: marked_in_graph guard_losses _refuse_slabs _is_slab Entrance._look_at_checksums _header
+parallel/domain/entering: _raise_everywhere _check_alike
+parallel/replicas: SameGradients _tells _differing_norms
+sharded/contents: check_same_parameters
+sharded/forward_methods: explain_forward_error
+sharded/module: ShardedModule.__deepcopy__ ShardedModule.__reduce_ex__ ShardedModule._apply _refuse_on_parts
+sharded/module: ShardedModule.check_knows_all_ranks ShardedModule.check_synchronised
+sharded/optimizer: ShardedOptimizer._check_unused ShardedOptimizer._check_groups_may_change ShardedOptimizer.state
+sharded/optimizer: ShardedOptimizer._step_supports_amp_scaling check_unstepped retire refuse_foreign_optimizers
+sharded/optimizer: _refuse_foreign
+sharded/optimizer_checks: OptimizerRequest.check_separable OptimizerRequest._samples OptimizerRequest._build
+sharded/optimizer_checks: OptimizerRequest.trained OptimizerRequest._trained OptimizerRequest._agrees_on_parts
+sharded/optimizer_checks: OptimizerRequest.begins_with_closure _is_near _give_gradients _surroundings
+sharded/optimizer_checks: OptimizerRequest.check_settings OptimizerRequest.asked rank_independent_text check_asked_alike
+sharded/parameters: refuse_hooks _refuse_hook _Hollow _ShapeOnly
+sharded/state_dict: asked_for honour_state_dict_type _request
+"""
+"""Functions and classes that only refuse, beside the checks of wrap; docs/limits.md says what each is for."""
+GUARD_LINES = 1_500
 
 
 def lines_below(*folders: str) -> int:
@@ -74,3 +107,28 @@ def test_floors_of_imports() -> None:
     )
     floors = layers.strip().splitlines()
     assert len(floors) <= FLOORS, f"{len(floors)} floors of imports, at most {FLOORS} are allowed: {ADVICE}"
+
+
+def lines_of_definitions(file: Path) -> dict[str, int]:
+    """Return the number of lines of each function and class, decorators included, by qualified name."""
+    found: dict[str, int] = {}
+
+    def visit(node: ast.Module | ast.ClassDef, prefix: str) -> None:
+        for one in node.body:
+            if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
+                first = min(each.lineno for each in (one, *one.decorator_list))
+                found[prefix + one.name] = (one.end_lineno or 0) + 1 - first
+                if isinstance(one, ast.ClassDef):
+                    visit(one, f"{prefix}{one.name}.")
+
+    visit(ast.parse(file.read_text("utf-8")), "")
+    return found
+
+
+def test_lines_of_guards() -> None:
+    count = 0
+    for line in GUARDS.strip().splitlines():
+        name, guards = line.split(": ")
+        lines = lines_of_definitions(ROOT / f"fsshard/{name}.py")
+        count += sum(lines[guard] for guard in guards.split())
+    assert count <= GUARD_LINES, f"guards have {count} lines, at most {GUARD_LINES} are allowed: {ADVICE}"

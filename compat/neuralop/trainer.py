@@ -87,7 +87,7 @@ class Trainer(neuralop.Trainer):
                 f"expected a model that fsshard.wrap returned, got {type(model).__name__}; wrap it first: "
                 "model = fsshard.wrap(model, backend=...)"
             )
-        if domain_of(model) is not None:
+        if domain_of(model.modules()) is not None:
             raise ModelError(
                 "the model is split by shard_domain, and the Trainer gives whole fields to models and losses; write "
                 "the loop (docs/domain.md), or train the whole model"

@@ -1,11 +1,11 @@
-"""Every place where a module holds a parameter, by the user's names."""
+"""The modules of a model, and every place where one of them holds a parameter, by the user's names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import factorised_classes, stored_in, views_of
 from fsshard.complex_params.pairs import SUFFIX, Kind
@@ -43,15 +43,52 @@ def public_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
 
 
+class ModuleTable:
+    """The modules of a model by name, from one walk; their parameters and buffers are looked up each time.
+
+    It stays true while parameters, buffers, classes and forwards of the modules are replaced, as ``wrap`` does before
+    an engine takes the model.
+
+    Attributes:
+        root: the model; what is no module has none.
+        modules: each module by its first name, as ``named_modules()`` has it.
+        places: public name and module of every place, those of shared modules repeated.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        raw = list(root.named_modules(remove_duplicate=False)) if isinstance(root, nn.Module) else []
+        first: dict[nn.Module, str] = {}
+        for name, module in raw:
+            first.setdefault(module, name)
+        self.modules: Mapping[str, nn.Module] = {name: module for module, name in first.items()}
+        self.places = [(public_name(name), module) for name, module in raw]
+
+    def by_public_name(self) -> dict[str, nn.Module]:
+        """Return the modules of all places by public name: torch's checkpoint wrapper goes before what it wraps."""
+        return dict(reversed(self.places))
+
+    def slots(self) -> Iterator[ParameterSlot]:
+        """Yield all slots in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
+        for prefix, module in self.places:
+            held = stored_in(module)
+            names = {name + SUFFIX: (name, kind) for name, kind in views_of(module).items()} if held else {}
+            for stored, parameter in held.items():
+                if parameter is not None:
+                    attribute, kind = names.get(stored, (stored, Kind.PLAIN))
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    yield ParameterSlot(name, module, attribute, stored, kind)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the distinct buffers by their first names, as ``named_buffers()`` has them."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in self.modules.items():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    found.setdefault(id(buffer), (f"{prefix}.{key}" if prefix else key, buffer))
+        return dict(found.values())
+
+
 def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
-    """Yield all slots in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if not (held := stored_in(module)):
-            continue
-        names = {name + SUFFIX: (name, kind) for name, kind in views_of(module).items()}
-        prefix = public_name(prefix)
-        for stored, parameter in held.items():
-            if parameter is None:
-                continue
-            attribute, kind = names.get(stored, (stored, Kind.PLAIN))
-            yield ParameterSlot(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, stored, kind)
+    """Yield the slots of :class:`ModuleTable`, of a model that is walked for them alone."""
+    return ModuleTable(model).slots()

@@ -8,7 +8,7 @@ and gives the module a property ``w`` that returns ``torch.view_as_complex(self.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -28,7 +28,7 @@ from fsshard.complex_params.layouts import DTensorLayout
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, kind_for
 from fsshard.complex_params.replaced import adopt, check_no_gradient_hooks, forget_replacement, restored
 from fsshard.complex_params.shown import KEPT
-from fsshard.complex_params.slots import ParameterSlot, parameter_slots
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import ModelError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -55,16 +55,17 @@ def tensorfy(model: ModuleT, *, scalars: bool = False, in_order: bool = False) -
     Raises:
         ModelError: a parameter is lazy, or a complex one has gradient hooks; nothing was changed.
     """
-    check_tensorfiable(parameter_slots(model), scalars=scalars, in_order=in_order)
-    flatten_model(model, scalars=scalars, in_order=in_order)
+    table = ModuleTable(model)
+    check_tensorfiable(table.slots(), scalars=scalars, in_order=in_order)
+    flatten_modules(table.modules, scalars=scalars, in_order=in_order)
     return model
 
 
-def flatten_model(model: nn.Module, *, scalars: bool = False, in_order: bool = False) -> None:
-    """Do what :func:`tensorfy` does, for a caller that has run :func:`check_tensorfiable` already."""
+def flatten_modules(modules: Mapping[str, nn.Module], *, scalars: bool = False, in_order: bool = False) -> None:
+    """Do what :func:`tensorfy` does to a model's modules, for a caller that has run :func:`check_tensorfiable`."""
     memo: dict[int, nn.Parameter] = {}
     known = factorised_classes()
-    for name, module in list(model.named_modules()):
+    for name, module in modules.items():
         if known is not None:
             adopt_factorised(module, *known)
         if not (isinstance(module, Flattened) and module._fsshard_holds_reals):
@@ -132,25 +133,25 @@ def untensorfy(model: ModuleT) -> ModuleT:
 # ------------------------------------------------------------------------------------------------ DTensors
 
 
-def has_dtensors(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer is a DTensor."""
-    held = ((*module._parameters.values(), *module._buffers.values()) for module in model.modules())
+def has_dtensors(modules: Iterable[nn.Module]) -> bool:
+    """Return whether any parameter or buffer of these modules is a DTensor."""
+    held = ((*module._parameters.values(), *module._buffers.values()) for module in modules)
     return any(is_dtensor(tensor) for tensors in held for tensor in tensors)
 
 
-def dtensor_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Yield name, owner, attribute and value of every place that holds a DTensor parameter."""
-    for prefix, module in model.named_modules():
+def dtensor_parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield name, owner, attribute and value of every place in these modules that holds a DTensor parameter."""
+    for prefix, module in modules.items():
         for attribute, parameter in module._parameters.items():
             if is_dtensor(parameter):
                 yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, parameter
 
 
-def check_dtensors(model: nn.Module) -> None:
+def check_dtensors(table: ModuleTable) -> None:
     """Raise for DTensor parameters that cannot be kept as local parts, and for buffers that are DTensors. Local."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    for name, _, _, parameter in dtensor_parameters(model):
+    for name, _, _, parameter in dtensor_parameters(table.modules):
         strange = [placed for placed in parameter.placements if type(placed) not in (Shard, Replicate)]
         if type(parameter) is not DTensor or strange or parameter.is_meta:
             raise ModelError(
@@ -160,7 +161,7 @@ def check_dtensors(model: nn.Module) -> None:
                 "dimension that shares it in replicated="
             )
         check_no_gradient_hooks(name, cast(nn.Parameter, parameter))
-    for name, buffer in model.named_buffers():
+    for name, buffer in table.buffers().items():
         if is_dtensor(buffer):
             raise ModelError(
                 f"buffer {name!r} is a DTensor, and ranks exchange plain buffers; leave it plain (distribute_module's "
@@ -169,12 +170,12 @@ def check_dtensors(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def keep_local_parts(model: nn.Module) -> Iterator[None]:
+def keep_local_parts(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Replace DTensor parameters by this rank's parts, which modules show as DTensors, unless the context raises."""
     # No engine takes them as they are: DDP, FSDP1 and FairScale stop at "aten.cat got mixed torch.Tensor and DTensor",
     # and FSDP2's have other state dicts and norms (torch 2.13). To an engine a rank's part is a parameter like any
     # other; tensor-parallel code sees the DTensor over it, whose own backward sums what ranks share.
-    places = list(dtensor_parameters(model))
+    places = list(dtensor_parameters(modules))
     before = {owner: (owner.__class__, dict(owner._parameters)) for _, owner, _, _ in places}
     parts: dict[int, tuple[nn.Parameter, Kind]] = {}
     for name, _, _, parameter in places:

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsshard.complex_params.slots import public_name
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import ConfigurationError
 from fsshard.model.activation_offload import OffloadedForward
 from fsshard.model.host_copies import HOST
 from fsshard.model.recomputation import RecomputedForward, adopt_fairscale
 from fsshard.planning.arguments import Recomputed, WrapPolicy
-from fsshard.planning.plan import Plan, is_offloading, plan
+from fsshard.planning.plan import Plan, is_offloading, plan_table
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.torch_private.modules import Dropout
 
@@ -49,8 +49,9 @@ def checkpoint_blocks(
     asked = resolve_checkpointing(choice)
     if not isinstance(choice, Checkpointing):
         asked = Checkpointing(policy=choice, preserve_rng_state=preserve_rng_state)
-    planned = plan(model, auto_wrap_policy=auto_wrap_policy, activation_checkpointing=asked)
-    apply_checkpointing(model, planned, asked)
+    table = ModuleTable(model)
+    planned = plan_table(table, auto_wrap_policy, None, asked)
+    apply_checkpointing(table, planned, asked)
     return [*planned.recomputed, *planned.offloaded]
 
 
@@ -62,11 +63,9 @@ def check_checkpointing(checkpointing: Checkpointing, device: torch.device) -> N
         )
 
 
-def apply_checkpointing(model: nn.Module, planned: Plan, checkpointing: Checkpointing) -> None:
+def apply_checkpointing(table: ModuleTable, planned: Plan, checkpointing: Checkpointing) -> None:
     """Replace the forwards of the blocks that the plan names; before sharding."""
-    modules: dict[str, nn.Module] = {}  # torch's checkpoint wrapper goes before what it wraps
-    for raw, module in model.named_modules(remove_duplicate=False):
-        modules.setdefault(public_name(raw), module)
+    modules = table.by_public_name()
     for name, module in modules.items():
         adopt_fairscale(module, name)
     blocks = [modules[name] for name in planned.recomputed]
@@ -80,16 +79,16 @@ def apply_checkpointing(model: nn.Module, planned: Plan, checkpointing: Checkpoi
             name,
         )
     if planned.recomputed or not all(map(is_offloading, planned.recomputed_before.values())):
-        _turn_caches_off(model)
+        _turn_caches_off(table.modules.values())
     if not checkpointing.preserve_rng_state:
         _warn_of_dropout(blocks)
 
 
-def _turn_caches_off(model: nn.Module) -> None:
-    """Set ``use_cache`` of the model's configs to False, and say so."""
+def _turn_caches_off(modules: Iterable[nn.Module]) -> None:
+    """Set ``use_cache`` of the modules' configs to False, and say so."""
     # A recomputation would add the keys and values of a forward once more. transformers 5.23 under torch 2.13: T5
     # raises CheckpointError (56 tensors saved, 52 recomputed), GPT-2's cache holds everything twice.
-    found = [getattr(module, "config", None) for module in model.modules()]
+    found = [getattr(module, "config", None) for module in modules]
     configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
     for config in configs.values():
         config.use_cache = False  # type: ignore[union-attr]

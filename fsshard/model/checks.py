@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsshard.comm.agreement import agree as agree
 from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.replaced import has_gradient_hooks
-from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot, public_name
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
 from fsshard.model.memory_layout import memory_order, reach, shares_memory, storage_of
 from fsshard.model.meta import is_meta
@@ -35,26 +35,27 @@ OURS = "ShardedModule"
 """The class of what ``wrap`` returns."""
 
 
-def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]:
-    """Return the table of the model's parameters if it can be wrapped, else raise. Local.
+def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[ParameterSlot]:
+    """Return the places of the model's parameters if it can be wrapped, else raise. Local.
 
     Args:
-        model: what a user gave.
+        table: the modules of what a user gave.
         wrappers: names of the engines' classes of modules.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    check_not_wrapped(model, wrappers)
-    slots = list(parameter_slots(model))
+    if not isinstance(table.root, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(table.root).__name__}")
+    check_not_wrapped(table.modules, wrappers)
+    slots = list(table.slots())
     parameters = [(slot.name, slot.parameter) for slot in slots]
     if not parameters:
-        raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+        raise ModelError(f"{type(table.root).__name__} has no parameters; there is nothing to shard")
     if lazy := [name for name, p in parameters if nn.parameter.is_lazy(p)]:
         raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
-    _check_dense(model, parameters)
+    buffers = table.buffers()
+    _check_dense(buffers, parameters)
     if is_meta(slots):
         return slots
-    meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    meta = [name for name, buffer in buffers.items() if buffer.is_meta]
     if meta:
         raise ModelError(
             f"buffers on the meta device, and real parameters: {', '.join(meta[:5])}; materialise them before wrap, or "
@@ -67,11 +68,11 @@ def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]
     return slots
 
 
-def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
+def check_not_wrapped(modules: Mapping[str, nn.Module], wrappers: Collection[str]) -> None:
     """Raise if the model, or a part of it with parameters, is under an engine or compiled by torch.jit. Local."""
     engines: dict[type, str | None] = {}  # class of modules -> the wrapper that it is one of
     managed = False
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if isinstance(module, nn.DataParallel):  # it copies its module in every forward, past any engine
             within = f"{name}.module" if name else "model.module"
             raise AlreadyWrapped(f"{_where(name)} is an nn.DataParallel; wrap the model without it, which is {within}")
@@ -97,8 +98,8 @@ def _where(name: str) -> str:
     return f"module {public_name(name)!r}" if name else "the model"
 
 
-def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
-    kinds = [("parameter", parameters), ("buffer", list(model.named_buffers()))]
+def _check_dense(buffers: Mapping[str, Tensor], parameters: Sequence[tuple[str, Tensor]]) -> None:
+    kinds = [("parameter", parameters), ("buffer", buffers.items())]
     for kind, name, tensor in ((kind, *item) for kind, items in kinds for item in items):
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
@@ -113,11 +114,13 @@ def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> 
             )
 
 
-def check_modules(model: nn.Module, precision: Precision, backend: CheckedBackend, world_size: int) -> None:
+def check_modules(
+    modules: Mapping[str, nn.Module], precision: Precision, backend: CheckedBackend, world_size: int
+) -> None:
     """Raise for embeddings, and for transformers' LayerDrop, which cannot be right under an engine. Local."""
     parted = backend.facts.divides == "elements"
     narrow = {precision.param, precision.reduce_dtype} - {None, torch.float32}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         kind = type(module).__name__
@@ -138,15 +141,15 @@ def check_modules(model: nn.Module, precision: Precision, backend: CheckedBacken
                 f"model.full_parameters(writeback=True) as weights: weights[{weight!r}].renorm_({norm})`"
             )
     if parted:
-        _check_layer_drop(model, backend)
+        _check_layer_drop(modules, backend)
 
 
-def _check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
+def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend) -> None:
     """Raise for transformers' LayerDrop."""
     # A rank that leaves out a layer does not take part in gathering it, so that the others would wait. Some models of
     # transformers 5.23 (``is_fsdp_managed_module``) therefore run all layers under FSDP, without a word; others hang.
     owners: dict[int, tuple[str, object]] = {}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         path = public_name(f"model.{name}".rstrip("."))
         owners.setdefault(id(module), (path, module))
         config = getattr(module, "config", None)
@@ -166,11 +169,11 @@ def _check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
         )
 
 
-def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
+def check_parameters(buffers: Mapping[str, Tensor], slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
     """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
     found = {id(slot.parameter): slot for slot in reversed(slots)}  # a tied one once
     parameters = {slot.name: slot.parameter for slot in found.values()}
-    tensors = {**dict(model.named_buffers()), **parameters}
+    tensors = {**buffers, **parameters}
     shared = None if is_meta(slots) else overlapping(tensors)
     # A slice with gaps is moved under every engine; see own_memory.
     has_gaps = shared is not None and any(reach(tensors[name]) > tensors[name].numel() for name in shared)
@@ -246,20 +249,23 @@ def is_managed(module: nn.Module) -> bool:
     return module in _managed
 
 
-def mark_managed(model: nn.Module) -> None:
-    """Remember that ``model`` and its modules are under an engine."""
-    for module in model.modules():
+def mark_managed(modules: Iterable[nn.Module]) -> None:
+    """Remember that these modules are under an engine."""
+    for module in modules:
         _managed.add(module)
 
 
-def unmark_managed(model: nn.Module) -> None:
-    """Forget it: no engine has ``model`` any more."""
-    for module in model.modules():
+def unmark_managed(modules: Iterable[nn.Module]) -> None:
+    """Forget it: no engine has these modules any more."""
+    for module in modules:
         _managed.discard(module)
 
 
 def check_same_model(
-    model: nn.Module, slots: Sequence[ParameterSlot], settings: Mapping[str, Any], group: dist.ProcessGroup | None
+    buffers: Mapping[str, Tensor],
+    slots: Sequence[ParameterSlot],
+    settings: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Raise on every rank unless all of ``group`` hold the same names, shapes and layouts, and ask for the same."""
     if group is None or group.size() == 1:
@@ -272,7 +278,7 @@ def check_same_model(
         kind = str(parameter.dtype) + ("" if tied == slot.name else f" tied to {tied!r}")
         kind += "" if order is None else f" with dimensions {order} in memory"  # FSDP1 and DDP divide by it
         mine.append((slot.name, tuple(parameter.shape), kind, parameter.requires_grad))
-    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in buffers.items()]
     asked = {f"{key}=": repr(value) for key, value in settings.items()}
     mine += asked.items()
     digests = per_rank(group, hashlib.sha256(repr(mine).encode()).hexdigest())

@@ -134,19 +134,19 @@ def compiled_modules(plan: Plan, compilation: Compilation) -> tuple[str, ...]:
     return tuple(found)
 
 
-def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None) -> None:
-    """Compile the forwards of a tensorfied model's units, before anything else is put around them."""
+def compile_units(modules: Mapping[str, nn.Module], plan: Plan, compilation: Compilation | None) -> None:
+    """Compile the forwards of units, given the modules of a tensorfied model, before anything else is around them."""
     # Units of one class share what was compiled for one of them. Other models, and the same model wrapped before, do
     # not: their entries would count against the limit after which torch.compile goes back to eager mode. And the limit
     # grows with the number of units, which may all differ (torch 2.13: 8 per function).
     if compilation is None:
         return
-    modules = [model.get_submodule(name) for name in compiled_modules(plan, compilation)]
+    names = compiled_modules(plan, compilation)
     own = dict(compilation.keywords)
-    limit = own.pop("recompile_limit", None) or RECOMPILE_LIMIT * len(modules)
+    limit = own.pop("recompile_limit", None) or RECOMPILE_LIMIT * len(names)
     compiler: Any = torch.compile  # torch 2.13 names neither of the two keywords in its overloads
     compiled: dict[Any, Any] = {}
-    for module in modules:
+    for module in map(modules.__getitem__, names):
         mine = "forward" in module.__dict__  # somebody's replacement, on this module alone
         forward: Any = module.forward if mine else type(module).forward
         if forward not in compiled:

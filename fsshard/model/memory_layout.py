@@ -7,6 +7,8 @@ parameter, and written to it, has to go the same way.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor, nn
 
 from fsshard.complex_params.pairs import order_in_memory
@@ -37,7 +39,7 @@ def packed(tensor: Tensor) -> Tensor:
     return tensor if order is not None and tensor.permute(order).is_contiguous() else tensor.clone()
 
 
-def own_memory(model: nn.Module) -> None:
+def own_memory(modules: Collection[nn.Module]) -> None:
     """Close the gaps of parameters that are slices of a larger tensor; give buffers memory that can be written to.
 
     Engines hold parameters without gaps, and kernels may sum in another order where there are some: closed under all
@@ -46,12 +48,12 @@ def own_memory(model: nn.Module) -> None:
     torch refuses to broadcast into the first ("more than one element of the written-to tensor refers to a single memory
     location") and to view the others as real numbers (2.13).
     """
-    for parameter in model.parameters():
+    for parameter in dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None):
         held = parameter.detach()
         if (dense := packed(held)) is not held:
             parameter.data = dense
     resolved: dict[int, Tensor] = {}
-    for module in model.modules():
+    for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is None or buffer.is_meta:
                 continue

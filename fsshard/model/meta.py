@@ -56,13 +56,13 @@ def _reset(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]
 
 
-def check_resettable(model: nn.Module, init: Initialiser | None) -> None:
+def check_resettable(modules: Mapping[str, nn.Module], init: Initialiser | None) -> None:
     """Raise for modules that hold parameters or buffers without memory and cannot initialise themselves."""
     if init is not _reset:
         return
     lacking = {
         f"{name or '(the model)'} ({type(module).__name__})"
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if _holds_meta(module) and not callable(getattr(module, "reset_parameters", None))
     }
     if lacking:
@@ -77,8 +77,8 @@ def _holds_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in own)
 
 
-def take_out(model: nn.Module, slots: Sequence[ParameterSlot]) -> dict[str, Tensor]:
-    """Leave shapes in the model and return its values: parameters and buffers by the user's names, ties once."""
+def take_out(modules: Iterable[nn.Module], slots: Sequence[ParameterSlot]) -> dict[str, Tensor]:
+    """Leave shapes in the modules and return their values: parameters and buffers by the user's names, ties once."""
     held: dict[str, Tensor] = {}
     replaced: dict[int, nn.Parameter] = {}
     for slot in slots:
@@ -90,7 +90,7 @@ def take_out(model: nn.Module, slots: Sequence[ParameterSlot]) -> dict[str, Tens
             replaced[id(parameter)] = new
         slot.owner._parameters[slot.stored] = replaced[id(parameter)]
     buffers: dict[int, Tensor] = {}
-    for module in model.modules():
+    for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
@@ -103,13 +103,14 @@ class ValueSource:
     """The source of the values of a tensorfied model on the meta device.
 
     Attributes:
+        names: public names of the modules.
         init: gives a module its numbers; None where there is none.
         from_rank0: rank 0 had a real model.
         held: there, its numbers, from :func:`take_out`.
         unfilled: names of parameters and buffers that have no values yet; the same on every rank.
     """
 
-    model: nn.Module
+    names: Mapping[nn.Module, str]
     device: torch.device
     group: dist.ProcessGroup | None
     init: Initialiser | None = None
@@ -118,7 +119,6 @@ class ValueSource:
     unfilled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._names = {module: public_name(name) for name, module in self.model.named_modules()}
         self._made: list[ParameterSlot] = []
         # by the identity of the first: without and with memory, and the name
         self._buffers: dict[int, tuple[Tensor, Tensor, str]] = {}
@@ -148,7 +148,7 @@ class ValueSource:
             shared = {id(holding.held) for holding in holdings}  # a buffer that modules of several units share
             earlier = {name: tensor for name, tensor in earlier.items() if id(tensor) not in shared}
             init = self.init
-            results = exchange(self.group, lambda: initialise(init, modules, holdings, earlier, self._names))
+            results = exchange(self.group, lambda: initialise(init, modules, holdings, earlier, self.names))
             without = results[0]  # rank 0's numbers are sent, or there are none
         self.unfilled |= without
         self._send(parameters, places, without)
@@ -171,7 +171,7 @@ class ValueSource:
             for key, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_meta:
                     continue
-                name = f"{self._names[module]}.{key}" if self._names[module] else key
+                name = f"{self.names[module]}.{key}" if self.names[module] else key
                 if id(buffer) not in self._buffers:
                     self._buffers[id(buffer)] = (buffer, torch.empty_like(buffer, device=self.device), name)
                 real = module._buffers[key] = self._buffers[id(buffer)][1]
@@ -228,7 +228,7 @@ def ranks_on_meta(slots: Sequence[ParameterSlot], group: dist.ProcessGroup) -> l
 
 
 def value_source(
-    model: nn.Module,
+    modules: Mapping[str, nn.Module],
     slots: Sequence[ParameterSlot],
     on_meta: Sequence[bool],
     device: torch.device,
@@ -240,13 +240,13 @@ def value_source(
     ``init`` is used where no rank has values.
     """
     rank = 0 if group is None else group.rank()
-    held = {} if on_meta[rank] else take_out(model, slots)
-    for module in model.modules():
+    held = {} if on_meta[rank] else take_out(modules.values(), slots)
+    for module in modules.values():
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[key] = buffer.to(device)
     return ValueSource(
-        model,
+        {module: public_name(name) for name, module in modules.items()},
         device,
         group,
         init if on_meta[0] else None,

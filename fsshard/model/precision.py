@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import stored_in
-from fsshard.complex_params.slots import ParameterSlot, parameter_slots
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import ModelError, PrecisionError
 from fsshard.model.recomputation import RecomputedForward
 from fsshard.nested import map_containers
@@ -110,13 +110,13 @@ def check_precision(plan: Plan, device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def cast_params(model: nn.Module, plan: Plan) -> None:
+def cast_params(table: ModuleTable, plan: Plan) -> None:
     """Show each unit's forward its parameters in the unit's dtype from now on.
 
     Engines that do so while they gather do not within full_parameters(), where a user's forward may run, too.
 
     Args:
-        model: the module that was planned, tensorfied.
+        table: the modules that were planned, tensorfied.
         plan: which units compute in which dtype. Recomputed blocks run a second time in backward, when the unit around
             them is left already: they cast their parameters themselves too.
     """
@@ -125,17 +125,19 @@ def cast_params(model: nn.Module, plan: Plan) -> None:
         return
     names: dict[int, str] = {}
     own: dict[str, _Casts] = {}
-    modules = dict(model.named_modules())
-    blocks = [name for name in (*plan.recomputed, *plan.recomputed_before) if name not in computed]
-    inside = {name: set(modules[name].modules()) for name in blocks}
-    for slot in parameter_slots(model):
+    modules = table.modules
+    blocks: dict[nn.Module, list[str]] = {}
+    for name in (*plan.recomputed, *plan.recomputed_before):
+        for module in modules[name].modules() if name not in computed else ():
+            blocks.setdefault(module, []).append(name)
+    for slot in table.slots():
         unit = plan.parameters[names.setdefault(id(slot.parameter), slot.name)].unit
         dtype = computed.get(unit)
         if dtype is None:
             continue
         own.setdefault(unit, []).append((slot, dtype))
-        for name, members in inside.items():
-            if slot.owner in members and not unit.startswith(f"{name}."):
+        for name in blocks.get(slot.owner, ()):
+            if not unit.startswith(f"{name}."):
                 own.setdefault(name, []).append((slot, dtype))
     for name, slots in own.items():
         _put_around(modules[name], functools.partial(functools.partial, _with_cast, _fsshard_casts=slots))
@@ -179,9 +181,8 @@ def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Cast
             held[stored] = value
 
 
-def shield_fp32_units(model: nn.Module, plan: Plan) -> None:
+def shield_fp32_units(modules: Mapping[str, nn.Module], plan: Plan) -> None:
     """Take fp32 units out of an autocast around them, which would round what they compute in float32."""
-    modules = dict(model.named_modules())
     for unit in plan.units:
         if unit.fp32 and unit.compute is not None:
             _put_around(modules[unit.name], functools.partial(functools.partial, _without_autocast))
@@ -256,10 +257,10 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 # ------------------------------------------------------------------------------------------------ buffers
 
 
-def check_buffers(model: nn.Module, plan: Plan) -> None:
+def check_buffers(table: ModuleTable, plan: Plan) -> None:
     """Raise for a buffer that would have to be in two dtypes. Local."""
     held: dict[int, dict[bool, str]] = {}
-    for name, buffer, fp32 in _floating_buffers(model, plan):
+    for name, _, buffer, fp32 in _floating_buffers(table, plan):
         if plan.precision.buffer in (None, buffer.dtype):
             continue
         places = held.setdefault(id(buffer), {})
@@ -271,24 +272,23 @@ def check_buffers(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def cast_buffers(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
+def cast_buffers(table: ModuleTable, plan: Plan) -> dict[str, torch.dtype]:
     """Hold floating-point buffers outside of fp32 units in ``Precision.buffer``; return the dtypes that they had."""
     dtype, before, cast = plan.precision.buffer, dict[str, torch.dtype](), dict[int, Tensor]()
     if dtype is None:
         return before
-    found = [item for item in _floating_buffers(model, plan) if item[1].dtype != dtype and not item[2]]
-    for name, buffer, _ in found:
+    found = [item for item in _floating_buffers(table, plan) if item[2].dtype != dtype and not item[3]]
+    for name, owner, buffer, _ in found:
         before[name] = buffer.dtype
-        owner, _, key = name.rpartition(".")
-        model.get_submodule(owner)._buffers[key] = cast.setdefault(id(buffer), buffer.to(dtype))
+        owner._buffers[name.rpartition(".")[2]] = cast.setdefault(id(buffer), buffer.to(dtype))
     return before
 
 
-def _floating_buffers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield every name of every floating-point buffer, with whether it belongs to an fp32 unit."""
+def _floating_buffers(table: ModuleTable, plan: Plan) -> Iterator[tuple[str, nn.Module, Tensor, bool]]:
+    """Yield every name of every floating-point buffer, its owner, and whether it belongs to an fp32 unit."""
     units = {unit.name: unit for unit in plan.units}
-    within = {id(m): units[name] if name in units else _around(units, name) for name, m in model.named_modules()}
-    for name, module in model.named_modules(remove_duplicate=False):
+    within = {module: units.get(name) or _around(units, name) for name, module in table.modules.items()}
+    for name, module in table.places:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                yield (f"{name}.{key}" if name else key), buffer, within[id(module)].fp32
+                yield (f"{name}.{key}" if name else key), module, buffer, within[module].fp32

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.layouts import HandSplit, Layout, Shared
-from fsshard.complex_params.slots import parameter_slots
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.complex_params.tensorfy import check_dtensors, dtensor_parameters
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.launching.leaving import keep_group
@@ -61,7 +61,7 @@ class ModelMesh:
 
 
 def find_model_mesh(
-    model: nn.Module,
+    table: ModuleTable,
     data: dist.ProcessGroup,
     replicated: object = None,
     sharded: object = None,
@@ -70,7 +70,7 @@ def find_model_mesh(
     """Return the mesh dimensions that DTensors and the arguments name; None where there are none. Collective then.
 
     Args:
-        model: the user's, not changed yet.
+        table: the modules of the user's model, not changed yet.
         data: the ranks of data.
         replicated: name, pattern or module class -> the mesh dimension whose ranks share these plain parameters.
         sharded: name, pattern or module class -> the mesh dimension whose ranks have parts of these plain parameters.
@@ -81,16 +81,16 @@ def find_model_mesh(
             these meshes that divides samples or the model and is named nowhere.
         ModelError: a DTensor that cannot be taken.
     """
-    dtensors = list(dtensor_parameters(model))
+    dtensors = list(dtensor_parameters(table.modules))
     if not dtensors and replicated is None and sharded is None:
         return None  # nothing is said, and so nothing is known
-    check_dtensors(model)
+    check_dtensors(table)
     data_ranks = tuple(dist.get_process_group_ranks(data))
     axes: dict[tuple[int, ...], Axis] = {}
     for name, _, _, parameter in dtensors:
         for dim in range(parameter.device_mesh.ndim):
             _add(axes, _axis(parameter.device_mesh, dim, f"parameter {name!r}, a DTensor,"), data_ranks)
-    named = _Declared(model, {name: _axes_ranks(parameter.device_mesh) for name, *_, parameter in dtensors})
+    named = _Declared(table, {name: _axes_ranks(parameter.device_mesh) for name, *_, parameter in dtensors})
     for argument, given in (("replicated", replicated), ("sharded", sharded)):
         for axis in named.take(argument, given):
             _add(axes, axis, data_ranks)
@@ -182,12 +182,12 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = Weak
 class _Declared:
     """The words of ``replicated`` and ``sharded`` on each parameter."""
 
-    def __init__(self, model: nn.Module, dtensors: Mapping[str, set[tuple[int, ...]]]) -> None:
+    def __init__(self, table: ModuleTable, dtensors: Mapping[str, set[tuple[int, ...]]]) -> None:
         self._dtensors = dtensors
-        self._modules = dict(model.named_modules())
+        self._modules, slots = table.modules, list(table.slots())
         first: dict[int, str] = {}
-        self._tied = {slot.name: first.setdefault(id(slot.parameter), slot.name) for slot in parameter_slots(model)}
-        self._dims = {slot.name: len(slot.kind.user_shape(slot.parameter.shape)) for slot in parameter_slots(model)}
+        self._tied = {slot.name: first.setdefault(id(slot.parameter), slot.name) for slot in slots}
+        self._dims = {slot.name: len(slot.kind.user_shape(slot.parameter.shape)) for slot in slots}
         self._found: dict[str, dict[tuple[int, ...], Layout]] = {}
 
     def take(self, argument: str, given: object) -> list[Axis]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsshard.comm.agreement import broadcast_tensors, per_rank
 from fsshard.complex_params.layouts import HandSplit, Layout, Shared
-from fsshard.complex_params.slots import ParameterSlot, parameter_slots
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import ConfigurationError, GradientError, ModelError, UnsupportedByBackend
 from fsshard.parallel.model_mesh import Axis, ModelMesh, check_asked_alike
 from fsshard.planning.entries import Entry
@@ -51,12 +51,12 @@ def _spoken_for(layouts: Sequence[Layout], axis: Axis) -> bool:
     return any(tuple(dist.get_process_group_ranks(group)) == axis.ranks for group in groups)
 
 
-def check_same_on_mesh(model: nn.Module, slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank: int) -> None:
+def check_same_on_mesh(table: ModuleTable, slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank: int) -> None:
     """Raise on every rank unless all say the same of parameters, and hold alike what all are to hold. Collective."""
     check_asked_alike(mesh, [slot.name for slot in slots])
     check_same_values(slots, mesh, data_rank)
-    kept = set(model.state_dict(keep_vars=True))
-    check_same_buffers({n: b for n, b in model.named_buffers() if n in kept}, mesh, data_rank)
+    kept = set(table.root.state_dict(keep_vars=True))
+    check_same_buffers({n: b for n, b in table.buffers().items() if n in kept}, mesh, data_rank)
 
 
 def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank: int) -> None:
@@ -165,11 +165,12 @@ def _bits(tensor: Tensor) -> tuple[int, int]:
     return int(numbers.sum(dtype=torch.int64)), int(odd)
 
 
-def send_values(model: nn.Module, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
+def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
     """Give all ranks of data rank 0's values; then those that share a parameter the first one's. Collective."""
+    slots = list(table.slots())
     if group.size() > 1:
-        broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
-    slots = [] if mesh is None else list(parameter_slots(model))
+        distinct = dict.fromkeys([*(slot.parameter for slot in slots), *table.buffers().values()])
+        broadcast_tensors([tensor for tensor in distinct if not tensor.is_meta], group)
     layouts = {} if mesh is None else layouts_by_name(slots, mesh)
     held = {slot.name: slot for slot in reversed(slots) if slot.name in layouts}
     groups: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -236,11 +237,11 @@ def _differing_norms(axis: Axis, found: Sequence[Mapping[str, float]], whole: fl
 
 
 def check_split_fields(
-    model: nn.Module, slots: Sequence[ParameterSlot], data: dist.ProcessGroup, mesh: ModelMesh | None
+    modules: Iterable[nn.Module], slots: Sequence[ParameterSlot], data: dist.ProcessGroup, mesh: ModelMesh | None
 ) -> None:
     """Raise unless gradients, of which each rank has a part, are averaged over the model's domain. Local."""
     sharding: Any = sys.modules.get("fsshard.parallel.domain.sharding")  # without it no model is split
-    domain = None if sharding is None else sharding.domain_of(model)
+    domain = None if sharding is None else sharding.domain_of(modules)
     if domain is None or not domain.attached:
         return
     ranks = set(dist.get_process_group_ranks(data))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.pairs import Kind, order_in_memory, real_dtype
-from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.arguments import PrecisionChoice, Recomputed, WrapPolicy
 from fsshard.planning.policies import (
@@ -163,35 +163,32 @@ def plan(
         ConfigurationError: a policy has no meaning for this model.
         ModelError: the model has no parameters, or lazy ones.
     """
-    slots = list(parameter_slots(model))
-    return make_plan(model, slots, auto_wrap_policy, mixed_precision, activation_checkpointing)
+    return plan_table(ModuleTable(model), auto_wrap_policy, mixed_precision, activation_checkpointing)
 
 
-def make_plan(
-    model: nn.Module,
-    slots: list[ParameterSlot],
-    auto_wrap_policy: object,
-    mixed_precision: object,
-    activation_checkpointing: object,
+def plan_table(
+    table: ModuleTable, auto_wrap_policy: object, mixed_precision: object, activation_checkpointing: object
 ) -> Plan:
-    """Plan as :func:`plan` does, for a caller that has the table of the model's parameters already."""
+    """Plan as :func:`plan` does, for a caller that has walked the model already."""
+    slots = list(table.slots())
     if not slots:
-        raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+        raise ModelError(f"{type(table.root).__name__} has no parameters; there is nothing to shard")
     lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
     if lazy:
         raise ModelError(f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward first")
-    names = {id(module): name for name, module in model.named_modules()}
-    owners = _complex_owners(model, slots)
+    names = {id(module): name for name, module in table.modules.items()}
+    owners = _complex_owners(table, slots)
     precision = resolve_precision(mixed_precision)
-    picked = resolve_units(model, auto_wrap_policy, owners)
+    picked = resolve_units(table, auto_wrap_policy, owners)
     if not precision.is_full:
-        for module, reason in _fp32_units(model, owners).items():
+        for module, reason in _fp32_units(table, owners).items():
             picked.setdefault(module, reason)
     ties = _ties(slots)
-    leaks = _leaking(model, ties)
-    kept, dropped = _keep(model, picked, names, leaks, mixed=not precision.is_full)
-    kept = _split_dtypes(model, kept, names, leaks)
-    recomputed, before = _recomputed(model, activation_checkpointing, kept)
+    leaks = _leaking(table.places, ties)
+    read = never_called(table.modules.values())  # units among them would be read while sharded
+    kept, dropped = _keep(picked, names, leaks, read, mixed=not precision.is_full)
+    kept = _split_dtypes(table.root, kept, leaks)
+    recomputed, before = _recomputed(table, activation_checkpointing, kept, read)
     made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, precision)
     if not resolve_checkpointing(activation_checkpointing).recompute:
         return replace(made, dropped=dropped, offloaded=recomputed, recomputed_before=before)
@@ -199,7 +196,7 @@ def make_plan(
 
 
 def _recomputed(
-    model: nn.Module, activation_checkpointing: object, units: Mapping[nn.Module, str]
+    table: ModuleTable, activation_checkpointing: object, units: Mapping[nn.Module, str], read: Collection[nn.Module]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the blocks to recompute, and those that recompute already; by name, outermost only, with the reason."""
     policy = resolve_checkpointing(activation_checkpointing).policy
@@ -208,8 +205,7 @@ def _recomputed(
     elif policy is None or policy is False:
         picked = {}
     else:
-        picked = resolve_blocks(model, policy)
-    read = never_called(model)
+        picked = resolve_blocks(table, policy)
     reasons = {module: reason for module, reason in picked.items() if module not in read}
     for module in reasons:
         if is_container(module) or isinstance(module, torch.jit.ScriptModule):
@@ -218,9 +214,9 @@ def _recomputed(
                 f"activation_checkpointing={policy!r} picked a {type(module).__name__}, which {why}, so that nothing "
                 "would be recomputed; pick the class of modules that are called"
             )
-    recomputed, before = _outermost(model, reasons)
+    recomputed, before = _outermost(table.places, reasons)
     if policy and not recomputed and not before:
-        classes = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
+        classes = ", ".join(sorted({type(m).__name__ for m in table.modules.values()}))
         hint = "this plan has the root as its only unit" if policy is True else "it matches no block below the root"
         raise ConfigurationError(
             f"activation_checkpointing={policy!r}: {hint}; name the classes of the blocks to recompute, for example "
@@ -229,13 +225,14 @@ def _recomputed(
     return recomputed, before
 
 
-def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _outermost(
+    places: Iterable[tuple[str, nn.Module]], picked: Mapping[nn.Module, str]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return both by public name, in the model's order; a module counts at its first place outside of other blocks."""
     recomputed: dict[str, str] = {}
     before: dict[str, str] = {}
     seen: set[nn.Module] = set()
-    for raw, module in model.named_modules(remove_duplicate=False):
-        name = public_name(raw)  # one for torch's wrapper and for what it wraps
+    for name, module in places:  # one name for torch's wrapper and for what it wraps
         is_within = (recomputed or before) and any(p in recomputed or p in before for p in (name, *_above(name)))
         if is_within or module in seen:
             continue
@@ -284,15 +281,13 @@ def is_fairscale_forward(forward: object) -> bool:
     return getattr(function, "__module__", "").startswith("fairscale.nn.checkpoint.")
 
 
-def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Module]:
+def _complex_owners(table: ModuleTable, slots: list[ParameterSlot]) -> list[nn.Module]:
     """Called modules that own complex weights: the nearest ancestor of each that is no mere container.
 
     For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``.
     """
     owned = [slot for slot in slots if slot.is_complex]
-    modules: dict[str, nn.Module] = {}  # a checkpoint wrapper goes before what it wraps
-    for name, module in model.named_modules(remove_duplicate=False) if owned else ():
-        modules.setdefault(public_name(name), module)
+    modules = table.by_public_name() if owned else {}
     found: dict[nn.Module, None] = {}
     for slot in owned:
         name = slot.name.rpartition(".")[0]
@@ -302,12 +297,12 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
     return list(found)
 
 
-def _fp32_units(model: nn.Module, owners: list[nn.Module]) -> dict[nn.Module, str]:
+def _fp32_units(table: ModuleTable, owners: list[nn.Module]) -> dict[nn.Module, str]:
     """Return what stays in float32, without the root. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
     found = dict.fromkeys(owners, "owns complex weights")
-    norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
+    norms = [m for m in table.modules.values() if isinstance(m, BatchNorm)]
     found |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
-    found.pop(model, None)
+    found.pop(table.root, None)
     return found
 
 
@@ -318,21 +313,19 @@ def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-def _leaking(model: nn.Module, ties: Sequence[tuple[str, ...]]) -> set[int]:
+def _leaking(places: Iterable[tuple[str, nn.Module]], ties: Sequence[tuple[str, ...]]) -> set[int]:
     """Return the ids of the modules that hold a parameter that is also reached from outside of them.
 
     By names, not by owners: a whole module can sit in two places (an embedding that encoder and decoder share).
     """
     if not ties:
         return set()
-    places: dict[str, list[int]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(public_name(name), []).append(id(module))
+    held: dict[str, list[int]] = {}
+    for name, module in places:
+        held.setdefault(name, []).append(id(module))
     leaking: set[int] = set()
     for tie in ties:
-        inside = Counter(
-            key for name in tie for key in {key for above in _above(name) for key in places.get(above, ())}
-        )
+        inside = Counter(key for name in tie for key in {key for above in _above(name) for key in held.get(above, ())})
         leaking |= {key for key, count in inside.items() if count < len(tie)}
     return leaking
 
@@ -343,10 +336,14 @@ def _above(name: str) -> list[str]:
 
 
 def _keep(
-    model: nn.Module, picked: Mapping[nn.Module, str], names: Mapping[int, str], leaks: Collection[int], *, mixed: bool
+    picked: Mapping[nn.Module, str],
+    names: Mapping[int, str],
+    leaks: Collection[int],
+    read: Collection[nn.Module],
+    *,
+    mixed: bool,
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
     """Return which picked modules can be units, and why the others cannot."""
-    read = never_called(model)  # units among them would be read while sharded
     kept: dict[nn.Module, str] = {}
     dropped: dict[str, str] = {}
     for module, reason in picked.items():
@@ -386,11 +383,9 @@ def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
     return sizes
 
 
-def _split_dtypes(
-    model: nn.Module, kept: dict[nn.Module, str], names: Mapping[int, str], leaks: Collection[int]
-) -> dict[nn.Module, str]:
+def _split_dtypes(root: nn.Module, kept: dict[nn.Module, str], leaks: Collection[int]) -> dict[nn.Module, str]:
     units = dict(kept)
-    for unit in [model, *kept]:
+    for unit in [root, *kept]:
         region = _region(unit, kept)
         sizes = _own_dtypes(region)
         if len(sizes) < 2:

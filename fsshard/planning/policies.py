@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import InitVar, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import ConfigurationError, PrecisionError
 from fsshard.torch_private.modules import classes_of_policy, is_policy, run_policy
 
@@ -150,44 +151,44 @@ def resolve_checkpointing(value: object) -> Checkpointing:
     return found
 
 
-def resolve_blocks(model: nn.Module, policy: object) -> dict[nn.Module, str]:
+def resolve_blocks(table: ModuleTable, policy: object) -> dict[nn.Module, str]:
     """Return the modules that ``activation_checkpointing`` picks, without the root, and why."""
     try:
-        return resolve_units(model, policy, ())
+        return resolve_units(table, policy, ())
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("auto_wrap_policy", "activation_checkpointing")) from None
 
 
-def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+def resolve_units(table: ModuleTable, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
     """Return the modules that ``auto_wrap_policy`` picks as units, without the root, and why.
 
     ``complex_owners`` are the called modules that own complex weights.
     """
-    picked = {} if policy is None else _picked(model, policy, complex_owners)
-    picked.pop(model, None)
+    picked = {} if policy is None else _picked(table, policy, complex_owners)
+    picked.pop(table.root, None)
     return picked
 
 
-def _picked(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
     if isinstance(policy, str):
         if policy != "auto":
             raise ConfigurationError(
                 f"auto_wrap_policy={policy!r}: the only text that it takes is 'auto'; settings of fsshard.tune are "
                 "passed as fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
             )
-        return _auto(model, complex_owners)
+        return _auto(table, complex_owners)
     if isinstance(policy, int):
         if policy is True or policy <= 0:
             raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
-        return _by_size(model, policy)
+        return _by_size(table, policy)
     if isinstance(policy, type):
-        return _by_class(model, {policy})
+        return _by_class(table.modules.values(), {policy})
     if is_policy(policy):  # torch's ModuleWrapPolicy and CustomPolicy
-        return _torch_policy(model, policy)
+        return _torch_policy(table, policy)
     if isinstance(policy, Collection):
-        return _by_class(model, policy)
+        return _by_class(table.modules.values(), policy)
     if callable(policy):
-        return _by_callable(model, policy)
+        return _by_callable(table, policy)
     raise ConfigurationError(
         f"auto_wrap_policy={policy!r}: expected 'auto', None, a module class, a set of classes or their names, a "
         "number of bytes, a callable module -> bool, or one of torch's wrap policies"
@@ -207,44 +208,44 @@ def is_container(module: nn.Module) -> bool:
 _TLTORCH_HOLDERS = frozenset({"FactorizedTensor", "TensorizedTensor", "FactorList", "ParameterList"})
 
 
-def never_called(model: nn.Module) -> set[nn.Module]:
+def never_called(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the modules below each nn.MultiheadAttention, which reads their weights itself and never calls them."""
-    return {m for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
+    return {m for a in modules if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
 
 
-def _auto(model: nn.Module, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+def _auto(table: ModuleTable, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
     names: set[str] = set()
-    for module in model.modules():  # a model may be a Hugging Face one, or hold some
+    for module in table.modules.values():  # a model may be a Hugging Face one, or hold some
         given = getattr(module, "_no_split_modules", None)  # a list, a set or, by a mistake that works, one name
         names.update((given,) if isinstance(given, str) else given if isinstance(given, Collection) else ())
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     owners = set(complex_owners)
     chosen: dict[nn.Module, str] = {}
-    for module in model.modules():
+    for module in table.modules.values():
         if module in owners:
             chosen[module] = "owns complex weights"
         elif type(module).__name__ in names:
             chosen[module] = f"{type(module).__name__} in _no_split_modules"
         elif isinstance(module, layers):
             chosen[module] = f"is an nn.{type(module).__name__}"
-    return chosen or _by_size(model, AUTO_MIN_BYTES)
+    return chosen or _by_size(table, AUTO_MIN_BYTES)
 
 
-def _by_class(model: nn.Module, policy: Collection[Any]) -> dict[nn.Module, str]:
+def _by_class(modules: Collection[nn.Module], policy: Collection[Any]) -> dict[nn.Module, str]:
     wrong = [item for item in policy if not isinstance(item, (str, type))]
     if wrong or not policy:
         raise ConfigurationError(f"auto_wrap_policy={policy!r}: a set must hold module classes or class names")
     classes = tuple(item for item in policy if isinstance(item, type))
     names = {item for item in policy if isinstance(item, str)}
-    _check_present(model, classes, names)
-    found = [m for m in model.modules() if isinstance(m, classes) or type(m).__name__ in names]
+    _check_present(modules, classes, names)
+    found = [m for m in modules if isinstance(m, classes) or type(m).__name__ in names]
     return {m: f"is a {type(m).__name__}" for m in found}
 
 
-def _check_present(model: nn.Module, classes: Collection[type], names: Collection[str] = ()) -> None:
+def _check_present(modules: Collection[nn.Module], classes: Collection[type], names: Collection[str] = ()) -> None:
     """Raise for classes, or names of classes, that the model has no module of."""
-    present = {type(m).__name__ for m in model.modules()}
-    absent = [cls.__name__ for cls in classes if not any(isinstance(m, cls) for m in model.modules())]
+    present = {type(m).__name__ for m in modules}
+    absent = [cls.__name__ for cls in classes if not any(isinstance(m, cls) for m in modules)]
     absent += sorted(set(names) - present)
     if absent:
         raise ConfigurationError(
@@ -252,15 +253,15 @@ def _check_present(model: nn.Module, classes: Collection[type], names: Collectio
         )
 
 
-def _by_callable(model: nn.Module, policy: Callable[..., bool]) -> dict[nn.Module, str]:
+def _by_callable(table: ModuleTable, policy: Callable[..., bool]) -> dict[nn.Module, str]:
     name = getattr(policy, "__name__", None) or getattr(getattr(policy, "func", None), "__name__", "callable")
     classes = policy.keywords.get("transformer_layer_cls") if isinstance(policy, functools.partial) else None
     if name == "transformer_auto_wrap_policy":  # torch's picks nothing if the model has none of the classes
-        _check_present(model, classes or ())
+        _check_present(table.modules.values(), classes or ())
     if "recurse" in _argument_names(policy):
-        picked = _torch_recursion(model, policy, containers=classes is not None)
+        picked = _torch_recursion(table.root, policy, containers=classes is not None)
     else:
-        picked = [m for m in model.modules() if m is not model and policy(m)]
+        picked = [m for m in table.modules.values() if m is not table.root and policy(m)]
     return dict.fromkeys(picked, f"picked by {name}")
 
 
@@ -293,15 +294,15 @@ def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers
     return _bottom_up(root, reals, enters, picks)
 
 
-def _by_size(root: nn.Module, minimum: int) -> dict[nn.Module, str]:
+def _by_size(table: ModuleTable, minimum: int) -> dict[nn.Module, str]:
     """Pick modules of which ``minimum`` bytes are left besides their own units."""
-    read = never_called(root)  # a unit among them would be read while sharded
+    read = never_called(table.modules.values())  # a unit among them would be read while sharded
 
     def nbytes(module: nn.Module) -> int:
         return sum(p.numel() * p.element_size() for p in module.parameters())
 
     picked = _bottom_up(
-        root,
+        table.root,
         nbytes,
         lambda module, total: total >= minimum and module not in read,
         lambda module, rest: rest >= minimum and not is_container(module),
@@ -332,9 +333,9 @@ def _bottom_up(
     return picked
 
 
-def _torch_policy(model: nn.Module, policy: Any) -> dict[nn.Module, str]:
-    _check_present(model, classes_of_policy(policy))  # ModuleWrapPolicy's; it picks nothing then
-    targets: dict[nn.Module, dict[str, Any]] = run_policy(policy, model)
+def _torch_policy(table: ModuleTable, policy: Any) -> dict[nn.Module, str]:
+    _check_present(table.modules.values(), classes_of_policy(policy))  # ModuleWrapPolicy's; it picks nothing then
+    targets: dict[nn.Module, dict[str, Any]] = run_policy(policy, table.root)
     if any(targets.values()):
         raise ConfigurationError(
             f"auto_wrap_policy={policy!r} returns settings per module, which not every backend supports; return a bool"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsshard.backends.whole import gather_all
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.replaced import forget_replacement
+from fsshard.complex_params.slots import public_name
 from fsshard.errors import ModelError
 from fsshard.model.checks import unmark_managed
 from fsshard.sharded.module import ShardedModule
@@ -55,7 +56,8 @@ class Bare:
         backend.reshard()
         values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
         whole = [e.kind.to_user(v.detach().to("cpu", copy=True)) for e, v in zip(backend.all, values, strict=True)]
-        dtypes = {name: model.buffers_held.dtypes.get(name, buffer.dtype) for name, buffer in module.named_buffers()}
+        users = model.buffers_held.dtypes
+        dtypes = {name: users.get(public_name(name), buffer.dtype) for name, buffer in module.named_buffers()}
         backend.retire()
         for part in self._parts:
             part.restore()
@@ -69,7 +71,7 @@ class Bare:
                     part.module._parameters[name] = parameter
         for name, buffer in module.named_buffers():
             buffer.data = buffer.to(dtypes.get(name, buffer.dtype))
-        unmark_managed(module)
+        unmark_managed(module.modules())
 
 
 class _Part:

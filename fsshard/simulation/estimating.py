@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fsshard.backends import backend_class
 from fsshard.backends.base import no_offload
 from fsshard.backends.registry import wrapper_classes
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.complex_params.tensorfy import dtensor_parameters
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.model.checks import check_not_wrapped
@@ -155,10 +156,11 @@ def recipe_source(subject: Any, batch: Any, loss: Any, real: bool) -> Any:
 
 def _check_module(model: nn.Module) -> None:
     """Raise for a module that is wrapped or compiled, or that a mesh of this job divides."""
-    check_not_wrapped(model, wrapper_classes())
-    if any(map(is_compiled, model.modules())):
+    table = ModuleTable(model)
+    check_not_wrapped(table.modules, wrapper_classes())
+    if any(map(is_compiled, table.modules.values())):
         raise ConfigurationError("what compiled code allocates is not known; pass it as it was before torch.compile")
-    names = [name for name, *_ in dtensor_parameters(model)]
+    names = [name for name, *_ in dtensor_parameters(table.modules)]
     if names:
         raise ConfigurationError(
             f"{names[0]!r} and {len(names) - 1} other parameters are DTensors; pass a recipe whose split(model, mesh) "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.cost import divided_among
 from fsshard.backends.whole import owned, whole_owners
-from fsshard.complex_params.tensorfy import dtensor_parameters
+from fsshard.complex_params.tensorfy import has_dtensors
 from fsshard.errors import ConfigurationError
 from fsshard.model.host_copies import offloading_to
 from fsshard.nested import map_leaves
@@ -138,7 +138,7 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> int | Measured:
             with tracker:
                 with _slicing(fakes):
                     recipe, module, settings = _divided(job, recipe, module, mesh)
-                first = any(True for _ in dtensor_parameters(module))  # DTensor asks once for shapes, on tensors
+                first = has_dtensors(module.modules())  # DTensor asks once for shapes, on tensors
                 with fakes.wrapping(module) if fakes else contextlib.nullcontext():
                     trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=True)
                 place = rank if job.whole_mesh is None else data_rank(mesh).rank

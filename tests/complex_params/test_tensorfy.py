@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from fsshard import ModelError, tensorfy, untensorfy
 from fsshard.complex_params.flattened import Flattened
-from fsshard.complex_params.slots import parameter_slots
+from fsshard.complex_params.slots import ModuleTable, parameter_slots
 from fsshard.complex_params.tensorfy import check_dtensors, dtensor_parameters, has_dtensors, keep_local_parts
 from fsshard.errors import StaleParameter
 from tests.complex_params.training import equal, train, weights
@@ -139,12 +139,12 @@ def _dtensor(value: Tensor, mesh: DeviceMesh, placed: Any) -> nn.Parameter:
 def job_kept() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     net = Net(mesh)
-    assert has_dtensors(net) and not has_dtensors(net.plain)
-    before = {name: parameter for name, _, _, parameter in dtensor_parameters(net)}
+    assert has_dtensors(net.modules()) and not has_dtensors(net.plain.modules())
+    before = {name: parameter for name, _, _, parameter in dtensor_parameters(ModuleTable(net).modules)}
     assert list(before) == ["mixed", "turned", "scalar", "first.weight", "tied.weight"]
     state = {name: value.clone() for name, value in net.state_dict().items()}
     old = net.first.weight
-    with contextlib.suppress(InterruptedError), keep_local_parts(net):
+    with contextlib.suppress(InterruptedError), keep_local_parts(ModuleTable(net).modules):
         stored = dict(net.named_parameters())
         assert not any(isinstance(parameter, DTensor) for parameter in stored.values()), "engines see plain tensors"
         assert stored["mixed__real"].shape == (3, 2, 2) and stored["scalar__real"].shape == (1,)
@@ -187,12 +187,12 @@ def job_refused() -> None:
     with pytest.raises(
         ModelError, match=r"'weight' is a DTensor with placements \(Partial.* expected torch's own DTensor with Shard"
     ):
-        check_dtensors(net)
+        check_dtensors(ModuleTable(net))
     hooked = nn.Linear(4, 4)
     hooked.weight = _dtensor(torch.ones(4, 4), mesh, Shard(0))
     hooked.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ModelError, match="has gradient hooks"):
-        check_dtensors(hooked)
+        check_dtensors(ModuleTable(hooked))
 
 
 def test_refused(ranks: Any) -> None:

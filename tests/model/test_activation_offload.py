@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.complex_params.flattened import stored_in
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.model import activation_offload, host_copies, recomputation
 from fsshard.model.activation_checkpointing import apply_checkpointing
@@ -349,5 +350,5 @@ def test_the_plan_says_which_blocks() -> None:
     again = fsshard.plan(model)
     assert "activations in host memory: 4 blocks (by activation offloading, before wrap)" in again.explain()
     assert "recomputed in" not in again.explain()
-    apply_checkpointing(model, again, fsshard.Checkpointing())
+    apply_checkpointing(ModuleTable(model), again, fsshard.Checkpointing())
     assert model.config.use_cache  # nothing runs twice

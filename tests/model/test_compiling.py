@@ -109,7 +109,7 @@ def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: st
 def counted(model: nn.Module, **settings: Any) -> CompileCounterWithBackend:
     """Compile the units of a model, as wrap() does it."""
     counter = CompileCounterWithBackend("eager")
-    compile_units(model, plan(model, **settings), resolve_compilation({"backend": counter}))
+    compile_units(dict(model.named_modules()), plan(model, **settings), resolve_compilation({"backend": counter}))
     return counter
 
 

@@ -15,6 +15,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 import fsshard
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import PrecisionError
 from fsshard.launching.pool import RankPool
 from fsshard.model.activation_checkpointing import checkpoint_blocks
@@ -197,13 +198,24 @@ def test_what_is_cast_where(ranks: RankPool, backend: str) -> None:
         assert state["spectral.weight"] == torch.complex64 and state["probe.linear.weight"] == FP32
 
 
+def job_checkpointed() -> list[torch.dtype]:
+    model = fsshard.wrap(
+        nn.Sequential(checkpoint_wrapper(Probe())), backend="none", mixed_precision=Precision(buffer=BF16)
+    )
+    return [next(model.buffers()).dtype, model.state_dict()["0.shift"].dtype]
+
+
+def test_a_state_dict_has_the_users_dtypes_within_torchs_checkpoint_wrapper(ranks: RankPool) -> None:
+    assert ranks.run(job_checkpointed, 1) == [[BF16, FP32]]
+
+
 def test_a_buffer_shared_with_an_fp32_unit_is_refused() -> None:
     sharing = nn.ModuleDict({"one": Probe(), "norm": nn.BatchNorm1d(4)})
     sharing["one"].register_buffer("mean", sharing["norm"].running_mean)
     text = r"norm\.running_mean belongs to a float32 unit, and is the same tensor as one\.mean"
     with pytest.raises(PrecisionError, match=text):
-        check_buffers(sharing, plan(sharing, mixed_precision=fsshard.bfSixteen))
-    check_buffers(sharing, plan(sharing, mixed_precision="bf16"))  # nothing is cast
+        check_buffers(ModuleTable(sharing), plan(sharing, mixed_precision=fsshard.bfSixteen))
+    check_buffers(ModuleTable(sharing), plan(sharing, mixed_precision="bf16"))  # nothing is cast
 
 
 class Uncopied(dict[str, Any]):

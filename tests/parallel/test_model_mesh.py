@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.parallel.model_mesh import find_model_mesh
 
@@ -26,7 +27,7 @@ class Net(nn.Module):
 
 def job_understood() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
-    net, data = Net(), mesh["data"].get_group()
+    net, data = ModuleTable(Net()), mesh["data"].get_group()
     assert find_model_mesh(net, data) is None
     said = find_model_mesh(net, data, {nn.LayerNorm: (mesh["tp"], "mean")}, {r"^fc\.weight": (mesh["tp"], -1)})
     assert said is not None and said.shape() == {"data": 1, "tp": 2} and said.divides

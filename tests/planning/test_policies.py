@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsshard import ConfigurationError, Precision, PrecisionError, tensorfy
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.planning import policies
 from fsshard.planning.policies import is_container, resolve_blocks, resolve_precision, resolve_units
 from tests.zoo import ZOO, ComplexAffine, ToReal
@@ -60,7 +61,7 @@ def picked(model: nn.Module, policy: object, owners: tuple[nn.Module, ...] = ())
 
 def reasons(model: nn.Module, policy: object, owners: tuple[nn.Module, ...] = ()) -> dict[str, str]:
     names = {module: name for name, module in model.named_modules()}
-    return {names[module]: reason for module, reason in resolve_units(model, policy, owners).items()}
+    return {names[module]: reason for module, reason in resolve_units(ModuleTable(model), policy, owners).items()}
 
 
 # ------------------------------------------------------------------------------------------ as torch does it
@@ -151,7 +152,7 @@ def test_torch_policies_pick_what_torch_wraps(model: str, name: str) -> None:
 
 
 def test_none_is_the_root_alone() -> None:
-    assert resolve_units(blocks(), None, ()) == {}
+    assert resolve_units(ModuleTable(blocks()), None, ()) == {}
 
 
 @pytest.mark.parametrize("kind", [set, list])
@@ -169,7 +170,7 @@ def test_class_names_are_exact() -> None:
 
 def test_absent_classes_are_named_with_what_there_is() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        resolve_units(blocks(), {Wide, nn.Conv2d, "Absent"}, ())
+        resolve_units(ModuleTable(blocks()), {Wide, nn.Conv2d, "Absent"}, ())
     text = "the model has no Conv2d, Absent; it has Block, Linear, ModuleDict, Sequential, Wide"
     assert str(caught.value) == f"auto_wrap_policy: {text}"
 
@@ -180,9 +181,9 @@ def test_absent_classes_of_torchs_policies_are_named_too(name: str, classes: Any
     """torch itself picks nothing for them, and says nothing."""
     policy, text = TORCH_POLICIES[name](classes), "the model has no Conv2d; it has Block, Linear, ModuleDict"
     with pytest.raises(ConfigurationError, match=f"^auto_wrap_policy: {text}"):
-        resolve_units(blocks(), policy, ())
+        resolve_units(ModuleTable(blocks()), policy, ())
     with pytest.raises(ConfigurationError, match=f"^activation_checkpointing: {text}"):
-        resolve_blocks(blocks(), policy)
+        resolve_blocks(ModuleTable(blocks()), policy)
 
 
 SET = "a set must hold module classes or class names"
@@ -201,7 +202,7 @@ SIZE = "a size must be a positive number of bytes"
 )
 def test_what_is_no_policy_is_refused(policy: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        resolve_units(blocks(), policy, ())
+        resolve_units(ModuleTable(blocks()), policy, ())
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.complex64, 8), (torch.complex128, 16)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def shard_domain(
     first: Any = None
 
     def check() -> tuple[int, Domain | None]:
-        before = domain_of(model)
+        before = domain_of(model.modules())
         if before is None:
             check_operator(model, len(groups), tuple(pointwise))
             if weights == "modes":
@@ -108,9 +108,9 @@ def _groups(mesh: Any) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
-def domain_of(model: nn.Module) -> Domain | None:
-    """The domain that a model, or a part of it, is split over; None if it is whole."""
-    for module in model.modules():
+def domain_of(modules: Iterable[nn.Module]) -> Domain | None:
+    """Return the domain that a model with these modules is split over; None if it is whole."""
+    for module in modules:
         found = module.__dict__.get("domain")
         if isinstance(found, Domain):
             return found
