@@ -23,15 +23,15 @@ LINES = {
     "fsshard/backends": 4_350,
     "fsshard/checkpoint": 5_170,
     "fsshard/parity": 5_188,
-    "fsshard/sharded": 4_915,
+    "fsshard/sharded": 4_917,
     "fsshard/comm + fsshard/launching": 3_148,
-    "fsshard/simulation": 3_695,
-    "fsshard/model": 2_587,
+    "fsshard/simulation": 3_697,
+    "fsshard/model": 2_594,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_632,
-    "fsshard/complex_params": 1_620,
+    "fsshard/complex_params": 1_658,
     "compat": 7_874,
-    "tests": 54_135,
+    "tests": 54_255,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
