@@ -31,8 +31,6 @@ ABOUT = "One interface over FairScale, FSDP, FSDP2 and DDP, and the proof that t
 
 COMMANDS = {
     "parity": "parity:command",
-    "trace": "scripts:trace",
-    "compare": "scripts:compare",
     "inspect": "commands:inspect",
     "export": "commands:export",
     "import": "commands:import_",
@@ -40,6 +38,8 @@ COMMANDS = {
     "tune": "commands:tune",
     "doctor": "doctor:command",
     "demo": "commands:demo",
+    "trace": "scripts:trace",
+    "compare": "scripts:compare",
 }
 
 

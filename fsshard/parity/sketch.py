@@ -110,7 +110,7 @@ def sketch(tensor: Tensor) -> Sketch:
         part = _plain_zeros(flat[first * CHUNK : (first + AT_ONCE) * CHUNK])
         found.update(_bytes_of(part))
         wide = part.double()
-        total, squares = total + wide.sum(), squares + wide.dot(wide)
+        total, squares = total + wide.sum(), squares + wide.square().sum()
         largest = torch.maximum(largest, wide.abs().max())
         rows, width = -(-len(wide) // CHUNK), min(len(wide), CHUNK)
         even = torch.nn.functional.pad(wide, (0, rows * width - len(wide))).view(rows, width)
