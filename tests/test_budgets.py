@@ -31,7 +31,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_658,
     "compat": 7_874,
-    "tests": 54_255,
+    "tests": 54_268,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127

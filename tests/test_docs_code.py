@@ -188,6 +188,19 @@ RUN: dict[str, Shown] = {
         "assert list(fsshard.plan(bare, activation_checkpointing=blocks).offloaded) == ['0']",
         (("activation_checkpointing=blocks, ", ""),),  # which a CPU refuses
     ),
+    "docs/launching.md 0": Shown(1, after="train(ctx)"),
+    "docs/launching.md 1": Shown(
+        1,
+        f"{WRAPPED}\nimport os, signal, threading\nbefore = signal.getsignal(signal.SIGTERM)\n"
+        "epochs, train_epoch = 3, lambda *_: os.kill(os.getpid(), signal.SIGTERM)",
+        "signal.signal(signal.SIGTERM, before)\nassert leaves and epoch == 0 and fsshard.latest('ckpt').name == 'last'",
+    ),
+    "docs/launching.md 2": Shown(
+        1,
+        "import os\ntrain = lambda ctx: ctx.world_size\nhere = dict(os.environ)",
+        "start(0, 1, 29500)\nassert os.environ['RANK'] == '0'\nos.environ.clear(), os.environ.update(here)",
+    ),
+    "docs/launching.md 3": Shown(1, "build_model = lambda: nn.Linear(4, 4)", "train_loop({})"),
     "docs/lightning.md 0": Shown(
         2,
         LIGHTNING,
@@ -376,7 +389,7 @@ def options(command: str) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
-TORCHRUN = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--max-restarts"}
+TORCHRUN = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
 
 
 def known_options(command: str, app: Any) -> set[str]:
