@@ -311,7 +311,7 @@ RUNS_IN = {
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_reports.py",
     "docs/prove-migration.md 0": "tests/examples/test_prove_migration.py",
-    "docs/how-it-works.md 1": "tests/backends/test_sixth_backend.py",
+    "docs/own-backend.md 0": "tests/backends/test_sixth_backend.py",
 }
 """Blocks that other tests run: in each, what the block calls, with files or models that it needs."""
 

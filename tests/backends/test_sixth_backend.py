@@ -107,7 +107,7 @@ def test_what_it_does_not_have_is_refused_in_its_name(ranks: Any) -> None:
 
 def test_the_documentation_shows_this_very_backend() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("## A backend of your own")[2]
+    page = (root / "docs" / "own-backend.md").read_text(encoding="utf-8")
     shown = page.partition("```python\n")[2].partition("```")[0]
     source = (root / "tests" / "backends" / "a_sixth_backend.py").read_text(encoding="utf-8")
     assert source.endswith(shown) and "class HandAveraged" in shown
