@@ -29,7 +29,7 @@ test: $(READY)
 	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
 FIRST  := tests/parity tests/simulation tests/portability tests/complex_params tests/backends tests/oss tests/planning
-SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/parallel tests/comm
+SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/parallel
 
 test-first: $(PYTEST8) $(COMPILED)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(FIRST)

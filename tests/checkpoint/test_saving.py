@@ -293,7 +293,7 @@ def job_several(path: str, how: str) -> tuple[Any, Any, list[str]]:
 def test_several_schedulers(ranks: Any, tmp_path: Path, how: str) -> None:
     for saved, loaded, (other, few) in ranks.run(job_several, 2, str(tmp_path / "c"), how):
         assert saved == loaded and saved[0]["last_epoch"] == 3
-        assert "was handed over" in other and "was handed over" in few and other.startswith("CheckpointError")
+        assert "was given" in other and "was given" in few and other.startswith("CheckpointError")
 
 
 def test_what_is_no_group_of_objects_stays() -> None:
