@@ -193,7 +193,7 @@ def wrap(
             is looked at. The key ``()`` names a dimension, and no parameter. ``replicated={}``: ranks that are not in
             ``device_mesh`` have no part in this model.
         **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by
-            their own names (docs/migration.md). ``fairscale`` takes ``implementation="real"`` (FairScale 0.4.13,
+            their own names (docs/torch-arguments.md). ``fairscale`` takes ``implementation="real"`` (FairScale 0.4.13,
             patched; the default where it is installed) or ``"native"`` (fsshard's own).
 
     Returns:

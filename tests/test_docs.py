@@ -208,12 +208,12 @@ def test_the_changelog_of_a_release_fits_on_a_page() -> None:
 
 def test_each_option_of_an_engine_has_a_row_and_a_test() -> None:
     """A new one, too: whoever changes engines finds there what becomes of it, and no option is without a test."""
-    page = (DOCS / "migration.md").read_text()
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    page = DOCS / "torch-arguments.md"
+    rows = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| `")]
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     for engine in loaded_backends():
         for name in engine.facts.option_names:
-            assert any(f"`{name}=" in row for row in rows), f"docs/migration.md has no row for {name}= of {engine.name}"
+            assert any(f"`{name}=" in row for row in rows), f"{page} has no row for {name}= of {engine.name}"
             assert re.search(rf"\b{name}=|[\"']{name}[\"']:", tests), f"no test passes {name}= of {engine.name}"
 
 

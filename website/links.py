@@ -22,7 +22,6 @@ PACKAGE = ROOT / "build" / "docs-package"
 ELSEWHERE = {
     "index.md": "README.md",
     "examples.md": "examples/minimal/README.md",
-    "parity-in-ci.md": "examples/parity_ci/README.md",
     "architecture.md": "ARCHITECTURE.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",

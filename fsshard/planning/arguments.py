@@ -42,7 +42,7 @@ Sharded: TypeAlias = "Mapping[Any, DeviceMesh | tuple[DeviceMesh, int]] | None"
 
 
 class EngineOptions(TypedDict, total=False):
-    """Options of engines, and arguments of torch's wrappers by their own names (docs/migration.md)."""
+    """Options of engines, and arguments of torch's wrappers by their own names (docs/torch-arguments.md)."""
 
     implementation: Literal["real", "native"]
     fast_collectives: bool

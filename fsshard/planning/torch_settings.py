@@ -1,6 +1,6 @@
 """Translates the arguments of torch's wrappers (FSDP1, ``fully_shard``, DDP) into those of fsshard.wrap.
 
-docs/migration.md has the table; what no setting of ours means raises with what to do.
+docs/torch-arguments.md has the table; what no setting of ours means raises with what to do.
 """
 
 from __future__ import annotations

@@ -194,6 +194,7 @@ CASES: dict[str, Train] = {
 WRONG = ("as it is", "accumulated without no_sync", "frozen, SGD")
 
 
+@pytest.mark.fairscale_row(1, 2, 3, 4, 37, 38)
 @BOTH
 @on_ranks()
 def test_it_trains_as_ddp_does(which: str) -> None:
@@ -244,6 +245,7 @@ def test_what_cannot_be_is_said(which: str) -> None:
             fsshard.build_optimizer(mixed, torch.optim.SGD, lr=0.1)
 
 
+@pytest.mark.fairscale_row(43)
 @BOTH
 @on_ranks()
 def test_a_parameter_has_one_optimizer(which: str) -> None:

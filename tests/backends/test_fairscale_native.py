@@ -42,6 +42,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fairscale_row(35, 36)
 @pytest.mark.covering
 @pytest.mark.parametrize("what", RUNS)
 @pytest.mark.parametrize("case", ["mlp_complex", "tfno_tucker"])

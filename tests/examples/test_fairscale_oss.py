@@ -92,7 +92,7 @@ def test_row_1_the_other_zero_grad(printed: Callable[..., list[str]], served: li
 
 
 def test_the_page_shows_the_lines_that_the_scripts_have() -> None:
-    page = (EXAMPLES.parent / "docs" / "migration.md").read_text(encoding="utf-8")
+    page = (EXAMPLES.parent / "docs" / "fairscale.md").read_text(encoding="utf-8")
     shown = page.partition("```diff\n")[2].partition("```")[0].splitlines()
     before, after = (path.read_text(encoding="utf-8").splitlines() for path in (SCRIPT, REWRITTEN))
     removed, added = ([line[1:] for line in shown if line.startswith(sign)] for sign in "-+")

@@ -366,6 +366,7 @@ def job_changes_nothing(backend: str, what: str) -> list[str]:
     return list(differences(CHANGES_NOTHING[what]("ddp", False), CHANGES_NOTHING[what](backend, True)))
 
 
+@pytest.mark.fairscale_row(41)
 @pytest.mark.parametrize("what", CHANGES_NOTHING)
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_it_changes_no_training(ranks: Any, backend: str, what: str) -> None:

@@ -115,6 +115,7 @@ CLOSURES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.fairscale_row(39, 40)
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "settings", "backend"),
@@ -264,6 +265,7 @@ def job_blocked(build: Any, *backends: str) -> dict[str, list[str]]:
 WHOLE = ("ddp", "fairscale", "native")
 
 
+@pytest.mark.fairscale_row(42)
 def test_an_optimizer_that_keeps_views_from_its_constructor(ranks: Any) -> None:
     """It wrote to memory that OSS had left, so that nothing moved, silently."""
     for wrong in ranks.run(job_blocked, 2, real_net, *WHOLE, "fsdp", "fsdp2"):

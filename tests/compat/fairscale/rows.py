@@ -26,7 +26,8 @@ class Row:
         severity: ``"silent"``: a wrong result and not a word; ``"hang"``, ``"crash"``; ``"warning"``: it is said, or
             documented, and a script may still not expect it.
         fault: what the real library does.
-        here: what :mod:`fsshard.compat.fairscale` does; "equal" is to the last bit, on two ranks, in float32.
+        here: what :mod:`fsshard.compat.fairscale` does, and from row 35 on ``backend="fairscale"``; "equal" is to the
+            last bit, on two ranks, in float32.
     """
 
     severity: Severity
@@ -35,6 +36,7 @@ class Row:
 
 
 EQUAL, PLAIN = "equal to DDP", "equal to the plain module"
+EVEN = "parameters of even size come first"
 
 ROWS: dict[int, Row] = {
     1: Row("silent", "`optimizer.zero_grad()`, or `p.grad = None`: gradients of the step before are reduced", EQUAL),
@@ -89,6 +91,19 @@ ROWS: dict[int, Row] = {
         "DDP's norm, to the last bit; None on other ranks",
     ),
     34: Row("warning", "step hooks fire twice; no BatchNorm statistics from checkpointed no_grad", "once; equal"),
+    35: Row("crash", "OSS packs parameters unaligned: complex views fail after an odd number of reals", EVEN),
+    36: Row("crash", "`state_dict()` has an entry that is no tensor (neuraloperator's): TypeError", "works"),
+    37: Row("silent", "training in evaluation mode, or a mode set on the inner module only: nothing is reduced", EQUAL),
+    38: Row("silent", "an exception inside `no_sync`: accumulates for the rest of the run", "the state is restored"),
+    39: Row("silent", "a closure called again within `step` (SAM) sees only this rank's changes", "sees all ranks'"),
+    40: Row("silent", "`p.data = ...` within `step` takes the parameter out of the buffer that OSS sends", "is sent"),
+    41: Row("crash", "the first forward under `inference_mode`: training fails later", "works"),
+    42: Row(
+        "silent",
+        "an optimizer keeps views from its constructor (DistributedShampoo): nothing moves",
+        "works; build it again after freezing",
+    ),
+    43: Row("silent", "two OSS over the same parameters: the ranks diverge", "the earlier one raises at its step"),
 }
 
 
