@@ -288,6 +288,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette: told apart under the usual kinds of colour blindness."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, FAINT = "#4D4D4D", "#BFBFBF"
+NO_DIFFERENCE = "difference: exactly 0"
 Looks = dict[str, dict[str, Any]]
 PANELS = {
     "loss": "loss",
@@ -299,8 +300,9 @@ PANELS = {
 def figure(report: ParityReport) -> Figure:
     """Draw a column per world size or mesh: the losses on top of each other, below how far loss and weights are off.
 
-    Axes carry the labels ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``, and
-    the mesh in place of the ranks where there is one.
+    A row in which every difference is 0 is left out, and the losses say so. Axes carry the labels
+    ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``, and the mesh in place of
+    the ranks where there is one.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -317,15 +319,19 @@ def figure(report: ParityReport) -> Figure:
         width = 6.5 - 5.3 / max(1, len(names) - 1) * i
         looks[name] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": width}
         looks[name] |= {"markersize": 4 + 1.2 * width, "markeredgewidth": 0, "solid_capstyle": "round"}
-    made = Figure(figsize=(max(8.4, 1.4 + 5.2 * len(sizes)), 8.4), layout="constrained")
-    ratios = {"height_ratios": [1.6, 1, 1]}
-    grid = made.subplots(3, len(sizes), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios)
+    gaps = {name: [_gap(s, name) for cell in report.cells for s in cell.steps] for name in ("loss", "weight")}
+    drawn = {name: values for name, values in gaps.items() if any(values)}
+    panels = ["loss", *(f"{name} difference" for name in drawn)]
+    made = Figure(figsize=(max(8.4, 1.4 + 5.2 * len(sizes)), 4.4 + 2.0 * len(drawn)), layout="constrained")
+    ratios = {"height_ratios": [1.6, *[1] * len(drawn)]}
+    grid = made.subplots(len(panels), len(sizes), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios)
     for column, ranks in enumerate(sizes):
         cells = [cell for cell in report.cells if _ranks(cell) == ranks]
         _draw_losses(grid[0, column], cells, looks, report.reference)
-        for axes, quantity in zip(grid[1:, column], ("loss", "weight"), strict=True):
-            _draw_gaps(axes, cells, looks, quantity, [_gap(s, quantity) for cell in report.cells for s in cell.steps])
-        for axes, (panel, label) in zip(grid[:, column], PANELS.items(), strict=True):
+        for axes, (quantity, values) in zip(grid[1:, column], drawn.items(), strict=True):
+            _draw_gaps(axes, cells, looks, quantity, values)
+        for axes, panel in zip(grid[:, column], panels, strict=True):
+            label = PANELS[panel]
             axes.set_label(f"{panel}, {ranks.partition(' ')[0]}")
             axes.set_ylabel(label if column == 0 else "")
             axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
@@ -334,7 +340,7 @@ def figure(report: ParityReport) -> Figure:
             axes.tick_params(color=GREY, labelsize=9)
         grid[0, column].xaxis.set_major_locator(MaxNLocator(integer=True))
         grid[0, column].set_title(ranks, fontsize=11, color=GREY)
-        grid[2, column].set_xlabel("step")
+        grid[-1, column].set_xlabel("step")
     result = fill(summary(report), width=max(90, 55 * len(sizes)))
     made.suptitle(f"{head(report)}\n{result}", fontsize=11, x=0.02, ha="left", parse_math=False)
     return made
@@ -353,7 +359,11 @@ def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) ->
         look = looks[cell.backend] if cell.steps else {"linestyle": "none"}
         label = f"{cell.backend}: {WORDS.get(cell.verdict, cell.verdict)}"
         axes.plot([step.loss for step in cell.steps], **look, label=label, markevery=_every(cell))
-    axes.legend(frameon=False, fontsize=9, handletextpad=1.2)
+    verdicts = {cell.verdict for cell in cells if cell.steps}
+    title = NO_DIFFERENCE if verdicts == {"exact"} else None
+    # Below the curves, where it hides none of them.
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
+    axes.legend(**place, title=title, frameon=False, fontsize=9, title_fontsize=12, handletextpad=1.2)
 
 
 def _draw_gaps(axes: Axes, cells: list[Cell], looks: Looks, quantity: str, everywhere: list[float]) -> None:
@@ -361,7 +371,7 @@ def _draw_gaps(axes: Axes, cells: list[Cell], looks: Looks, quantity: str, every
 
     Equal curves lie on top of each other, as losses do. ``everywhere`` has the differences of all columns.
     """
-    decades = [math.floor(math.log10(value)) for value in everywhere if 0 < value < math.inf] or [-8]
+    decades = [math.floor(math.log10(value)) for value in everywhere if 0 < value < math.inf] or [-8]  # all nan, inf
     low, high = 10.0 ** min(decades), 10.0 ** (max(decades) + 1)
     axes.set_yscale("symlog", linthresh=low, linscale=0.5)
     broken = not all(map(math.isfinite, everywhere))
@@ -372,10 +382,11 @@ def _draw_gaps(axes: Axes, cells: list[Cell], looks: Looks, quantity: str, every
         axes.plot(gaps, **look, markevery=_every(cell))
         if cell.verdict == "different" and cell.first_divergence is not None:
             axes.axvline(cell.first_divergence.step, color=look["color"], linewidth=0.8, linestyle=":", zorder=0)
-    if not any(everywhere) and any(cell.steps for cell in cells):
-        axes.text(0.5, 0.6, "every difference is exactly 0", transform=axes.transAxes, ha="center", color=GREY, size=9)
+    here = [_gap(step, quantity) for cell in cells for step in cell.steps]
+    if here and not any(here):
+        axes.text(0.5, 0.5, NO_DIFFERENCE, transform=axes.transAxes, ha="center", color=GREY, size=11)
     every = max(1, math.ceil((max(decades) + 1 - min(decades)) / 5))
-    marks = {10.0**e: f"$10^{{{e}}}$" for e in range(min(decades), max(decades) + 1, every) if any(everywhere)}
+    marks = {10.0**e: f"$10^{{{e}}}$" for e in range(min(decades), max(decades) + 1, every)}
     ticks = {0.0: "0", **marks, **({10 * high: "nan, inf"} if broken else {})}
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()

@@ -192,16 +192,16 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     rows = 2 if len(sizes) > 1 else 1
     made = Figure(figsize=(max(7.0, 1.2 + 3.4 * len(shown)), 1.0 + 4.2 * rows), layout="constrained")
     bars, *below = made.subplots(rows, squeeze=False)[:, 0]
-    unit, scale = unit_of(max(e.peak for e in shown))
+    unit, scale = unit_of(max(e.peak for e in shown))  # the same above and below
     names, bottom = [e.backend for e in shown], [0.0] * len(shown)
     for number, kind in enumerate(KINDS):
         heights = [e.by_kind[kind] / scale for e in shown]
         bars.bar(names, heights, bottom=bottom, color=f"C{number}", label=kind, width=0.62)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    bars.plot(names, [e.bounds.peak / scale for e in shown], "k_", markersize=40, label="lower bound")
+    left, right = ([number + side for number in range(len(shown))] for side in (-0.31, 0.31))
+    bars.hlines([e.bounds.peak / scale for e in shown], left, right, color="k", label="lower bound")
     bars.set_title(f"{at} rank{'s' if at > 1 else ''}", fontsize=11)
     bars.set_ylabel(f"{unit} per rank at the peak")
-    unit, scale = unit_of(max(e.peak for e in estimates))
     for axes in below:
         for number, name in enumerate(names):
             line = sorted((e.world_size, e.peak / scale, e.bounds.peak / scale) for e in estimates if e.backend == name)
@@ -209,14 +209,23 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
             axes.plot(ranks, peaks, "o-", color=f"C{number}", markersize=4, label=name)
             axes.plot(ranks, bounds, ":", color=f"C{number}", label=f"{name}, lower bound")
         axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
-        axes.set_xlabel("ranks")
+        axes.set_xlabel("ranks" + _of_padding(estimates))
         axes.set_ylabel(f"{unit} per rank at the peak")
     for axes in (bars, *below):
         style_axes(axes)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     made.suptitle(estimates[0].name, fontsize=11, x=0.02, ha="left", parse_math=False)
     return made
+
+
+def _of_padding(estimates: Sequence[Estimate]) -> str:
+    """Return why peaks rise with the ranks, if they do, as the second line of an axis' label."""
+    # An engine holds a gathered unit at most twice, as it arrives and as it is used, and a shard: the rest is padding.
+    padded = [e.world_size for e in estimates if e.highest["gathered units"] > 3 * e.parameters]
+    return f"\nfrom {min(padded)} on gathered units are mostly padding: a shard has a least size" if padded else ""
 
 
 def style_axes(axes: Axes, grid: Any = "y") -> None:

@@ -142,13 +142,18 @@ def test_losses_lie_on_top_of_each_other_and_all_show() -> None:
     sizes = [line.get_markersize() for line in others]
     assert widths == sorted(set(widths), reverse=True) and sizes == sorted(set(sizes), reverse=True)
     assert len({line.get_marker() for line in others}) == len({line.get_color() for line in others}) == 3
+    legend = axes_of(figure, "loss, 2").get_legend()
+    assert len(figure.axes) == 1 and legend and legend.get_title().get_text() == "difference: exactly 0"
 
 
 def test_a_column_per_world_size() -> None:
-    figure = render.figure(report(exact("ddp", 1), exact("fsdp", 1), exact("ddp", 2), failed("fsdp", 2)))
+    cells = [exact("ddp", 1), exact("fsdp", 1), exact("ddp", 2), different(), failed("fsdp", 2)]
+    figure = render.figure(report(*cells))
     panels = ("loss", "loss difference", "weight difference")
     assert {axes.get_label() for axes in figure.axes} == {f"{p}, {n}" for p in panels for n in (1, 2)}
     assert [axes_of(figure, f"loss, {n}").get_title() for n in (1, 2)] == ["1 rank", "2 ranks"]
+    said = [[text.get_text() for text in axes_of(figure, f"weight difference, {n}").texts] for n in (1, 2)]
+    assert said == [["difference: exactly 0"], []]
     (gone,) = [line for line in axes_of(figure, "loss, 2").lines if line.get_label() == "fsdp: FAILED"]
     assert gone.get_linestyle() == "None" and len(gone.get_xdata()) == 0
 

@@ -258,6 +258,9 @@ def test_the_estimate_as_text_json_and_picture() -> None:
     assert [label.get_text() for label in bars.get_xticklabels()] == ["ddp", "fairscale"]
     assert sum(patch.get_height() for patch in bars.patches) * 1024 == pytest.approx(found[1].peak + one.peak)
     assert lines.get_xscale() == "log" and len(lines.lines) == 4
+    assert bars.get_ylabel() == lines.get_ylabel() and lines.get_xlabel() == "ranks"
+    padded = dataclasses.replace(one, highest={**one.highest, "gathered units": 4 * one.parameters})
+    assert "from 8 on gathered units are mostly padding" in figure([*found[:-1], padded]).axes[1].get_xlabel()
 
 
 @pytest.mark.usefixtures("here")

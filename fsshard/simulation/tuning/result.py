@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +196,9 @@ def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
     return min(fitting, key=lambda one: (one.cost, one.peak), default=None)
 
 
+MARKERS = "sDv^<>PXdphH8"
+"""Of the plans that are always tried, in their order."""
+
 AXES: dict[str, Callable[[Tried], float]] = {
     "predicted ms per step": lambda one: 1e3 * one.estimate.seconds,
     "sent by a rank per step, in units of the parameters' bytes": lambda one: (
@@ -206,7 +210,7 @@ AXES: dict[str, Callable[[Tried], float]] = {
 
 
 def figure(result: TuneResult) -> Figure:
-    """Draw peaks against time, traffic and collectives: a point per plan, the frontier, the usual plans by name."""
+    """Draw peaks against time, traffic and collectives: a point per plan, the frontier, a mark for each usual plan."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(15.0, 5.2), layout="constrained")
@@ -236,13 +240,12 @@ def _draw(axes: Any, result: TuneResult, value: Callable[[Tried], float]) -> Non
     axes.plot(*point(result.winner), "*", color="#D55E00", label="winner", markersize=14)
     if result.memory is not None:
         axes.axhline(result.memory / scale, color="black", linestyle=":", label="memory bound")
-    names: dict[tuple[float, float], list[str]] = {}
+    names: dict[int, list[str]] = {}  # a plan may have several
     for name, one in result.aliases.items():
-        names.setdefault(point(one), []).append(name)
-    for place, found in names.items():
-        style = {"fontsize": 7, "va": "top", "parse_math": False}
-        note = axes.annotate("\n".join(found), place, xytext=(8, 4), textcoords="offset points", **style)
-        note.set_in_layout(False)  # else long names leave no room for the axes
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.12)
+        names.setdefault(id(one), []).append(name)
+    for marker, found in zip(cycle(MARKERS), names.values(), strict=False):
+        hollow = {"color": "black", "markerfacecolor": "white", "markersize": 5}
+        place = point(result.aliases[found[0]])
+        axes.plot(*place, marker, **hollow, label="\n".join(found))  # in the legend: beside the points names collide
+    axes.margins(0.12)
     style_axes(axes, "both")
