@@ -29,7 +29,7 @@ LINES = {
     "fsshard/model": 2_594,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_632,
-    "fsshard/complex_params": 1_658,
+    "fsshard/complex_params": 1_661,
     "compat": 7_874,
     "tests": 54_297,
 }

@@ -414,8 +414,11 @@ def _run_first(shown: Tensor, stored: Tensor) -> None:
     # wait for the end of the backward.
     if not stored.is_leaf or torch.is_inference_mode_enabled():  # FSDP1's views, which are new at every forward
         return
-    cast(Any, shown)._fsshard_written = version_of(stored)
-    with _outside_of_transforms():
+    shown.__dict__["_fsshard_written"] = version_of(stored)  # past __setattr__: once per weight and step
+    if functorch_transforms_active():
+        with disable_functorch():
+            node = _GRAD_FN.__get__(shown)
+    else:
         node = _GRAD_FN.__get__(shown)
     while node is not None and (inputs := node.next_functions):
         run_first(node)
