@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_575,
+    "fsshard + compat": 50_578,
     "fsshard/backends": 4_350,
     "fsshard/checkpoint": 5_170,
     "fsshard/parity": 5_188,
@@ -36,9 +36,9 @@ LINES = {
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
 CONTRACT = 26
+"""Public members of Backend."""
 FLOORS = 10
 """Lines of the layers of imports in pyproject.toml."""
-"""Public members of Backend."""
 GUARDS = """
 backends/clipping: count_all_ranks _norm _of_owners _each _as_torchs
 backends/forward_guards: Watched LooksAtForwards ReadsGuard _is_asked_by_torch _name_of refuse_losses written
