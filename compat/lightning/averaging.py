@@ -1,78 +1,151 @@
-"""Lightning's weight averaging over an engine that divides the weights: each rank keeps the average whole."""
+"""Lightning's weight averaging over an engine: each rank averages what it holds of the weights, and sends nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from lightning.pytorch import callbacks
+from torch import Tensor, nn
 
+from fsshard.planning.entries import Entry
+from fsshard.sharded.averages import numbers
 from fsshard.sharded.module import ShardedModule
 
 AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())
 """The base of ``EMAWeightAveraging``, since Lightning 2.5.6."""
 
 
-def average_whole(callback: Any, sharded: Callable[[], ShardedModule | None]) -> None:
-    """Give a callback whole weights where it would read, or write, this rank's parts.
+class Parts(nn.Module):
+    """This rank's shards of the parameters, and the buffers, as a module: Lightning's callback averages any module."""
+
+    def __init__(self, parts: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(part, requires_grad=False) for part in parts])
+        for number, buffer in enumerate(buffers):
+            self.register_buffer(f"buffer{number}", buffer)
+
+
+def average_parts(callback: Any, sharded: Callable[[], ShardedModule | None], *, restored: bool) -> None:
+    """Cut a callback's whole average into shards, and let it read, and write, this rank's.
 
     Args:
-        callback: a ``WeightAveraging`` whose ``setup`` has run.
-        sharded: gives the wrapped module; None after ``fit``, when the module has its weights again.
+        callback: a ``WeightAveraging`` whose ``setup`` has run, over a module that an engine has taken since.
+        sharded: gives the wrapped module; None when the module has its weights again.
+        restored: the average may be that of a checkpoint; else it starts from the model's weights, which are rank 0's.
     """
+    average, model = callback._average_model, sharded()
+    if average is None or model is None or isinstance(average.module, Parts) or average.module is model.module:
+        return
     kind = getattr(type(callback), "users_kind", type(callback))  # of a fit() before
-    bases = (_OverParts,) if kind is AVERAGING else (kind, _OverParts)
+    bases = (OverParts,) if kind is AVERAGING else (kind, OverParts)
     callback.__class__ = type(kind.__name__, bases, {"sharded": staticmethod(sharded), "users_kind": kind})
-    own = callback._average_model.update_parameters
+    callback.copied = False
+    start = _live(model)
+    parts, buffers = list(start.parts), list(start.buffers())
+    if restored:
+        whole = dict(average.module.named_parameters(remove_duplicate=False))
+        own = dict(average.module.named_buffers(remove_duplicate=False))
+        parts = [_cut(entry, whole[entry.name].detach()) for entry in model.backend.all]
+        buffers = [own[name] for name, _ in model.named_buffers()]
+    device = average.n_averaged.device
+    average.module = Parts(*([value.detach().to(device, copy=True) for value in each] for each in (parts, buffers)))
+    update = type(average).update_parameters.__get__(average)
+    average.update_parameters = lambda module: update(module if callback.engine(module) is None else _live(model))
 
-    def update_parameters(module: Any) -> None:
-        whole, buffers = callback.whole()
-        own(SimpleNamespace(parameters=lambda: iter(whole), buffers=lambda: iter(buffers)))
 
-    callback._average_model.update_parameters = update_parameters
+def _live(model: ShardedModule) -> Parts:
+    """Return the model's own memory. Local."""
+    shards = (numbers(entry, entry.local()) for entry in model.backend.all)
+    return Parts(shards, (buffer for _, buffer in model.named_buffers()))
 
 
-class _OverParts(AVERAGING or object):  # type: ignore[misc]
-    """A class between Lightning's base and the user's, which reads and writes whole weights. Collective."""
+def _cut(entry: Entry, whole: Tensor) -> Tensor:
+    local = entry.local()
+    stored = entry.kind.to_stored(entry.take_part(whole)).to(local.dtype)
+    return numbers(entry, entry.take(stored).reshape(local.shape).contiguous())  # as stored: a view may be permuted
+
+
+class OverParts(AVERAGING or object):  # type: ignore[misc]
+    """A class between Lightning's base and the user's, whose average is this rank's shards during ``fit``."""
 
     sharded: Callable[[], ShardedModule | None]
     users_kind: type
+    copied: bool
+    """Whether the average has become the model's weights, as the training ended."""
     _average_model: Any
 
-    def whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the wrapped module's whole weights and its buffers, in the order of the average's."""
-        model, average = self.sharded(), self._average_model.module
-        assert model is not None, "averages come after setup"
-        state, live = model.state_dict(), dict(model.named_buffers())
-        return [state[name] for name, _ in average.named_parameters()], [live[n] for n, _ in average.named_buffers()]
+    def engine(self, module: Any) -> ShardedModule | None:
+        """Return the wrapped module; None where the average is whole: before ``wrap``, and after ``fit``."""
+        average = self._average_model
+        if average is None or not isinstance(average.module, Parts):
+            return None
+        model = self.sharded()
+        if model is None:  # another Trainer has given the module back
+            average.module = module
+        return model
 
     def _swap_models(self, module: Any) -> None:
-        if self.sharded() is None:
-            super()._swap_models(module)
-            return
-        average = self._average_model.module
-        weights, buffers = self.whole()
-        kept = [value.detach().clone() for value in (*weights, *buffers)]
-        _OverParts._copy_average_to_current(self, module)
-        with torch.no_grad():
-            for target, value in zip((*average.parameters(), *average.buffers()), kept, strict=True):
-                target.copy_(value)
+        model = self.engine(module)
+        if self._average_model.module is not module:
+            super()._swap_models(module if model is None else _resharded(model))
 
     def _copy_average_to_current(self, module: Any) -> None:
-        model = self.sharded()
-        if model is None:
-            super()._copy_average_to_current(module)
+        model = self.engine(module)
+        super()._copy_average_to_current(module if model is None else _resharded(model))
+        self.copied = True
+
+    def whole(self, model: ShardedModule, **how: bool) -> dict[str, Any]:
+        """Return the average as the model's whole state dict. Collective.
+
+        Args:
+            model: the wrapped module, which has the average in place of its weights meanwhile.
+            how: arguments of ``model.state_dict``.
+        """
+        AVERAGING._swap_models(self, _resharded(model))
+        try:
+            return model.state_dict(**how)
+        finally:
+            AVERAGING._swap_models(self, _resharded(model))
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        """Put the whole average into a checkpoint, under the keys of Lightning's own. Collective."""
+        model, average = self.engine(module), self._average_model
+        if average is None or (model is None and average.module is not module):
+            super().on_save_checkpoint(trainer, module, checkpoint)
             return
-        average, live = self._average_model.module, dict(model.named_buffers())
-        with torch.no_grad():  # those that no state dict has, too
-            for name, value in average.named_buffers():
-                live[name].copy_(value)
-        model.load_state_dict(average.state_dict())
+        checkpoint["current_model_state"] = checkpoint["state_dict"]
+        if model is not None:
+            checkpoint["state_dict"] = self.whole(model, rank0_only=True, offload_to_cpu=True)
+        checkpoint["averaging_state"] = {"n_averaged": average.n_averaged}
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-        """Load the current weights into the wrapped module."""
-        model = self.sharded()
-        target = module if model is None else SimpleNamespace(load_state_dict=model.load_state_dict)
-        super().on_load_checkpoint(trainer, target, checkpoint)
+        """Load the current weights into the wrapped module, which has the checkpoint's average already."""
+        model, average = self.engine(module), self._average_model
+        if model is None:
+            if average is not None and average.module is module:  # they are two again
+                average.module = copy.deepcopy(module)
+            super().on_load_checkpoint(trainer, module, checkpoint)
+            return
+        AVERAGING._swap_models(self, _resharded(model))
+        model.load_state_dict(checkpoint.get("current_model_state", checkpoint["state_dict"]))
+        if "averaging_state" in checkpoint:
+            average.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
+
+    def ended(self, module: Any, average: dict[str, Any] | None) -> None:
+        """Make the average whole again, as the module is that has been handed back.
+
+        Args:
+            module: the user's, bare.
+            average: from :meth:`whole`; None where the module's weights are the average: no rank keeps it twice.
+        """
+        self._average_model.module = module if average is None else copy.deepcopy(module)
+        if average is not None:
+            self._average_model.module.load_state_dict(average)
+
+
+def _resharded(model: ShardedModule) -> Parts:
+    """Return the model's own memory, to be written: no gathered copy of it stays. Local."""
+    model.backend.reshard()
+    return _live(model)

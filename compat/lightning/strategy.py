@@ -25,7 +25,7 @@ from fsshard.sharded.module import ShardedModule
 
 from ..trainers import by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, taken_of
 from .again import Taken, divided, lacking, named_after, plain_scaler
-from .averaging import AVERAGING, average_whole
+from .averaging import AVERAGING, OverParts, average_parts
 from .fabric import FabricStrategy
 from .manual import ThroughEngine
 from .plugins import (
@@ -84,6 +84,7 @@ class Strategy(DDPStrategy):
         self._taken: Taken | None = None  # what an engine has
         self._manual: ThroughEngine | None = None  # what its own steps go through
         self._waiting: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for what an engine will have
+        self._restored = False  # whether weights of a checkpoint were loaded before an engine had the module
         super().__init__(start_method=start_method, **lightnings(settings))
 
     # ------------------------------------------------------------------------------------ the model and its optimizers
@@ -117,7 +118,7 @@ class Strategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Set up as Lightning does, and hand a module that is trained again back before any hook sees it."""
         super().setup_environment()
-        self._waiting = None  # of a fit that has failed
+        self._waiting, self._restored = None, False  # of a fit that has failed
         module: Any = self._lightning_module
         if module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -145,6 +146,9 @@ class Strategy(DDPStrategy):
             self.model = self._sharded
         else:
             super().setup(trainer)
+        for callback in trainer.callbacks if self._taken is not None else ():
+            if isinstance(callback, AVERAGING):
+                average_parts(callback, lambda: self._sharded, restored=self._restored or not fits)
         if self._waiting is not None:
             self._load_weights(*self._waiting)
         self._waiting = None
@@ -179,13 +183,11 @@ class Strategy(DDPStrategy):
             if isinstance(callback, callbacks.BaseFinetuning) and self._divides and not facts.has_dtensors:
                 # It leaves out parameters equal to one that is trained (2.6), and of some a rank has no element.
                 raise UnsupportedByBackend(f"{name}, which compares parts", self.backend, "use 'fsdp2' or 'ddp'")
-            if isinstance(callback, AVERAGING):
-                if self.divides_files:
-                    raise ConfigurationError(
-                        f"callback {name} replaces the weights of a checkpoint by the average, which each rank has "
-                        "whole; leave out save_distributed_checkpoint=True"
-                    )
-                average_whole(callback, lambda: self._sharded)
+            if isinstance(callback, AVERAGING) and self.divides_files:
+                raise ConfigurationError(
+                    f"callback {name} replaces the weights of a checkpoint by the average, and a directory has the "
+                    "shards of the model's own weights; leave out save_distributed_checkpoint=True"
+                )
 
     def model_to_device(self) -> None:
         """Move a module that is not trained; else ``fsshard.wrap`` moves, or makes, the parts that this rank keeps."""
@@ -306,6 +308,7 @@ class Strategy(DDPStrategy):
             self._waiting = checkpoint, strict
         else:
             self._load_weights(checkpoint, strict)
+        self._restored = True
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
@@ -387,8 +390,13 @@ class Strategy(DDPStrategy):
         return not missing
 
     def _hand_back(self, taken: Taken) -> None:
+        module: Any = taken.wrapped.module
+        found = [each for each in module.trainer.callbacks if isinstance(each, OverParts) and each.engine(module)]
+        averages = [None if each.copied else each.whole(taken.wrapped) for each in found]
         taken.come_back_with_states()
-        self.model, self._manual = taken.wrapped.module, None
+        for callback, average in zip(found, averages, strict=True):
+            callback.ended(module, average)
+        self.model, self._manual = module, None
         self.optimizers = [taken.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
         self._taken = None
         plugin = self.precision_plugin

@@ -108,8 +108,8 @@ class EMA:
                 first = local.to(state_device(self.held.inner, entry), copy=True)
                 set_state(backend, self.held.inner, entry, {KEY: first})
             elif local.is_floating_point():
-                averages.append(_seen(entry, average))
-                weights.append(_seen(entry, local).to(average.device))
+                averages.append(numbers(entry, average))
+                weights.append(numbers(entry, local).to(average.device))
             else:
                 average.copy_(local)
         if averages:
@@ -225,6 +225,7 @@ class Averages(Optimizer):
         self._fsshard_state_device = device
 
 
-def _seen(entry: Entry, local: Tensor) -> Tensor:
+def numbers(entry: Entry, local: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, or of its average, as the user's numbers: in the same memory."""
     # As pairs of reals a complex number is averaged with other roundings, by 3e-8 to 1.2e-7.
     return torch.view_as_complex(local.view(-1, 2)) if entry.kind.is_complex else local

@@ -28,6 +28,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fsshard
@@ -466,6 +467,14 @@ class Counted(EMAWeightAveraging):
     def __init__(self) -> None:
         super().__init__(decay=0.7, update_every_n_steps=2)
         self.calls = Counter()
+        self.sent = self.held = 0
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        with CommDebugMode() as mode:
+            super().on_train_batch_end(*given)
+        self.sent += mode.get_total_counts()
+        average: Any = self._average_model
+        self.held = sum(parameter.nbytes for parameter in average.module.parameters())
 
     def _swap_models(self, pl_module: Any) -> None:
         self.calls["swapped"] += 1
@@ -484,6 +493,45 @@ def averaged(engine: str, folder: str) -> dict[str, Any]:
         average = Counted() if name == "whole" else EMAWeightAveraging(decay=0.7, update_every_n_steps=2)
         found[name] = told(fit(engine, {}, epochs, callbacks=[average, keep], ckpt_path=path))
         found[name]["calls"] = dict(getattr(average, "calls", {}))
+        found[name] |= {what: getattr(average, what, 0) for what in ("sent", "held")}
+    return found
+
+
+class Fails(Callback):
+    """Ends a training in its second epoch as Ctrl-C does."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch:
+            raise KeyboardInterrupt
+
+
+def average_in_a_file(engine: str, folder: str) -> dict[str, Any]:
+    """Files with an average that are written after ``fit``: after one that ended, one that was interrupted, one that
+    has not begun to average, where ranks were not made alike, the same from its file on, and one with a search for the
+    rate. What is tested then, and with the first file."""
+    found: dict[str, Any] = {}
+    cases: dict[str, list[Callback]] = {name: [] for name in ("ended", "late", "goes on")}
+    cases["interrupted"] = [Fails()]
+    cases["search"] = [LearningRateFinder(num_training_steps=4, update_attr=False)]
+    for name, more in cases.items():
+        torch.manual_seed(torch.distributed.get_rank() if name == "late" else 0)
+        starts = 7 if name in ("late", "goes on") else 2
+        average = EMAWeightAveraging(decay=0.7, update_starting_at_step=starts)
+        module, path = Module(), f"{folder}/{name}.ckpt"
+        source = {"ckpt_path": f"{folder}/late.ckpt", "weights_only": False} if name == "goes on" else {}
+        trainer = trainer_of(engine, 1 if name == "late" else 2, callbacks=[average, *more])
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(KeyboardInterrupt, SystemExit):
+            trainer.fit(module, loader(), loader(), **source)
+        trainer.save_checkpoint(path)
+        tested = [trainer.validate(module, loader(), verbose=False)]
+        if name == "ended":
+            for run in (trainer.validate, trainer.test):
+                tested.append(run(module, loader(), ckpt_path=path, verbose=False, weights_only=False))
+        found[name] = {"tested": tested, "losses": module.losses, "validations": module.validations}
+        if torch.distributed.get_rank() == 0:
+            written = torch.load(path, weights_only=False)
+            kept = ("state_dict", "current_model_state", "averaging_state")
+            found[name]["files"] = {f"{what} {key}": v for what in kept for key, v in written[what].items()}
     return found
 
 
