@@ -106,14 +106,16 @@ def sketch(tensor: Tensor) -> Sketch:
     found, chunks = _digest_of(kind, flat), -(-len(flat) // CHUNK)
     total, squares, largest = torch.zeros(3, dtype=torch.float64)
     projections, signs = torch.zeros(PROJECTIONS, dtype=torch.float64), _signs(-chunks, chunks).flip(1)
+    room = torch.empty(min(len(flat), AT_ONCE * CHUNK), dtype=torch.float64)  # fresh pages cost more than the sums
     for first in range(0, chunks, AT_ONCE):
         part = _plain_zeros(flat[first * CHUNK : (first + AT_ONCE) * CHUNK])
         found.update(_bytes_of(part))
-        wide = part.double()
+        wide = room[: len(part)].copy_(part)
         total, squares = total + wide.sum(), squares + wide.square().sum()
         largest = torch.maximum(largest, wide.abs().max())
         rows, width = -(-len(wide) // CHUNK), min(len(wide), CHUNK)
-        even = torch.nn.functional.pad(wide, (0, rows * width - len(wide))).view(rows, width)
+        missing = rows * width - len(wide)
+        even = (torch.nn.functional.pad(wide, (0, missing)) if missing else wide).view(rows, width)
         projections += (signs[:, first : first + rows].T * (even @ _signs(1, CHUNK)[:, :width].T)).sum(0)
     return Sketch(
         digest=found.hexdigest(),
@@ -153,9 +155,9 @@ def _digest_of(kind: tuple[str, tuple[int, ...]], flat: Tensor) -> Any:
 
 def _plain_zeros(part: Tensor) -> Tensor:
     """Return -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal."""
-    if not part.is_floating_point():
+    if not part.is_floating_point() or part.element_size() == 1:  # torch has no arithmetic of float8
         return part
-    return torch.nan_to_num(part + 0.0, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    return torch.nan_to_num_(part + 0.0, nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
 def _bytes_of(part: Tensor) -> Any:

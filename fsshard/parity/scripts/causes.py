@@ -25,8 +25,8 @@ def causes(old: ScriptTrace, new: ScriptTrace, steps: Sequence[int], *, same: bo
     fairscale = [one for one in (old, new) if any(m.engine == FAIRSCALE for m in one.ranks[0].models)]
     if not same:
         yield from _models(old, new)
-        yield from _ranks_apart(old, steps)
-        yield from _ranks_apart(new, steps)
+        yield from ranks_apart(old, steps)
+        yield from ranks_apart(new, steps)
         # FairScale leaves a rank its own gradient of what another rank updates
         compared = [_samples, *compared, *([] if fairscale else [_gradients])]
     for tell in compared:
@@ -70,7 +70,7 @@ def _models(old: ScriptTrace, new: ScriptTrace) -> Iterator[str]:
         yield f"layers: {_few(other)}"
 
 
-def _ranks_apart(one: ScriptTrace, steps: Sequence[int]) -> Iterator[str]:
+def ranks_apart(one: ScriptTrace, steps: Sequence[int]) -> Iterator[str]:
     """Compare the ranks of one script with each other."""
     for step in steps:
         first, *others = [rank.steps[step].weights for rank in one.ranks]

@@ -14,7 +14,7 @@ from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
 from fsshard.parity.report import Cell, StepReport, difference
-from fsshard.parity.scripts.causes import causes
+from fsshard.parity.scripts.causes import causes, ranks_apart
 from fsshard.parity.scripts.store import Record, ScriptTrace, read_tensor, tensor_file
 from fsshard.parity.sketch import Sketch
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
@@ -96,7 +96,7 @@ def compare_scripts(
                             for one in (before, now)))  # fmt: skip
     _rename(now, {theirs: ours for ours, theirs in names.items()})
     cell = _compared(before, now, draws, steps)
-    return _report(before, now, steps, len(weighed), cell, {n: other for n, other in names.items() if n != other})
+    return _report(before, now, steps, weighed, cell, {n: other for n, other in names.items() if n != other})
 
 
 def _compared(before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace], steps: list[int]) -> Cell:
@@ -197,19 +197,20 @@ def _rename(trace: ScriptTrace, names: Mapping[str, str]) -> None:
 
 
 def _report(
-    before: ScriptTrace, now: ScriptTrace, steps: list[int], weighed: int, cell: Cell, renamed: dict[str, str]
+    before: ScriptTrace, now: ScriptTrace, steps: list[int], weighed: list[int], cell: Cell, renamed: dict[str, str]
 ) -> ScriptReport:
     first, sides = cell.first_divergence, f"{before.folder.name} and {now.folder.name}"
     sizes = [*dict.fromkeys(len(one.ranks) for one in (before, now))]
     sides_on = f"{sides} on {' and '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
-    count = f"{weighed} step{'s' * (weighed != 1)}"
+    count = f"{len(weighed)} step{'s' * (len(weighed) != 1)}"
     verdict, until = cell.verdict, max(steps)
     if verdict == "different" and first is not None:
         sentence, until = f"NOT the same training: {sides_on} part at {first}.", first.step
-    elif len(before.steps) != len(now.steps):
-        verdict, counts = "different", f"{len(before.steps)} and {len(now.steps)}"
-        sentence = f"NOT shown to be the same training: {sides} have recorded {counts} steps; the first {count} agree."
+    elif missing := _missing(before, now, weighed):
+        verdict, sentence = "different", f"NOT shown to be the same training: {missing}; {count} agree."
     else:
+        if len(weighed) < len(steps):
+            count = f"{len(weighed)} of {len(steps)} steps; nothing is shown of weights after step {weighed[-1]}"
         how = "to the last bit" if verdict == "exact" else "within what rounding does to the old script"
         weights = f"{len(before.initial)} parameters"
         sentence = f"The same training: {sides_on} have equal weights {how}, {weights} in {count}."
@@ -217,3 +218,22 @@ def _report(
     report.changes = changes(before.ranks[0].header.environment, now.ranks[0].header.environment)
     told = causes(before, now, [n for n in steps if n <= until], same=cell.verdict != "different")
     return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, causes=[*told], renamed=renamed, report=report)
+
+
+def _missing(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:
+    """Return why equal weights do not show that it is the same training; "" if they do."""
+    sides = (before, now)
+    for one in sides:
+        if one.ended:
+            return f"the record of {one.folder.name} ended while it went on ({one.ended[0]})"
+    if before.steps != now.steps:
+        counts = [f"{len(one.steps)} steps ({one.steps[0]} to {one.steps[-1]})" for one in sides]
+        return f"{before.folder.name} has recorded {counts[0]}, {now.folder.name} {counts[1]}"
+    # On other numbers of ranks rank 0 speaks for all.
+    apart = [next(ranks_apart(one, weighed), "") for one in sides]
+    if len(before.ranks) != len(now.ranks) and bool(apart[0]) != bool(apart[1]):
+        return apart[0] or apart[1]
+    last = before.ranks[0].steps[weighed[-1]].weights
+    if all(one.digest == last[name].digest for name, one in before.initial.items() if name in last):
+        return "no step has changed a weight: does the optimizer have the model's parameters, and a learning rate?"
+    return ""

@@ -6,6 +6,7 @@ The outermost modules that are trained, and the outermost optimizers' steps: see
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import sys
@@ -24,10 +25,21 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves
-from fsshard.parity.one_process import perturbed, random_state
-from fsshard.parity.scripts.store import Header, Model, Record, Samples, Writer, digest_alone, tensor_file, write_tensor
+from fsshard.parity.one_process import perturbed
+from fsshard.parity.scripts.store import (
+    ENDED,
+    Header,
+    Model,
+    Record,
+    Samples,
+    Writer,
+    digest_alone,
+    note_end,
+    tensor_file,
+    write_tensor,
+)
 from fsshard.parity.scripts.weights import user_names, whole_tensors
-from fsshard.parity.sketch import Sketch, digest, sketch, sketch_digest
+from fsshard.parity.sketch import Sketch, digest, real_view, sketch, sketch_digest
 from fsshard.parity.trace import INITIAL, commit_in, environment
 from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
@@ -48,6 +60,21 @@ class Settings:
             raise ConfigurationError(f"expected every >= 1 and tensors >= 0, got {self.every} and {self.tensors}")
 
 
+def _shielded(hook: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a method of :class:`Recorder`: what fails in it ends the record, never the training."""
+
+    @functools.wraps(hook)
+    def shielded(recorder: Recorder, *arguments: Any, **keywords: Any) -> None:
+        if recorder.process != os.getpid():  # stopped, or a fork: its parent's file is none of its own
+            return
+        try:
+            hook(recorder, *arguments, **keywords)
+        except Exception as error:
+            recorder.end(f"{type(error).__name__}: {error}")
+
+    return shielded
+
+
 class Recorder:
     """Hooks of one process, between :meth:`start` and :meth:`stop`, which write a file per rank into ``folder``."""
 
@@ -55,6 +82,7 @@ class Recorder:
         self._folder, self._settings = Path(folder), settings
         self._models: list[nn.Module] = []  # in the order of their first forwards
         self._known: set[int] = set()  # ids of modules that are, or are in, one of them
+        self.process = 0  # that records; 0 before start() and after stop()
         self._depth = self._backwards = 0
         self._optimizers: list[Optimizer] = []  # whose step goes on: one may step another, as FairScale's OSS does
         self._losses: list[Tensor] = []
@@ -62,12 +90,14 @@ class Recorder:
         self._last_record: Record | None = None
         self._number = self._steps = 0  # the next step's, and steps of optimizers so far
         self._writer: Writer | None = None
+        self._unwritten: list[Model] = []  # a script may call a model before it joins a process group
         self._stack = contextlib.ExitStack()
         self._rounding: contextlib.ExitStack | None = None
         self._draws = torch.Generator().manual_seed(settings.draw) if settings.draw else None
 
     def start(self) -> None:
         """Install the hooks."""
+        self.process = os.getpid()
         # torch.compile: the hooks of what it compiles are called beside those of its own module, which counts here.
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         for handle in (
@@ -82,17 +112,28 @@ class Recorder:
 
     def stop(self) -> None:
         """Remove the hooks."""
+        self.process = 0
         self._round(False)
         self._stack.close()
         if self._writer is not None:
             self._writer.close()
 
+    def end(self, reason: str) -> None:
+        """Record no more, and say so: a comparison must not take what is missing for equal."""
+        self.stop()
+        note_end(self._folder, reason)
+        print(f"fsshard: the record ends here, the training goes on: {reason}", file=sys.stderr)
+
     # -------------------------------------------------------------------------------------------------------- forward
 
     def forward_begins(self, module: nn.Module, arguments: Any) -> None:
         """Note a model that is new, with its weights before the first step."""
-        if torch.compiler.is_compiling():  # a hook must not become a part of a compiled graph
-            return
+        # A hook must not become a part of a graph.
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            self._begin(module)
+
+    @_shielded
+    def _begin(self, module: nn.Module) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
             # A module below a known one is called alone where an activation is recomputed.
@@ -112,7 +153,12 @@ class Recorder:
         self._write(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
 
     def _forward_ended(self, module: nn.Module, arguments: Any, *others: Any) -> None:
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            self._end(module, arguments, *others)
+
+    @_shielded
+    def _end(self, module: nn.Module, arguments: Any, *others: Any) -> None:
+        if self._depth == 0:  # it was called before recording began: with the first forward that is differentiated
             return
         self._depth -= 1
         # Keywords and output; of a forward that has raised torch 2.13 hands no keywords over, and None.
@@ -172,6 +218,7 @@ class Recorder:
 
         return step
 
+    @_shielded
     def _record(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """Write a step, or what a second optimizer has added to it."""
         self._steps += 1
@@ -180,7 +227,7 @@ class Recorder:
             record = before
             record.groups, record.skipped = record.groups + groups, record.skipped or skipped
         else:
-            losses = [float(_asked(loss, "full_tensor")) for loss in self._losses]
+            losses = [float(_asked(loss, "full_tensor").real) for loss in self._losses]
             given: dict[str, Any] = {"step": self._number, "losses": losses, "samples": self._samples, "groups": groups}
             record = Record(**given, random="", skipped=skipped, gradients={}, sketches={})
             self._losses, self._samples, self._number = [], [], self._number + 1
@@ -188,7 +235,9 @@ class Recorder:
         last = self._settings.last
         if record.step < self._settings.first or (last is not None and record.step >= last):
             return
-        record.random = random_state()
+        # torch's alone: what others draw is in the samples, and a script that never seeds them has others in each run
+        cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+        record.random = digest([torch.get_rng_state(), *cuda])
         if record.step % self._settings.every == 0 or self._keeps(record.step):
             record.gradients = dict(self._gradients())
             record.sketches = {"weight": {}, "buffer": {}}
@@ -207,7 +256,8 @@ class Recorder:
                 gradient = parameter.grad
                 if gradient is not None:
                     local = _asked(gradient.detach(), "to_local")
-                    norm = float(torch.linalg.vector_norm(local))
+                    numbers = local.coalesce().values() if local.is_sparse else local
+                    norm = float(torch.linalg.vector_norm(numbers))
                     yield _named(place, name), (norm * norm, local.numel())
 
     def _sketches(self, place: int, step: int) -> Iterator[tuple[str, Sketch, bool]]:
@@ -216,7 +266,8 @@ class Recorder:
         rank, size = _rank()
         for number, whole in enumerate(whole_tensors(self._models[place])):
             holders = whole.ranks or range(size)
-            mine, name = holders[number % len(holders)] == rank, _named(place, whole.name)
+            # buffers of replicas may differ, as those of batch normalization do
+            mine, name = whole.buffer or holders[number % len(holders)] == rank, _named(place, whole.name)
             if mine:
                 yield name, sketch(whole.value), whole.buffer
             elif whole.ranks is None:
@@ -225,6 +276,9 @@ class Recorder:
                 write_tensor(tensor_file(self._folder, step, name), whole.value)
 
     def _write(self, what: Model | Record) -> None:
+        if isinstance(what, Model) and self._writer is None:
+            self._unwritten.append(what)
+            return
         if self._writer is None:
             rank, size = _rank()
             device = next((p.device.type for p in self._models[0].parameters()), "cpu")
@@ -240,9 +294,9 @@ class Recorder:
             try:
                 self._writer = Writer(self._folder, header)
             except FileExistsError:
-                self.stop()
-                print(f"fsshard: {self._folder} has a rank {rank} already; this process is not", file=sys.stderr)
-                return
+                return self.end(f"another process has trained as rank {rank}, and one record is of one training")
+            for model in self._unwritten:
+                self._writer.write(model)
         self._writer.write(what)
 
 
@@ -279,7 +333,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 def samples_of(given: Any, computed: str = "") -> Samples:
     """Return digests of a forward's arguments: of all, and of the samples that lie along dim 0 of all tensors."""
-    arrays = [torch.as_tensor(_asked(leaf, "to_local")).detach().cpu() for leaf in leaves(given) if is_array(leaf)]
+    arrays = [array for leaf in leaves(given) if is_array(leaf) for array in _arrays(leaf)]
     sizes = {array.shape[0] for array in arrays}
     total, rows = 0, sizes.pop() if len(sizes) == 1 and all(array.numel() for array in arrays) else 0
     numbers = [array.contiguous().reshape(array.shape[0], -1).view(torch.uint8).numpy() for array in arrays if rows]
@@ -289,6 +343,19 @@ def samples_of(given: Any, computed: str = "") -> Samples:
             found.update(array[row].tobytes())
         total += int.from_bytes(found.digest(), "little")
     return Samples(digest=digest(arrays), rows=rows, total=f"{total % 2**128:032x}", computed=computed)
+
+
+def _arrays(leaf: Any) -> list[Tensor]:
+    """Return an argument as real, dense tensors on the CPU; none for an array of texts or objects."""
+    if isinstance(leaf, Tensor):
+        value = _asked(leaf, "to_local").detach()
+        if value.is_nested:
+            return [array for part in value.unbind() for array in _arrays(part)]
+        if value.layout is not torch.strided:
+            value = value.to_sparse().coalesce()
+            return [value.indices().cpu(), *_arrays(value.values())]
+        return [real_view(value).resolve_neg().cpu()]
+    return [real_view(torch.as_tensor(leaf))] if leaf.dtype.kind in "biufc" else []
 
 
 # --------------------------------------------------------------------------------------------------- for one's own code
@@ -325,5 +392,6 @@ def trace(
 
 def check_new(folder: Path, rank: int | None = None) -> None:
     """Raise if a rank, or any rank, has left a record in the folder."""
-    if next(folder.glob(f"rank{'*' if rank is None else rank}.jsonl"), None) is not None:
+    names = [f"rank{rank}.jsonl"] if rank is not None else ["rank*.jsonl", ENDED]
+    if any(next(folder.glob(name), None) for name in names):
         raise ConfigurationError(f"{str(folder)!r} holds a record already; remove it, or name another folder")

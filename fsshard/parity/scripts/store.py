@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fsshard.parity.sketch import PROJECTIONS, Sketch, real_view
 from fsshard.parity.trace import read_sketch, sketch_as_list
 
 FORMAT, VERSION = "fsshard script trace", 1
+ENDED = "ended-*.txt"
 _RECORD_AGAIN = "record it again: fsshard trace FOLDER -- COMMAND"
 
 
@@ -107,6 +109,12 @@ def _written(one: Sketch) -> Any:
     return sketch_as_list(one) if one.dtype else one.digest
 
 
+def note_end(folder: Path, reason: str) -> None:
+    """Note that a process, which goes on, is recorded no more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ENDED.replace("*", str(os.getpid()))).write_text(reason, encoding="utf-8")
+
+
 def tensor_file(folder: Path, step: int, name: str) -> Path:
     """Return where a weight is kept whole."""
     return folder / "tensors" / f"step{step}" / f"{quote(name, safe='')}.safetensors"
@@ -142,6 +150,7 @@ class ScriptTrace:
 
     folder: Path
     ranks: list[RankRecord]
+    ended: list[str]  # reasons why processes were recorded no more while they went on
     repeats: list[ScriptTrace]  # further runs with other rounding
 
     @classmethod
@@ -162,7 +171,9 @@ class ScriptTrace:
             of_ranks = [one.steps[number].sketches for one in ranks]
             for quantity in set.intersection(*map(set, of_ranks)):
                 _share([sketches[quantity] for sketches in of_ranks])
-        return cls(folder=folder, ranks=ranks, repeats=[cls.load(one) for one in sorted(folder.glob("repeat*"))])
+        ended = sorted({file.read_text(encoding="utf-8") for file in folder.glob(ENDED)})
+        repeats = [cls.load(one) for one in sorted(folder.glob("repeat*"))]
+        return cls(folder=folder, ranks=ranks, ended=ended, repeats=repeats)
 
     @property
     def steps(self) -> list[int]:

@@ -83,6 +83,26 @@ def test_a_script_that_dies_midway(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "nothing is recorded: no module was called with gradients" in capfd.readouterr().err
 
 
+def test_scripts_that_ask_for_torch_first_and_train_in_several_processes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers does; the first process is recorded, and the record says that there was another."""
+    text = (
+        "import os, importlib.util\nassert importlib.util.find_spec('torch') is not None\nimport torch\n"
+        "def train():\n    model = torch.nn.Linear(2, 1)\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n    torch.optim.SGD(model.parameters(), lr=0.1).step()\n"
+        "train()\nchild = os.fork()\ntrain()\n"
+        "if child:\n    os.waitpid(child, 0)\n    import subprocess, sys\n"
+        "    subprocess.run([sys.executable, '-c', sys.argv[1]]) if len(sys.argv) > 1 else None\n"
+    )
+    assert run([sys.executable, "-c", text], tmp_path / "one") == 0
+    assert (ScriptTrace.load(tmp_path / "one").steps, ScriptTrace.load(tmp_path / "one").ended) == ([0, 1], [])
+    assert run([sys.executable, "-c", text, text], tmp_path / "two") == 0
+    (reason,) = ScriptTrace.load(tmp_path / "two").ended
+    assert reason == "another process has trained as rank 0, and one record is of one training"
+    assert f"the record ends here, the training goes on: {reason}" in capfd.readouterr().err
+
+
 def test_closures_that_train_within_the_first_step(tmp_path: Path) -> None:
     """As Lightning's do: recording begins within a step of an optimizer."""
     text = (

@@ -15,7 +15,8 @@ import torch
 
 from fsshard.errors import ConfigurationError
 from fsshard.parity.scripts.comparing import compare_scripts, matched_names
-from fsshard.parity.scripts.store import Model, Record, Samples, Writer
+from fsshard.parity.scripts.recorder import check_new
+from fsshard.parity.scripts.store import Model, Record, Samples, Writer, digest_alone, note_end
 from fsshard.parity.sketch import Sketch, sketch
 from tests.parity.scripts.test_store import HEADER
 
@@ -97,7 +98,61 @@ def test_other_weights_at_the_start(tmp_path: Path) -> None:
 def test_a_script_that_ends_earlier_has_shown_less(tmp_path: Path) -> None:
     found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", steps=2))
     assert (found.ok, found.report.ok) == (False, True)
-    assert found.sentence.endswith("old and new have recorded 3 and 2 steps; the first 2 steps agree.")
+    assert found.sentence.endswith("old has recorded 3 steps (0 to 2), new 2 steps (0 to 1); 2 steps agree.")
+
+
+def test_as_many_steps_that_are_others(tmp_path: Path) -> None:
+    old, new = script(tmp_path / "old"), script(tmp_path / "new", steps=4)
+    lines = (new / "rank0.jsonl").read_text().splitlines(keepends=True)
+    (new / "rank0.jsonl").write_text("".join([*lines[:2], *lines[3:]]))
+    assert "old has recorded 3 steps (0 to 2), new 3 steps (1 to 3)" in compare_scripts(old, new).sentence
+
+
+def test_a_record_that_ended_shows_nothing_of_what_came_after(tmp_path: Path) -> None:
+    old, new = script(tmp_path / "old"), script(tmp_path / "new")
+    note_end(new, "it failed")
+    found = compare_scripts(old, new)
+    assert not found.ok and "the record of new ended while it went on (it failed); 3 steps agree." in found.sentence
+    with pytest.raises(ConfigurationError, match="holds a record already"):
+        check_new(new)
+
+
+def test_weights_that_no_step_has_changed_show_nothing(tmp_path: Path) -> None:
+    """As those of an optimizer that was built before an engine has replaced the parameters."""
+    found = compare_scripts(*(script(tmp_path / name, initial=ONE) for name in ("old", "new")))
+    assert not found.ok and "no step has changed a weight: does the optimizer have" in found.sentence
+
+
+def test_steps_after_the_last_weights_are_not_claimed(tmp_path: Path) -> None:
+    sides = [script(tmp_path / "old", sketches={}), script(tmp_path / "new", sketches={}, groups=[{"lr": 0.2}])]
+    found = compare_scripts(*sides)
+    assert found.sentence.endswith("1 parameters in 2 of 3 steps; nothing is shown of weights after step 1.")
+    assert found.causes == ["step 2: lr of group 0 0.1 -> 0.2"]
+
+
+def test_on_other_numbers_of_ranks_replicas_must_be_equal(tmp_path: Path) -> None:
+    old, new = script(tmp_path / "old", size=2), script(tmp_path / "new", size=4)
+    assert compare_scripts(old, new).ok
+    file = new / "rank3.jsonl"
+    file.write_text(file.read_text().replace(ONE.digest, TWO.digest))
+    assert "ranks 0 and 3 of new hold different weights" in compare_scripts(old, new).sentence
+
+
+def test_replicas_that_differ_are_compared_by_their_digests(tmp_path: Path) -> None:
+    """With repeated runs too, which bound what is rounded."""
+    sides = {}
+    for name, digest in (("old", "a"), ("new", "b"), *((str(draw), "a") for draw in range(4))):
+        sides[name] = script(tmp_path / name, size=2)
+        file = sides[name] / "rank1.jsonl"
+        alone = dataclasses.replace(STEP, sketches={"weight": {"w": digest_alone(digest)}, "buffer": {}})
+        file.unlink()
+        writer = Writer(sides[name], dataclasses.replace(HEADER, rank=1, world_size=2))
+        writer.write(Model(engine="Net", layers={"ReLU()": 1}, weights={"w": ZERO}))
+        for number in range(3):
+            writer.write(dataclasses.replace(alone, step=number))
+        writer.close()
+    found = compare_scripts(sides["old"], sides["new"], repeats=[sides[str(draw)] for draw in range(4)])
+    assert "part at step 0, weight of w, rank 1" in found.sentence and "the bits are others" in found.sentence
 
 
 def test_records_without_weights_prove_nothing(tmp_path: Path) -> None:

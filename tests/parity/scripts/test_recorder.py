@@ -92,7 +92,10 @@ def test_fewer_steps_weights_and_tensors(recorded: Recorded) -> None:
     assert {number: bool(step.weights) for number, step in steps.items()} == {1: False, 2: True, 3: True}
     assert (sparse / "tensors" / "step3" / "first.weight.safetensors").is_file()
     found = compare_scripts(recorded(), sparse)
-    assert found.verdict == "different" and "4 and 3 steps; the first 2 steps agree" in found.sentence
+    assert (
+        found.verdict == "different"
+        and "steps (0 to 3), ours-fsdp2--2-2-range(1, 4)-3 3 steps (1 to 3); 2 steps agree" in found.sentence
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- planted faults
@@ -255,6 +258,89 @@ def test_recomputation_and_closures(ranks: Any, tmp_path: Path, reentrant: bool)
     assert [model.engine for model in rank.models] == ["Model"] and len(rank.steps) == 2
     assert [(len(step.losses), len(step.samples)) for step in rank.steps.values()] == [(1, 1)] * 2
     assert rank.models[0].weights["last.weight"].digest != rank.steps[0].weights["last.weight"].digest
+
+
+class Unusual(nn.Linear):
+    """Takes what is not dense, or no tensor."""
+
+    def forward(self, x: Any, *others: Any) -> torch.Tensor:
+        if x.is_nested:
+            return super().forward(x).values()
+        return torch.sparse.mm(x, self.weight.T) if x.is_sparse else super().forward(x)
+
+
+def job_unusual(folder: Path, kind: str) -> None:
+    import numpy as np
+
+    torch.manual_seed(0)
+    dtype = torch.complex64 if kind in ("conjugate", "complex loss") else torch.float32
+    model: nn.Module = Unusual(3, 2, dtype=dtype)
+    given: list[Any] = [torch.ones(4, 3, dtype=dtype)]
+    if kind == "sparse gradient":
+        model, given = nn.Embedding(5, 3, sparse=True), [torch.tensor([1, 2, 1])]
+    elif kind == "sparse":
+        given = [torch.eye(3).to_sparse()]
+    elif kind == "nested":
+        given = [torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)]
+    elif kind == "conjugate":
+        given = [given[0].conj()]
+    elif kind == "texts":
+        given.append(np.array(["a"]))
+    elif kind == "float8":
+        model.quantized = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    with fsshard.trace(folder):
+        if kind == "traced":
+            torch.jit.trace(model, given[0])
+        loss = model(*given).sum()
+        loss.backward(torch.ones_like(loss))
+        optimizer.step()
+
+
+UNUSUAL = ["sparse gradient", "sparse", "nested", "conjugate", "complex loss", "texts", "float8", "traced"]
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_tensors_that_are_unusual(ranks: Any, tmp_path: Path, kind: str) -> None:
+    ranks.run(job_unusual, 1, tmp_path / "trace", kind)
+    found = ScriptTrace.load(tmp_path / "trace")
+    (step,) = found.ranks[0].steps.values()
+    assert not found.ended and len(step.samples) == len(step.losses) == 1 and step.gradients
+    assert step.weights.keys() == found.initial.keys()
+    assert compare_scripts(tmp_path / "trace", tmp_path / "trace").ok
+
+
+def job_fails(folder: Path) -> bool:
+    """Train what cannot be recorded, then something else."""
+    with fsshard.trace(folder):
+        for device in ("cpu", "meta"):
+            model = nn.Linear(3, 2, device=device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(4, 3, device=device)).sum().backward()
+            optimizer.step()
+    return bool(model.weight.grad is not None)
+
+
+def test_what_cannot_be_recorded_ends_the_record_and_not_the_training(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(job_fails, 1, tmp_path / "trace") == [True]
+    found = ScriptTrace.load(tmp_path / "trace")
+    assert found.steps == [0] and found.ended == ["NotImplementedError: Cannot copy out of meta tensor; no data!"]
+
+
+def job_batch_norm(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsshard.trace(folder):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+        model(x)[:, 0].sum().backward()
+        optimizer.step()
+
+
+def test_buffers_of_replicas_that_differ(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(job_batch_norm, 2, tmp_path / "trace")
+    means = [rank.steps[0].sketches["buffer"]["1.running_mean"] for rank in ScriptTrace.load(tmp_path / "trace").ranks]
+    assert means[0].digest != means[1].digest and means[0].shape == means[1].shape == (4,)
 
 
 def job_hooks() -> Iterator[Any]:

@@ -30,12 +30,16 @@ class Waiting(MetaPathFinder):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec: Any = find_spec(name)
+        try:
+            spec: Any = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # whoever asks may only want to know whether there is a torch
         if spec is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 wait_for_training(self.settings)
 
             spec.loader.exec_module = exec_module
@@ -48,7 +52,7 @@ def wait_for_training(settings: dict[str, Any]) -> None:
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def begin(module: Any, arguments: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
             return
         handle.remove()
         from fsshard.parity.scripts.recorder import Recorder, Settings
