@@ -45,7 +45,7 @@ def trace(
         shutil.rmtree(folder)
     code = run(command, folder, settings, repeat=repeat)
     if not list(folder.glob("rank*.jsonl")):
-        said = f"no module was called with gradients by a process of {sys.executable}"
+        said = f"no process of {sys.executable} made a step whose module was called with gradients"
         print(f"fsshard: nothing is recorded: {said}", file=sys.stderr)
         raise typer.Exit(code or output.DIFFERENT)
     found = ScriptTrace.load(folder)
