@@ -266,9 +266,8 @@ class Recorder:
         rank, size = _rank()
         for number, whole in enumerate(whole_tensors(self._models[place])):
             holders = whole.ranks or range(size)
-            # buffers of replicas may differ, as those of batch normalization do
-            mine, name = whole.buffer or holders[number % len(holders)] == rank, _named(place, whole.name)
-            if mine:
+            mine, name = holders[number % len(holders)] == rank, _named(place, whole.name)
+            if mine or whole.buffer:  # buffers of replicas may differ, as those of batch normalization do
                 yield name, sketch(whole.value), whole.buffer
             elif whole.ranks is None:
                 yield name, digest_alone(sketch_digest(whole.value)), whole.buffer

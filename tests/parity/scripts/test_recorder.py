@@ -94,7 +94,7 @@ def test_fewer_steps_weights_and_tensors(recorded: Recorded) -> None:
     found = compare_scripts(recorded(), sparse)
     assert (
         found.verdict == "different"
-        and "steps (0 to 3), ours-fsdp2--2-2-range(1, 4)-3 3 steps (1 to 3); 2 steps agree" in found.sentence
+        and "steps (0 to 3), ours-fsdp2-right-2-2-range(1, 4)-3 3 steps (1 to 3); 2 steps agree" in found.sentence
     )
 
 
