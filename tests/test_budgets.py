@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_660,
+    "fsshard + compat": 50_766,
     "fsshard/backends": 4_350,
     "fsshard/checkpoint": 5_170,
-    "fsshard/parity": 5_188,
+    "fsshard/parity": 5_252,
     "fsshard/sharded": 4_918,
     "fsshard/comm + fsshard/launching": 3_148,
     "fsshard/simulation": 3_709,
@@ -31,7 +31,7 @@ LINES = {
     "fsshard/torch_private": 1_632,
     "fsshard/complex_params": 1_661,
     "compat": 7_955,
-    "tests": 54_371,
+    "tests": 54_532,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 127
