@@ -7,6 +7,7 @@ failed), :func:`wait` (one takes long) and :func:`meet` (a rare call, which not 
     process/<rank>  its process, written once                         waits/<rank>  the call in which it lost another
     left/<rank>     why it takes part no longer                       asked         how often ranks asked for places
     at/<rank>       where it stands, and which question it answers    meet/...      see Watchdog.meet
+    runs/<group>/<number>  the rank that first stood still in a group's collective of that number, and in which one
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ import torch.distributed as dist
 from fsshard.comm.stacks import location_of_this_rank
 from fsshard.comm.stores import check_not_inherited, own_store, timeout_of
 from fsshard.errors import FsshardError, RankMismatch
+from fsshard.torch_private.c10d import all_groups, pending_collectives
 
 log = logging.getLogger("fsshard")
 
@@ -43,7 +46,8 @@ LAST_WORDS = 2.5  # for the ranks that are left to say so: connections close one
 FIRST_QUESTION, NEXT_QUESTION = 1.0, 4.0  # of waiting until a rank asks where the others are; then until it asks again
 INTERVAL = 0.5  # between two looks of the thread that answers
 # For which a rank stands still elsewhere than in a collective before it answers. A script that ends does not stand so
-# long: its store may have gone with rank 0 (torch prints a C++ stack then: "recvValue failed", 2.13).
+# long: its store may have gone with rank 0 (torch prints a C++ stack then: "recvValue failed", 2.13). Also for which it
+# waits in a collective until it is compared with the others'.
 QUIET = 5.0
 SLICE = 0.1  # between two looks at a collective on the CPU
 SHORTEST, LONGEST = 1e-4, 5e-3  # the same on a device, where it is this share of the time waited:
@@ -326,6 +330,7 @@ class Watchdog:
         self.rank, self._size, self._world = world.rank(), world.size(), weakref.ref(world)
         # The call in which this rank's main thread waits, in words, and with which global ranks.
         self.waits: tuple[str, tuple[int, ...]] | None = None
+        self._began = time.time_ns()
         self._lost_at: float | None = None  # when it said that it waits in vain
         self.store = own_store(world)
         self.store.set(f"process/{self.rank}", json.dumps(_process()))
@@ -440,6 +445,32 @@ class Watchdog:
         ranks = _group_of_call(frame) or tuple(range(self._size))  # an engine's wait for what it began names no group
         return Place(location.told(), ranks if waits else (), _computed(), time.monotonic())
 
+    def end_if_mismatched(self) -> None:
+        """End this process if it waits in a collective that is another operation on another rank of the group.
+
+        All ranks number a group's collectives alike, and gloo pairs them by that number: neither can end, and no rank
+        is late. Where both are the same operation nothing is known, since a rank may be late. Over gloo a thread cannot
+        wake the one that waits (``ProcessGroup.abort`` of torch 2.13 does nothing), so the process ends by SIGABRT, as
+        gloo itself ends it where sizes differ.
+        """
+        groups = {str(group.group_name): _ranks_of(group) for group in all_groups()}
+        for (name, number), operation in pending_collectives(self._began).items():
+            # Numbers are given once to a world's groups; other names, which are made of ranks, can come again.
+            if not name.isdigit() or name not in groups:
+                continue
+            mine = [self.rank, operation, self.here().text]
+            key = f"runs/{name}:{','.join(map(str, groups[name]))}/{number}"
+            rank, theirs, text = json.loads(self.store.first(key, json.dumps(mine)))
+            if theirs != operation:
+                why = (
+                    f"{mine[2]}, and rank {rank} {text}: they wait for each other forever, since collective {number} "
+                    f"of their process group is {operation} here and {theirs} there. {UNEQUAL_CALLS}; for unequal "
+                    "numbers of batches there is fsshard.join(model)"
+                )
+                log.error("rank %d %s", self.rank, why)
+                self.leave(why)
+                os.kill(os.getpid(), signal.SIGABRT)  # in the main thread, whose stack faulthandler writes down
+
     # ------------------------------------------------------------------------------------------ meetings
 
     def meet(self, group: dist.ProcessGroup, what: str, note: str, timeout: float) -> Meeting:
@@ -522,6 +553,9 @@ def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Ev
             try:
                 if (asked := watchdog.store.add("asked", 0)) != answered:
                     watchdog.store.set(f"at/{watchdog.rank}", json.dumps([asked, *watchdog.here()]))
+                # A rank that asks where others are finds out earlier by itself, and raises.
+                if idle * INTERVAL > (QUIET if watchdog.waits is None else 4 * QUIET):
+                    watchdog.end_if_mismatched()
             except RuntimeError:  # the store is gone, or does not answer: nobody can ask
                 return
             answered = asked

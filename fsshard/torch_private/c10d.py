@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -93,6 +94,27 @@ _WORLD = AREA.later(
 def all_groups() -> list[dist.ProcessGroup]:
     """The process groups of this process; none where torch does not say."""
     return list(_WORLD.value.pg_map) if _WORLD.present else []
+
+
+_RECORDS = AREA.later(
+    "torch._C._distributed_c10d:_dump_fr_trace_json",
+    use="what each rank has begun over gloo, by number, to find ranks that wait in different collectives",
+    otherwise="they wait until the time limit of their group",
+)
+
+
+def pending_collectives(since: int) -> dict[tuple[str, int], str]:
+    """Return what was begun over gloo since then (ns of the epoch) and has not ended, by group's name and number there.
+
+    Each rank counts the collectives of a group, without those between two ranks (send, recv; torch 2.13). Nothing where
+    torch keeps no records (TORCH_FR_BUFFER_SIZE=0).
+    """
+    records = json.loads(_RECORDS.value(True, False)).get("entries", []) if _RECORDS.present else []
+    return {
+        (record["process_group"][0], record["collective_seq_id"]): record["profiling_name"].removeprefix("gloo:")
+        for record in records
+        if not record["retired"] and not record["is_p2p"] and record["time_created_ns"] > since
+    }
 
 
 _TIMEOUT = AREA.attribute(
