@@ -19,22 +19,22 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 50_766,
+    "fsshard + compat": 50_826,
     "fsshard/backends": 4_350,
     "fsshard/checkpoint": 5_170,
     "fsshard/parity": 5_252,
     "fsshard/sharded": 4_918,
-    "fsshard/comm + fsshard/launching": 3_148,
+    "fsshard/comm + fsshard/launching": 3_186,
     "fsshard/simulation": 3_709,
     "fsshard/model": 2_594,
     "fsshard/oss": 1_927,
-    "fsshard/torch_private": 1_632,
+    "fsshard/torch_private": 1_654,
     "fsshard/complex_params": 1_661,
     "compat": 7_955,
-    "tests": 54_532,
+    "tests": 54_594,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 127
+PRIVATE_NAMES = 128
 CONTRACT = 26
 """Public members of Backend."""
 FLOORS = 10
