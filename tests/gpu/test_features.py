@@ -1,4 +1,4 @@
-"""What training needs beyond a step, on one GPU: one rank over nccl, and two ranks over gloo that share it."""
+"""Checks what training needs beyond a step, on one GPU: one rank over nccl, and two ranks over gloo that share it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_one_rank_over_nccl(gpus: RankPool, tmp_path: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is wrong with each case on two ranks; all in one job, since ranks take longer to start than most cases."""
+    """Return what is wrong with each case on two ranks; one job, since ranks take long to start."""
     return run_on_shared_gpu({**CASES, **TOGETHER}, 2, tmp_path_factory.mktemp("shared"))
 
 
@@ -39,7 +39,7 @@ def test_two_ranks_share_a_gpu(shared: dict[str, str], name: str) -> None:
 
 
 def test_second_derivatives_are_added_up_by_thread(gpus: RankPool, record_property: Record) -> None:
-    """Those of a bare model: told, and judged in one thread, where the other tests compare to the last bit."""
+    """A bare model's bits are recorded, and judged in one thread, where the other tests compare them."""
     (found,) = gpus.run(job_numbered_by_thread, 1)
     for name, same in found.items():
         record_property(name, "the same bits again" if same else "other bits")

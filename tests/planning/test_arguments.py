@@ -1,4 +1,4 @@
-"""What editors and type checkers are told of wrap's arguments is what wrap takes."""
+"""Checks that what editors and type checkers are told of wrap's arguments is what wrap takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else is different between two recorded scripts: hints at the cause of different weights."""
+"""Finds what else differs between two recorded scripts: hints at the cause of different weights."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
 DECIDING = ("initial weight", "weight", "buffer")
 """Quantities that make the verdict: trainings with the same weights after each step are the same training."""
 LEAST_REPEATS = 4
-"""Of fewer runs the largest distance says too little of the next one's."""
+"""Fewest repeats: the largest distance among fewer runs says too little about the next one's."""
 
 
 @dataclass(kw_only=True)

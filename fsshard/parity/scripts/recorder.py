@@ -47,7 +47,7 @@ from fsshard.torch_private.patching import replaced
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is recorded."""
+    """Settings of a record: which steps, and how much of each."""
 
     every: int = 1  # weights are, at every so many steps
     first: int = 0  # the first step

@@ -47,7 +47,7 @@ class Model:
 
 @dataclass(kw_only=True)
 class Samples:
-    """What one forward of a model was given, and how it was computed."""
+    """Digests of the arguments of one forward of a model, and how it was computed."""
 
     digest: str  # of all tensors
     rows: int  # samples, along dim 0 of all tensors; 0 if there is no such thing
@@ -137,7 +137,7 @@ def read_tensor(file: Path) -> Tensor:
 
 @dataclass(kw_only=True)
 class RankRecord:
-    """What one rank has recorded."""
+    """The record of one rank."""
 
     header: Header
     models: list[Model]

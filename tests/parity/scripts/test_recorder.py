@@ -1,4 +1,4 @@
-"""What is recorded of a training, whatever engine it runs under: the whole weights by the users' names.
+"""Checks what is recorded of a training, whatever engine it runs under: the whole weights by the users' names.
 
 Tests fsshard/parity/scripts/weights.py, comparing.py and fsshard/parity/scripts/causes.py too.
 """
