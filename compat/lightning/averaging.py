@@ -73,7 +73,7 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
     sharded: Callable[[], ShardedModule | None]
     users_kind: type
     copied: bool
-    """Whether the average has become the model's weights, as the training ended."""
+    """True once the average has become the model's weights, as the training ended."""
     _average_model: Any
 
     def engine(self, module: Any) -> ShardedModule | None:

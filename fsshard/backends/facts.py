@@ -1,4 +1,4 @@
-"""How a backend describes itself, for rooms that must not know which backend it is."""
+"""Describe a backend in data, for rooms that must not know which backend it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients DDP's reducer waits for, and which have arrived.
+"""Follow which gradients DDP's reducer waits for, and which have arrived.
 
 From a synchronised forward on, DDP reduces what is added to the parameters' gradients, in whichever graph task, until
 every parameter has had its own; then it is done until the next forward (torch 2.13). Two things follow, silently:

@@ -1,4 +1,4 @@
-"""Which backends there are: ours, those of other packages, and those that a script registers.
+"""List the backends that there are: ours, those of other packages, and those that a script registers.
 
 A backend has a name and a class. Ours are listed here by where they are, so that a job imports the engines that it uses
 and no others. Others come by :func:`register_backend` in a module that the script imports, by the entry-point group

@@ -1,4 +1,4 @@
-"""How a parameter is divided over mesh dimensions other than those of data, and how the whole one is put together."""
+"""Divide a parameter over mesh dimensions other than those of data, and put the whole one together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stored tensor relates to the user's: complex numbers as pairs of reals, other forms, memory order."""
+"""Convert between a stored tensor and the user's: complex numbers as pairs of reals, other forms, memory order."""
 
 from __future__ import annotations
 

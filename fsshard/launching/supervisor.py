@@ -25,7 +25,7 @@ from fsshard.comm.watchdog import UNEQUAL_CALLS, speaks_of_a_lost_rank
 from fsshard.errors import LaunchError, RankFailed, RankHung, RankMismatch
 
 FINISHED = ("return", "sys.exit(0)")
-"""How a rank's function can have finished."""
+"""The ways in which a rank's function can have finished."""
 
 Handed = tuple[tuple[Callable[[Any], None], Any], ...]
 handed: dict[str, tuple[Callable[[Any], None], Any]] = {}

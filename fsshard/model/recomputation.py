@@ -65,7 +65,7 @@ class RecomputedForward(RecomputingForward):
     """
 
     origin = "checkpoint_blocks"
-    """Who put it there, in words."""
+    """Name who put it there."""
 
     def __init__(
         self,

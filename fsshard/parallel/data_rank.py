@@ -1,4 +1,4 @@
-"""Which samples a rank is to see: its number among the ranks that see other ones, for samplers and loaders."""
+"""Number a rank among those that see other samples, for samplers and loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far rounding alone may carry a step: in closed form for the sum over ranks, measured for everything else.
+"""Bound how far rounding alone may carry a step: in closed form for the sum over ranks, measured for everything else.
 
 Every step starts from the same weights and optimizer state on both sides (a run that has come apart within its bound
 is put back onto the reference after each step), so a step's bound never has to follow errors through a trajectory.

@@ -7,8 +7,9 @@ they own, and its state. :mod:`fsshard.sharded.optimizer_step` shows these to th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,11 @@ from fsshard.errors import OptimizerError
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import version_of
 
-BUCKET_BYTES = 2**26
-"""Most bytes of whole parameters whose shards are sent together; the buffers have as many, divided by the ranks."""
+T = TypeVar("T")
+
+BUCKET_BYTES = 2**25
+"""Most bytes of whole parameters whose shards are sent together. There are buffers of two at a time, each with as many
+bytes divided by the ranks."""
 CHUNK = 65521
 """Numbers of a shard that are summed at a time."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -106,12 +110,12 @@ class Owners:
     def begin(self) -> None:
         """Give owners whole gradients, and whole weights if a shard was written since the last step. Collective."""
         changed = self._marks != self._mark()  # by load(), an average that is swapped in, an initialisation
-        for bucket in self._buckets:
-            gradients = {entry.name: entry.grad() for entry in bucket.entries}
-            wholes, changed = bucket.to_owners(gradients, changed)
+        changed_somewhere = False
+        for wholes, told in _overlapped(bucket.to_owners(_gradients(bucket), changed) for bucket in self._buckets):
+            changed_somewhere |= told
             for entry, whole in wholes.items():
                 self.mine[entry.name].gradient = None if whole is None else _laid(entry, whole)
-        if changed:  # on every rank: all have heard of it
+        if changed_somewhere:  # all ranks have heard of it
             self._receive_weights()
 
     def finish(self, failed: bool) -> None:
@@ -120,11 +124,10 @@ class Owners:
         Raises:
             OptimizerError: another rank's step has raised.
         """
-        blamed: set[int] = set()
         for entry in self.mine.values():
             entry.gradient = None  # there is room for what is sent
-        for bucket in self._buckets:
-            blamed |= bucket.to_shards({name: entry.elements for name, entry in self.mine.items()}, failed)
+        elements = {name: entry.elements for name, entry in self.mine.items()}
+        blamed = set[int]().union(*_overlapped(bucket.to_shards(elements, failed) for bucket in self._buckets))
         self._marks = self._mark()
         if blamed and not failed:
             raise OptimizerError(
@@ -133,8 +136,9 @@ class Owners:
             )
 
     def _receive_weights(self) -> None:
-        for bucket in self._buckets:
-            wholes, _ = bucket.to_owners({entry.name: entry.local() for entry in bucket.entries}, False)
+        shards = ({entry.name: entry.local() for entry in bucket.entries} for bucket in self._buckets)
+        sent = (bucket.to_owners(parts, False) for bucket, parts in zip(self._buckets, shards, strict=True))
+        for wholes, _ in _overlapped(sent):
             for entry, whole in wholes.items():
                 assert whole is not None, "every rank has sent its part"
                 self.mine[entry.name].whole.copy_(shaped(entry, whole))
@@ -144,6 +148,21 @@ class Owners:
         shards = [entry.local() for entry in self._entries]
         sums = torch.stack([_sum_of_bits(shard) for shard in shards])
         return [*map(version_of, shards), *(sums.tolist() if _has_values(sums) else ())]
+
+
+def _gradients(bucket: _Bucket) -> dict[str, Tensor | None]:
+    return {entry.name: entry.grad() for entry in bucket.entries}
+
+
+def _overlapped(exchanges: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Yield what each exchange ends with, once the next has begun: a bucket is packed while another is on its way."""
+    waiting: Callable[[], T] | None = None
+    for begun in exchanges:
+        if waiting is not None:
+            yield waiting()
+        waiting = begun
+    if waiting is not None:
+        yield waiting()
 
 
 def _sum_of_bits(shard: Tensor) -> Tensor:
@@ -180,7 +199,8 @@ def _divided(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 class _Bucket:
     """Parameters of one dtype whose shards are sent in one collective.
 
-    Each message begins with numbers that stand for yes and no, so that ranks agree without a collective more.
+    Each message begins with numbers that stand for yes and no, so that ranks agree without a collective more. Both ways
+    begin when they are called, and end when what they return is called.
     """
 
     def __init__(
@@ -191,8 +211,10 @@ class _Bucket:
         self._of_owner = [[entry for entry in entries if owner[entry.name] == rank] for rank in range(group.size())]
         self._mine = self._of_owner[group.rank()]
 
-    def to_owners(self, parts: Mapping[str, Tensor | None], flag: bool) -> tuple[dict[Entry, Tensor | None], bool]:
-        """Return whole flat tensors of what this rank owns, or None where no rank has a part. Collective.
+    def to_owners(
+        self, parts: Mapping[str, Tensor | None], flag: bool
+    ) -> Callable[[], tuple[dict[Entry, Tensor | None], bool]]:
+        """Send parts; end with whole flat tensors of what this rank owns, None where no rank has a part. Collective.
 
         Args:
             parts: this rank's, by name.
@@ -204,9 +226,14 @@ class _Bucket:
             header = self._flags([flag, *(part is not None for part in given)])
             outgoing.append([header, *(self._flat(e, part) for e, part in zip(entries, given, strict=True))])
         sizes = [[stop - start for start, stop in (e.part(r) for e in self._mine)] for r in range(self._group.size())]
-        received = self._exchange(outgoing, [[1 + len(self._mine), *each] for each in sizes])
-        headers = torch.stack([header for header, *_ in received])
+        exchanged = self._exchange(outgoing, [[1 + len(self._mine), *each] for each in sizes])
         own = [flag, *(parts[entry.name] is not None for entry in self._mine)]
+        return lambda: self._joined(exchanged(), own)
+
+    def _joined(
+        self, received: Sequence[tuple[Tensor, ...]], own: Sequence[bool]
+    ) -> tuple[dict[Entry, Tensor | None], bool]:
+        headers = torch.stack([header for header, *_ in received])
         flags = headers.tolist() if _has_values(headers) else [own]
         wholes: dict[Entry, Tensor | None] = {}
         for number, entry in enumerate(self._mine, 1):
@@ -218,14 +245,17 @@ class _Bucket:
                     whole[slice(*entry.part(rank))].copy_(pieces[number])
         return wholes, any(told[0] for told in flags)
 
-    def to_shards(self, wholes: Mapping[str, Tensor], flag: bool) -> set[int]:
-        """Write what owners have into the shards of all ranks, and return the ranks whose flag is set. Collective."""
+    def to_shards(self, wholes: Mapping[str, Tensor], flag: bool) -> Callable[[], set[int]]:
+        """Send what owners have; end with it written into shards, and the ranks whose flag is set. Collective."""
         outgoing = [
             [self._flags([flag]), *(wholes[e.name].reshape(-1)[slice(*e.part(rank))] for e in self._mine)]
             for rank in range(self._group.size())
         ]
         sizes = [[1, *(entry.local().numel() for entry in entries)] for entries in self._of_owner]
-        received = self._exchange(outgoing, sizes)
+        exchanged = self._exchange(outgoing, sizes)
+        return lambda: self._written(exchanged())
+
+    def _written(self, received: Sequence[tuple[Tensor, ...]]) -> set[int]:
         for entries, (_, *pieces) in zip(self._of_owner, received, strict=True):
             for entry, piece in zip(entries, pieces, strict=True):
                 shard = entry.local()
@@ -243,10 +273,16 @@ class _Bucket:
 
     def _exchange(
         self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
-    ) -> list[tuple[Tensor, ...]]:
-        """Send ``outgoing[rank]`` to each rank, and return what came from each, cut into tensors of these sizes."""
+    ) -> Callable[[], list[tuple[Tensor, ...]]]:
+        """Send ``outgoing[rank]`` to each rank; end with what came from each, cut into tensors of these sizes."""
         sent = torch.cat([piece.to(self._device) for pieces in outgoing for piece in pieces])
         received, lengths = sent.new_empty(sum(map(sum, sizes))), [sum(each) for each in sizes]
         own = [sum(piece.numel() for piece in pieces) for pieces in outgoing]
-        dist.all_to_all_single(received, sent, lengths, own, group=self._group)
-        return [part.split(list(each)) for part, each in zip(received.split(lengths), sizes, strict=True)]
+        work = dist.all_to_all_single(received, sent, lengths, own, group=self._group, async_op=True)
+
+        def end() -> list[tuple[Tensor, ...]]:
+            if work is not None:  # of one rank on some backends: it is done
+                work.wait()
+            return [part.split(list(each)) for part, each in zip(received.split(lengths), sizes, strict=True)]
+
+        return end

@@ -1,5 +1,6 @@
-"""How torch.nn.utils.clip_grad takes norms (torch 2.13): the function that ``clip_grad_norm_`` takes the norm from, and
-the one that sorts gradients for it.
+"""Name what torch.nn.utils.clip_grad takes norms with (torch 2.13).
+
+The function that ``clip_grad_norm_`` takes the norm from, and the one that sorts gradients for it.
 """
 
 from __future__ import annotations

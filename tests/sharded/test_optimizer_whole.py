@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
+from fsshard.sharded import optimizer_whole
 from fsshard.sharded.optimizer_whole import _sum_of_bits, deal
 from tests import optimizers
 from tests.models import Spectral, batch
@@ -240,6 +241,46 @@ def test_two_collectives_and_twice_the_bytes(ranks: Any, backend: str) -> None:
         assert told["collectives"] == [2, 2, 2, 3]
         assert 1 <= told["bytes"] <= 1.05
         assert told["held"] == 1  # a copy and a momentum of half of them
+
+
+def job_buckets(backend: str) -> tuple[list[str], str]:
+    """A training with a parameter or two in each bucket, and when exchanges of its last step begin (b) and end (e)."""
+    heard: list[str] = []
+    real = dist.all_to_all_single
+
+    class Heard:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            heard.append("e")
+            self.work.wait()
+
+    def begun(*args: Any, **settings: Any) -> Any:
+        if not settings.get("async_op"):  # the engine's, in the backward
+            return real(*args, **settings)
+        heard.append("b")
+        return Heard(real(*args, **settings))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_whole, "BUCKET_BYTES", 128)
+        bare, _, losses = replicas("Kron", 3)
+        model = fsshard.wrap(shapes(), backend=backend)
+        optimizer = built(model, "Kron")
+        found = steps(model, optimizer, range(2))
+        patch.setattr(dist, "all_to_all_single", begun)
+        found += steps(model, optimizer, range(2, 3))
+        wrong = [*differences(losses, found), *differences(dict(bare.state_dict()), dict(model.state_dict()))]
+    return wrong, "".join(heard)
+
+
+@pytest.mark.parametrize("backend", DIVIDING)
+def test_a_bucket_is_packed_while_another_is_on_its_way(ranks: Any, backend: str) -> None:
+    """Never more than two at a time, whose memory is what a step may take."""
+    for wrong, heard in ranks.run(job_buckets, 2, backend):
+        assert not wrong
+        one_way = "b" + "be" * 6 + "e"
+        assert heard == 2 * one_way
 
 
 def job_negated(backend: str) -> list[str]:

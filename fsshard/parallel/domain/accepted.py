@@ -1,4 +1,7 @@
-"""Which modules a split operator may consist of. A module that is not known here might read its neighbours' points."""
+"""List the modules that a split operator may consist of.
+
+A module that is not known here might read its neighbours' points.
+"""
 
 from __future__ import annotations
 

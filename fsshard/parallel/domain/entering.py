@@ -81,7 +81,7 @@ def _is_slab(value: Tensor, *, uneven: bool = False) -> bool:
 
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16)
 FAILED, DTYPE, OF_WHOLE, CHECKSUM, SHAPE = 0, 1, 2, 3, 4
-"""Where a rank's header has: whether it cannot go on; its dtype's number; whether the checksum is of the whole field
+"""Places in a rank's header: whether it cannot go on; its dtype's number; whether the checksum is of the whole field
 (1), of the slab (0), or was not made (NOT_MADE); the checksum; the shape of its input, and then that of the whole."""
 NOT_MADE = 2
 

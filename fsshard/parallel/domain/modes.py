@@ -1,4 +1,4 @@
-"""Which Fourier modes neuraloperator 2.0's spectral convolution reads, multiplies and writes, dimension by dimension.
+"""List the Fourier modes that neuraloperator 2.0's spectral convolution reads, multiplies and writes, by dimension.
 
 From ``neuralop/layers/spectral_convolution.py``, ``SpectralConv.forward``: it transforms, shifts all dimensions (of
 real data all but the last) by ``fftshift``, keeps the bins around the middle (of the last dimension the first ones),
