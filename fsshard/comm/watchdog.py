@@ -27,7 +27,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from fsshard.comm.stacks import location_of_this_rank
 from fsshard.comm.stores import check_not_inherited, own_store, timeout_of
 from fsshard.errors import FsshardError, RankMismatch
-from fsshard.torch_private.c10d import all_groups, pending_collectives
+from fsshard.torch_private.c10d import all_groups, collectives
 
 log = logging.getLogger("fsshard")
 
@@ -123,8 +123,8 @@ def wait(work: Any, group: dist.ProcessGroup, what: str, limit: float | None = N
         work: ``dist.Work`` of an asynchronous collective over ``group``.
         group: who takes part.
         what: was called, as users write it.
-        limit: seconds, after which it raises RankMismatch, as it does where ranks wait for each other in other
-            collectives; None: as long as the group waits.
+        limit: seconds, after which it raises RankMismatch, as it does where ranks wait for each other over gloo, in
+            other collectives; None: as long as the group waits.
         on_cpu: whether it is gloo's, of tensors on the CPU.
     """
     watchdog = Watchdog.of_job()
@@ -181,14 +181,14 @@ def done_soon(work: Any, waited: float, *, on_cpu: bool) -> bool:
 
 
 @contextmanager
-def seen_waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Context in which this rank waits in ``what``: a stack shows nothing of ``Work.wait``."""
+def seen_waiting(group: dist.ProcessGroup, what: str, *, meets: bool = False) -> Iterator[None]:
+    """Context in which this rank waits in ``what``: a stack shows nothing of ``Work.wait``, nor of a meeting."""
     watchdog = Watchdog.of_job()
     if watchdog is None:
         yield
         return
     watchdog.go_on()
-    before, watchdog.waits = watchdog.waits, (f"waits in {what}", _ranks_of(group))
+    before, watchdog.waits = watchdog.waits, (f"waits in {what}", _ranks_of(group), meets)
     try:
         yield
     finally:
@@ -204,27 +204,38 @@ class Place(NamedTuple):
     with_ranks: tuple[int, ...]
     busy: float  # seconds that its main thread has computed so far; negative where that cannot be known
     clock: float  # its time, in seconds
+    # What it has begun and not ended: a group and the number there; None in a meeting, which goes through the store.
+    pending: Sequence[tuple[str, int]] | None = ()
+    last: Mapping[str, int] = MappingProxyType({})  # a group -> the last collective that it has begun there, if known
 
     def stands_since(self, before: Place) -> bool:
         """Tell whether it has waited in the same place since then."""
         computed, passed = self.busy - before.busy, self.clock - before.clock
-        same = bool(self.with_ranks) and (self.text, self.with_ranks) == (before.text, before.with_ranks)
+        same = bool(self.with_ranks) and self._replace(busy=before.busy, clock=before.clock) == before
         return same and before.busy >= 0 and 0 <= computed < BUSY * passed
+
+    def waits_for(self, others: Mapping[int, Place]) -> bool:
+        """Tell whether it cannot go on before one of these does: one that has not begun what it waits in.
+
+        All else may be slow and no more: a broadcast that other ranks relay, or a rank that they wait for.
+        """
+        if self.pending is None:
+            return any(rank in self.with_ranks and place.text != self.text for rank, place in others.items())
+        begun_by_all = (
+            all(place.last.get(group, number) >= number for place in others.values()) for group, number in self.pending
+        )
+        return bool(self.pending) and not any(begun_by_all)
 
 
 def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
-    """Return the ranks that wait for each other for good: each for one of them that waits in another call.
+    """Return the ranks that wait for each other for good: each for one of them that has not begun what it waits in.
 
-    A rank whose whole group is in its own call may go on, and so may those that wait for it. ``before``: their places a
-    while ago.
+    Each rank begins its collectives in the order of the program: were that the same on all ranks, the one that is
+    behind would wait for none that is ahead. ``before``: their places a while ago.
     """
     ranks = {rank for rank, place in places.items() if rank in before and place.stands_since(before[rank])}
     while True:
-        waits = {
-            rank
-            for rank in ranks
-            if any(other in ranks and places[other].text != places[rank].text for other in places[rank].with_ranks)
-        }
+        waits = {rank for rank in ranks if places[rank].waits_for({other: places[other] for other in ranks - {rank}})}
         if waits == ranks:
             return ranks
         ranks = waits
@@ -328,8 +339,8 @@ class Watchdog:
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self._size, self._world = world.rank(), world.size(), weakref.ref(world)
-        # The call in which this rank's main thread waits, in words, and with which global ranks.
-        self.waits: tuple[str, tuple[int, ...]] | None = None
+        # The call in which this rank's main thread waits, in words, with which global ranks, and whether it meets them.
+        self.waits: tuple[str, tuple[int, ...], bool] | None = None
         self._began = time.time_ns()
         self._lost_at: float | None = None  # when it said that it waits in vain
         self.store = own_store(world)
@@ -429,21 +440,35 @@ class Watchdog:
         """Return where ranks are, of those that have answered this question or a later one."""
         answers = {rank: json.loads(text) for rank, text in self._said("at", range(self._size)).items()}
         return {
-            rank: Place(text, tuple(ranks), busy, clock)
-            for rank, (asked, text, ranks, busy, clock) in answers.items()
+            rank: Place(text, tuple(ranks), *rest)
+            for rank, (asked, text, ranks, *rest) in answers.items()
             if asked >= number
         }
 
     def here(self) -> Place:
-        """Return where this rank's main thread is."""
+        """Return where this rank's main thread is, without what it has begun."""
         if self.waits is not None:
-            return Place(*self.waits, _computed(), time.monotonic())
+            text, ranks, meets = self.waits
+            return Place(text, ranks, _computed(), time.monotonic(), None if meets else ())
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         location = location_of_this_rank()
         # On the CPU a main thread that computes in a backward does not stand still.
         waits = location.collective and not (location.may_compute and torch.cuda.is_initialized())
         ranks = _group_of_call(frame) or tuple(range(self._size))  # an engine's wait for what it began names no group
         return Place(location.told(), ranks if waits else (), _computed(), time.monotonic())
+
+    def answer(self, question: int) -> None:
+        """Tell where this rank is, and what it has begun."""
+        here, begun, groups = self.here(), collectives(self._began), self._groups()
+        pending = None if here.pending is None else [(groups.get(name, ""), number) for name, number in begun.pending]
+        none = -1 if begun.complete else None
+        last = {key: found for name, key in groups.items() if (found := begun.last.get(name, none)) is not None}
+        self.store.set(f"at/{self.rank}", json.dumps([question, *here[:4], pending, last]))
+
+    def _groups(self) -> dict[str, str]:
+        """Return the groups of this process: name -> what no other one is called on any rank."""
+        names = {str(group.group_name): _ranks_of(group) for group in all_groups()}
+        return {name: f"{name}:{','.join(map(str, ranks))}" for name, ranks in names.items()}
 
     def end_if_mismatched(self) -> None:
         """End this process if it waits in a collective that is another operation on another rank of the group.
@@ -453,13 +478,13 @@ class Watchdog:
         wake the one that waits (``ProcessGroup.abort`` of torch 2.13 does nothing), so the process ends by SIGABRT, as
         gloo itself ends it where sizes differ.
         """
-        groups = {str(group.group_name): _ranks_of(group) for group in all_groups()}
-        for (name, number), operation in pending_collectives(self._began).items():
+        groups = self._groups()
+        for (name, number), operation in collectives(self._began).pending.items():
             # Numbers are given once to a world's groups; other names, which are made of ranks, can come again.
             if not name.isdigit() or name not in groups:
                 continue
             mine = [self.rank, operation, self.here().text]
-            key = f"runs/{name}:{','.join(map(str, groups[name]))}/{number}"
+            key = f"runs/{groups[name]}/{number}"
             rank, theirs, text = json.loads(self.store.first(key, json.dumps(mine)))
             if theirs != operation:
                 why = (
@@ -489,7 +514,8 @@ class Watchdog:
         place = f"{prefix}/{number}"
         keys, outcome = [f"{place}/{rank}" for rank in range(group.size())], f"{place}/outcome"
         self.store.set(keys[group.rank()], note)
-        with seen_waiting(group, what) if threading.current_thread() is threading.main_thread() else nullcontext():
+        main = threading.current_thread() is threading.main_thread()
+        with seen_waiting(group, what, meets=True) if main else nullcontext():
             missing, late = self._await_notes(keys, outcome, _Questions(self, _ranks_of(group), what), timeout)
         if self.store.get(outcome) is None and self.store.add(f"{place}/decided", 1) == 1:
             texts = self.store.get_all(keys)
@@ -552,7 +578,7 @@ def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Ev
         if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
             try:
                 if (asked := watchdog.store.add("asked", 0)) != answered:
-                    watchdog.store.set(f"at/{watchdog.rank}", json.dumps([asked, *watchdog.here()]))
+                    watchdog.answer(asked)
                 # A rank that asks where others are finds out earlier by itself, and raises.
                 if idle * INTERVAL > (QUIET if watchdog.waits is None else 4 * QUIET):
                     watchdog.end_if_mismatched()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -103,18 +103,40 @@ _RECORDS = AREA.later(
 )
 
 
-def pending_collectives(since: int) -> dict[tuple[str, int], str]:
-    """Return what was begun over gloo since then (ns of the epoch) and has not ended, by group's name and number there.
+class Collectives(NamedTuple):
+    """What a rank has begun over gloo; each rank numbers the collectives of a group.
 
-    Each rank counts the collectives of a group, without those between two ranks (send, recv; torch 2.13). Nothing where
-    torch keeps no records (TORCH_FR_BUFFER_SIZE=0).
+    Attributes:
+        pending: (a group's name, number there) -> operation, of what has not ended; a send or receive, which has no
+            such number (torch 2.13), is at ("", 0).
+        last: a group's name -> number of the last one begun there.
+        complete: whether there was none in the other groups; else nothing is known of them.
+    """
+
+    pending: dict[tuple[str, int], str]
+    last: dict[str, int]
+    complete: bool
+
+
+def collectives(since: int) -> Collectives:
+    """Return what was begun over gloo since then (ns of the epoch).
+
+    Nothing where torch keeps no records (TORCH_FR_BUFFER_SIZE=0).
     """
     records = json.loads(_RECORDS.value(True, False)).get("entries", []) if _RECORDS.present else []
-    return {
-        (record["process_group"][0], record["collective_seq_id"]): record["profiling_name"].removeprefix("gloo:")
-        for record in records
-        if not record["retired"] and not record["is_p2p"] and record["time_created_ns"] > since
-    }
+    # The oldest comes first, and is forgotten for the 2001st (torch 2.13).
+    complete = bool(records) and (records[0]["record_id"] == 0 or records[0]["time_created_ns"] <= since)
+    found = Collectives({}, {}, complete)
+    for record in records:
+        name, number = record["process_group"][0], record["collective_seq_id"]
+        if record["time_created_ns"] <= since:
+            continue
+        if not record["is_p2p"]:
+            found.last[name] = max(number, found.last.get(name, number))
+        if not record["retired"]:
+            operation = record["profiling_name"].removeprefix("gloo:")
+            found.pending[("", 0) if record["is_p2p"] else (name, number)] = operation
+    return found
 
 
 _TIMEOUT = AREA.attribute(

@@ -247,6 +247,35 @@ def test_other_rare_calls_on_rank_0_alone_name_the_other_soon(ranks: Any) -> Non
         ranks.run(job_keeps_on_rank_0, 2, "fsdp2", "save")
 
 
+def job_late_in_a_pair() -> None:
+    """Rank 2 is late, rank 1 waits for it alone, and rank 0 for both, until it has asked often where they are."""
+    with mock.patch.multiple(watchdog, INTERVAL=0.05, FIRST_QUESTION=0.1, NEXT_QUESTION=0.2):
+        watch, seen, rank = watchdog.Watchdog.made(), dist.distributed_c10d._get_default_store(), dist.get_rank()
+        world, pair, places, found = dist.group.WORLD, dist.new_group([1, 2]), watch.places, list[int]()
+        assert world is not None
+
+        def counted(number: int) -> Any:
+            told = places(number)
+            found.extend([number] if {0, 1} <= {rank for rank, place in told.items() if place.with_ranks} else [])
+            if len(found) == 8:  # four were enough, if all stood still in vain
+                seen.set("looked", "")
+            return told
+
+        if rank:
+            model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=pair)
+            loss = model(torch.ones(1, 2)).sum()
+            if rank == 2:
+                seen.wait(["looked"])
+            loss.backward()
+        with mock.patch.object(watch, "places", counted):
+            watchdog.wait(dist.all_reduce(torch.ones(3), async_op=True), world, "the sum", 60.0, on_cpu=True)
+
+
+def test_a_rank_that_waits_for_a_late_one_is_not_stuck(ranks: Any) -> None:
+    """Its stack says that it waits in a backward, and not for whom."""
+    ranks.run(job_late_in_a_pair, 3)
+
+
 def job_dies_before_save() -> None:
     model, _ = trained("ddp")
     if dist.get_rank() == 1:

@@ -169,33 +169,49 @@ def test_a_rank_that_goes_another_way(ranks: Any) -> None:
     assert "rank 1 computes, or does not answer (0.2 s have passed)" in over, over
 
 
-def places(**told: tuple[str, tuple[int, ...]]) -> dict[int, Place]:
-    return {int(rank[1:]): Place(text, ranks, 1.0, 10.0) for rank, (text, ranks) in told.items()}
+def at(text: str, *pending: tuple[str, int], ranks: tuple[int, ...] = (0, 1, 2, 3), **last: int) -> Place:
+    """Waits in what is ``pending``, or in a meeting; has begun this many collectives in each group."""
+    return Place(text, ranks, 1.0, 10.0, pending or None, last)
 
 
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        pytest.param({"r0": ("forward", (0, 1)), "r1": ("step", (0, 1))}, {0, 1}, id="each waits for the other"),
-        pytest.param({"r0": ("forward", (0, 1)), "r1": ("", ())}, set(), id="one is elsewhere"),
-        pytest.param({"r0": ("forward", (0, 1))}, set(), id="one computes, and does not answer"),
+        pytest.param([at("forward", ("a", 3), a=3, b=1), at("step", ("b", 2), a=2, b=2)], {0, 1}, id="two orders"),
+        pytest.param([at("save", ranks=(0, 1), a=3), at("step", ("a", 4), ("a", 5), a=5)], {0, 1}, id="a meeting"),
+        pytest.param([at("save", ranks=(0, 1)), at("save", ranks=(0, 1))], set(), id="one meeting"),
+        pytest.param([at("save", ranks=(0, 1), a=3), at("", ranks=())], set(), id="one is elsewhere"),
+        pytest.param([at("save", ranks=(0, 1), a=3)], set(), id="one computes, and does not answer"),
         pytest.param(
-            {"r0": ("forward", (0, 1)), "r1": ("sum", (1, 2)), "r2": ("sum", (1, 2))},
+            [at("exchange", ("a", 5), a=5), at("broadcast", ("a", 4), a=4), at("broadcast", ("a", 4), a=4)],
             set(),
-            id="a sum that may be slow",
+            id="a broadcast that two relay",
         ),
         pytest.param(
-            {"r0": ("a", (0, 1)), "r1": ("b", (1, 2)), "r2": ("c", (2, 0)), "r3": ("c", (3, 2))},
+            [at("save", ranks=(0, 1), b=0), at("gather", ("a", 4), ("b", 2), a=4, b=2), at("gather", ("a", 4), a=4)],
+            set(),
+            id="one of two gathers may be slow",
+        ),
+        pytest.param([at("save", ranks=(0, 1), a=3), at("recv", ("a", 4), ("", 0), a=4)], set(), id="a receive"),
+        pytest.param([at("save", ranks=(0, 1)), at("step", ("a", 4), a=4)], set(), id="nothing is known of a group"),
+        pytest.param(
+            [
+                at("a", ("a", 1), a=1, c=0),
+                at("b", ("b", 1), a=0, b=1),
+                at("c", ("c", 1), b=0, c=1),
+                at("c", ("d", 1), d=1),
+            ],
             {0, 1, 2},
             id="a circle",
         ),
     ],
 )
-def test_who_waits_for_good(where: dict[str, tuple[str, tuple[int, ...]]], expected: set[int]) -> None:
-    now = places(**where)
+def test_who_waits_for_good(where: list[Place], expected: set[int]) -> None:
+    now = dict(enumerate(where))
     before = {rank: place._replace(clock=0.0) for rank, place in now.items()}
     assert watchdog.stuck(now, before) == expected
     assert watchdog.stuck(now, {}) == set()
     moved = {rank: place._replace(text="before") for rank, place in before.items()}
     worked = {rank: place._replace(busy=0.0, clock=9.0) for rank, place in before.items()}
-    assert watchdog.stuck(now, moved) == watchdog.stuck(now, worked) == set()
+    went_on = {rank: place._replace(last={"a": 0}) for rank, place in before.items()}
+    assert watchdog.stuck(now, moved) == watchdog.stuck(now, worked) == watchdog.stuck(now, went_on) == set()
