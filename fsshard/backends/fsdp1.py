@@ -45,6 +45,7 @@ from fsshard.torch_private.autograd import (
 )
 from fsshard.torch_private.fsdp1 import (
     WRAPPED,
+    abandon,
     divide_factors,
     drop_whole,
     even_shards,
@@ -296,6 +297,14 @@ class FSDP1Backend(TorchShardedBackend):
             raise UnsupportedByBackend("torch.func", self.name, "use backend='ddp' or 'fairscale'")
         if torch.is_grad_enabled():
             self._passed = None
+        root = cast(Any, self.engine)
+        if current_graph_task_id() == -1 and (root.__dict__.get("_queued") or self._passes.has_raised()):
+            # FSDP1 stays in the middle of a pass that has raised, and would add what is left of its gradients to the
+            # next ones, silently (torch 2.13). They are lost.
+            self._passes.abandon()
+            root._post_backward_callback_queued = False
+            for unit in root.fsdp_modules(root):
+                abandon(unit)
 
     def backward_starts(self, *, synchronised: bool) -> None:
         super().backward_starts(synchronised=synchronised)
@@ -450,6 +459,15 @@ class _DerivativePasses:
         if handle in backend.unit_of:  # the root asks first, and comes again where it has a handle
             self._passed.append((backend.unit_of[handle], handle))
         return True
+
+    def has_raised(self) -> bool:
+        """Return whether an exception has ended the last pass that takes a derivative; asked outside of one."""
+        return self._task is not None
+
+    def abandon(self) -> None:
+        """Keep nothing of a pass that has raised."""
+        self._kept, self._task, self._ending = False, None, None
+        self._passed.clear()
 
     def _put_back(self) -> None:
         """Let units be as before the pass."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -37,11 +38,14 @@ from fsshard.nested import grad_tensors
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import KEEP_GATHERED
-from fsshard.torch_private.autograd import queue_callback
+from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.fsdp2 import (
     UNSHARDED_PARAM,
     abandon_forward,
+    accumulated,
+    broken_off,
     cut_by,
+    drop_accumulated,
     param_groups,
     place_of,
     prepare_class,
@@ -163,7 +167,7 @@ class FSDP2Backend(TorchShardedBackend):
 
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
-        self._held = False  # a derivative is being taken, with nothing to reduce
+        self._held = False  # derivatives are being taken, with nothing to reduce
         self._finished = 0  # how often gradients were made final
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
@@ -200,7 +204,7 @@ class FSDP2Backend(TorchShardedBackend):
                     entry.parameter = entry.slots[0].parameter
                     entry.parameter.__dict__.update(attributes)
         self._adopt(modules)
-        self._kept = KeptGathered(self._units)
+        self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))
         self._watch()
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
         if self._fast:
@@ -336,7 +340,16 @@ class FSDP2Backend(TorchShardedBackend):
             yield
         finally:
             self._silenced -= 1
-            self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
+            self.module.set_requires_gradient_sync(self._silenced == 0 and not self._held)  # type: ignore[operator]
+
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        entries = list(entries)
+        super().zero_grad(entries, set_to_none=set_to_none)
+        for entry in entries if self._accumulating else ():  # the last backward was under no_sync, whose sums are whole
+            if set_to_none:
+                drop_accumulated(self._torchs[entry.name])
+            for gradient in accumulated(self._torchs[entry.name]):
+                gradient.detach().zero_()
 
     def leaves(self) -> Iterator[Tensor]:
         whole = (getattr(part, UNSHARDED_PARAM, None) for part in self._torchs.values())
@@ -347,8 +360,16 @@ class FSDP2Backend(TorchShardedBackend):
         super().before_forward(training=training)
         if deviated or self._deviates:
             self._freeze_gathered()
-        if self._held:  # by a derivative that has raised
+        if self._held and not self._kept.keeps:  # by a derivative of which nothing is left
             self._reduce_again()
+        if broken_off(self.module) and current_graph_task_id() == -1:
+            # FSDP2 would take the next backward for the one that has raised, and reduce none of its gradients, silently
+            # (torch 2.13). Those of the broken one are lost.
+            self._reduce_again()
+            self._kept.let_go()
+            self.module.reset_iter_state()  # type: ignore[operator]
+            for part in self._torchs.values():
+                drop_accumulated(part)
 
     def _freeze_gathered(self) -> None:
         """Freeze gathered parameters as their shards are. FSDP2 does so when it gathers a unit only (torch 2.13)."""
@@ -367,7 +388,9 @@ class FSDP2Backend(TorchShardedBackend):
         if not self._silenced and not self._held:
             self._held = True
             self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
-            queue_callback(self._reduce_again)
+            if not torch.is_grad_enabled():
+                queue_callback(self._reduce_again)
+            # Else until gradients come: a derivative of this one need not pass the outputs of a forward.
 
     def derivatives_of(self, output: Tensor) -> list[Tensor]:
         # A term of derivatives alone does not pass the outputs of a forward, and derivative_starts is not called.
@@ -376,6 +399,11 @@ class FSDP2Backend(TorchShardedBackend):
 
     def backward_starts(self, *, synchronised: bool) -> None:
         super().backward_starts(synchronised=synchronised)
+        if self._held:
+            self._reduce_again()
+
+    def _gradients_come(self) -> None:
+        """Learn that the backward of a loss of derivatives has begun, which need not pass the outputs of a forward."""
         if self._held:
             self._reduce_again()
 
@@ -423,10 +451,9 @@ class FSDP2Backend(TorchShardedBackend):
         found: dict[str, list[Tensor]] = {"parameters": [], "gradients": [], "gathered units": []}
         for part in self._torchs.values():
             whole = getattr(part, UNSHARDED_PARAM, None)  # made by the first gather
-            gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
             found["parameters"].append(sharded_data(part))
             found["gathered units"] += part.all_gather_outputs if whole is None else [*part.all_gather_outputs, whole]
-            found["gradients"] += [gradient for gradient in gradients if gradient is not None]
+            found["gradients"] += accumulated(part)
         return found
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:

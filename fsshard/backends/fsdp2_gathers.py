@@ -92,15 +92,22 @@ class KeptGathered:
 
     Args:
         units: FSDP2 modules, the root last.
+        arrives: is called when gradients come to units that are kept.
     """
 
-    def __init__(self, units: Sequence[Any]) -> None:
+    def __init__(self, units: Sequence[Any], arrives: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._arrives = arrives
         self._states = [state_of(unit) for unit in units]
         self._before: list[tuple[Any, Any, bool]] | None = None  # what let_go() puts back: (group, mesh, flag)
         self._task: int | None = None  # the graph task at whose end they are let go; one that raised calls nothing
         this = weakref.ref(self)
         for state in self._states:
             replace_pre_backward(state, _watched(pre_backward(state), state, this))
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether units stay gathered."""
+        return self._before is not None
 
     def keep(self) -> None:
         """Keep gathered units from now on."""
@@ -141,7 +148,9 @@ class KeptGathered:
 
         def came(_: Tensor) -> None:
             kept, group = this(), that()
-            if kept is not None and group is not None and kept._before is not None:
+            if kept is not None and group is not None and kept.keeps:
+                if (arrives := kept._arrives()) is not None:
+                    arrives()
                 reduce_at_end_of_backward(kept._states[-1], group)
                 kept._let_go_at_end()
 

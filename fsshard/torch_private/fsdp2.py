@@ -111,6 +111,25 @@ def forward_root_of(state: Any) -> Any:
     return getattr(state, _CONTEXT).iter_forward_root
 
 
+def broken_off(root: Any) -> bool:
+    """Return whether an exception has ended the last backward; asked outside of one."""
+    return bool(getattr(state_of(root), _CONTEXT).post_backward_final_callback_queued)
+
+
+def accumulated(part: Any) -> list[Tensor]:
+    """Return the whole gradients of a parameter that are still to be reduced."""
+    whole = getattr(part, UNSHARDED_PARAM, None)
+    gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def drop_accumulated(part: Any) -> None:
+    """Drop the whole gradients of a parameter that are still to be reduced."""
+    part.unsharded_accumulated_grad = None
+    if (whole := getattr(part, UNSHARDED_PARAM, None)) is not None:
+        whole.grad = None
+
+
 def abandon_forward(unit: Any) -> None:
     """Let a unit be idle that a forward has left by an exception.
 

@@ -1,4 +1,4 @@
-"""Freezes and unfreezes parameters around the forwards of one step; bare replicas judge."""
+"""Freezes parameters around the forwards of one step, skips a step that broke off; bare replicas judge."""
 
 from __future__ import annotations
 
@@ -210,3 +210,73 @@ def job_raw_fsdp2() -> list[bool]:
 
 def test_raw_fsdp2_does_not_hear_of_freezing_after_an_evaluation(ranks: Any) -> None:
     assert ranks.run(job_raw_fsdp2, 2) == [[False, True]] * 2
+
+
+class BrokenOff(Exception):
+    """A step that the script skips, as it does where memory has run out."""
+
+
+def break_off(*_: Any) -> None:
+    raise BrokenOff
+
+
+def broken_forward(model: Any, layer: nn.Module) -> None:
+    hook = layer.register_forward_hook(break_off)
+    try:
+        model(batch(99))
+    finally:
+        hook.remove()
+
+
+def broken_backward(model: Any, layer: nn.Module, derivative: bool = False) -> None:
+    hook = layer.register_forward_hook(lambda _, args, output: output.register_hook(break_off) and None)
+    x = batch(99).requires_grad_()
+    loss = model(x).square().mean()
+    hook.remove()
+    torch.autograd.grad(loss, x, create_graph=True) if derivative else loss.backward()
+
+
+def broken_derivative(model: Any, layer: nn.Module) -> None:
+    broken_backward(model, layer, derivative=True)
+
+
+def dropped_micro_batch(model: Any, _: nn.Module) -> None:
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        model(batch(99)).square().mean().backward()
+    raise BrokenOff
+
+
+def skipping(broken: Any, engine: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Train, where the fourth step breaks off; None: bare replicas."""
+    module = adapted(head=True)
+    model: Any = module if engine is None else fsshard.wrap(module, **engine)
+    optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.1) if engine is None else None
+    optimizer = optimizer or fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+    for number in range(6):
+        if number == 3:
+            with pytest.raises(BrokenOff):
+                broken(model, module.adapter)
+        else:
+            model(batch(number)).square().mean().backward()
+            if engine is None:
+                average(module)
+            optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def job_skipping(broken: Any) -> list[str]:
+    want, found = skipping(broken, None), []
+    for engine in ENGINES:
+        if engine["backend"] == "ddp" and broken is broken_backward:
+            with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+                skipping(broken, engine)  # torch's own
+            continue
+        found += [f"{engine}: {difference}" for difference in differences(want, skipping(broken, engine))]
+    return found
+
+
+@pytest.mark.parametrize("broken", [broken_forward, broken_backward, broken_derivative, dropped_micro_batch])
+def test_a_step_that_broke_off_leaves_nothing_behind(ranks: Any, broken: Any) -> None:
+    """Raw FSDP1 and FSDP2 train something else from there on, silently (torch 2.13)."""
+    assert ranks.run(job_skipping, 2, broken) == [[], []]

@@ -277,11 +277,88 @@ def burgers(model: Any, step: int) -> None:
     (first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * curve[:, 0]).square().mean().backward()
 
 
+def burgers_twice(model: Any, step: int) -> None:
+    with quiet(model):
+        burgers(model, 7 + step)
+    burgers(model, step)
+
+
+def data_then_burgers(model: Any, step: int) -> None:
+    with quiet(model):
+        model(points(step, 1)).square().mean().backward()
+    burgers(model, step)
+
+
+@pytest.mark.parametrize("numbers", ["real", "complex"])
+def test_derivatives_reduce_nothing_that_was_accumulated(ranks: Any, numbers: str) -> None:
+    """u_xx does not pass the model's outputs, at which engines learn that a pass begins."""
+    for backend in DISTRIBUTED:
+        all_right(ranks, backend, (burgers_twice, data_then_burgers), numbers)
+
+
 @pytest.mark.parametrize("numbers", ["real", "complex"])
 def test_soap_trains_burgers_as_replicas_do(ranks: Any, numbers: str) -> None:
     """Second derivatives, whole matrices and sharding together, to the last bit."""
     for backend in DISTRIBUTED:
         all_right(ranks, backend, (burgers,), numbers, steps=3, kind=SOAP)
+
+
+def job_at_four(backend: str) -> None:
+    """In float64, since four ranks' gradients are added up in another order than by hand (SOAP amplifies that)."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        for loss in (burgers, penalty_alone, wgan_gp):
+            expected = by_hand(loss, "real", 2)
+            for name, got in ours(backend, loss, "real", 2, {}).items():
+                torch.testing.assert_close(got, expected[name], rtol=1e-7, atol=1e-9)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_four_ranks_train_as_replicas_but_for_rounding(ranks: Any, backend: str) -> None:
+    ranks.run(job_at_four, 4, backend)
+
+
+def tfno() -> nn.Module:
+    from neuralop.models import TFNO
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_modes": (3, 3), "hidden_channels": 4, "in_channels": 1, "out_channels": 1}
+    return TFNO(**sizes, n_layers=2, factorization="Tucker", rank=0.5, implementation="reconstructed")  # type: ignore[no-any-return]
+
+
+def pino(model: Any, step: int) -> None:
+    """Burgers' equation and its initial values, and how the solution answers to these."""
+    from neuralop.losses.equation_losses import BurgersEqnLoss, ICLoss
+
+    seed = 17 * step + dist.get_rank()
+    initial = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    u = model(initial)
+    (slope,) = grad(u.square().sum(), initial, create_graph=True)
+    (BurgersEqnLoss(visc=0.01)(u) + ICLoss()(u, initial) + slope.square().mean()).backward()
+
+
+def job_pino(backend: str) -> list[bool]:
+    bare, model = tfno(), fsshard.wrap(tfno(), backend=backend)
+    optimizers: Any = (torch.optim.Adam(bare.parameters(), lr=1e-2),)
+    optimizers += (fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2),)
+    for step in range(2):
+        for each, optimizer in zip((bare, model), optimizers, strict=True):
+            pino(each, step)
+            if each is bare:
+                average(bare)
+            optimizer.step()
+            optimizer.zero_grad()
+    got = model.state_dict()
+    return [torch.equal(got[name], weight) for name, weight in bare.named_parameters()]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_losses_of_neuraloperator_train_a_tfno_as_replicas_do(ranks: Any, backend: str) -> None:
+    pytest.importorskip("neuralop")
+    for equal in ranks.run(job_pino, 2, backend):
+        assert equal and all(equal)
 
 
 def job_clipped(loss: Callable[[Any, int], None]) -> tuple[float, float, list[bool]]:
