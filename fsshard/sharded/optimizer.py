@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import sys
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """This rank's state at rest: real tensors shaped like the local parts.
+        """This rank's state: real tensors shaped like the local parts. It may be kept: each look is at the latest.
 
         Raises:
             OptimizerError: ``get_state_dict`` or ``set_state_dict`` of torch asks, which both begin here.
@@ -124,7 +125,7 @@ class ShardedOptimizer(Optimizer):
                 "ShardedOptimizer, which has views or shards of them; write fsshard.save(folder, model, optimizer) and "
                 "fsshard.load(folder, model, optimizer), or take model.state_dict() and optimizer.state_dict()"
             )
-        return states_at_rest(self.inner)
+        return _State(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, or zero them."""
@@ -340,6 +341,25 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
+
+
+class _State(UserDict[Tensor, Any]):
+    """The states of an optimizer by the engine's parameters, whenever it is looked at: in steps they lie elsewhere."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Return what there is now."""
+        return states_at_rest(self._inner)
+
+    def __missing__(self, parameter: Tensor) -> Any:
+        return self.data[parameter]  # an empty one, as in torch
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """Return a state, or ``default``; makes none."""
+        return self.data.get(parameter, default)
 
 
 def _to_user(entry: Entry, value: Any) -> Any:

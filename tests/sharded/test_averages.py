@@ -225,6 +225,28 @@ def test_at_another_number_of_ranks_and_exported(ranks: Any, tmp_path: Path) -> 
         fsshard.export(tmp_path / "saved", tmp_path / "other.pt", average="optimizer")
 
 
+def job_on_four(backend: str, settings: dict[str, Any]) -> bool:
+    """The judge averages the engine's weights, put together: four ranks' gradients are added up in another order."""
+    model, optimizer = wrapped(backend, settings)
+    ema, bare = fsshard.EMA(model, 0.9), built()
+    averaged = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def update() -> None:
+        ema.update()
+        bare.load_state_dict(model.state_dict())
+        averaged.update_parameters(bare)
+
+    train(model, optimizer, range(3), update)
+    with ema.swapped():
+        shown = model.state_dict()
+    return all(torch.equal(shown[name], value) for name, value in averaged.module.named_parameters())
+
+
+@pytest.mark.parametrize(("backend", "settings"), ENGINES[2:])
+def test_four_ranks_average_their_parts(ranks: Any, backend: str, settings: dict[str, Any]) -> None:
+    assert ranks.run(job_on_four, 4, backend, settings) == [True] * 4
+
+
 def job_uneven(backend: str) -> str:
     model, optimizer = wrapped(backend, {})
     ema = fsshard.EMA(model)

@@ -12,7 +12,7 @@ import torch
 import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from tests.models import Net, batch, net, two_heads
-from tests.optimizers import Written
+from tests.optimizers import MyLion, MyMuon, Written
 from tests.sharded.training import ALL, train
 from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, ranks_of, wrapped
 
@@ -336,6 +336,29 @@ def test_state_that_does_not_fit(ranks: Any, kind: str, text: str) -> None:
     for error in ranks.run_expecting_errors(job_bad_state, 2, kind):
         assert isinstance(error, StateDictError)
         assert text in str(error)
+
+
+def job_held_state(backend: str, kind: Any, whole: bool) -> None:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, kind, whole=whole, lr=0.01)
+    held, stored = optimizer.state, {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for number in range(3):
+        step(model, optimizer, number)
+        found = {id(p): {key: value.clone() for key, value in state.items()} for p, state in held.items()}
+        assert len(held) == len(found) and found.keys() <= stored
+        for parameter, state in optimizer.state.items():
+            assert parameter in held and all(torch.equal(state[key], found[id(parameter)][key]) for key in state)
+        assert found == {} or any(value.any() for state in found.values() for value in state.values())
+    new = torch.nn.Parameter(torch.zeros(1))
+    assert held.get(new) is None and new not in held
+    assert held[new] == {} and held.pop(new) == {} and new not in held  # as torch's
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(torch.optim.Adam, False), (MyLion, False), (MyMuon, True)])
+def test_a_state_that_is_kept_is_the_latest(ranks: Any, kind: Any, whole: bool) -> None:
+    """In a step it lies under what the optimizer was shown."""
+    for backend in ALL:
+        ranks.run(job_held_state, ranks_of(backend), backend, kind, whole)
 
 
 def job_zero_dim_round_trip(backend: str) -> list[str]:
