@@ -126,9 +126,10 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
 
-# About two hours on two cores.
+# Tables in docs/parity.md. Ten minutes on two cores for the fewest trainings in which every two values meet; four hours for
+# all with `make parity MATRIX=--all`.
 parity: $(READY)
-	$(BIN)/python -m tests.parity.matrix --all --table docs/parity.md
+	$(BIN)/python -m tests.parity.matrix $(MATRIX) --table docs/parity.md
 
 # This CPU's table in docs/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
 .PHONY: machines

@@ -1,7 +1,7 @@
 """The parity matrix: every model x world size x variant x optimizer, each under every backend.
 
-python -m tests.parity.matrix                       # a subset in which every pair of values occurs
-python -m tests.parity.matrix --all --table docs/parity.md
+python -m tests.parity.matrix --table docs/parity.md          # a subset in which every pair of values occurs
+python -m tests.parity.matrix --all --table docs/parity.md    # four hours on two cores
 """
 
 from __future__ import annotations
@@ -384,18 +384,16 @@ def count(results: Sequence[Result], reasons: list[str]) -> str:
     return ", ".join(f"{found[v]} {v}{told if v == 'refused' else ''}" for v in VERDICTS if found[v])
 
 
-def document(results: Sequence[Result], command: str, *, steps: int) -> str:
-    """The first part of docs/parity.md."""
+def document(results: Sequence[Result], command: str, *, steps: int, pairs: bool) -> str:
+    """The first part of docs/parity.md; its second with ``pairs``, whose results are those of :func:`covering`."""
     reasons, versions = list[str](), []
     for package in ("fsshard", "torch", "fairscale", "neuraloperator", "torch-harmonics", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     combinations = len({result.combination for result in results})
-    parts = [
-        "# The parity matrix",
-        "Made by\n\n```\n" + command + "\n```",
-        f"With {', '.join(versions)}.",
-        f"{combinations} trainings of {steps} steps, each under every backend: {len(results)} runs. Each is "
+    total = f"{combinations} trainings of {steps} steps, each under every backend: {len(results)} runs."
+    explained = [
+        f"{total} Each is "
         "compared with `ddp` on the same number of ranks: losses, gradients, gradient norms, weights, optimizer state"
         " and buffers of every step.",
         "*exact*: bit-identical. *bound*: within the rounding that another order of the same sums can make, derived "
@@ -407,6 +405,14 @@ def document(results: Sequence[Result], command: str, *, steps: int) -> str:
         "gradients are averaged by hand, and moves weights in and out in every way (`state_dict`, `load_state_dict`, "
         "`full_parameters`, `save`, `load`): on two ranks losses, weights and optimizer state are bit-identical, or "
         "the backend raises with an explanation.",
+    ]
+    if pairs:
+        explained = [f"{total} Every two values of model, number of ranks, variant and optimizer meet in one of them."]
+    parts = [
+        "## Every pair" if pairs else "# The parity matrix",
+        "Made by\n\n```\n" + command + "\n```",
+        f"With {', '.join(versions)}.",
+        *explained,
         "## By model, backend and number of ranks",
         table(results, ["model", "backend"], "world_size", reasons),
         "## By optimizer",
@@ -420,7 +426,7 @@ def document(results: Sequence[Result], command: str, *, steps: int) -> str:
         parts += ["## Faults", "\n".join(listed)]
     if reasons:
         parts += ["## Footnotes", "\n".join(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(f"#{part}" if pairs and part[:4] in ("## B", "## F") else part for part in parts) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -437,10 +443,10 @@ def main(given: Sequence[str] | None = None) -> int:
     with RankPool() as pool:
         results = run_all(everything() if options.all else covering(), console, pool, steps=options.steps)
     command = "python -m tests.parity.matrix " + " ".join(sys.argv[1:] if given is None else given)
-    text = document(results, command, steps=options.steps)
+    text = document(results, command, steps=options.steps, pairs=not options.all)
     console.print(text, markup=False, soft_wrap=True)
     if options.table is not None:
-        page.write_part(options.table, "matrix", text)
+        page.write_part(options.table, "matrix" if options.all else "pairs", text)
     return int(any(result.is_fault for result in results))
 
 
