@@ -18,6 +18,7 @@ def copy(pytester: pytest.Pytester) -> Path:
     return pytester.path
 
 
+@pytest.mark.long  # tests/parity/scripts compares these engines at every commit, in ranks that are there already
 def test_the_scripts_train_the_same(copy: Path, pytester: pytest.Pytester) -> None:
     """Real torchrun, raw DDP and raw FSDP2; and they train another way where one is changed."""
     result = pytester.runpytest_inprocess()
