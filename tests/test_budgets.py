@@ -31,7 +31,7 @@ LINES = {
     "fsshard/torch_private": 1_696,
     "fsshard/complex_params": 1_661,
     "compat": 7_955,
-    "tests": 54_872,
+    "tests": 54_879,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 128
