@@ -124,6 +124,14 @@ def test_targets_of_make_and_scripts_exist(page: Path) -> None:
         assert (ROOT / shlex.split(command)[0]).is_file(), command
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_cells_of_tables_are_short(page: Path) -> None:
+    """On a phone a longer one is a column of single words: write a list, or a section that the search finds."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    cells = [cell for row in re.findall(r"^\|.*\|$", text, re.MULTILINE) for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell.split()) > 25] == []
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -33,6 +34,17 @@ PUBLIC = (
     "fsshard.recipes",
 )
 """Packages whose names are for users."""
+
+
+SEARCHED = {
+    "slurm": "launching/",
+    "multi-node": "launching/",
+    "two nodes": "launching/",
+    "ray train": "launching/",
+    "optimizer": "optimizers/",
+    "resume on fewer gpus": "checkpoints/",
+}
+"""What newcomers search for -> the page that has it in a heading, which the search ranks first."""
 
 
 def in_nav() -> list[str]:
@@ -142,6 +154,13 @@ def test_pages_are_whole(site: Path) -> None:
                 target = target / "index.html" if target.is_dir() else target
                 assert target.is_file(), (path, link)
                 assert target not in pages or anchor in pages[target].ids, (path, link)
+
+
+def test_the_search_finds_pages_by_their_headings(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    for words, page in SEARCHED.items():
+        found = {entry["location"].partition("#")[0] for entry in entries if words in entry["title"].lower()}
+        assert page in found, (words, found)
 
 
 def test_torchs_names_lead_to_its_documentation(site: Path) -> None:

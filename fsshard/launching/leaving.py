@@ -44,14 +44,19 @@ def keep_all_groups() -> None:
 
 def tear_down() -> None:
     """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
-    # A gloo worker takes the GIL to drop its last work. If the interpreter is finalizing by then, Python before 3.14
-    # ends that thread inside a C++ destructor (gh-87135): "terminate called without an active exception", SIGABRT,
-    # in up to a tenth of the ranks that leave right after a backward pass of DDP (torch 2.13). So hand the GIL over.
-    time.sleep(YIELD_SECONDS)
+    _yield_to_workers()
     if dist.is_initialized():
         keep_all_groups()
         gc.collect()  # models in reference cycles go before their group does
         dist.destroy_process_group()
+
+
+def _yield_to_workers() -> None:
+    """Hand the GIL over to the worker threads of groups, which drop their last work under it."""
+    # If the interpreter is finalizing by then, Python before 3.14 ends that thread inside a C++ destructor (gh-87135):
+    # "terminate called without an active exception", SIGABRT, in up to a tenth of the ranks that leave right after a
+    # backward pass of DDP (torch 2.13).
+    time.sleep(YIELD_SECONDS)
 
 
 unfinished: list[Callable[[bool], None]] = []
@@ -89,11 +94,13 @@ def watch_end(group: dist.ProcessGroup) -> None:
 def _ended(error: BaseException | None) -> None:
     global _failed
     if error is None:
-        # Without this it may abort; see tear_down(). A rank that failed may have operations under way that will never
-        # be complete, and destroying could wait for them.
+        # A rank that failed may have operations under way that will never be complete, and destroying could wait for
+        # them.
         if dist.is_initialized() and not _failed:
             finish_before_leaving()
             tear_down()
+        else:  # a script that destroyed its group itself: our reference keeps the group's workers alive
+            _yield_to_workers()
         return
     _failed = True
     with suppress(Exception):
