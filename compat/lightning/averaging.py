@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import callbacks
 from torch import Tensor, nn
 
+from fsshard.errors import ConfigurationError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.averages import numbers
 from fsshard.sharded.module import ShardedModule
@@ -18,10 +19,17 @@ AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())
 
 
 class Parts(nn.Module):
-    """This rank's shards of the parameters, and the buffers, as a module: Lightning's callback averages any module."""
+    """This rank's shards of a module's parameters, and its buffers: Lightning's callback averages any module.
 
-    def __init__(self, parts: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+    Attributes:
+        of: the user's module.
+    """
+
+    of: Any
+
+    def __init__(self, of: Any, parts: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
         super().__init__()
+        self.__dict__["of"] = of  # which is no part of this one
         self.parts = nn.ParameterList([nn.Parameter(part, requires_grad=False) for part in parts])
         for number, buffer in enumerate(buffers):
             self.register_buffer(f"buffer{number}", buffer)
@@ -50,7 +58,8 @@ def average_parts(callback: Any, sharded: Callable[[], ShardedModule | None], *,
         parts = [_cut(entry, whole[entry.name].detach()) for entry in model.backend.all]
         buffers = [own[name] for name, _ in model.named_buffers()]
     device = average.n_averaged.device
-    average.module = Parts(*([value.detach().to(device, copy=True) for value in each] for each in (parts, buffers)))
+    copies = ([value.detach().to(device, copy=True) for value in each] for each in (parts, buffers))
+    average.module = Parts(model.module, *copies)
     update = type(average).update_parameters.__get__(average)
     average.update_parameters = lambda module: update(module if callback.engine(module) is None else _live(model))
 
@@ -58,7 +67,7 @@ def average_parts(callback: Any, sharded: Callable[[], ShardedModule | None], *,
 def _live(model: ShardedModule) -> Parts:
     """Return the model's own memory. Local."""
     shards = (numbers(entry, entry.local()) for entry in model.backend.all)
-    return Parts(shards, (buffer for _, buffer in model.named_buffers()))
+    return Parts(model.module, shards, (buffer for _, buffer in model.named_buffers()))
 
 
 def _cut(entry: Entry, whole: Tensor) -> Tensor:
@@ -77,10 +86,20 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
     _average_model: Any
 
     def engine(self, module: Any) -> ShardedModule | None:
-        """Return the wrapped module; None where the average is whole: before ``wrap``, and after ``fit``."""
+        """Return the wrapped module; None where the average is whole: before ``wrap``, and after ``fit``.
+
+        Raises:
+            ConfigurationError: an engine still has the module that was trained, and this is another one.
+        """
         average = self._average_model
         if average is None or not isinstance(average.module, Parts):
             return None
+        if average.module.of is not module:
+            name = type(self).__name__
+            raise ConfigurationError(
+                f"{name}: expected the module that fit() has trained, of which each rank averages its shards, got "
+                f"another {type(module).__name__}; pass that one, or use a Trainer without {name}"
+            )
         model = self.sharded()
         if model is None:  # another Trainer has given the module back
             average.module = module

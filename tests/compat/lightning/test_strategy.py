@@ -144,6 +144,10 @@ def test_an_average_of_shards_is_whole_in_files_that_are_written_after_fit(
         for what in {"tested", "losses", "validations"} - skipped:
             assert ours[name][what] == case[what], (name, what)
         same_tensors(ours[name]["files"], case["files"], name)
+    # In one process, or once it is whole, Lightning's callback puts the average into any module.
+    told = "EMAWeightAveraging: expected the module that fit() has trained, of which each rank averages its shards, got"
+    advice = "another Module; pass that one, or use a Trainer without EMAWeightAveraging"
+    assert ours["interrupted"]["refused"] == ("nothing" if size == 1 else f"ConfigurationError: {told} {advice}")
 
 
 @pytest.mark.parametrize("engines", HALVES)

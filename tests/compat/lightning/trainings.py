@@ -524,10 +524,13 @@ def average_in_a_file(engine: str, folder: str) -> dict[str, Any]:
             trainer.fit(module, loader(), loader(), **source)
         trainer.save_checkpoint(path)
         tested = [trainer.validate(module, loader(), verbose=False)]
-        if name == "ended":
+        if name in ("ended", "interrupted"):
             for run in (trainer.validate, trainer.test):
                 tested.append(run(module, loader(), ckpt_path=path, verbose=False, weights_only=False))
-        found[name] = {"tested": tested, "losses": module.losses, "validations": module.validations}
+        other = functools.partial(trainer.validate, Module(), loader(), verbose=False)
+        refused = told_by(other) if name == "interrupted" and engine != "lightning" else ""
+        tested.append(trainer.validate(module, loader(), verbose=False))
+        found[name] = {"tested": tested, "losses": module.losses, "validations": module.validations, "refused": refused}
         if torch.distributed.get_rank() == 0:
             written = torch.load(path, weights_only=False)
             kept = ("state_dict", "current_model_state", "averaging_state")
