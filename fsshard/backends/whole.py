@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import exchange
+from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.shown import raw_state
 from fsshard.errors import OptimizerError
 from fsshard.nested import has_arrays
@@ -221,22 +222,25 @@ def from_owners(
     """Copies of the owners' tensors, or of this rank's where there is no owner. Collective, once per owner.
 
     Args:
-        tensors: this rank's: of one dtype, of the owners' shapes.
+        tensors: this rank's: of one dtype, of the owners' shapes. As these lie in memory, so do the copies.
         owners: the rank of the group that each comes from.
         group: who takes part; None where nobody owns anything.
     """
-    if len(tensors) == 1:
+    if len(tensors) == 1 and (
+        tensors[0].layout is not torch.strided or owners[0] is None or tensors[0].is_contiguous()
+    ):
         found = [tensors[0].detach().clone()]
         if owners[0] is not None:
             dist.broadcast(found[0], group=group, group_src=owners[0])
         return found
+    # Flattened by index: gloo sends memory as it lies, and a tensor may lie otherwise on another rank (torch 2.13).
     found = list(tensors)
     for owner in sorted({rank for rank in owners if rank is not None}):
         places = [place for place, rank in enumerate(owners) if rank == owner]
         flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
         dist.broadcast(flat, group=group, group_src=owner)
         for place, piece in zip(places, flat.split([tensors[p].numel() for p in places]), strict=True):
-            found[place] = piece.clone().reshape(tensors[place].shape)
+            found[place] = torch.empty_like(tensors[place]).copy_(piece.view(tensors[place].shape))
     return [tensor.detach().clone() if owner is None else tensor for tensor, owner in zip(found, owners, strict=True)]
 
 
@@ -352,7 +356,7 @@ def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
     for key, value in state.items():
         by_owner = kind == "owners" and isinstance(value, Tensor) and value.dim() > 0
         if by_owner or _is_per_element(value, local):
-            found[key] = _Travels(tuple(value.shape), value.dtype)
+            found[key] = _Travels(tuple(value.shape), value.dtype, order_in_memory(value) if by_owner else ())
         elif divides and has_arrays(value):
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
@@ -375,9 +379,10 @@ def _sent(backend: Backend, optimizer: Optimizer, entry: Entry, value: Tensor | 
 class _Travels(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...]  # of its dims in memory, by which products with it are rounded; () for their own
 
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return laid(torch.empty(self.shape, dtype=self.dtype, device=device), self.order)
 
 
 class _Copied(NamedTuple):

@@ -378,7 +378,7 @@ class _Load:
         if divides != "elements" and not owns_state(backend, optimizer, entry):
             return {}
         entry = state_entry(optimizer, entry)
-        state: _State = {key: (False, self.reader.tree(tree)) for key, tree in small.items()}
+        state: _State = {key: (False, self.reader.tree(tree)) for key, tree in small.items() if key != parts.ORDERS}
         for key, tensor in tensors.items():
             info = infos[tensor]
             same_kind = info.shape == tuple(entry.full_shape) and info.kind.is_complex == entry.kind.is_complex
@@ -394,6 +394,10 @@ class _Load:
                 )
             else:
                 state[key] = (False, self.reader.tensor(tensor))
+        if divides != "elements" and parts.ORDERS in small:
+            for key, order in self.reader.tree(small[parts.ORDERS]).items():
+                part, value = state[key]
+                state[key] = part, parts.lying(entry, value, order)
         return state
 
     def _read_object(self, name: str) -> None:

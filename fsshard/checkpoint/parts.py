@@ -36,6 +36,7 @@ from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
 from fsshard.checkpoint.models import Models, prefix, quoted
 from fsshard.comm.agreement import Channel, agree
+from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.averages import EMA
@@ -264,6 +265,8 @@ def _add_state(
     if divides == "elements" and not local.numel():
         return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     small = collected.state[name][entry.name] = {}
+    if divides != "elements" and (orders := _orders(entry, state)):
+        small[ORDERS] = _encode(orders, "orders", {})
     for key, value in state.items():
         if not isinstance(key, str) or "/" in key:
             raise OptimizerError(
@@ -281,6 +284,25 @@ def _add_state(
             )
         else:
             collected.parts[place] = Part.of_all(value.detach())
+
+
+ORDERS = "/orders"
+"""Beside the state of a parameter: key -> the order of its dims in memory, where that is another one than theirs."""
+
+
+def _orders(entry: Entry, state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return how tensors lie, since products round by it: eigenvectors (SOAP's) column by column."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    same = {key for key, value in tensors.items() if value.shape == entry.local().shape}
+    lying = {k: order_in_memory(entry.kind.to_user(v) if k in same else v) for k, v in tensors.items()}
+    return {key: list(order) for key, order in lying.items() if order}
+
+
+def lying(entry: Entry, value: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a state as it is to lie in memory, in an order that :data:`ORDERS` has."""
+    if value.shape == entry.local().shape and (entry.kind.order or entry.divided_over):
+        return value  # as the engine stores the parameter
+    return laid(value, [*order, *range(len(order), value.dim())])  # pairs of reals stay together
 
 
 def _encode(value: Any, place: str, parts: dict[str, Part]) -> Any:

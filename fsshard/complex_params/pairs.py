@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -173,6 +174,13 @@ def order_in_memory(tensor: Tensor) -> tuple[int, ...]:
     # Only dims of size 1 are at another place: to be kept where it gives back the very strides.
     turned = Kind(Form.PLAIN, order).turn_back(torch.empty([sizes[dim] for dim in order], device="meta"))
     return order if turned.stride() == strides else ()
+
+
+def laid(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """Return ``tensor`` with its dims in memory as :func:`order_in_memory` says; for an empty order itself."""
+    if not order:
+        return tensor
+    return tensor.permute(*order).contiguous().permute([list(order).index(dim) for dim in range(tensor.dim())])
 
 
 def viewable(stored: Tensor) -> Tensor:

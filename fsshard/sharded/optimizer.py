@@ -33,6 +33,7 @@ from fsshard.backends.whole import (
 )
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
+from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.nested import map_containers
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
@@ -373,7 +374,9 @@ def _to_stored(entry: Entry, value: Any) -> Any:
         return value
     if entry.kind.is_complex and not value.is_complex():
         return value  # a real number per complex one (a running mean of |g|^2)
-    return entry.kind.to_stored(entry.take_part(value))
+    stored = entry.kind.to_stored(entry.take_part(value))
+    order = () if entry.kind.order or entry.divided_over or not value.is_complex() else order_in_memory(value)
+    return laid(stored, (*order, len(order)) if order else ())  # bases of a square one, by which products are rounded
 
 
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:

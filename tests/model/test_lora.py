@@ -295,5 +295,26 @@ def job_second_derivative() -> str:
     return ""
 
 
+def job_gradients_of_t5(backend: str) -> float:
+    """Return a rank's bytes of gradients after a backward, as a share of the adapters'."""
+    from fsshard.recipes.models import small_t5
+
+    torch.manual_seed(0)
+    inner = small_t5(words=40, width=32, heads=4, layers=2, d_ff=48, dropout_rate=0.0)
+    fsshard.lora(inner, rank=2, target=r"\.(q|v)\.weight$")
+    trained = sum(parameter.nbytes for parameter in inner.parameters() if parameter.requires_grad)
+    model = fsshard.wrap(inner, backend=backend)
+    words = torch.arange(1, 9).view(2, 4)
+    model(input_ids=words, labels=words).loss.backward()
+    return model.memory_report().ranks[0].by_kind["gradients"] / trained
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_a_frozen_t5_has_gradients_of_its_adapters_alone(ranks: Any, backend: str) -> None:
+    """Raw FSDP1 holds one as long as each unit."""
+    pytest.importorskip("transformers")
+    assert all(0.4 < share < 0.6 for share in ranks.run(job_gradients_of_t5, 2, backend))
+
+
 def test_second_derivatives(ranks: Any) -> None:
     assert ranks.run(job_second_derivative, 2) == ["", ""]

@@ -300,7 +300,7 @@ class _Export:
             groups = [reader.tree(group) for group in saved.groups]
             names = [name for group in groups for name in group["params"]]
             state = {
-                name: {key: reader.tree(node) for key, node in saved.state.get(name, {}).items()}
+                name: {k: reader.tree(node) for k, node in saved.state.get(name, {}).items() if k != parts.ORDERS}
                 | {key: placeholder(tensor) for key, tensor in tensors.get(name, {}).items()}
                 for name in names
             }
