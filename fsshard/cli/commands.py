@@ -150,6 +150,7 @@ def estimate(
     cpu_offload: Annotated[
         bool, typer.Option("--cpu-offload", help="Keep shards in host memory, and count only what stays on the device.")
     ] = False,
+    average: Annotated[bool, typer.Option("--average", help="Keep an average of the weights (fsshard.EMA).")] = False,
     real: Real = False,
     json_file: Json = None,
     picture: Annotated[
@@ -167,7 +168,7 @@ def estimate(
     """
     options.check_recipe(recipe)
     arguments: dict[str, Any] = {"device": device, "machine": machine, "real": real, "cpu_offload": cpu_offload}
-    arguments |= {"accumulation": accumulation, "backend": options.backend_names(backends)}
+    arguments |= {"average": average, "accumulation": accumulation, "backend": options.backend_names(backends)}
     arguments |= {"mixed_precision": mixed_precision or ...}
     arguments |= {"activation_checkpointing": activation_checkpointing or ...}
     sizes = options.world_sizes(world_size or ["2"])

@@ -61,6 +61,7 @@ def estimate(
     activation_checkpointing: object = ...,
     accumulation: int | None = None,
     cpu_offload: bool = False,
+    average: bool = False,
     device_mesh: Any = None,
     mesh: Mapping[str, int] | None = None,
     device: str = "cpu",
@@ -87,6 +88,7 @@ def estimate(
         activation_checkpointing: as for :func:`fsshard.wrap`.
         accumulation: backward passes per step.
         cpu_offload: count what stays on the device while shards are in host memory (``fsdp``, ``fsdp2``).
+        average: keep a :class:`fsshard.EMA` of the model, updated at each step; it counts as optimizer state.
         device_mesh: its shape, (ranks,) or (replicas, shards), or a ``DeviceMesh`` whose shape is taken. A job may have
             other dimensions: the mesh has to divide the world size.
         mesh: sizes by name, ``{"data": 4, "tp": 2}``, of a mesh over which the recipe's ``split`` divides the model: a
@@ -118,6 +120,7 @@ def estimate(
     if auto_wrap_policy is not ...:
         settings["auto_wrap_policy"] = auto_wrap_policy
     more: dict[str, Any] = {"device": device, "cpu_offload": cpu_offload, "real": real, "settings": settings}
+    more["average"] = average
     if mesh is not None:
         more["whole_mesh"] = sizes = whole_mesh(mesh, source, world_size, device_mesh)
         world_size, device_mesh = math.prod(sizes.values()), data_shape(sizes)
@@ -280,8 +283,9 @@ def job_of(backend: Any, world_size: Any, device_mesh: Any, **more: Any) -> Job:
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigurationError(f"world_size={world_size!r}: expected a positive whole number of ranks, or several")
     check_device(more["device"])
-    if not isinstance(more["cpu_offload"], bool):
-        raise ConfigurationError(f"cpu_offload={more['cpu_offload']!r}: expected True or False")
+    for name in ("cpu_offload", "average"):
+        if not isinstance(more.get(name, False), bool):
+            raise ConfigurationError(f"{name}={more[name]!r}: expected True or False")
     mesh = mesh_shape(device_mesh, world_size)
     chosen = backend_class(backend, math.prod(mesh))
     if more["cpu_offload"] and chosen.facts.divides != "elements":

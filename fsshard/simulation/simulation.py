@@ -30,6 +30,7 @@ from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
 from fsshard.planning.plan import Plan
 from fsshard.recipes.recipe import Recipe, check_loss, resolve, seed_all, split_by
+from fsshard.sharded.averages import EMA
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.fakes import Fakes, GlooBuffers, UsedParameters, fake_ranks
@@ -56,6 +57,7 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of wrap()
     device: str = "cpu"  # the device type that it is for: what the optimizer and the allocator would do there
     cpu_offload: bool = False  # count what is left on the device under cpu_offload=True
+    average: bool = False  # with an EMA of the weights
     real: bool = False  # with real tensors
 
     @property
@@ -111,6 +113,13 @@ class Trained(NamedTuple):
     recipe: Recipe
     model: ShardedModule
     optimizer: ShardedOptimizer
+    average: EMA | None
+
+    def update_average(self, tracker: Tracker) -> None:
+        """Take a step into the average of the weights, if there is one: it counts as state of the optimizer. Local."""
+        if self.average is not None:
+            self.average.update()
+            tracker.mark([list(state.values()) for state in self.average.held.state.values()], "optimizer state")
 
 
 def simulate(job: Job) -> Measured:
@@ -140,7 +149,8 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> int | Measured:
                     recipe, module, settings = _divided(job, recipe, module, mesh)
                 first = has_dtensors(module.modules())  # DTensor asks once for shapes, on tensors
                 with fakes.wrapping(module) if fakes else contextlib.nullcontext():
-                    trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=True)
+                    given = {"backend": job.backend, **settings}
+                    trained = under_backend(recipe, module, given, fake=True, average=job.average)
                 place = rank if job.whole_mesh is None else data_rank(mesh).rank
                 heaviest = _heaviest_rank(trained, place)
                 if heaviest != place:
@@ -241,8 +251,10 @@ def _heaviest_rank(trained: Trained, rank: int) -> int:
     return min(nbytes, key=lambda owner: (-nbytes[owner], owner), default=rank)
 
 
-def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any], *, fake: bool) -> Trained:
-    """Wrap ``module`` and build its optimizer. Collective."""
+def under_backend(
+    recipe: Recipe, module: nn.Module, settings: Mapping[str, Any], *, fake: bool, average: bool = False
+) -> Trained:
+    """Wrap ``module``, and build its optimizer and the average of its weights. Collective."""
     given = {"mixed_precision": recipe.precision, "activation_checkpointing": recipe.activation_checkpointing}
     model = wrap(module, **{**given, **recipe.settings, **settings})
     groups = None if recipe.param_groups is None else recipe.param_groups(list(model.backend.entries))
@@ -250,7 +262,7 @@ def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]
     model.scaled = True  # a loss scale adds a few numbers, and reads from memory whether a step is taken: left out
     if fake:
         model.simulate()
-    return Trained(recipe, model, optimizer)
+    return Trained(recipe, model, optimizer, EMA(model) if average else None)
 
 
 def _make_state(trained: Trained, tracker: Tracker) -> None:
@@ -264,6 +276,7 @@ def _make_state(trained: Trained, tracker: Tracker) -> None:
     for entry in entries:
         entry.parameter.grad = None
     tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
+    trained.update_average(tracker)
     trained.model.buffers_held.differ = True  # so that the forward sends them
 
 
@@ -284,6 +297,7 @@ def _run_steps(
         tracker.mark(batches, "inputs")
         tracker.reset()
         _one_step(trained, batches)
+        trained.update_average(tracker)
         seen.append(tracker.usage(offloaded=offloaded))
     highest = max(reversed(seen), key=lambda usage: usage.peak)
     backend, work = model.backend, seen[-1].work
@@ -299,7 +313,7 @@ def _run_steps(
     return Measured(
         rank=rank,
         usage=replace(highest, traffic=seen[-1].traffic, work=work),
-        state_ratio=_state_ratio(optimizer),
+        state_ratio=_state_ratio(trained),
         in_flight=tuple(sorted(reduced, reverse=True)),
         plan=model.plan,
         comm_groups=backend.groups,
@@ -322,13 +336,12 @@ def _one_step(trained: Trained, batches: list[Any]) -> None:
     model.zero_grad()
 
 
-def _state_ratio(optimizer: ShardedOptimizer) -> float:
-    held = state = 0
-    for parameter, values in optimizer.state.items():
-        local: Any = getattr(parameter, LOCAL_TENSOR, parameter)
-        held += local.numel() * local.element_size()
-        tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.dim()]
-        state += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _state_ratio(trained: Trained) -> float:
+    locals_: list[Any] = [getattr(p, LOCAL_TENSOR, p) for p in trained.optimizer.state]
+    kept = [trained.optimizer.state, *([] if trained.average is None else [trained.average.held.state])]
+    values = [value for states in kept for state in states.values() for value in state.values()]
+    held = sum(local.nbytes for local in locals_)
+    state = sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
     return state / held if held else 0.0
 
 
@@ -349,5 +362,6 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
         module, settings = recipe.build(), dict[str, Any]()
         if mesh is not None:
             recipe, module, settings = _divided(job, recipe, module, mesh)
-        trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=False)
+        given = {"backend": job.backend, **settings}
+        trained = under_backend(recipe, module, given, fake=False, average=job.average)
         return _run_steps(trained, tracker, batch, rank, steps)

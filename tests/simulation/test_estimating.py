@@ -159,6 +159,20 @@ def test_optimizers_over_whole_matrices_are_as_simulated(ranks: Any, backend: st
     assert more.get("all_to_all", 0) == less.get("all_to_all", 0) + 2
 
 
+@pytest.mark.parametrize("backend", often(["ddp", "fairscale", "fsdp", "fsdp2"], "fairscale", "fsdp2"))
+def test_an_average_of_the_weights_is_as_simulated(ranks: Any, backend: str) -> None:
+    """A rank has one of what it holds of the weights, under FairScale of what it owns."""
+    job = Job(source=net(build=functools.partial(Net, 256)), changes={}, backend=backend, mesh=(2,), average=True)
+    simulated = simulate(job)
+    check(ranks, job, simulated)
+    plain = simulate(dataclasses.replace(job, average=False))
+    more = simulated.usage.highest["optimizer state"] - plain.usage.highest["optimizer state"]
+    share = 1.0 if backend == "ddp" else 0.5
+    assert more == pytest.approx(share * plain.plan.nbytes, rel=0.1)
+    assert simulated.usage.work.operators > plain.usage.work.operators
+    assert simulated.usage.traffic == plain.usage.traffic
+
+
 def test_units_that_fsdp_keeps_gathered_are_as_simulated(ranks: Any) -> None:
     """In the process that estimates are made in: FSDP1 asked for addresses there, and failed."""
     settings = {**LAYERS, "sharding_strategy": "SHARD_GRAD_OP"}
@@ -310,6 +324,7 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
         ({"backend": []}, ConfigurationError, "backend="),
         ({"world_size": []}, ConfigurationError, "world_size="),
         ({"backend": "fsdp2", "cpu_offload": "yes"}, ConfigurationError, "cpu_offload='yes'"),
+        ({"backend": "fsdp2", "average": 0.9}, ConfigurationError, "average=0.9: expected True or False"),
     ]
     for arguments, kind, text in wrong:
         with pytest.raises(kind, match=text):

@@ -55,6 +55,7 @@ def tune(
     activation_checkpointing: object = ...,
     accumulation: int | None = None,
     cpu_offload: bool = False,
+    average: bool = False,
     device_mesh: Any = None,
     device: str = "cpu",
     machine: Any = None,
@@ -84,6 +85,7 @@ def tune(
         activation_checkpointing: as for :func:`fsshard.wrap`; False: recompute nothing.
         accumulation: backward passes per step.
         cpu_offload: as for :func:`fsshard.estimate`.
+        average: as for :func:`fsshard.estimate`.
         device_mesh: as for :func:`fsshard.estimate`.
         device: ``"cpu"`` or ``"cuda"``: which device it is for.
         machine: whose constants times are predicted by, as for :func:`fsshard.estimate`.
@@ -126,7 +128,7 @@ def tune(
     if cpu_offload:
         own["cpu_offload"] = True
     asked = {"source": source, "changes": changes, "world_size": world_size, "device_mesh": device_mesh}
-    asked |= {"device": device, "cpu_offload": cpu_offload, "real": real}
+    asked |= {"device": device, "cpu_offload": cpu_offload, "average": average, "real": real}
     constants = machine_of(machine, device)
     with Simulator("fsshard.tune", quiet=True) as simulator:
         search = Search(asked, simulator, {**own, **fixed}, constants, limit, progress)
