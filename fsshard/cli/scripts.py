@@ -23,6 +23,7 @@ def trace(
     every: Annotated[int, typer.Option(min=1, help="Record weights at every so many steps.")] = 1,
     steps: Annotated[str, typer.Option(metavar="FIRST:STOP", help="Record these steps only.")] = ":",
     tensors: Annotated[str, typer.Option(metavar="every=N", help="Keep whole weights, too; 0: never.")] = "every=0",
+    state: Annotated[bool, typer.Option("--state", help="Record and compare the optimizers' state, too.")] = False,
     repeat: Annotated[
         int, typer.Option(min=0, help="Run it so often again, rounded otherwise at random: a bound for rounding.")
     ] = 0,
@@ -40,7 +41,7 @@ def trace(
     first, stop = _numbers("--steps", steps, r"(\d*):(\d*)", "FIRST:STOP, for example 0:50")
     (kept,) = _numbers("--tensors", tensors, r"every=(\d+)", "every=N, for example every=100")
     last = int(stop) if stop else None
-    settings = Settings(every=every, first=int(first or 0), last=last, tensors=int(kept))
+    settings = Settings(every=every, first=int(first or 0), last=last, tensors=int(kept), state=state)
     if overwrite and list(folder.glob("rank*.jsonl")):
         shutil.rmtree(folder)
     code = run(command, folder, settings, repeat=repeat)

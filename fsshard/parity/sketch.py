@@ -106,13 +106,18 @@ def sketch(tensor: Tensor) -> Sketch:
     found, chunks = _digest_of(kind, flat), -(-len(flat) // CHUNK)
     total, squares, largest = torch.zeros(3, dtype=torch.float64)
     projections, signs = torch.zeros(PROJECTIONS, dtype=torch.float64), _signs(-chunks, chunks).flip(1)
-    room = torch.empty(min(len(flat), AT_ONCE * CHUNK), dtype=torch.float64)  # fresh pages cost more than the sums
+    most = min(len(flat), AT_ONCE * CHUNK)  # fresh pages cost more than the sums
+    room, plain = torch.empty(most, dtype=torch.float64), torch.empty(most, dtype=flat.dtype)
     for first in range(0, chunks, AT_ONCE):
-        part = _plain_zeros(flat[first * CHUNK : (first + AT_ONCE) * CHUNK])
-        found.update(_bytes_of(part))
+        part = flat[first * CHUNK : (first + AT_ONCE) * CHUNK]
         wide = room[: len(part)].copy_(part)
-        total, squares = total + wide.sum(), squares + wide.square().sum()
-        largest = torch.maximum(largest, wide.abs().max())
+        low, high = torch.aminmax(part if _has_arithmetic(part) else wide)
+        if _has_arithmetic(part):
+            part = torch.add(part, 0.0, out=plain[: len(part)])
+            part = _plain_nan(part) if low.isnan() else part
+        found.update(_bytes_of(part))
+        total, squares = total + wide.sum(), squares + torch.dot(wide, wide)
+        largest = torch.maximum(largest, torch.maximum(-low, high))
         rows, width = -(-len(wide) // CHUNK), min(len(wide), CHUNK)
         missing = rows * width - len(wide)
         even = (torch.nn.functional.pad(wide, (0, missing)) if missing else wide).view(rows, width)
@@ -133,7 +138,9 @@ def sketch_digest(tensor: Tensor) -> str:
     kind, flat = _flat(tensor)
     found = _digest_of(kind, flat)
     for start in range(0, len(flat), CHUNK):
-        found.update(_bytes_of(_plain_zeros(flat[start : start + CHUNK])))
+        part = flat[start : start + CHUNK]
+        # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal
+        found.update(_bytes_of(_plain_nan(part + 0.0) if _has_arithmetic(part) else part))
     return str(found.hexdigest())
 
 
@@ -153,11 +160,12 @@ def _digest_of(kind: tuple[str, tuple[int, ...]], flat: Tensor) -> Any:
     return found
 
 
-def _plain_zeros(part: Tensor) -> Tensor:
-    """Return -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal."""
-    if not part.is_floating_point() or part.element_size() == 1:  # torch has no arithmetic of float8
-        return part
-    return torch.nan_to_num_(part + 0.0, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+def _has_arithmetic(part: Tensor) -> bool:
+    return part.is_floating_point() and part.element_size() > 1  # torch has none of float8
+
+
+def _plain_nan(part: Tensor) -> Tensor:
+    return torch.nan_to_num_(part, nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
 def _bytes_of(part: Tensor) -> Any:

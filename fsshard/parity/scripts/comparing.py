@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +15,11 @@ from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
 from fsshard.parity.report import Cell, StepReport, difference
 from fsshard.parity.scripts.causes import causes, ranks_apart
-from fsshard.parity.scripts.store import Record, ScriptTrace, read_tensor, tensor_file
+from fsshard.parity.scripts.store import Record, ScriptTrace, in_model, read_tensor, tensor_file
 from fsshard.parity.sketch import Sketch
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
 
-DECIDING = ("initial weight", "weight", "buffer")
+DECIDING = ("initial weight", "weight", "state", "buffer")
 """Quantities that make the verdict: trainings with the same weights after each step are the same training."""
 LEAST_REPEATS = 4
 """Fewest repeats: the largest distance among fewer runs says too little about the next one's."""
@@ -92,11 +92,14 @@ def compare_scripts(
             f"{before.folder} and {now.folder} have no step in common at which weights are recorded; record both with "
             "the same --steps and --every"
         )
+    called = [*now.initial]
+    _rename(now, _in_the_order_of(before, now))
     names = matched_names(*({n: (w, one.ranks[0].steps[weighed[-1]].weights.get(n, w)) for n, w in one.initial.items()}
                             for one in (before, now)))  # fmt: skip
-    _rename(now, {theirs: ours for ours, theirs in names.items()})
-    cell = _compared(before, now, draws, steps)
-    return _report(before, now, steps, weighed, cell, {n: other for n, other in names.items() if n != other})
+    theirs = {other: name for name, other in names.items()}
+    _rename(now, lambda name: theirs.get(name, name))
+    renamed = {name: other for name, other in zip(now.initial, called, strict=True) if name != other}
+    return _report(before, now, steps, weighed, _compared(before, now, draws, steps), renamed)
 
 
 def _compared(before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace], steps: list[int]) -> Cell:
@@ -131,25 +134,22 @@ def _telling(step: StepReport) -> StepReport:
 
 def _shared(old: Record, new: Record) -> dict[str, Callable[[str], bool]]:
     """Return what both sides have recorded: quantity -> whether a name counts."""
-    if not (old.weights and new.weights):
-        return {}
+    sides = [record.sketches for record in (old, new)]
+    both = {quantity for quantity in ("weight", "state") if all(side.get(quantity) for side in sides)}
     # A buffer of one side alone, which a forward makes, or an engine keeps otherwise, decides nothing.
-    return {
-        "weight": lambda name: True,
-        "buffer": (old.sketches["buffer"].keys() & new.sketches["buffer"]).__contains__,
-    }
+    shared = sides[0].get("buffer", {}).keys() & sides[1].get("buffer", {})
+    return {**dict.fromkeys(both, lambda name: True), **({"buffer": shared.__contains__} if both else {})}
 
 
 def _as_trace(one: ScriptTrace, steps: list[int], shared: Sequence[Mapping[str, Callable[[str], bool]]]) -> Trace:
     """Return the steps as those of a recorded training, with what both sides have recorded."""
     header, ranks = one.ranks[0].header, []
     for rank in one.ranks:
-        trace = RankTrace(initial={name: each for model in rank.models for name, each in model.weights.items()})
+        trace = RankTrace(initial=rank.initial)
         for number, counts in zip(steps, shared, strict=True):
             record = rank.steps[number]
             sketches = {q: {n: each for n, each in record.sketches[q].items() if kept(n)} for q, kept in counts.items()}
-            norm = math.sqrt(sum(square for square, _ in record.gradients.values()))
-            trace.steps.append(Step(batches=[], loss=sum(record.losses), norm=norm, sketches=sketches))
+            trace.steps.append(Step(batches=[], loss=sum(record.losses), norm=0.0, sketches=sketches))
         ranks.append(trace)
     told: dict[str, Any] = {name: getattr(header, name) for name in ("environment", "commit", "device", "world_size")}
     return Trace(**told, recipe={}, backend=one.folder.name, detail="digests", parameters=[*one.initial], ranks=ranks)
@@ -169,28 +169,52 @@ def matched_names(old: Sides, new: Sides) -> dict[str, str]:
     """
     found = {name: name for name in old if name in new}
     for depth in (2, 1, 0):
-        places: list[dict[Any, list[str]]] = [{}, {}]
-        for side, taken, place in ((old, found.keys(), places[0]), (new, {*found.values()}, places[1])):
+        alike: list[dict[Any, list[str]]] = [{}, {}]
+        for side, taken, kinds in ((old, found.keys(), alike[0]), (new, {*found.values()}, alike[1])):
             for name, sketches in side.items():
                 if name not in taken:
-                    place.setdefault((sketches[0].shape, *(one.digest for one in sketches[:depth])), []).append(name)
-        for key, names in places[0].items():
-            others = places[1].get(key, [])
+                    kinds.setdefault((sketches[0].shape, *(one.digest for one in sketches[:depth])), []).append(name)
+        for kind, names in alike[0].items():
+            others = alike[1].get(kind, [])
             if len(names) == len(others) and (depth or len(names) == 1):
                 found |= zip(names, others, strict=True)
     return {name: found[name] for name in old if name in found}
 
 
-def _rename(trace: ScriptTrace, names: Mapping[str, str]) -> None:
-    def renamed(named: Mapping[str, Any]) -> dict[str, Any]:
-        return {names.get(name, name): one for name, one in named.items()}
+def _in_the_order_of(old: ScriptTrace, new: ScriptTrace) -> Callable[[str], str]:
+    """Return how the new script's parameters are named if it calls those models first that the old one does."""
+    sides = [[model.weights for model in one.ranks[0].models] for one in (new, old)]
+    pairs, places = itertools.product(*(range(len(side)) for side in sides)), dict[int, int]()
+    # Pairs of models that have most in common first; of those with as much the first ones.
+    for place, other in sorted(pairs, key=lambda pair: _common(sides[0][pair[0]], sides[1][pair[1]]), reverse=True):
+        if place not in places and other not in places.values():
+            places[place] = other
+    free = (number for number in itertools.count() if number not in places.values())
+    order = [places[place] if place in places else next(free) for place in range(len(sides[0]))]
+
+    def renamed(name: str) -> str:
+        place = next((k for k in range(1, len(order)) if name.startswith(in_model(k, ""))), 0)
+        return in_model(order[place], name.removeprefix(in_model(place, "")))
+
+    return renamed
+
+
+def _common(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> list[int]:
+    """Return how many parameters of the same name have equal bits, and how many the same shape."""
+    pairs = [(one[name], other[name]) for name in one if name in other]
+    return [sum(a.digest == b.digest for a, b in pairs), sum(a.shape == b.shape for a, b in pairs)]
+
+
+def _rename(trace: ScriptTrace, renamed: Callable[[str], str]) -> None:
+    def all_of(named: Mapping[str, Any]) -> dict[str, Any]:
+        parts = ((name.partition(": "), one) for name, one in named.items())  # of a state "parameter: key"
+        return {renamed(name) + colon + key: one for (name, colon, key), one in parts}
 
     for rank in trace.ranks:
-        for model in rank.models:
-            model.weights = renamed(model.weights)
+        rank.initial = all_of(rank.initial)
         for record in rank.steps.values():
-            record.gradients = renamed(record.gradients)
-            record.sketches = {quantity: renamed(one) for quantity, one in record.sketches.items()}
+            record.gradients = all_of(record.gradients)
+            record.sketches = {quantity: all_of(one) for quantity, one in record.sketches.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- report

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,15 +34,17 @@ from fsshard.parity.scripts.store import (
     Model,
     Record,
     Samples,
-    Writer,
+    append,
     digest_alone,
+    in_model,
     note_end,
     tensor_file,
     write_tensor,
 )
-from fsshard.parity.scripts.weights import user_names, whole_tensors
+from fsshard.parity.scripts.weights import steps_itself, user_names, whole_state, whole_tensors
 from fsshard.parity.sketch import Sketch, digest, real_view, sketch, sketch_digest
 from fsshard.parity.trace import INITIAL, commit_in, environment
+from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
 
@@ -53,19 +57,25 @@ class Settings:
     first: int = 0  # the first step
     last: int | None = None  # the one after the last; None for all
     tensors: int = 0  # weights are kept whole at every so many steps; 0 for never
+    state: bool = False  # optimizer state is, with the weights
     draw: int = 0  # a number seeds a run whose results are rounded otherwise, at random
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.tensors < 0:
             raise ConfigurationError(f"expected every >= 1 and tensors >= 0, got {self.every} and {self.tensors}")
 
+    def keeps(self, step: int) -> bool:
+        """Return whether tensors of a step are kept whole."""
+        return self.tensors > 0 and step % self.tensors == 0
+
 
 def _shielded(hook: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a method of :class:`Recorder`: what fails in it ends the record, never the training."""
+    """Decorate a hook of :class:`Recorder`: what fails in it ends the record, never the training."""
 
     @functools.wraps(hook)
     def shielded(recorder: Recorder, *arguments: Any, **keywords: Any) -> None:
-        if recorder.process != os.getpid():  # stopped, or a fork: its parent's file is none of its own
+        # A hook must not become a part of a graph; a recorder without process is stopped, or that of a fork's parent.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or recorder.process != os.getpid():
             return
         try:
             hook(recorder, *arguments, **keywords)
@@ -79,18 +89,18 @@ class Recorder:
     """Hooks of one process, between :meth:`start` and :meth:`stop`, which write a file per rank into ``folder``."""
 
     def __init__(self, folder: str | Path, settings: Settings) -> None:
-        self._folder, self._settings = Path(folder), settings
+        self._folder, self._settings = Path(folder).absolute(), settings
         self._models: list[nn.Module] = []  # in the order of their first forwards
         self._known: set[int] = set()  # ids of modules that are, or are in, one of them
         self.process = 0  # that records; 0 before start() and after stop()
         self._depth = self._backwards = 0
-        self._optimizers: list[Optimizer] = []  # whose step goes on: one may step another, as FairScale's OSS does
+        self._stepping: list[Any] = []  # optimizers: one may step another, as FairScale's OSS does
+        self._steps = 0  # of optimizers so far
+        self._new: list[Model] = []  # since the last record
         self._losses: list[Tensor] = []
         self._samples: list[Samples] = []
         self._last_record: Record | None = None
-        self._number = self._steps = 0  # the next step's, and steps of optimizers so far
-        self._writer: Writer | None = None
-        self._unwritten: list[Model] = []  # a script may call a model before it joins a process group
+        self._file: Path | None = None  # a script may call a model before it joins a process group
         self._stack = contextlib.ExitStack()
         self._rounding: contextlib.ExitStack | None = None
         self._draws = torch.Generator().manual_seed(settings.draw) if settings.draw else None
@@ -115,8 +125,6 @@ class Recorder:
         self.process = 0
         self._round(False)
         self._stack.close()
-        if self._writer is not None:
-            self._writer.close()
 
     def end(self, reason: str) -> None:
         """Record no more, and say so: a comparison must not take what is missing for equal."""
@@ -126,14 +134,9 @@ class Recorder:
 
     # -------------------------------------------------------------------------------------------------------- forward
 
+    @_shielded
     def forward_begins(self, module: nn.Module, arguments: Any) -> None:
         """Note a model that is new, with its weights before the first step."""
-        # A hook must not become a part of a graph.
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            self._begin(module)
-
-    @_shielded
-    def _begin(self, module: nn.Module) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
             # A module below a known one is called alone where an activation is recomputed.
@@ -149,15 +152,13 @@ class Recorder:
         engine = dict(module.named_children()).get(COMPILED, module)  # what torch.compile has compiled
         layers = Counter(repr(one) for one in module.modules() if next(one.children(), None) is None)
         sketches = self._sketches(len(self._models) - 1, INITIAL)
-        weights = {name: one for name, one, buffer in sketches if not buffer}
-        self._write(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
-
-    def _forward_ended(self, module: nn.Module, arguments: Any, *others: Any) -> None:
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            self._end(module, arguments, *others)
+        weights = {name: one for quantity, name, one in sketches if quantity == "weight"}
+        self._new.append(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
+        if steps_itself(module):
+            self._stack.enter_context(replaced(module, "step", self._engine(module)))
 
     @_shielded
-    def _end(self, module: nn.Module, arguments: Any, *others: Any) -> None:
+    def _forward_ended(self, module: nn.Module, arguments: Any, *others: Any) -> None:
         if self._depth == 0:  # it was called before recording began: with the first forward that is differentiated
             return
         self._depth -= 1
@@ -196,58 +197,83 @@ class Recorder:
 
     # ----------------------------------------------------------------------------------------------------------- step
 
-    def _step_begins(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._optimizers.append(optimizer)
+    # Out of torch.compile(optimizer.step), which has a break of its graph in torch itself too.
+    @disable_dynamo
+    @_shielded
+    def _step_begins(self, optimizer: Any, arguments: Any = (), keywords: Any = None) -> None:
+        if optimizer in self._stepping:  # its last step has raised
+            del self._stepping[self._stepping.index(optimizer) :]
+        self._stepping.append(optimizer)
 
-    def _step_ended(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if self._optimizers:  # else the first forward, with which recording began, was within this step: a closure
-            self._optimizers.pop()
-        if not self._optimizers and self._models:
-            self._round(False)
-            self._record(optimizer)
+    @disable_dynamo
+    @_shielded
+    def _step_ended(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        if optimizer in self._stepping:  # else the first forward, with which recording began, was in it: a closure
+            self._stepping.remove(optimizer)
+        self._steps += 1
+        if not self._stepping:
+            self._record(optimizer, _groups(optimizer))
 
     def _scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``GradScaler.step`` that notes steps which it leaves out."""
+        """Return ``GradScaler.step``, which may leave its optimizer's step out."""
 
         def step(scaler: Any, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-            before = self._steps
-            result = original(scaler, optimizer, *arguments, **keywords)
-            if self._models and not self._optimizers and self._steps == before:
-                self._record(optimizer, skipped=True)
-            return result
+            return self._around(
+                scaler, optimizer, functools.partial(original, scaler, optimizer, *arguments, **keywords)
+            )
 
         return step
 
+    def _engine(self, module: Any) -> Callable[..., Any]:
+        """Return ``step`` of DeepSpeed's engine, whose optimizers step before they gather."""
+        original = module.step
+
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            if not module.is_gradient_accumulation_boundary():
+                return original(*arguments, **keywords)
+            return self._around(module, module.optimizer, lambda: original(*arguments, **keywords))
+
+        return step
+
+    def _around(self, outer: Any, optimizer: Any, step: Callable[[], Any]) -> Any:
+        """Return what ``step`` does, and record it: the step of an optimizer, or that it was left out."""
+        groups, steps, depth = _groups(optimizer), self._steps, len(self._stepping)  # a scheduler may step in it, too
+        self._stepping.append(outer)
+        try:
+            found = step()
+        finally:
+            del self._stepping[depth:]
+        if not depth:
+            self._record(optimizer, groups, skipped=self._steps == steps)
+        return found
+
     @_shielded
-    def _record(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
-        """Write a step, or what a second optimizer has added to it."""
-        self._steps += 1
-        groups, before = [_plain(group) for group in optimizer.param_groups], self._last_record
-        if before is not None and not self._samples and not self._losses:
-            record = before
+    def _record(self, optimizer: Any, groups: list[dict[str, Any]], *, skipped: bool = False) -> None:
+        """Write a step, or what a further optimizer has added to it."""
+        self._round(False)
+        record, settings = self._last_record, self._settings
+        if not self._models:
+            return
+        if record is not None and not self._samples and not self._losses:
             record.groups, record.skipped = record.groups + groups, record.skipped or skipped
         else:
             losses = [float(_asked(loss, "full_tensor").real) for loss in self._losses]
-            given: dict[str, Any] = {"step": self._number, "losses": losses, "samples": self._samples, "groups": groups}
-            record = Record(**given, random="", skipped=skipped, gradients={}, sketches={})
-            self._losses, self._samples, self._number = [], [], self._number + 1
-        self._last_record = record
-        last = self._settings.last
-        if record.step < self._settings.first or (last is not None and record.step >= last):
+            given: dict[str, Any] = {"losses": losses, "samples": self._samples, "groups": groups, "skipped": skipped}
+            number = 0 if record is None else record.step + 1
+            record = Record(**given, step=number, models=[], random="", gradients={}, sketches={})
+            self._losses, self._samples, self._last_record = [], [], record
+        if record.step < settings.first or (settings.last is not None and record.step >= settings.last):
             return
         # torch's alone: what others draw is in the samples, and a script that never seeds them has others in each run
         cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
         record.random = digest([torch.get_rng_state(), *cuda])
-        if record.step % self._settings.every == 0 or self._keeps(record.step):
+        if record.step % settings.every == 0 or settings.keeps(record.step):
             record.gradients = dict(self._gradients())
-            record.sketches = {"weight": {}, "buffer": {}}
+            record.sketches = {"weight": {}, "buffer": {}, "state": record.sketches.get("state", {})}
             for place in range(len(self._models)):
-                for name, one, buffer in self._sketches(place, record.step):
-                    record.sketches["buffer" if buffer else "weight"][name] = one
+                for quantity, name, one in self._sketches(place, record.step, optimizer):
+                    record.sketches[quantity][in_model(place, name)] = one
         self._write(record)
-
-    def _keeps(self, step: int) -> bool:
-        return self._settings.tensors > 0 and step % self._settings.tensors == 0
 
     def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
         """Yield squared norms of what this rank has of gradients: in float32, which is cheap and enough for a hint."""
@@ -258,27 +284,26 @@ class Recorder:
                     local = _asked(gradient.detach(), "to_local")
                     numbers = local.coalesce().values() if local.is_sparse else local
                     norm = float(torch.linalg.vector_norm(numbers))
-                    yield _named(place, name), (norm * norm, local.numel())
+                    yield in_model(place, name), (norm * norm, local.numel())
 
-    def _sketches(self, place: int, step: int) -> Iterator[tuple[str, Sketch, bool]]:
-        """Yield name, sketch, and whether it is a buffer; keep the tensors where that is asked for. Collective."""
+    def _sketches(self, place: int, step: int, optimizer: Any = None) -> Iterator[tuple[str, str, Sketch]]:
+        """Yield quantity, name and sketch; keep the tensors where that is asked for. Collective."""
         # Of copies that all ranks have gathered one rank makes the sketch, of replicas each rank its digest at least.
-        rank, size = _rank()
-        for number, whole in enumerate(whole_tensors(self._models[place])):
+        (rank, size), model = _rank(), self._models[place]
+        states = whole_state(model, optimizer) if self._settings.state and optimizer is not None else ()
+        for number, whole in enumerate(itertools.chain(whole_tensors(model), states)):
             holders = whole.ranks or range(size)
-            mine, name = holders[number % len(holders)] == rank, _named(place, whole.name)
-            if mine or whole.buffer:  # buffers of replicas may differ, as those of batch normalization do
-                yield name, sketch(whole.value), whole.buffer
+            mine = holders[number % len(holders)] == rank
+            if mine or whole.quantity != "weight":  # replicas' buffers may differ, and FairScale's state is its owner's
+                yield whole.quantity, whole.name, sketch(whole.value)
             elif whole.ranks is None:
-                yield name, digest_alone(sketch_digest(whole.value)), whole.buffer
-            if mine and self._keeps(step):
-                write_tensor(tensor_file(self._folder, step, name), whole.value)
+                yield whole.quantity, whole.name, digest_alone(sketch_digest(whole.value))
+            if mine and whole.quantity != "state" and self._settings.keeps(step):
+                write_tensor(tensor_file(self._folder, step, in_model(place, whole.name)), whole.value)
+            del whole.value  # before the next one is gathered
 
-    def _write(self, what: Model | Record) -> None:
-        if isinstance(what, Model) and self._writer is None:
-            self._unwritten.append(what)
-            return
-        if self._writer is None:
+    def _write(self, record: Record) -> None:
+        if self._file is None:
             rank, size = _rank()
             device = next((p.device.type for p in self._models[0].parameters()), "cpu")
             header = Header(
@@ -290,24 +315,19 @@ class Recorder:
                 environment=environment(device),
                 every=self._settings.every,
             )
+            self._file = self._folder / f"rank{rank}.jsonl"
             try:
-                self._writer = Writer(self._folder, header)
+                append(self._file, header)
             except FileExistsError:
                 return self.end(f"another process has trained as rank {rank}, and one record is of one training")
-            for model in self._unwritten:
-                self._writer.write(model)
-        self._writer.write(what)
+        record.models, self._new = record.models + self._new, []
+        append(self._file, record)
 
 
 def _rank() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _named(place: int, name: str) -> str:
-    """Return the name among all models: of all but the first with the model's number before it."""
-    return f"model{place}.{name}" if place else name
 
 
 def _computed(module: nn.Module, output: Any) -> str:
@@ -323,25 +343,23 @@ def _asked(value: Any, method: str) -> Any:
     return getattr(value, method)() if hasattr(value, method) else value
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer's group says, as numbers and texts."""
-    plain = (bool, int, float, str, type(None))
-    values = ((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in group.items() if k != "params")
-    return {k: list(v) if isinstance(v, tuple) else v if isinstance(v, plain) else repr(v) for k, v in values}
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what an optimizer's groups say, such as learning rates."""
+    groups = ({k: v for k, v in group.items() if k != "params"} for group in getattr(optimizer, "param_groups", ()))
+    return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
 
 
 def samples_of(given: Any, computed: str = "") -> Samples:
     """Return digests of a forward's arguments: of all, and of the samples that lie along dim 0 of all tensors."""
     arrays = [array for leaf in leaves(given) if is_array(leaf) for array in _arrays(leaf)]
     sizes = {array.shape[0] for array in arrays}
-    total, rows = 0, sizes.pop() if len(sizes) == 1 and all(array.numel() for array in arrays) else 0
-    numbers = [array.contiguous().reshape(array.shape[0], -1).view(torch.uint8).numpy() for array in arrays if rows]
-    for row in range(rows):
-        found = hashlib.blake2b(digest_size=16)
-        for array in numbers:
-            found.update(array[row].tobytes())
-        total += int.from_bytes(found.digest(), "little")
-    return Samples(digest=digest(arrays), rows=rows, total=f"{total % 2**128:032x}", computed=computed)
+    rows = sizes.pop() if len(sizes) == 1 and all(array.numel() for array in arrays) else 0
+    parts = [array.contiguous().reshape(rows, -1).view(torch.uint8).numpy() for array in arrays] if rows else []
+    found = [hashlib.blake2b(row, digest_size=16).digest() for row in (np.concatenate(parts, 1) if rows else ())]
+    total = sum(int.from_bytes(row, "little") for row in found) % 2**128
+    kinds = [(str(array.dtype), tuple(array.shape)) for array in arrays]
+    everything = digest([kinds, b"".join(found)] if rows else arrays)
+    return Samples(digest=everything, rows=rows, total=f"{total:032x}", computed=computed)
 
 
 def _arrays(leaf: Any) -> list[Tensor]:
@@ -362,7 +380,12 @@ def _arrays(leaf: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def trace(
-    folder: str | Path, *, every: int = 1, steps: slice | range | None = None, tensors: int = 0
+    folder: str | Path,
+    *,
+    every: int = 1,
+    steps: slice | range | None = None,
+    tensors: int = 0,
+    state: bool = False,
 ) -> Iterator[Path]:
     """Record every optimizer step that is made within, as ``fsshard trace`` records a script.
 
@@ -374,12 +397,13 @@ def trace(
         every: weights are recorded at every so many steps; losses, samples and learning rates at each.
         steps: those that are recorded, such as ``range(0, 50)``; None for all.
         tensors: whole weights are kept at every so many steps; 0 for never.
+        state: the optimizers' state is recorded with the weights, and compared.
 
     Raises:
         ConfigurationError: ``folder`` holds a record already, or ``every`` is not positive.
     """
     first, last = (0, None) if steps is None else (steps.start or 0, steps.stop)
-    settings = Settings(every=every, first=first, last=last, tensors=tensors)
+    settings = Settings(every=every, first=first, last=last, tensors=tensors, state=state)
     check_new(Path(folder), _rank()[0])
     recorder = Recorder(folder, settings)
     recorder.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -42,7 +42,7 @@ class Model:
 
     engine: str  # its class
     layers: dict[str, int]  # modules without children, as they print, and how many there are
-    weights: dict[str, Sketch]  # by the user's name; of a later model with ``model1.`` before it
+    weights: dict[str, Sketch]  # by the user's name
 
 
 @dataclass(kw_only=True)
@@ -59,19 +59,25 @@ class Samples:
 class Record:
     """One step: of optimizers that step with no forward between them."""
 
+    models: list[Model]  # that are new since the record before
     step: int
     losses: list[float]  # what ``backward`` was called on, unless it has several elements
     samples: list[Samples]  # per forward
-    groups: list[dict[str, Any]]  # of the optimizers: numbers and texts, such as the learning rate
+    groups: list[dict[str, Any]]  # of the optimizers: such as the learning rate; what is not plain as a text
     random: str  # digest of the random generators' state after the step
     skipped: bool  # a scaler left the step out
     gradients: dict[str, tuple[float, int]]  # squared norm and number of elements of this rank's part
-    sketches: dict[str, dict[str, Sketch]]  # "weight" and "buffer", whole; as gradients at every so many steps
+    sketches: dict[str, dict[str, Sketch]]  # "weight", "buffer" and "state", whole; as gradients at every so many steps
 
     @property
     def weights(self) -> dict[str, Sketch]:
         """Sketches of whole weights by name; empty where they are not recorded."""
         return self.sketches.get("weight", {})
+
+
+def in_model(place: int, name: str) -> str:
+    """Return the name among the parameters of all models: of all but the first with the model's number before it."""
+    return f"model{place}.{name}" if place else name
 
 
 def digest_alone(text: str) -> Sketch:
@@ -83,26 +89,14 @@ def digest_alone(text: str) -> Sketch:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-class Writer:
-    """Appends to one rank's file; FileExistsError says that another process has recorded this rank."""
-
-    def __init__(self, folder: Path, header: Header) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"rank{header.rank}.jsonl").open("x", encoding="utf-8")
-        self._line({"format": FORMAT, "version": VERSION, "header": header})
-
-    def write(self, what: Model | Record) -> None:
-        """Append a line."""
-        self._line({type(what).__name__.lower(): what})
-
-    def _line(self, content: dict[str, Any]) -> None:
-        kept = plain(content, lambda text: {"number": text}, {Sketch: _written})
-        self._file.write(json.dumps(kept, separators=(",", ":"), allow_nan=False) + "\n")
-        self._file.flush()  # what is there stays if the script dies
-
-    def close(self) -> None:
-        """End it; nothing is lost without."""
-        self._file.close()
+def append(file: Path, what: Header | Record) -> None:
+    """Append a line to a rank's file, which a header begins; FileExistsError if another process has begun it."""
+    begins = isinstance(what, Header)
+    content = {"format": FORMAT, "version": VERSION, "header": what} if begins else {"record": what}
+    kept = plain(content, lambda text: {"number": text}, {Sketch: _written})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("x" if begins else "a", encoding="utf-8") as lines:  # what is there stays if the script dies
+        lines.write(json.dumps(kept, separators=(",", ":"), allow_nan=False, default=repr) + "\n")
 
 
 def _written(one: Sketch) -> Any:
@@ -142,6 +136,7 @@ class RankRecord:
     header: Header
     models: list[Model]
     steps: dict[int, Record]
+    initial: dict[str, Sketch] = field(default_factory=dict)  # weights before the first step, of all models
 
 
 @dataclass(kw_only=True)
@@ -167,6 +162,9 @@ class ScriptTrace:
             raise TraceError(folder, "", f"expected {size} files of ranks, got {len(ranks)}; {_RECORD_AGAIN}")
         for models in zip(*(one.models for one in ranks), strict=False):
             _share([model.weights for model in models])
+        for rank in ranks:
+            named = ((k, item) for k, model in enumerate(rank.models) for item in model.weights.items())
+            rank.initial = {in_model(place, name): one for place, (name, one) in named}
         for number in sorted(set.intersection(*(set(one.steps) for one in ranks))):
             of_ranks = [one.steps[number].sketches for one in ranks]
             for quantity in set.intersection(*map(set, of_ranks)):
@@ -183,7 +181,7 @@ class ScriptTrace:
     @property
     def initial(self) -> dict[str, Sketch]:
         """Sketches of rank 0's weights before the first step, of all models."""
-        return {name: one for model in self.ranks[0].models for name, one in model.weights.items()}
+        return self.ranks[0].initial
 
 
 def _share(ranks: list[dict[str, Sketch]]) -> None:
@@ -201,7 +199,7 @@ def _share(ranks: list[dict[str, Sketch]]) -> None:
 
 
 def _read_rank(file: Path) -> RankRecord:
-    headers, models, steps = list[Header](), list[Model](), dict[int, Record]()
+    headers, steps = list[Header](), dict[int, Record]()
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not text.endswith("\n"):
             continue  # the process died while it wrote this line
@@ -211,8 +209,6 @@ def _read_rank(file: Path) -> RankRecord:
                 if line.get("format") != FORMAT or line.get("version") != VERSION:
                     raise WrongField("format", f"expected {FORMAT!r}, version {VERSION}; {_RECORD_AGAIN}")
                 headers.append(read_as(Header, line.get("header")))
-            elif "model" in line:
-                models.append(read_as(Model, line["model"], other={Sketch: _read}))
             else:
                 record: Record = read_as(Record, line.get("record"), other={Sketch: _read})
                 steps[record.step] = record  # of several lines of a step the last one has all
@@ -222,6 +218,7 @@ def _read_rank(file: Path) -> RankRecord:
             raise TraceError(file, f"line {number}", f"this is no JSON ({error}); {_RECORD_AGAIN}") from error
     if not headers:
         raise TraceError(file, "", f"the file is empty; {_RECORD_AGAIN}")
+    models = [model for record in steps.values() for model in record.models]
     return RankRecord(header=headers[0], models=models, steps=steps)
 
 

@@ -1,11 +1,12 @@
-"""Whole weights by the user's names, whatever engine has taken the model apart."""
+"""Whole weights, and an optimizer's whole state, by the user's names, whatever engine has taken the model apart."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,16 +14,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsshard.checkpoint.interop.foreign_names import WRAPPERS, clean_path
+from fsshard.comm.agreement import per_rank
 from fsshard.parity.engine import whole_weights
 
 
-class Whole(NamedTuple):
-    """A parameter or buffer."""
+@dataclass
+class Whole:
+    """A tensor that is recorded."""
 
-    name: str  # the user's
-    value: Tensor  # whole; may be freed when the next one is asked for
+    name: str  # the user's; of an optimizer's state "parameter: key"
+    value: Tensor  # whole; may be freed when the next one is asked for, and is deleted before
     ranks: list[int] | None  # those that have gathered the same copy; None for a copy of this rank's own
-    buffer: bool
+    quantity: str  # "weight", "buffer" or "state"
 
 
 Units = list[tuple[str, nn.Module]]
@@ -34,7 +37,39 @@ def whole_tensors(root: nn.Module) -> Iterator[Whole]:
     prefix, units = prefix_of(root), [("", root)]
     for path, unit in units:  # to which the walk through a unit adds those within
         for found in _of_unit(path, unit, units):
-            yield found._replace(name=clean_path(found.name.removeprefix(prefix)))
+            found.name = clean_path(found.name.removeprefix(prefix))
+            yield found
+
+
+def whole_state(root: nn.Module, optimizer: Any) -> Iterator[Whole]:
+    """Yield the tensors of an optimizer's state of a model's parameters, whole. Collective: run it to its end."""
+    trained = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+    mine = [(name, parameter) for name, parameter in user_names(root) if id(parameter) in trained]
+    states: Iterable[tuple[str, Mapping[str, Any]]]
+    if hasattr(optimizer, "iterate_state"):  # fsshard's
+        states = optimizer.iterate_state() if optimizer.model is root else ()
+    elif mine and any(isinstance(module, FullyShardedDataParallel) for module in root.modules()):
+        states = _state_of_fsdp1(root, optimizer)
+    else:
+        # Within FairScale's OSS and torch's ZeroRedundancyOptimizer is one of what this rank updates.
+        state = getattr(getattr(optimizer, "optim", optimizer), "state", {})
+        states = ((name, state[parameter]) for name, parameter in mine if parameter in state)
+    for name, named in states:
+        for key, value in named.items():
+            if isinstance(value, Tensor):
+                yield _whole(f"{name}: {key}", value.detach(), None, "state")
+
+
+def _state_of_fsdp1(root: nn.Module, optimizer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the state by parameter, one key at a time."""
+    # On the CPU all keys of a parameter that are asked for at once are views of the same memory (torch 2.13,
+    # _allgather_orig_param_states): Adam's averages of gradients have the values of those of their squares.
+    local, everyone = optimizer.state_dict(), dist.group.WORLD
+    assert everyone is not None
+    for key in sorted(set().union(*per_rank(everyone, [key for one in local["state"].values() for key in one]))):
+        state = {place: {k: v for k, v in one.items() if k == key} for place, one in local["state"].items()}
+        whole = FullyShardedDataParallel.optim_state_dict(root, optimizer, {**local, "state": state})
+        yield from whole["state"].items()
 
 
 def user_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -58,9 +93,18 @@ def prefix_of(module: nn.Module) -> str:
     return prefix
 
 
+def steps_itself(module: nn.Module) -> bool:
+    """Return whether a model is DeepSpeed's engine, whose own ``step`` ends a step: its optimizers gather later."""
+    return isinstance(module, _known("deepspeed", "DeepSpeedEngine"))
+
+
+def _known(module: str, name: str) -> Any:
+    """Return what a module has, if somebody has imported it; or a tuple of no classes."""
+    return getattr(sys.modules.get(module), name, ())
+
+
 def _is_ours(module: nn.Module) -> bool:
-    known = sys.modules.get("fsshard.sharded.module")  # who has wrapped a model has imported it
-    return known is not None and isinstance(module, known.ShardedModule)
+    return isinstance(module, _known("fsshard.sharded.module", "ShardedModule"))
 
 
 def _own_modules(path: str, module: nn.Module, units: Units) -> Iterator[tuple[str, nn.Module]]:
@@ -74,29 +118,35 @@ def _own_modules(path: str, module: nn.Module, units: Units) -> Iterator[tuple[s
 
 
 def _of_unit(path: str, unit: nn.Module, units: Units) -> Iterator[Whole]:
-    ranks: list[int] | None = None
     if _is_ours(unit):
         model: Any = unit
-        ranks = dist.get_process_group_ranks(model.backend.settings.group)
-        named = whole_weights(model)
-        yield from (Whole(path + name, value, ranks, False) for name, value in named)
-        yield from (Whole(path + name, value, None, True) for name, value in model.named_buffers())
+        group = dist.get_process_group_ranks(model.backend.settings.group)
+        yield from (Whole(path + name, value, group, "weight") for name, value in whole_weights(model))
+        yield from (Whole(path + name, value, None, "buffer") for name, value in model.named_buffers())
         return
+    ranks: list[int] | None = None
     seen: set[int] = set()
     with contextlib.ExitStack() as gathered:
         if isinstance(unit, FullyShardedDataParallel):
             ranks = dist.get_process_group_ranks(unit.process_group)
             gathered.enter_context(FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False))
         for name, module in _own_modules(path, unit, units):
-            parameters = ((name + own, value, False) for own, value in module.named_parameters(recurse=False))
-            buffers = ((name + own, value, True) for own, value in module.named_buffers(recurse=False))
-            for full_name, value, buffer in (*parameters, *buffers):
-                if id(value) not in seen and not nn.parameter.is_lazy(value):  # a shared one has its first name
-                    seen.add(id(value))
-                    yield _whole(full_name, value.detach(), None if buffer else ranks, buffer)
+            with _gathered_by_deepspeed(module):
+                weights = ((name + own, value, "weight") for own, value in module.named_parameters(recurse=False))
+                buffers = ((name + own, value, "buffer") for own, value in module.named_buffers(recurse=False))
+                for full_name, value, quantity in (*weights, *buffers):
+                    if id(value) not in seen and not nn.parameter.is_lazy(value):  # a shared one has its first name
+                        seen.add(id(value))
+                        yield _whole(full_name, value.detach(), ranks if quantity == "weight" else None, quantity)
 
 
-def _whole(name: str, value: Tensor, ranks: list[int] | None, buffer: bool) -> Whole:
+def _gathered_by_deepspeed(module: nn.Module) -> Any:
+    """Return the context in which a module's own parameters are whole under ZeRO-3; others are left alone."""
+    zero = _known("deepspeed", "zero")
+    return zero.GatheredParameters([*module.parameters(recurse=False)]) if zero else contextlib.nullcontext()
+
+
+def _whole(name: str, value: Tensor, ranks: list[int] | None, quantity: str) -> Whole:
     if isinstance(value, DTensor):
-        return Whole(name, value.full_tensor(), value.device_mesh.mesh.flatten().tolist(), buffer)
-    return Whole(name, value, ranks, buffer)
+        return Whole(name, value.full_tensor(), value.device_mesh.mesh.flatten().tolist(), quantity)
+    return Whole(name, value, ranks, quantity)

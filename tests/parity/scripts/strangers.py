@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fsshard
 
@@ -72,9 +73,12 @@ def engine(name: str, model: nn.Module, make: Any) -> tuple[nn.Module, Any]:
         policy, kept = ModuleWrapPolicy({Block}), name == "fsdp1"
         cpu = torch.device("cpu")
         model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu, use_orig_params=kept)
+    elif name == "zero":
+        ddp = nn.parallel.DistributedDataParallel(model)
+        return ddp, ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-2)
     elif name == "fsdp2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:  # type: ignore[union-attr]
+        for block in getattr(model, "blocks", model.children()):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif name == "fairscale":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ import torch
 from fsshard.errors import ConfigurationError
 from fsshard.parity.scripts.comparing import compare_scripts, matched_names
 from fsshard.parity.scripts.recorder import check_new
-from fsshard.parity.scripts.store import Model, Record, Samples, Writer, digest_alone, note_end
+from fsshard.parity.scripts.store import Model, Record, Samples, append, digest_alone, note_end
 from fsshard.parity.sketch import Sketch, sketch
 from tests.parity.scripts.test_store import HEADER
 
 ONE, TWO, ZERO = (sketch(torch.full((3,), value)) for value in (1.0, 2.0, 0.0))
 GIVEN = Samples(digest="a", rows=2, total="0f", computed="float32")
+MODEL = Model(engine="Net", layers={"ReLU()": 1}, weights={"w": ZERO})
 STEP = Record(
+    models=[],
     step=0,
     losses=[0.5],
     samples=[GIVEN],
@@ -35,17 +38,26 @@ STEP = Record(
 
 
 def script(
-    folder: Path, steps: int = 3, engine: str = "Net", initial: Sketch = ZERO, size: int = 1, **late: Any
+    folder: Path,
+    steps: int = 3,
+    models: Sequence[Model] = (MODEL,),
+    size: int = 1,
+    first: int = 0,
+    **late: Any,
 ) -> Path:
     """Write a record whose last step has ``late`` in place of what is usual."""
     for rank in range(size):
-        writer = Writer(folder, dataclasses.replace(HEADER, rank=rank, world_size=size))
-        writer.write(Model(engine=engine, layers={"ReLU()": 1}, weights={"w": initial}))
-        for number in range(steps):
-            change = late if number == steps - 1 else {}
-            writer.write(dataclasses.replace(STEP, step=number, **change))
-        writer.close()
+        file = folder / f"rank{rank}.jsonl"
+        append(file, dataclasses.replace(HEADER, rank=rank, world_size=size))
+        for number in range(first, steps):
+            change = {"models": [*models]} if number == first else {}
+            append(file, dataclasses.replace(STEP, step=number, **change, **(late if number == steps - 1 else {})))
     return folder
+
+
+def starting(weight: Sketch, engine: str = "Net") -> list[Model]:
+    """Return a model with another weight at the start."""
+    return [dataclasses.replace(MODEL, engine=engine, weights={"w": weight})]
 
 
 OTHER = {"sketches": {"weight": {"w": TWO}, "buffer": {}}}
@@ -90,7 +102,7 @@ def test_buffers_that_both_have_are_weights_too(tmp_path: Path) -> None:
 
 
 def test_other_weights_at_the_start(tmp_path: Path) -> None:
-    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", initial=ONE, engine="Other"))
+    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", models=starting(ONE, "Other")))
     assert "part at step 0, initial weight of w" in found.sentence
     assert found.causes == ["1 of 1 initial weights differ (another seed?): w"]
 
@@ -102,9 +114,7 @@ def test_a_script_that_ends_earlier_has_shown_less(tmp_path: Path) -> None:
 
 
 def test_as_many_steps_that_are_others(tmp_path: Path) -> None:
-    old, new = script(tmp_path / "old"), script(tmp_path / "new", steps=4)
-    lines = (new / "rank0.jsonl").read_text().splitlines(keepends=True)
-    (new / "rank0.jsonl").write_text("".join([*lines[:2], *lines[3:]]))
+    old, new = script(tmp_path / "old"), script(tmp_path / "new", steps=4, first=1)
     assert "old has recorded 3 steps (0 to 2), new 3 steps (1 to 3)" in compare_scripts(old, new).sentence
 
 
@@ -119,7 +129,7 @@ def test_a_record_that_ended_shows_nothing_of_what_came_after(tmp_path: Path) ->
 
 def test_weights_that_no_step_has_changed_show_nothing(tmp_path: Path) -> None:
     """As those of an optimizer that was built before an engine has replaced the parameters."""
-    found = compare_scripts(*(script(tmp_path / name, initial=ONE) for name in ("old", "new")))
+    found = compare_scripts(*(script(tmp_path / name, models=starting(ONE)) for name in ("old", "new")))
     assert not found.ok and "no step has changed a weight: does the optimizer have" in found.sentence
 
 
@@ -144,13 +154,11 @@ def test_replicas_that_differ_are_compared_by_their_digests(tmp_path: Path) -> N
     for name, digest in (("old", "a"), ("new", "b"), *((str(draw), "a") for draw in range(4))):
         sides[name] = script(tmp_path / name, size=2)
         file = sides[name] / "rank1.jsonl"
-        alone = dataclasses.replace(STEP, sketches={"weight": {"w": digest_alone(digest)}, "buffer": {}})
         file.unlink()
-        writer = Writer(sides[name], dataclasses.replace(HEADER, rank=1, world_size=2))
-        writer.write(Model(engine="Net", layers={"ReLU()": 1}, weights={"w": ZERO}))
+        append(file, dataclasses.replace(HEADER, rank=1, world_size=2))
         for number in range(3):
-            writer.write(dataclasses.replace(alone, step=number))
-        writer.close()
+            sketches = {"weight": {"w": digest_alone(digest)}, "buffer": {}}
+            append(file, dataclasses.replace(STEP, step=number, models=[] if number else [MODEL], sketches=sketches))
     found = compare_scripts(sides["old"], sides["new"], repeats=[sides[str(draw)] for draw in range(4)])
     assert "part at step 0, weight of w, rank 1" in found.sentence and "the bits are others" in found.sentence
 
@@ -169,6 +177,40 @@ def test_ranks_that_are_given_the_same_samples_in_other_parts(tmp_path: Path) ->
     found = compare_scripts(old, new)
     assert "on 2 and 4 ranks" in found.sentence
     assert found.causes == ["step 0: the ranks were given 8 samples, by the old script 4"]
+
+
+@pytest.mark.parametrize(("both", "ok"), [(True, False), (False, True)])
+def test_states_that_both_have_are_weights_too(tmp_path: Path, both: bool, ok: bool) -> None:
+    sides = [{"weight": {"w": ONE}, "buffer": {}, "state": {"w: step": one} if both or one is TWO else {}}
+             for one in (ONE, TWO)]  # fmt: skip
+    old, new = (script(tmp_path / str(number), sketches=one) for number, one in enumerate(sides))
+    found = compare_scripts(old, new)
+    assert found.ok == ok and ("part at step 2, state of w: step" in found.sentence) != ok
+
+
+@pytest.mark.parametrize("same_start", [True, False])
+def test_models_that_are_called_in_another_order(tmp_path: Path, same_start: bool) -> None:
+    """By the bits of what has the same name, or the shapes, if all is other; their buffers and states move along."""
+    wide = sketch(torch.zeros(5))
+    models = [MODEL, dataclasses.replace(MODEL, weights={"w": ONE if same_start else wide, "v": ZERO})]
+    late: dict[str, Any] = {"gradients": {}}
+    names = [["w", "model1.w", "model1.v"], ["model1.w", "w", "v"]]
+    kinds = [("weight", ""), ("buffer", "b"), ("state", ": step")]
+    values = [ONE, TWO, TWO]
+    sides = [{kind: {f"{n}{end}": one for n, one in zip(side, values, strict=True)} for kind, end in kinds}
+             for side in names]  # fmt: skip
+    old = script(tmp_path / "old", 1, models, sketches=sides[0], **late)
+    new = script(tmp_path / "new", 1, models[::-1], sketches=sides[1], **late)
+    found = compare_scripts(old, new)
+    assert found.verdict == "exact", str(found)
+    assert found.renamed == {"w": "model1.w", "model1.w": "w", "model1.v": "v"}
+
+
+def test_a_model_that_one_script_has_more(tmp_path: Path) -> None:
+    more = [dataclasses.replace(MODEL, weights={"w": TWO}), MODEL]
+    sketches = {"weight": {"w": TWO, "model1.w": ONE}, "buffer": {}}
+    found = compare_scripts(script(tmp_path / "old", 1), script(tmp_path / "new", 1, more, sketches=sketches))
+    assert found.causes[0] == "parameters of the new script alone: model1.w" and "model1.w" in found.sentence
 
 
 # --------------------------------------------------------------------------------------------------------------- names

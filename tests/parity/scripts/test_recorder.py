@@ -5,6 +5,9 @@ Tests fsshard/parity/scripts/weights.py, comparing.py and fsshard/parity/scripts
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,12 @@ from torch import nn
 
 import fsshard
 from fsshard.errors import ConfigurationError
+from fsshard.parity.scripts import weights
 from fsshard.parity.scripts.comparing import ScriptReport, compare_scripts
 from fsshard.parity.scripts.recorder import Recorder, Settings
 from fsshard.parity.scripts.store import ScriptTrace
 from fsshard.parity.sketch import sketch
+from fsshard.torch_private.patching import replaced
 from tests.parity.scripts import strangers
 from tests.parity.scripts.strangers import STEPS, Net, job_train
 
@@ -45,6 +50,20 @@ def test_engines_are_equal_to_the_last_bit(recorded: Recorded, name: str) -> Non
     found = compare_scripts(recorded(), recorded(name))
     assert (found.verdict, found.renamed, found.steps) == ("exact", {}, [*range(STEPS)]), str(found)
     assert "to the last bit" in found.sentence and f"{len([*Net().parameters()])} parameters" in found.sentence
+
+
+@pytest.mark.parametrize("name", ["zero", "fsdp1", "fsdp2", "fairscale", *strangers.OURS[1:]])
+def test_optimizer_state_where_it_is_asked_for(recorded: Recorded, name: str) -> None:
+    """Whole and by the users' names, whoever has which part of it."""
+    old, new = recorded("ddp", "", state=True), recorded(name, "", state=True)
+    found = compare_scripts(old, new)
+    assert found.verdict == "exact", str(found)
+    trained = {name for name, one in Net().named_parameters() if one.requires_grad}
+    for folder in (old, new):
+        for rank in ScriptTrace.load(folder).ranks:
+            state = rank.steps[2].sketches["state"]
+            assert {f"{name}: {key}" for name in trained for key in ("exp_avg", "exp_avg_sq")} <= state.keys()
+            assert all(one.dtype for one in state.values())
 
 
 def test_flat_parameters(recorded: Recorded) -> None:
@@ -170,10 +189,10 @@ def test_two_ranks_beside_four(ranks: Any, recorded: Recorded, tmp_path: Path) -
 
 def job_repeats(folder: Path) -> None:
     for draw in range(1, 5):
-        recorder = Recorder(folder / str(draw), Settings(draw=draw))
-        recorder.start()
+        one = Recorder(folder / str(draw), Settings(draw=draw))
+        one.start()
         strangers.train()
-        recorder.stop()
+        one.stop()
 
 
 # ------------------------------------------------------------------------------------------------- unusual trainings
@@ -225,6 +244,46 @@ def test_a_step_that_the_scaler_leaves_out(ranks: Any, tmp_path: Path) -> None:
     assert [step.skipped for step in rank.steps.values()] == [False, True, False]
     digests = [step.weights["weight"].digest for step in rank.steps.values()]
     assert digests[0] == digests[1] != digests[2]
+
+
+def job_compiled(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.compile(nn.Sequential(nn.Linear(3, 2)), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager") if folder.name == "compiled" else optimizer.step
+    with fsshard.trace(folder):
+        for number in range(3):
+            model(torch.full((2, 3), float(number))).sum().backward()
+            step()
+
+
+def test_a_compiled_step_is_recorded_and_no_part_of_its_graph(ranks: Any, tmp_path: Path) -> None:
+    for name in ("plain", "compiled"):
+        ranks.run(job_compiled, 1, tmp_path / name)
+    found = ScriptTrace.load(tmp_path / "compiled")
+    assert (found.steps, found.ended, found.ranks[0].models[0].engine) == ([0, 1, 2], [], "Sequential")
+    assert [len(step.samples) for step in found.ranks[0].steps.values()] == [1, 1, 1]
+    assert compare_scripts(tmp_path / "plain", tmp_path / "compiled").verdict == "exact"
+
+
+def job_raises(folder: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        raise FloatingPointError
+
+    with fsshard.trace(folder):
+        for number in range(3):
+            model(torch.ones(4, 3)).sum().backward()
+            with contextlib.suppress(FloatingPointError):
+                optimizer.step(closure if number == 1 else None)
+
+
+def test_a_step_that_raises_hides_no_later_one(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(job_raises, 1, tmp_path / "trace")
+    steps = ScriptTrace.load(tmp_path / "trace").ranks[0].steps
+    assert [(number, len(step.losses)) for number, step in steps.items()] == [(0, 1), (1, 2)]
 
 
 def job_recomputed(folder: Path, reentrant: bool) -> None:
@@ -341,6 +400,103 @@ def test_buffers_of_replicas_that_differ(ranks: Any, tmp_path: Path) -> None:
     ranks.run(job_batch_norm, 2, tmp_path / "trace")
     means = [rank.steps[0].sketches["buffer"]["1.running_mean"] for rank in ScriptTrace.load(tmp_path / "trace").ranks]
     assert means[0].digest != means[1].digest and means[0].shape == means[1].shape == (4,)
+
+
+class Gathered(contextlib.AbstractContextManager[None]):
+    """Stands for ``deepspeed.zero.GatheredParameters``, of parameters that are empty outside."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = [one for one in parameters if hasattr(one, "whole")]
+
+    def __enter__(self) -> None:
+        for one in self.parameters:
+            one.data = one.whole
+
+    def __exit__(self, *error: object) -> None:
+        for one in self.parameters:
+            one.data = torch.empty(0)
+
+
+class DeepSpeedEngine(nn.Module):
+    """Stands for DeepSpeed's: its optimizer has copies, which the parameters get when it has stepped (ZeRO-3)."""
+
+    def __init__(self, module: nn.Module, accumulate: int) -> None:
+        super().__init__()
+        self.module, self.accumulate, self.calls = module, accumulate, 0
+        self.copies = [nn.Parameter(one.detach().clone()) for one in module.parameters()]
+        self.optimizer = torch.optim.SGD(self.copies, lr=0.1)
+        for one in module.parameters():
+            one.whole, one.data = one.detach().clone(), torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with Gathered([*self.parameters()]):
+            return x @ self.module.weight.detach().T + self.module.bias.detach()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.calls + 1) % self.accumulate == 0
+
+    def step(self) -> str:
+        due, self.calls = self.is_gradient_accumulation_boundary(), self.calls + 1
+        if due and self.calls != 4:  # an overflow
+            for copy in self.copies:
+                copy.grad = torch.ones_like(copy)
+            self.optimizer.step()
+            for one, copy in zip(self.module.parameters(), self.copies, strict=True):
+                one.whole = copy.detach().clone()
+            self.optimizer.param_groups[0]["lr"] /= 2  # its scheduler
+        return "of DeepSpeed"
+
+
+def job_deepspeed(folder: Path) -> str:
+    stand_in = types.SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine, zero=types.SimpleNamespace())
+    stand_in.zero.GatheredParameters = Gathered
+    sys.modules["deepspeed"] = stand_in  # type: ignore[assignment]
+    torch.manual_seed(0)
+    engine = DeepSpeedEngine(nn.Linear(3, 2), 2)
+    try:
+        with fsshard.trace(folder):
+            for _ in range(6):
+                engine(torch.ones(4, 3, requires_grad=True)).sum().backward()
+                told = engine.step()
+    finally:
+        del sys.modules["deepspeed"]
+    return told
+
+
+def test_deepspeed_is_recorded_when_it_has_gathered(ranks: Any, tmp_path: Path) -> None:
+    """One record per step of its engine, also of one that is left out, with the rate that it was made with."""
+    assert ranks.run(job_deepspeed, 1, tmp_path / "trace") == ["of DeepSpeed"]
+    torch.manual_seed(0)
+    weight = nn.Linear(3, 2).weight.detach()
+    (rank,) = ScriptTrace.load(tmp_path / "trace").ranks
+    assert rank.initial["weight"].digest == sketch(weight).digest and len(rank.models) == 1
+    told = [(len(one.samples), one.skipped, one.groups[0]["lr"]) for one in rank.steps.values()]
+    assert told == [(2, False, 0.1), (2, True, 0.05), (2, False, 0.05)]
+    for step, rate in zip(rank.steps.values(), (0.1, 0.0, 0.05), strict=True):
+        weight = weight - rate
+        assert step.weights["weight"].digest == sketch(weight).digest
+
+
+def job_memory(folder: Path) -> tuple[int, int]:
+    """Return how many tensors were gathered, and how many of those before were held each time."""
+    gathered: list[Any] = []
+    held = 0
+    original = weights._whole
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal held
+        held += sum(hasattr(one, "value") for one in gathered)
+        gathered.append(original(*arguments))
+        return gathered[-1]
+
+    with fsshard.trace(folder, tensors=1, state=True), replaced(weights, "_whole", counting):
+        strangers.train("fsdp2")
+    return len(gathered), held
+
+
+def test_no_whole_tensor_is_held_while_the_next_one_is_gathered(ranks: Any, tmp_path: Path) -> None:
+    for gathered, held in ranks.run(job_memory, 2, tmp_path / "trace"):
+        assert gathered > 100 and held == 0
 
 
 def job_hooks() -> Iterator[Any]:

@@ -15,7 +15,7 @@ from fsshard.parity.scripts.store import (
     Record,
     Samples,
     ScriptTrace,
-    Writer,
+    append,
     digest_alone,
     read_tensor,
     tensor_file,
@@ -27,6 +27,7 @@ HEADER = Header(rank=0, world_size=1, command=["train.py"], commit="", device="c
 WEIGHT = sketch(torch.arange(3.0))
 MODEL = Model(engine="Linear", layers={"Linear": 1}, weights={"weight": WEIGHT})
 STEP = Record(
+    models=[MODEL],
     step=0,
     losses=[float("nan"), 0.1],
     samples=[Samples(digest="a", rows=2, total="0f", computed="float32")],
@@ -38,31 +39,46 @@ STEP = Record(
 )
 
 
+LATER = dataclasses.replace(STEP, step=1, models=[])
+
+
 def write(folder: Path, *records: Record, rank: int = 0, size: int = 1) -> Path:
     """Write a rank's file."""
-    writer = Writer(folder, dataclasses.replace(HEADER, rank=rank, world_size=size))
-    for one in (MODEL, *records):
-        writer.write(one)
-    writer.close()
-    return folder / f"rank{rank}.jsonl"
+    file = folder / f"rank{rank}.jsonl"
+    for one in (dataclasses.replace(HEADER, rank=rank, world_size=size), *records):
+        append(file, one)
+    return file
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    write(tmp_path, STEP, dataclasses.replace(STEP, step=1))
+    write(tmp_path, STEP, LATER)
     (rank,) = ScriptTrace.load(tmp_path).ranks
     assert (rank.header, rank.models) == (HEADER, [MODEL])
-    assert repr(rank.steps) == repr({0: STEP, 1: dataclasses.replace(STEP, step=1)})  # NaN equals itself as a text
+    assert repr(rank.steps) == repr({0: STEP, 1: LATER})  # NaN equals itself as a text
 
 
 def test_a_script_that_dies_while_it_writes_loses_that_step_alone(tmp_path: Path) -> None:
-    file = write(tmp_path, STEP, dataclasses.replace(STEP, step=1))
+    file = write(tmp_path, STEP, LATER)
     file.write_text(file.read_text()[:-20])
     assert ScriptTrace.load(tmp_path).steps == [0]
 
 
 def test_a_step_that_is_written_again_counts_as_it_was_last(tmp_path: Path) -> None:
     write(tmp_path, STEP, dataclasses.replace(STEP, losses=[7.0]))
-    assert ScriptTrace.load(tmp_path).ranks[0].steps[0].losses == [7.0]
+    (rank,) = ScriptTrace.load(tmp_path).ranks
+    assert (rank.steps[0].losses, rank.models, [*rank.initial]) == ([7.0], [MODEL], ["weight"])
+
+
+def test_what_json_does_not_know_is_a_text(tmp_path: Path) -> None:
+    write(tmp_path, dataclasses.replace(STEP, groups=[{"names": ({1},), "dtype": torch.float32}]))
+    (group,) = ScriptTrace.load(tmp_path).ranks[0].steps[0].groups
+    assert group == {"names": ["{1}"], "dtype": "torch.float32"}
+
+
+def test_a_rank_is_recorded_once(tmp_path: Path) -> None:
+    write(tmp_path, STEP)
+    with pytest.raises(FileExistsError):
+        append(tmp_path / "rank0.jsonl", HEADER)
 
 
 def test_what_one_rank_has_sketched_the_others_have_too(tmp_path: Path) -> None:
@@ -90,9 +106,9 @@ def test_whole_tensors(tmp_path: Path, value: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('"losses":[', '"losses":["x",', r"line 3, losses\[0\]: expected a number, got 'x'"),
+        ('"losses":[', '"losses":["x",', r"line 2, losses\[0\]: expected a number, got 'x'"),
         ('"format":"fsshard script trace"', '"format":"x"', "line 1, format: expected 'fsshard script trace'"),
-        ('{"record"', '{"record', "line 3: this is no JSON"),
+        ('{"record"', '{"record', "line 2: this is no JSON"),
         ('"rank":0', '"rank":1', "expected 1 files of ranks, got 1"),
     ],
 )
