@@ -116,12 +116,13 @@ def sketch(tensor: Tensor) -> Sketch:
             part = torch.add(part, 0.0, out=plain[: len(part)])
             part = _plain_nan(part) if low.isnan() else part
         found.update(_bytes_of(part))
-        total, squares = total + wide.sum(), squares + torch.dot(wide, wide)
+        total += wide.sum()
         largest = torch.maximum(largest, torch.maximum(-low, high))
         rows, width = -(-len(wide) // CHUNK), min(len(wide), CHUNK)
         missing = rows * width - len(wide)
         even = (torch.nn.functional.pad(wide, (0, missing)) if missing else wide).view(rows, width)
         projections += (signs[:, first : first + rows].T * (even @ _signs(1, CHUNK)[:, :width].T)).sum(0)
+        squares += wide.square_().sum()
     return Sketch(
         digest=found.hexdigest(),
         dtype=kind[0].removeprefix("torch."),

@@ -236,8 +236,9 @@ def _report(
         if len(weighed) < len(steps):
             count = f"{len(weighed)} of {len(steps)} steps; nothing is shown of weights after step {weighed[-1]}"
         how = "to the last bit" if verdict == "exact" else "within what rounding does to the old script"
-        weights = f"{len(before.initial)} parameters"
-        sentence = f"The same training: {sides_on} have equal weights {how}, {weights} in {count}."
+        states = all(one.ranks[0].steps[weighed[-1]].sketches.get("state") for one in (before, now))
+        what, parameters = "weights and optimizer states" if states else "weights", f"{len(before.initial)} parameters"
+        sentence = f"The same training: {sides_on} have equal {what} {how}, {parameters} in {count}."
     report = ParityReport(recipe=now.folder.name, reference=before.folder.name, steps=len(steps), cells=[cell])
     report.changes = changes(before.ranks[0].header.environment, now.ranks[0].header.environment)
     told = causes(before, now, [n for n in steps if n <= until], same=cell.verdict != "different")

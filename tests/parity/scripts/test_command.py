@@ -115,6 +115,38 @@ def test_closures_that_train_within_the_first_step(tmp_path: Path) -> None:
     assert [len(step.losses) for step in rank.steps.values()] == [1, 1]
 
 
+ADDING = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
+for step in range(3):
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+    for part in x.chunk(int(sys.argv[1])):
+        (model(part).square().sum() / 256).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.long
+def test_repeated_runs_bound_what_another_order_of_sums_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, arguments, options in (
+        ("old", ["1", "0.1"], ["--repeat", "4"]),
+        ("new", ["4", "0.1"], []),
+        ("wrong", ["4", "0.1001"], []),
+    ):
+        command = [sys.executable, "-c", ADDING, *arguments]
+        assert main(["trace", str(tmp_path / name), *options, "--", *command]) == 0
+    old, new, wrong = (str(tmp_path / name) for name in ("old", "new", "wrong"))
+    capfd.readouterr()
+    assert main(["compare", old, new]) == 0
+    assert "have equal weights within what rounding does to the old script" in capfd.readouterr().out
+    assert main(["compare", old, new, "--exactly"]) == 1 == main(["compare", old, wrong])
+    assert "NOT the same training: old and new" in (out := capfd.readouterr().out)
+    assert "before that: step 0: lr of group 0 0.1 -> 0.1001" in out
+
+
 def test_a_command_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got 'no-such-program x'; write, for example: fsshard trace a -- "):
         run(["no-such-program", "x"], tmp_path / "a")
