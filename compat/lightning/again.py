@@ -100,7 +100,7 @@ class EndedOptimizer(Optimizer):
         """Raise: nothing steps after ``fit()``."""
         raise OptimizerError(
             f"{self.kind} belonged to an engine that fit() has ended, and cannot step any more; call fit() again, "
-            "which makes optimizers anew, or make one over module.parameters()"
+            "which creates new optimizers, or make one over module.parameters()"
         )
 
 

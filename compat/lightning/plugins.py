@@ -167,8 +167,8 @@ def read_others(path: Any) -> DividedState:
         saved = reader.index.objects.get(OTHERS, {})
         if "all" not in saved:
             raise CheckpointError(
-                f"{path} has nothing of Lightning's, so that fit() cannot go on from it: make one file of its weights "
-                "(fsshard export), which module.load_state_dict takes before fit()"
+                f"{path} was not written by Lightning's Trainer, so fit() cannot resume from it: export its "
+                "weights to a file (fsshard export), which module.load_state_dict takes before fit()"
             )
         found = DividedState({**reader.tree(saved["all"]), MODEL: {}, OPTIMIZERS: []})
     found.path = Path(path)

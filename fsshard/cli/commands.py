@@ -256,7 +256,6 @@ Data = Enum("Data", {"solved": "solved", "official": "official"})
 
 def demo(
     context: typer.Context,
-    more_backends: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     backends: Annotated[str, typer.Option("--backends", "--backend", help="Comma-separated backends.")] = "fsdp2",
     world_size: Annotated[
         int, typer.Option("--world-size", "--nprocs", min=1, help="Number of ranks to start; ignored under torchrun.")
@@ -288,8 +287,7 @@ def demo(
 
     Prints the largest difference between their losses. The data is computed once and cached.
     """
-    # `--backend fairscale fsdp2` is what the option looked like before it took a comma list.
-    names = options.backend_names(",".join([backends, *(more_backends or ())]))
+    names = options.backend_names(backends)
     for module, package in {"scipy": "scipy", "neuralop": "neuraloperator"}.items():
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(package, "examples", "the demo")
@@ -302,6 +300,5 @@ def demo(
     options.check_folders(data_dir, None if save_dir is None else save_dir.absolute().parent)
     from fsshard.demo.tfno_darcy import Demo, run
 
-    settings = {**context.params, "backends": names, "world_size": world_size, "trainer": trainer.value}
-    settings["data"], _ = data.value, settings.pop("more_backends")
-    run(Demo(**settings))
+    chosen = {"backends": names, "world_size": world_size, "trainer": trainer.value, "data": data.value}
+    run(Demo(**{**context.params, **chosen}))

@@ -14,25 +14,29 @@ from fsshard.cli import options, output
 from fsshard.cli.options import Json, Quiet
 from fsshard.errors import ConfigurationError
 
-Picture = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw it: .png, .svg or .pdf.")]
+Picture = Annotated[
+    str | None, typer.Option("--plot", metavar="FILE", help="Plot the differences: .png, .svg or .pdf.")
+]
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the record.")],
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="How the training is started.")],
-    every: Annotated[int, typer.Option(min=1, help="Record weights at every so many steps.")] = 1,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the record, which must not exist yet.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The command that starts the training.")
+    ],
+    every: Annotated[int, typer.Option(min=1, help="Record weights at every N-th step.")] = 1,
     steps: Annotated[str, typer.Option(metavar="FIRST:STOP", help="Record these steps only.")] = ":",
-    tensors: Annotated[str, typer.Option(metavar="every=N", help="Keep whole weights, too; 0: never.")] = "every=0",
-    state: Annotated[bool, typer.Option("--state", help="Record and compare the optimizers' state, too.")] = False,
-    repeat: Annotated[
-        int, typer.Option(min=0, help="Run it so often again, rounded otherwise at random: a bound for rounding.")
-    ] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older record.")] = False,
+    tensors: Annotated[
+        str, typer.Option(metavar="every=N", help="Also keep full weights at every N-th step; 0: never.")
+    ] = "every=0",
+    state: Annotated[bool, typer.Option("--state", help="Also record and compare the optimizers' state.")] = False,
+    repeat: Annotated[int, typer.Option(min=0, help="Additional runs with random rounding, which bound rounding.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing record.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run COMMAND, unchanged, and record its training: losses, samples, learning rates and weights of each step.
 
-    The exit code is that of COMMAND; 1 if it has trained nothing.
+    The exit code is that of COMMAND, or 1 if it trained nothing.
     """
     from fsshard.parity.scripts.command import run
     from fsshard.parity.scripts.recorder import Settings
@@ -57,19 +61,20 @@ def trace(
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="The record of the script that is right.")],
-    new: Annotated[Path, typer.Argument(help="The record of the other one.")],
+    old: Annotated[Path, typer.Argument(help="The record of the reference script.")],
+    new: Annotated[Path, typer.Argument(help="The record of the other script.")],
     repeat: Annotated[
-        list[Path] | None, typer.Option(metavar="FOLDER", help="A further record of the old script; repeat it.")
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Another record of the reference script; may be repeated."),
     ] = None,
-    exactly: Annotated[bool, typer.Option("--exactly", help="Allow no rounding, whatever was repeated.")] = False,
+    exactly: Annotated[bool, typer.Option("--exactly", help="Allow no rounding, even with repeated runs.")] = False,
     json_file: Json = None,
     picture: Picture = None,
     quiet: Quiet = False,
 ) -> None:
-    """Say whether two recorded scripts have trained the same, and what differed first.
+    """Report whether two recorded scripts trained the same, and what differed first.
 
-    The exit code is 0 only if they have; 1 if not; 2 for bad input. The first line fits into a pull request.
+    Exit code: 0 if they did; 1 if not; 2 for invalid input. The first line of the output fits into a pull request.
     """
     from fsshard.parity.scripts.comparing import compare_scripts
 

@@ -253,7 +253,7 @@ def check_split_fields(
         if left:
             raise ConfigurationError(
                 f"the model's fields are split over ranks {list(axis.ranks)} (shard_domain), and the group of data has "
-                f"{sorted(ranks & set(axis.ranks))} of them only, so that nobody averages their gradients "
+                f"{sorted(ranks & set(axis.ranks))} of them only, so their gradients would not be averaged "
                 f"({left[0]!r}, ...): wrap over all ranks of data and domain, leaving device_mesh out; or, with "
                 "shard_domain(weights='modes'), pass replicated=domain.replicated"
             )

@@ -164,7 +164,7 @@ class OptimizerRequest:
                 instead = "pass whole=True, if it needs no more than each parameter whole, or use backend='ddp'"
         if on_mesh:
             instead = (
-                "use an optimizer that works number by number, as AdamW does, or a mesh of data alone: another mesh "
+                "use an optimizer that works element by element, as AdamW does, or a mesh of data alone: another mesh "
                 "dimension divides some parameters"
             )
         raise UnsupportedByBackend(f"{name} ({why})", backend.name, instead)

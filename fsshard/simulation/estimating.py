@@ -405,7 +405,7 @@ def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:
     if late:
         notes.append("the upper end assumes that the last two reductions release their buffers late")
     if recipe.settings.get("find_unused_parameters"):
-        notes.append("bounds leave out all that a parameter without a gradient would not need")
+        notes.append("bounds do not count what parameters without a gradient do not need")
         if backend_class(job.backend, job.world_size).facts.divides == "owners" and job.world_size > 1:
             notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
     if job.whole_mesh is not None:

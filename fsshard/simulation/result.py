@@ -225,7 +225,7 @@ def _of_padding(estimates: Sequence[Estimate]) -> str:
     """Return why peaks rise with the ranks, if they do, as the second line of an axis' label."""
     # An engine holds a gathered unit at most twice, as it arrives and as it is used, and a shard: the rest is padding.
     padded = [e.world_size for e in estimates if e.highest["gathered units"] > 3 * e.parameters]
-    return f"\nfrom {min(padded)} on gathered units are mostly padding: a shard has a least size" if padded else ""
+    return f"\nfrom {min(padded)} on gathered units are mostly padding: shards have a minimum size" if padded else ""
 
 
 def style_axes(axes: Axes, grid: Any = "y") -> None:

@@ -20,7 +20,7 @@ ELSEWHERE = {
     "pass cpu=True for ranks on the CPU": "advice/test_fronts.py",
     "for a model of fsshard.wrap fsshard.GradScaler": "advice/test_sharded.py",
     "or call fsshard.init() for one rank here": "advice/test_files.py",
-    "call fit() again, which makes optimizers anew": "compat/lightning/test_strategy.py",
+    "call fit() again, which creates new optimizers": "compat/lightning/test_strategy.py",
     "return one, or run the module with validate()": "compat/lightning/test_strategy.py",
     "use EMAWeightAveraging or WeightAveraging, or": "compat/lightning/test_strategy.py",
     "call the parts: self('generator', noise)": "compat/lightning/test_strategy.py",

@@ -64,7 +64,7 @@ def test_every_engine_gives_the_same_losses(spawned: tuple[str, bytes]) -> None:
 
 
 def test_with_neuraloperators_trainer(ranks: RankPool, environment: dict[str, str], tmp_path: Path) -> None:
-    arguments = ["--backend", "fairscale", "fsdp2", "--trainer", "neuralop"]  # as the options were written before
+    arguments = ["--backend", "fairscale,fsdp2", "--trainer", "neuralop"]  # the alias of --backends
     output, _ = ranks.run(run_here, 2, [*arguments, "--save-dir", str(tmp_path / "checkpoints")], environment)
     assert "largest difference in loss, fairscale - fsdp2: 0.0" in output
     assert list((tmp_path / "checkpoints").iterdir())

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("accelerate")
 
 import accelerate
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 
 from fsshard.compat.accelerate.arguments import ENVIRONMENT, INSTEAD, check_arguments
 from fsshard.errors import ConfigurationError
@@ -134,3 +134,14 @@ def test_an_argument_that_no_engine_can_honour(monkeypatch: pytest.MonkeyPatch) 
     ):
         with pytest.raises(ConfigurationError, match=words):
             check_arguments((), arguments, settings)  # type: ignore[arg-type]
+
+
+def job_asked_for_fsdp_on_a_cpu() -> str:
+    own = trainings.accelerator_of(OWN, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    return type(own.prepare(torch.nn.Linear(2, 2))).__name__
+
+
+def test_what_the_readme_says_of_accelerate(ranks: Any) -> None:
+    """Its engines, and that it shards nothing on a CPU; its DDP trains the complex weights of the trainings above."""
+    assert {"MULTI_GPU", "FSDP", "DEEPSPEED"} <= {*DistributedType.__members__}
+    assert ranks.run(job_asked_for_fsdp_on_a_cpu, 2) == ["DistributedDataParallel"] * 2

@@ -13,6 +13,9 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
+import lightning
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+
 from tests.compat.common import ENGINES, begin_with, same_tensors
 from tests.compat.lightning import fabric_trainings as trainings
 from tests.sets import often
@@ -56,3 +59,10 @@ def test_refused_on_every_rank(ranks: Any) -> None:
         "directory": f"CheckpointError: {tempfile.gettempdir()} is a directory",
     }
     begin_with(ranks.run(trainings.refused, 2), words)
+
+
+def test_what_the_readme_says_of_fabric() -> None:
+    """Its engines, and that it does not shard on a CPU; its DDP trains the complex weights of the trainings above."""
+    assert {"ddp", "fsdp", "deepspeed"} <= {*STRATEGY_REGISTRY.available_strategies()}
+    with pytest.raises(ValueError, match="FSDP is only available on GPU"):
+        lightning.Fabric(strategy="fsdp", accelerator="cpu", devices=2)
