@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_202,
+    "fsshard + compat": 51_204,
     "fsshard/backends": 4_409,
     "fsshard/checkpoint": 5_196,
     "fsshard/parity": 5_357,
@@ -31,7 +31,7 @@ LINES = {
     "fsshard/torch_private": 1_696,
     "fsshard/complex_params": 1_669,
     "compat": 7_974,
-    "tests": 55_360,
+    "tests": 55_381,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 128
