@@ -92,9 +92,9 @@ def launch(
         process_group_backend: as in :func:`init`.
         timeout: as in :func:`init`.
         threads: as in :func:`init`.
-        grace: seconds that spawned ranks have to save and to leave when this process is told to end (SIGTERM, as SLURM,
-            Kubernetes and torchrun send it). Each of them gets the signal; what is left then is killed. If all ranks
-            return in time, so does this call.
+        grace: seconds that spawned ranks have to save and to leave after this process gets SIGTERM, which SLURM,
+            Kubernetes and torchrun send. The signal is passed on to each rank; ranks that are left after that time are
+            killed. If all ranks return in time, so does this call.
         backend: the old name of ``process_group_backend``; deprecated.
 
     Returns:
