@@ -362,6 +362,15 @@ class _State(UserDict[Tensor, Any]):
         """Return a state, or ``default``; makes none."""
         return self.data.get(parameter, default)
 
+    def copy(self) -> Any:
+        """Return a dict of the states as they are now; so do functions of ``copy`` and ``pickle``."""
+        return dict(self.data)
+
+    __copy__ = copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
 
 def _to_user(entry: Entry, value: Any) -> Any:
     """Return the user's whole value. Collective where other mesh dimensions divide the parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -352,6 +353,8 @@ def job_held_state(backend: str, kind: Any, whole: bool) -> None:
     new = torch.nn.Parameter(torch.zeros(1))
     assert held.get(new) is None and new not in held
     assert held[new] == {} and held.pop(new) == {} and new not in held  # as torch's
+    for copied in (held.copy(), copy.copy(held), *([copy.deepcopy(held)] if backend == "ddp" else [])):
+        assert type(copied) is dict and len(copied) == len(held)
 
 
 @pytest.mark.parametrize(("kind", "whole"), [(torch.optim.Adam, False), (MyLion, False), (MyMuon, True)])
