@@ -46,6 +46,7 @@ from fsshard.torch_private.autograd import (
 from fsshard.torch_private.fsdp1 import (
     WRAPPED,
     abandon,
+    be_idle,
     divide_factors,
     drop_whole,
     even_shards,
@@ -281,6 +282,7 @@ class FSDP1Backend(TorchShardedBackend):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         if self.settings.precision.is_full:
+            self._start_afresh()
             with self.engine.no_sync():  # type: ignore[operator]
                 yield
             return
@@ -297,10 +299,18 @@ class FSDP1Backend(TorchShardedBackend):
             raise UnsupportedByBackend("torch.func", self.name, "use backend='ddp' or 'fairscale'")
         if torch.is_grad_enabled():
             self._passed = None
+        self._start_afresh()
+
+    def forward_failed(self) -> None:
+        root = cast(Any, self.engine)
+        for unit in root.fsdp_modules(root):  # else no_sync() raises "expected to be in states" (torch 2.13)
+            be_idle(unit)
+
+    def _start_afresh(self) -> None:
+        """Leave what a pass has left that has raised: FSDP1 stays in the middle of it (torch 2.13)."""
         root = cast(Any, self.engine)
         if current_graph_task_id() == -1 and (root.__dict__.get("_queued") or self._passes.has_raised()):
-            # FSDP1 stays in the middle of a pass that has raised, and would add what is left of its gradients to the
-            # next ones, silently (torch 2.13). They are lost.
+            # What is left of its gradients, which FSDP1 would add to the next ones, silently, is lost.
             self._passes.abandon()
             root._post_backward_callback_queued = False
             for unit in root.fsdp_modules(root):

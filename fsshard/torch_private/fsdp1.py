@@ -178,12 +178,18 @@ def needs_pre_backward_unshard(handle: Any) -> None:
     setattr(handle, _NEEDS, True)
 
 
+def be_idle(unit: Any) -> None:
+    """Let a unit be in the middle of nothing."""
+    for one, name in ((unit, "training_state"), (handle_of(unit), _TRAINING)):
+        if one is not None:  # a unit without parameters has no handle
+            setattr(one, name, type(getattr(one, name)).IDLE)
+
+
 def pass_without_gradients_ends(unit: Any, handle: Any) -> None:
     """Let a unit be as it was before a pass that added to no gradient, with its memory as it is."""
-    unit.training_state = type(unit.training_state).IDLE
+    be_idle(unit)
     if handle is not None:
         _reshard.value(unit, handle, False)
-        setattr(handle, _TRAINING, type(getattr(handle, _TRAINING)).IDLE)
         setattr(handle, _RAN, False)
         setattr(handle, _NEEDS, True)  # the next pass shows the whole again, and gathers it where it is gone
 
@@ -222,12 +228,10 @@ def abandon(unit: Any) -> None:
     A broken backward's gradients go, and those that it was to be added to: FSDP1 has put them aside, where no
     ``zero_grad`` finds them, and would add them to the next.
     """
-    unit.training_state = type(unit.training_state).IDLE
+    be_idle(unit)
     handle = handle_of(unit)
     if handle is None:
         return
-    states: Any = type(getattr(handle, _TRAINING))
-    setattr(handle, _TRAINING, states.IDLE)
     setattr(handle, _PREFETCHED, False)
     setattr(handle, _RAN, False)
     flat = handle.flat_param
