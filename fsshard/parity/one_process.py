@@ -26,13 +26,13 @@ from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 
 def random_state() -> str:
     """Return a digest of the state of every global generator that a training on this rank could draw from."""
-    return digest([torch.get_rng_state(), *_cuda_states(), repr(random.getstate()), np.random.get_state(legacy=True)])
+    return digest([torch.get_rng_state(), *cuda_states(), repr(random.getstate()), np.random.get_state(legacy=True)])
 
 
 @contextlib.contextmanager
 def kept_random_numbers() -> Iterator[None]:
     """Put every global generator back afterwards."""
-    torch_state, cuda, python, numpy = torch.get_rng_state(), _cuda_states(), random.getstate(), np.random.get_state()
+    torch_state, cuda, python, numpy = torch.get_rng_state(), cuda_states(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
@@ -43,7 +43,8 @@ def kept_random_numbers() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _cuda_states() -> list[Tensor]:
+def cuda_states() -> list[Tensor]:
+    """Return the state of the current device's generator, if CUDA is in use."""
     return [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
 

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves
-from fsshard.parity.one_process import perturbed
+from fsshard.parity.one_process import cuda_states, perturbed
 from fsshard.parity.scripts.store import (
     ENDED,
     Header,
@@ -200,7 +200,7 @@ class Recorder:
     # Out of torch.compile(optimizer.step), which has a break of its graph in torch itself too.
     @disable_dynamo
     @_shielded
-    def _step_begins(self, optimizer: Any, arguments: Any = (), keywords: Any = None) -> None:
+    def _step_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         if optimizer in self._stepping:  # its last step has raised
             del self._stepping[self._stepping.index(optimizer) :]
         self._stepping.append(optimizer)
@@ -218,9 +218,7 @@ class Recorder:
         """Return ``GradScaler.step``, which may leave its optimizer's step out."""
 
         def step(scaler: Any, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-            return self._around(
-                scaler, optimizer, functools.partial(original, scaler, optimizer, *arguments, **keywords)
-            )
+            return self._around(scaler, optimizer, lambda: original(scaler, optimizer, *arguments, **keywords))
 
         return step
 
@@ -265,8 +263,7 @@ class Recorder:
         if record.step < settings.first or (settings.last is not None and record.step >= settings.last):
             return
         # torch's alone: what others draw is in the samples, and a script that never seeds them has others in each run
-        cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-        record.random = digest([torch.get_rng_state(), *cuda])
+        record.random = digest([torch.get_rng_state(), *cuda_states()])
         if record.step % settings.every == 0 or settings.keeps(record.step):
             record.gradients = dict(self._gradients())
             record.sketches = {"weight": {}, "buffer": {}, "state": record.sketches.get("state", {})}
@@ -313,7 +310,6 @@ class Recorder:
                 commit=commit_in(Path(sys.argv[0]).resolve().parent) if rank == 0 else "",
                 device=device,
                 environment=environment(device),
-                every=self._settings.every,
             )
             self._file = self._folder / f"rank{rank}.jsonl"
             try:
@@ -345,8 +341,8 @@ def _asked(value: Any, method: str) -> Any:
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return what an optimizer's groups say, such as learning rates."""
-    groups = ({k: v for k, v in group.items() if k != "params"} for group in getattr(optimizer, "param_groups", ()))
-    return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+    groups = getattr(optimizer, "param_groups", ())
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def samples_of(given: Any, computed: str = "") -> Samples:

@@ -33,7 +33,6 @@ class Header:
     commit: str  # of the script's folder, with ``+`` where files were changed
     device: str
     environment: dict[str, str]
-    every: int  # weights are recorded at every so many steps
 
 
 @dataclass(kw_only=True)
@@ -93,14 +92,12 @@ def append(file: Path, what: Header | Record) -> None:
     """Append a line to a rank's file, which a header begins; FileExistsError if another process has begun it."""
     begins = isinstance(what, Header)
     content = {"format": FORMAT, "version": VERSION, "header": what} if begins else {"record": what}
-    kept = plain(content, lambda text: {"number": text}, {Sketch: _written})
+    other: dict[type, Any] = {Sketch: lambda one: sketch_as_list(one) if one.dtype else one.digest}
+    other[Tensor] = Tensor.tolist  # a learning rate that a compiled step may read
+    kept = plain(content, lambda text: {"number": text}, other)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("x" if begins else "a", encoding="utf-8") as lines:  # what is there stays if the script dies
         lines.write(json.dumps(kept, separators=(",", ":"), allow_nan=False, default=repr) + "\n")
-
-
-def _written(one: Sketch) -> Any:
-    return sketch_as_list(one) if one.dtype else one.digest
 
 
 def note_end(folder: Path, reason: str) -> None:

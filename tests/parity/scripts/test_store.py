@@ -23,7 +23,7 @@ from fsshard.parity.scripts.store import (
 )
 from fsshard.parity.sketch import sketch
 
-HEADER = Header(rank=0, world_size=1, command=["train.py"], commit="", device="cpu", environment={}, every=1)
+HEADER = Header(rank=0, world_size=1, command=["train.py"], commit="", device="cpu", environment={})
 WEIGHT = sketch(torch.arange(3.0))
 MODEL = Model(engine="Linear", layers={"Linear": 1}, weights={"weight": WEIGHT})
 STEP = Record(
@@ -70,9 +70,11 @@ def test_a_step_that_is_written_again_counts_as_it_was_last(tmp_path: Path) -> N
 
 
 def test_what_json_does_not_know_is_a_text(tmp_path: Path) -> None:
-    write(tmp_path, dataclasses.replace(STEP, groups=[{"names": ({1},), "dtype": torch.float32}]))
+    write(
+        tmp_path, dataclasses.replace(STEP, groups=[{"names": ({1},), "lr": torch.tensor(0.5), "dtype": torch.float32}])
+    )
     (group,) = ScriptTrace.load(tmp_path).ranks[0].steps[0].groups
-    assert group == {"names": ["{1}"], "dtype": "torch.float32"}
+    assert group == {"names": ["{1}"], "lr": 0.5, "dtype": "torch.float32"}
 
 
 def test_a_rank_is_recorded_once(tmp_path: Path) -> None:
