@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import ConfigurationError
@@ -66,6 +67,19 @@ def test_optimizer_state_where_it_is_asked_for(recorded: Recorded, name: str) ->
             state = rank.steps[2].sketches["state"]
             assert {f"{name}: {key}" for name in trained for key in ("exp_avg", "exp_avg_sq")} <= state.keys()
             assert all(one.dtype for one in state.values())
+
+
+def job_states_of_fsdp1() -> bool:
+    model, optimizer = strangers.engine("fsdp1", strangers.build(""), torch.optim.AdamW)
+    model(strangers.samples(0, "")).square().mean().backward()
+    optimizer.step()
+    state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]["first.weight"]
+    return bool(state["exp_avg"].data_ptr() == state["exp_avg_sq"].data_ptr())
+
+
+def test_raw_fsdp1_gives_states_that_share_memory(ranks: Any) -> None:
+    """So one kind of state is asked for at a time (torch 2.13)."""
+    assert ranks.run(job_states_of_fsdp1, 2) == [True, True]
 
 
 def test_flat_parameters(recorded: Recorded) -> None:
