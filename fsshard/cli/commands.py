@@ -150,7 +150,9 @@ def estimate(
     cpu_offload: Annotated[
         bool, typer.Option("--cpu-offload", help="Keep shards in host memory, and count only what stays on the device.")
     ] = False,
-    average: Annotated[bool, typer.Option("--average", help="Keep an average of the weights (fsshard.EMA).")] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="Count an average of the weights, too (fsshard.EMA).")
+    ] = False,
     real: Real = False,
     json_file: Json = None,
     picture: Annotated[
