@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_227,
+    "fsshard + compat": 51_229,
     "fsshard/backends": 4_419,
     "fsshard/checkpoint": 5_196,
     "fsshard/parity": 5_357,
