@@ -1,6 +1,6 @@
-"""One training of 4 steps told five times: by hand, and to trainers of other libraries, which never hear of the others.
+"""One training of 4 steps told by engines and trainers that never hear of the others, on two ranks.
 
-python fronts.py by-hand | lightning | transformers | accelerate | ours
+torchrun --nproc-per-node 2 fronts.py by-hand | fsdp1 | accelerate | fabric | lightning | transformers | ours
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.0}
 
@@ -32,42 +33,74 @@ class Sums(Dataset[dict[str, Tensor]]):
     """Numbers and their sum."""
 
     def __len__(self) -> int:
-        return 16
+        return 32
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         x = torch.randn(6, generator=torch.Generator().manual_seed(index))
         return {"x": x, "labels": x.sum(0, keepdim=True)}
 
 
-def loop(model: Any, optimizer: Any, loader: Any, backward: Any = Tensor.backward) -> None:
+def samples() -> DataLoader[dict[str, Tensor]]:
+    """Return this rank's loader, without whose help a library would make another one."""
+    return DataLoader(Sums(), batch_size=4, sampler=DistributedSampler(Sums(), shuffle=False))
+
+
+def loop(model: Any, optimizer: Any, backward: Any = Tensor.backward) -> None:
     """Train in the usual order."""
-    for batch in loader:
+    for batch in samples():
         loss = nn.functional.mse_loss(model(batch["x"]), batch["labels"])
         optimizer.zero_grad()
         backward(loss)
         optimizer.step()
 
 
-def by_hand(model: Net, loader: Any) -> None:
-    loop(model, torch.optim.AdamW(model.parameters(), **SETTINGS), loader)
+def by_hand(model: Net) -> None:
+    """Average the gradients of bare replicas."""
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()  # type: ignore[operator]
+
+    dist.init_process_group("gloo")
+    loop(model, torch.optim.AdamW(model.parameters(), **SETTINGS), backward)
 
 
-def ours(model: Net, loader: Any) -> None:
+def ours(model: Net) -> None:
     import fsshard
 
+    dist.init_process_group("gloo")
     wrapped = fsshard.wrap(model, backend="fsdp2")
-    loop(wrapped, fsshard.build_optimizer(wrapped, torch.optim.AdamW, **SETTINGS), loader)
+    loop(wrapped, fsshard.build_optimizer(wrapped, torch.optim.AdamW, **SETTINGS))
 
 
-def accelerate(model: Net, loader: Any) -> None:
+def fsdp1(model: Net) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo")
+    sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    loop(sharded, torch.optim.AdamW(sharded.parameters(), **SETTINGS))
+
+
+def accelerate(model: Net) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **SETTINGS), loader)
+    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **SETTINGS))
     loop(*prepared, accelerator.backward)
 
 
-def lightning(model: Net, loader: Any) -> None:
+def fabric(model: Net) -> None:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    prepared = fabric.setup(model, torch.optim.AdamW(model.parameters(), **SETTINGS))
+    loop(*prepared, fabric.backward)
+
+
+def lightning(model: Net) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
@@ -81,16 +114,20 @@ def lightning(model: Net, loader: Any) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.net.parameters(), **SETTINGS)
 
+        def train_dataloader(self) -> Any:
+            return samples()
+
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Trainer(max_epochs=1, accelerator="cpu", devices=1, **quiet).fit(Module(), loader)
+    on: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    Trainer(max_epochs=1, **on, **quiet).fit(Module())
 
 
-def transformers(model: Net, loader: Any) -> None:
+def transformers(model: Net) -> None:
     from transformers import Trainer, TrainingArguments
 
     class InOrder(Trainer):
         def get_train_dataloader(self) -> Any:
-            return loader
+            return samples()
 
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False}
@@ -101,9 +138,11 @@ def transformers(model: Net, loader: Any) -> None:
             "max_grad_norm": 0.0,
         }
         arguments = TrainingArguments(folder, num_train_epochs=1, use_cpu=True, **rate, **quiet)
-        InOrder(model, arguments, train_dataset=loader.dataset).train()
+        InOrder(model, arguments, train_dataset=Sums()).train()
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    globals()[sys.argv[1].replace("-", "_")](Net(), DataLoader(Sums(), batch_size=4))
+    globals()[sys.argv[1].replace("-", "_")](Net())
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,8 +1,13 @@
-"""A training that knows nothing of the recorder, under one engine or another, right or with one thing changed."""
+"""A training that knows nothing of the recorder, under one engine or another, right or with one thing changed.
+
+python strangers.py ddp "no average"    # 32 steps on two ranks, which are forked
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +114,11 @@ def samples(step: int, fault: str) -> Tensor:
     return everything[size * dist.get_rank() :][:size]
 
 
-def train(name: str = "ddp", fault: str = "") -> nn.Module:
+def train(name: str = "ddp", fault: str = "", steps: int = STEPS) -> nn.Module:
     """Train on all ranks, and return the model."""
     model, optimizer = engine(name, build(fault), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
-    for step in range(STEPS):
-        if fault == "rate" and step == 3:
+    for step in range(steps):
+        if fault == "rate" and step == (3 if steps == STEPS else 30):
             optimizer.param_groups[0]["lr"] = 5e-3
         x = samples(step, fault)
         quiet = fault == "no average" and step == 1
@@ -132,3 +137,17 @@ def train(name: str = "ddp", fault: str = "") -> nn.Module:
 def job_train(folder: Path, name: str, fault: str = "", **settings: Any) -> None:
     with fsshard.trace(folder, **settings):
         train(name, fault)
+
+
+def main(rank: int, rendezvous: str, name: str, fault: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    train(name, fault, steps=32)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            main, (f"{folder}/rendezvous", *sys.argv[1:]), nprocs=2, start_method="fork"
+        )
