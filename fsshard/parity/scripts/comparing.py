@@ -56,6 +56,7 @@ class ScriptReport:
 
     def __str__(self) -> str:
         moved = [f"renamed: {old} is {new} now" for old, new in self.renamed.items()]
+        moved[4:] = [f"renamed: {len(moved) - 4} more"] if len(moved) > 4 else []  # all are in to_json()
         word = "also different" if self.ok else "before that"
         found = [f"{word}: {cause}" for cause in self.causes]
         changed = [f"environment: {change}" for change in self.report.changes]

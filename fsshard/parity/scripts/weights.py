@@ -87,8 +87,10 @@ def user_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def prefix_of(module: nn.Module) -> str:
     """Return what wrappers put before each name, as DistributedDataParallel does: modules of one child, ``module``."""
     prefix, inner = "", module
-    while len(children := dict(inner.named_children())) == 1 and not children.keys().isdisjoint({"module", *WRAPPERS}):
-        ((name, inner),) = children.items()
+    wrapped = {"module", "_forward_module", *WRAPPERS}
+    # The module of Lightning's Fabric has the user's own beside what it calls.
+    while [*(children := dict(inner.named_children()))][1:] in ([], ["_original_module"]) and children.keys() & wrapped:
+        name, inner = next(iter(children.items()))
         prefix += f"{name}."
     return prefix
 

@@ -73,7 +73,6 @@ OTHER = {"sketches": {"weight": {"w": TWO}, "buffer": {}}}
         ({"losses": [0.75]}, "step 2: loss 0.5 -> 0.75"),
         ({"gradients": {"w": (16.0, 3)}}, "step 2: all gradients are 2 times as large"),
         ({"random": "c"}, "step 2: other random numbers have been drawn"),
-        ({"samples": [dataclasses.replace(GIVEN, digest="c", total="0e")]}, "step 2: rank 0 was given other samples"),
         ({"samples": [GIVEN, GIVEN]}, "step 2: the ranks were given 4 samples, by the old script 2"),
         ({"samples": [dataclasses.replace(GIVEN, computed="bfloat16")]}, "step 2: models put out float32 -> bfloat16"),
     ],
@@ -84,6 +83,15 @@ def test_what_differed_before_the_weights_is_told(tmp_path: Path, late: dict[str
     assert found.sentence.startswith("NOT the same training: old and new on 1 rank part at step 2, weight of w, rank 0")
     assert len(found.causes) == 1 and found.causes[0].startswith(cause)
     assert json.loads(found.to_json())["causes"] == found.causes
+
+
+def test_other_samples_have_another_loss(tmp_path: Path) -> None:
+    """A forward that takes other arguments, as Lightning's does, which has the targets, is given the same samples."""
+    samples = [dataclasses.replace(GIVEN, digest="c", total="0e")]
+    old, new = script(tmp_path / "old"), script(tmp_path / "new", **OTHER, samples=samples, losses=[0.75])
+    cause = "step 2: rank 0 was given other samples (another sampler, seed or preparation of data?)"
+    assert compare_scripts(old, new).causes == [cause, "step 2: loss 0.5 -> 0.75"]
+    assert compare_scripts(old, script(tmp_path / "more", **OTHER, samples=samples)).causes == []
 
 
 def test_the_weights_decide(tmp_path: Path) -> None:
@@ -220,6 +228,12 @@ def test_names_that_only_moved() -> None:
     old = {"a": (ZERO, ONE), "b": (ZERO, TWO), "kept": (ONE, ONE)}
     new = {"net.b": (ZERO, TWO), "kept": (TWO, TWO), "net.a": (ZERO, ONE)}
     assert matched_names(old, new) == {"a": "net.a", "b": "net.b", "kept": "kept"}
+
+
+def test_names_that_all_moved_are_few_lines(tmp_path: Path) -> None:
+    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new"))
+    found.renamed = {str(number): f"net.{number}" for number in range(100)}
+    assert str(found).splitlines()[1:] == [*(f"renamed: {k} is net.{k} now" for k in range(4)), "renamed: 96 more"]
 
 
 def test_equal_ones_are_matched_in_order_where_later_ones_differ() -> None:
