@@ -136,11 +136,17 @@ parity: $(READY)
 machines: $(READY)
 	$(BIN)/python -W ignore -m tests.parity.machines --table docs/parity.md
 
-# Trainings of the examples recorded under the torch of constraints.txt, compared under the newest: a table in docs/parity.md.
+# Trainings of the examples recorded under the torch of constraints.txt, compared under the newest: a table in docs/parity.md. At
+# last two scripts: raw DDP under the one, raw FSDP2 under the other.
 versions: $(READY)
 	$(BIN)/python -m tests.parity.versions --record build/traces
 	$(MAKE) --no-print-directory .venv-$(NEWEST_TORCH)/.ready VENV=.venv-$(NEWEST_TORCH) TORCH=$(NEWEST_TORCH)
 	.venv-$(NEWEST_TORCH)/bin/python -m tests.parity.versions --against build/traces --table docs/parity.md
+	$(BIN)/fsshard trace build/old.trace --overwrite -- $(BIN)/torchrun --standalone --nproc-per-node 2 \
+		examples/prove_migration/old_train.py
+	.venv-$(NEWEST_TORCH)/bin/fsshard trace build/new.trace --overwrite -- .venv-$(NEWEST_TORCH)/bin/torchrun --standalone \
+		--nproc-per-node 2 examples/prove_migration/new_train.py
+	$(BIN)/fsshard compare build/old.trace build/new.trace
 
 # The table of FairScale's faults in docs/fairscale.md. What shows them: python -m pytest --long -m fairscale_row, two minutes.
 rows: $(READY)
