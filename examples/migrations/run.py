@@ -1,6 +1,6 @@
 """Ten public migration guides: the script before and the one after, recorded as they are, and compared.
 
-python examples/migrations/run.py                             # all of them, ten minutes on two cores
+python examples/migrations/run.py                             # all of them, without a GPU
 python examples/migrations/run.py accelerate zero             # some of them
 python examples/migrations/run.py --page docs/migration.md    # writes the table and the answers of the page
 """
