@@ -83,6 +83,7 @@ def test_a_script_that_dies_midway(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert f"nothing is recorded: no process of {sys.executable} made a step" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_scripts_that_ask_for_torch_first_and_train_in_several_processes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
