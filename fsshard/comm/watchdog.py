@@ -494,7 +494,8 @@ class Watchdog:
                 )
                 log.error("rank %d %s", self.rank, why)
                 self.leave(why)
-                os.kill(os.getpid(), signal.SIGABRT)  # in the main thread, whose stack faulthandler writes down
+                # To the main thread, whose stack faulthandler writes down; os.kill() lets the system choose a thread.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGABRT)
 
     # ------------------------------------------------------------------------------------------ meetings
 
