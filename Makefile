@@ -28,8 +28,8 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
-FIRST  := tests/parity tests/simulation tests/portability tests/complex_params tests/backends tests/oss tests/planning
-SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/parallel
+FIRST  := tests/parity tests/simulation tests/complex_params tests/oss tests/planning
+SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/parallel tests/backends tests/portability
 
 test-first: $(PYTEST8) $(COMPILED)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(FIRST)
