@@ -104,7 +104,7 @@ _RECORDS = AREA.later(
 
 
 class Collectives(NamedTuple):
-    """What a rank has begun over gloo; each rank numbers the collectives of a group.
+    """Collectives that a rank has begun over gloo; each rank numbers the collectives of a group.
 
     Attributes:
         pending: (a group's name, number there) -> operation, of what has not ended; a send or receive, which has no

@@ -197,7 +197,7 @@ def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
 
 
 MARKERS = "sDv^<>PXdphH8"
-"""Of the plans that are always tried, in their order."""
+"""Markers of the plans that are always tried, in their order."""
 
 AXES: dict[str, Callable[[Tried], float]] = {
     "predicted ms per step": lambda one: 1e3 * one.estimate.seconds,
