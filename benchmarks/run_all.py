@@ -58,7 +58,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="overhead",
         title="Step time of the wrapper",
         command="benchmarks/overhead.py --models tfno48 t5 --rounds 14 --starts 4",
-        shows="fsshard with its speed-ups switched off, beside the same torch API written by hand.",
+        shows="fsshard with its speed-ups switched off, against the same torch API written by hand.",
         target="at most 1.03 for every engine",
         minutes=5,
     ),
@@ -66,7 +66,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="speed",
         title="Step time with the speed-ups",
         command="benchmarks/overhead.py --fast --models tfno gpt-short gpt --engines ddp fsdp2 --rounds 7 --starts 2",
-        shows="fsshard with its speed-ups, beside the raw engines as they come, and the time of the same training on "
+        shows="fsshard with its speed-ups, against the raw engines as they come, and the time of the same training on "
         "every rank by itself (`alone`), which is what no communication at all would reach. `gpt` has 18 million "
         "parameters and 8 x 128 tokens per step, `gpt-short` 4 x 64: with fewer tokens, more of the step is "
         "communication.",
@@ -86,13 +86,13 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="whole-matrices",
         title="Muon over whole matrices",
         command="benchmarks/whole_matrices.py",
-        shows="The step of Muon by owners (`whole=True`), beside torch's Muon on DTensors and beside AdamW.",
+        shows="The step of Muon by owners (`whole=True`), against torch's Muon on DTensors and against AdamW.",
         target="two collectives, the bytes of the weights on two ranks, half the CPU time of torch's Muon",
         minutes=0.5,
     ),
     Benchmark(
         name="peers",
-        title="Step time beside Accelerate and Lightning Fabric",
+        title="Step time compared with Accelerate and Lightning Fabric",
         command="benchmarks/peers.py --models tfno gpt-short --rounds 15",
         shows="What these can run on CPU ranks; below the table, what they cannot.",
         target="below 1.00",
@@ -100,7 +100,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     Benchmark(
         name="fsdp2-over-ddp",
-        title="FSDP2 beside DDP on small models",
+        title="FSDP2 compared with DDP on small models",
         command="benchmarks/fsdp2_over_ddp.py --rounds 25",
         shows="The price of sharding a model that would fit without it, and how much of that can be saved.",
         minutes=1,
@@ -109,7 +109,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="complex",
         title="Flattened complex weights",
         command="benchmarks/complex_cost.py",
-        shows="DDP over pairs of reals, beside DDP over the native complex weights.",
+        shows="DDP over pairs of reals, compared with DDP over the native complex weights.",
         target="at most 1.01",
         minutes=1.5,
     ),
@@ -117,8 +117,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="start",
         title="Import and wrap time",
         command="benchmarks/start.py --rounds 9",
-        shows="Importing fsshard beside torch alone, stages by the number of parameters, and wrapping models of up to "
-        "1,000 layers, each a unit.",
+        shows="Importing fsshard, compared with torch alone, stages by the number of parameters, and wrapping models "
+        "of up to 1,000 layers, each a unit.",
         target="import at most 1.05; twice the layers take twice as long; as many microseconds per parameter",
         minutes=2,
     ),
@@ -127,7 +127,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         title="Fields that are split over ranks",
         command="benchmarks/domain.py --rounds 20",
         shows="Activations kept and bytes sent by a rank, as counts; the time of a step on 1 x 2 ranks (data x domain) "
-        "beside 2 x 1; a large 3-D operator, simulated.",
+        "compared with 2 x 1; a large 3-D operator, simulated.",
         target="kept, times ranks, at most 1.05; sent at most 1.05 of the formula; time at most 1.25",
         minutes=0.5,
     ),
@@ -135,7 +135,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="fronts",
         title="Lightning, Accelerate and Hugging Face's Trainer",
         command="benchmarks/fronts.py --rounds 20",
-        shows="A step through each front over fsshard, beside the same front over its own DDP.",
+        shows="A step through each front over fsshard, compared with the same front over its own DDP.",
         target="with ddp at most 1.05",
         minutes=1,
     ),
@@ -143,7 +143,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="meshes",
         title="Models that were split before",
         command="benchmarks/meshes.py --rounds 40",
-        shows="Tensor parallelism by torch's own DTensors under FSDP2, and parameters that ranks share, each beside "
+        shows="Tensor parallelism by torch's own DTensors under FSDP2, and parameters that ranks share, each against "
         "the same written by hand.",
         target="at most 1.05",
         minutes=0.5,
@@ -160,10 +160,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="checkpoint",
         title="Checkpoints",
         command="benchmarks/checkpoint.py",
-        shows="Saving and loading beside torch.distributed.checkpoint and torch.save, and how long an asynchronous "
-        "save holds up training. A dozen runs of this command on several machines gave 0.58 to 0.71 for save / DCP, "
-        "0.44 to 0.52 for load elsewhere / DCP and 0.13 to 0.23 for async blocks / blocking, in which memory is "
-        "compared with the disk.",
+        shows="Saving and loading, compared with torch.distributed.checkpoint and torch.save, and how long an "
+        "asynchronous save holds up training. A dozen runs of this command on several machines gave 0.58 to 0.71 for "
+        "save / DCP, 0.44 to 0.52 for load elsewhere / DCP and 0.13 to 0.23 for async blocks / blocking, in which "
+        "memory is compared with the disk.",
         target="in the last lines",
         minutes=1.5,
     ),
@@ -178,7 +178,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     Benchmark(
         name="tuned",
-        title="The tuned plan beside the usual ones",
+        title="The tuned plan and the usual ones",
         command="benchmarks/tuned.py",
         shows="What `fsshard.tune` finds for the tutorial's TFNO and for T5-base at 4 ranks, by simulation.",
         target="no plan needs less than the tuned one; TFNO at most 0.33 of ddp in the table above",
@@ -186,7 +186,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     Benchmark(
         name="estimates",
-        title="Estimates beside real runs",
+        title="Estimates and real runs",
         command="benchmarks/estimate_vs_real.py",
         shows="Memory and traffic of a step as `fsshard estimate` says, and as traced in real ranks.",
         target="peak within 3% or inside the interval, payloads within 1%",
@@ -212,15 +212,15 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="state-dict",
         title="Memory of a whole state dict",
         command="benchmarks/state_dict_memory.py",
-        shows="The peak while it is assembled, beside its bound.",
+        shows="The peak while it is assembled, against its bound.",
         target="one copy on rank 0, one unit on the others",
         minutes=0.5,
     ),
     Benchmark(
         name="fairscale",
-        title="fsshard.compat beside the real FairScale",
+        title="fsshard.compat compared with the real FairScale",
         command="benchmarks/fairscale_cost.py --rounds 25",
-        shows="`fsshard.compat.fairscale` beside FairScale 0.4.13.",
+        shows="`fsshard.compat.fairscale` against FairScale 0.4.13.",
         target="in the column of bounds",
         minutes=1,
     ),
@@ -326,9 +326,9 @@ def section(benchmark: Benchmark, result: Result, load: float) -> str:
 def write(path: Path, text: str) -> None:
     """Replace the page as a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text)
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def load_average() -> float:

@@ -28,8 +28,11 @@ ELSEWHERE = {
 }
 """Page of the site -> the file of the repository that it shows."""
 
-BOOST = 8
-"""How much more than on other pages a word weighs on those of the reference, when it is searched for."""
+BOOST = {
+    **dict.fromkeys((f"reference/{page}.md" for page in ("training", "planning", "checkpoints", "parity")), 2.0),
+    **dict.fromkeys(("benchmarks.md", "changelog.md", "contributing.md", "troubleshooting.md"), 0.5),
+}
+"""How much more a word that is searched for weighs on a page: ``wrap`` finds the function, ``optimizer`` its guide."""
 
 log = logging.getLogger("mkdocs.hooks.links")
 
@@ -52,8 +55,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turn the repository's links into the site's, outside of code."""
     name = page.file.src_uri
-    if name.startswith("reference/"):
-        page.meta["search"] = {"boost": BOOST}
+    if name in BOOST:
+        page.meta["search"] = {"boost": BOOST[name]}
     source = ELSEWHERE.get(name, f"docs/{name}")
     parts = re.split(r"(^ *```.*?^ *```$|`[^`\n]+`(?!\]))", markdown, flags=re.DOTALL | re.MULTILINE)
     for index in range(0, len(parts), 2):

@@ -118,7 +118,7 @@ def _compare(folder: Path, after: str) -> dict:
 
 def block(found: list[dict]) -> str:
     """Return what the tool said, as the page shows it."""
-    return "\n".join(["```", *(one["text"] for one in found), "```"])
+    return "\n".join(["```console", *(one["text"] for one in found), "```"])
 
 
 def row(name: str, found: list[dict]) -> str:

@@ -57,7 +57,8 @@ def test_a_page_that_is_written(tmp_path: Path) -> None:
     page.write_text(PAGE, encoding="utf-8")
     run.write(page, "zero", [{"text": "another answer", "verdict": "bound"}])
     text = page.read_text(encoding="utf-8")
-    assert part_of(text, "zero") == "```\nanother answer\n```" and text.count("zero_after.py) | the same, within") == 1
+    assert part_of(text, "zero") == "```console\nanother answer\n```"
+    assert text.count("zero_after.py) | the same, within") == 1
     changed = [line for line in text.splitlines() if line not in PAGE.splitlines()]
     assert len(changed) == 2 and changed[1] == "another answer"
 
