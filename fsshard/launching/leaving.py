@@ -44,19 +44,15 @@ def keep_all_groups() -> None:
 
 def tear_down() -> None:
     """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
-    _yield_to_workers()
+    # Let go of the GIL, under which worker threads of groups drop their last work. One that waits for it when the
+    # interpreter is finalizing is ended inside a C++ destructor by Python before 3.14 (gh-87135): "terminate called
+    # without an active exception", SIGABRT, in up to a tenth of the ranks that leave right after a backward pass of DDP
+    # (torch 2.13).
+    time.sleep(YIELD_SECONDS)
     if dist.is_initialized():
         keep_all_groups()
         gc.collect()  # models in reference cycles go before their group does
         dist.destroy_process_group()
-
-
-def _yield_to_workers() -> None:
-    """Hand the GIL over to the worker threads of groups, which drop their last work under it."""
-    # If the interpreter is finalizing by then, Python before 3.14 ends that thread inside a C++ destructor (gh-87135):
-    # "terminate called without an active exception", SIGABRT, in up to a tenth of the ranks that leave right after a
-    # backward pass of DDP (torch 2.13).
-    time.sleep(YIELD_SECONDS)
 
 
 unfinished: list[Callable[[bool], None]] = []
@@ -99,8 +95,6 @@ def _ended(error: BaseException | None) -> None:
         if dist.is_initialized() and not _failed:
             finish_before_leaving()
             tear_down()
-        else:  # a script that destroyed its group itself: our reference keeps the group's workers alive
-            _yield_to_workers()
         return
     _failed = True
     with suppress(Exception):
