@@ -1,8 +1,10 @@
-"""Files that commands write: whether one can be written, and a picture of matplotlib without date and random names."""
+"""Files that commands write: in one piece, if they can be written, and pictures without date and random names."""
 
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,18 @@ def check_file(path: str | Path) -> Path:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigurationError(f"{str(path)!r} cannot be written: permission denied; give another name or folder")
     return path
+
+
+def replace_file(file: Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that it appears in one piece or not at all."""
+    temporary = file.with_name(f".{file.stem}-{uuid.uuid4().hex}{file.suffix}")  # mkstemp's would be private
+    try:
+        write(temporary)
+        with temporary.open("r+b") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_picture(path: str | Path) -> Path:

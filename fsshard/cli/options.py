@@ -17,6 +17,9 @@ DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 
 Device = Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - means stdout.")]
+Picture = Annotated[
+    str | None, typer.Option("--plot", metavar="FILE", help="Plot the differences: .png, .svg or .pdf.")
+]
 Progress = Annotated[bool | None, typer.Option(help="Show a progress bar; by default only on a terminal.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print less, without a progress bar.")]
 

@@ -15,7 +15,7 @@ import typer
 
 from fsshard.cli import options as cli
 from fsshard.cli import output
-from fsshard.cli.options import DEFAULT_BACKENDS, Device, Json, Progress, Quiet
+from fsshard.cli.options import DEFAULT_BACKENDS, Device, Json, Picture, Progress, Quiet
 from fsshard.cli.output import AGREED, BAD_INPUT, DIFFERENT, INTERRUPTED
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra
 
@@ -109,9 +109,7 @@ def command(
     timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of a run, in seconds.")] = 120.0,
     device: Device = "cpu",
     json_file: Json = None,
-    picture: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Plot the report: .png, .svg or .pdf.")
-    ] = None,
+    picture: Picture = None,
     record: Annotated[
         str | None, typer.Option(metavar="FILE", help="Train under one backend, and record the numbers of every step.")
     ] = None,

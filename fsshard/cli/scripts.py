@@ -11,12 +11,8 @@ from typing import Annotated
 import typer
 
 from fsshard.cli import options, output
-from fsshard.cli.options import Json, Quiet
+from fsshard.cli.options import Json, Picture, Quiet
 from fsshard.errors import ConfigurationError
-
-Picture = Annotated[
-    str | None, typer.Option("--plot", metavar="FILE", help="Plot the differences: .png, .svg or .pdf.")
-]
 
 
 def trace(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fsshard.pictures import replace_file as replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -22,16 +23,6 @@ def cache_dir(name: str) -> Path:
     given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # XDG: a relative path is to be ignored
     return base / "fsshard" / name
-
-
-def replace_file(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that it appears in one piece or not at all."""
-    temporary = file.with_name(f".{file.stem}-{uuid.uuid4().hex}{file.suffix}")  # mkstemp's would be private
-    try:
-        write(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def held_bytes(model: fsshard.ShardedModule) -> dict[str, int]:

@@ -7,6 +7,7 @@ next to the JSON file when it is saved. Nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -16,7 +17,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import GenericAlias
@@ -31,7 +32,7 @@ from torch import Tensor
 from fsshard.errors import TraceError
 from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.sketch import PROJECTIONS, Sketch, digest, real_view
-from fsshard.pictures import check_file
+from fsshard.pictures import check_file, replace_file
 from fsshard.recipes.recipe import Recipe
 
 FORMAT, VERSION = "fsshard parity trace", 1
@@ -153,12 +154,10 @@ class Trace:
             # a part of the digest is in the name, so that a trace and the tensors of another never meet
             beside = path.with_name(f"{path.stem}-{_file_digest(self.tensors)[:12]}.safetensors")
             if beside.resolve() != self.tensors.resolve():
-                with _replacing(beside) as partial:
-                    shutil.copyfile(self.tensors, partial)
+                replace_file(beside, functools.partial(shutil.copyfile, self.tensors))
             self.tensors = beside
         text = json.dumps(_as_json(self), separators=(",", ":"), allow_nan=False)
-        with _replacing(path) as partial:
-            partial.write_text(f"{text}\n", encoding="utf-8")
+        replace_file(path, lambda partial: partial.write_text(f"{text}\n", encoding="utf-8"))
         self.file = path
 
     @classmethod
@@ -209,19 +208,6 @@ def mean_loss(ranks: list[RankTrace], step: int) -> float:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a file that takes the place of another once it is written, or goes."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _file_digest(path: Path) -> str:

@@ -13,14 +13,18 @@ from fsshard.errors import ConfigurationError
 from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
-from fsshard.parity.report import Cell, StepReport, difference
-from fsshard.parity.scripts.causes import causes, ranks_apart
-from fsshard.parity.scripts.store import Record, ScriptTrace, in_model, read_tensor, tensor_file
-from fsshard.parity.sketch import Sketch
+from fsshard.parity.report import Cell, Divergence, StepReport, difference
+from fsshard.parity.scripts.causes import APART, causes, ranks_apart
+from fsshard.parity.scripts.store import ScriptTrace, in_model, read_tensor, tensor_file
+from fsshard.parity.sketch import Sketch, distance
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
 
 DECIDING = ("initial weight", "weight", "state", "buffer")
 """Quantities that make the verdict: trainings with the same weights after each step are the same training."""
+HINT = (
+    "hint: this may be rounding alone, as of sums in another order: runs of the old script that are rounded otherwise "
+    "bound it; record it with fsshard trace --repeat 8"
+)
 LEAST_REPEATS = 4
 """Fewest repeats: the largest distance among fewer runs says too little about the next one's."""
 
@@ -35,6 +39,7 @@ class ScriptReport:
         steps: numbers of the steps that were compared.
         causes: what else differs, up to the first step whose weights do; of a same training what differs in vain.
         renamed: parameters of the old script -> their names in the new one.
+        hint: how to find out whether it is rounding, if nothing else is known to differ; or "".
         report: all differences, as of any comparison.
     """
 
@@ -43,6 +48,7 @@ class ScriptReport:
     steps: list[int]
     causes: list[str]
     renamed: dict[str, str]
+    hint: str
     report: ParityReport
 
     @property
@@ -60,7 +66,7 @@ class ScriptReport:
         word = "also different" if self.ok else "before that"
         found = [f"{word}: {cause}" for cause in self.causes]
         changed = [f"environment: {change}" for change in self.report.changes]
-        return "\n".join([self.sentence, *found, *moved, *changed])
+        return "\n".join([self.sentence, *found, *moved, *changed, *filter(None, [self.hint])])
 
 
 def compare_scripts(
@@ -93,6 +99,8 @@ def compare_scripts(
             f"{before.folder} and {now.folder} have no step in common at which weights are recorded; record both with "
             "the same --steps and --every"
         )
+    for draw in draws:
+        _check_repeat(draw, before, steps)
     called = [*now.initial]
     _rename(now, _in_the_order_of(before, now))
     names = matched_names(*({n: (w, one.ranks[0].steps[weighed[-1]].weights.get(n, w)) for n, w in one.initial.items()}
@@ -100,14 +108,39 @@ def compare_scripts(
     theirs = {other: name for name, other in names.items()}
     _rename(now, lambda name: theirs.get(name, name))
     renamed = {name: other for name, other in zip(now.initial, called, strict=True) if name != other}
-    return _report(before, now, steps, weighed, _compared(before, now, draws, steps), renamed)
+    found = _report(before, now, steps, weighed, _compared(before, now, draws, steps), renamed)
+    first = found.report.cells[0].first_divergence
+    if first is not None and not (draws or exactly or found.causes) and _near(before, now, first):
+        found.hint = HINT
+    return found
+
+
+def _check_repeat(draw: ScriptTrace, old: ScriptTrace, steps: list[int]) -> None:
+    """Raise ConfigurationError unless a repeat has all that is compared of what it repeats."""
+    sides = [
+        {(rank, n, quantity) for rank, each in enumerate(one.ranks) for n in steps if n in each.steps
+         for quantity, named in each.steps[n].sketches.items() if named}
+        for one in (old, draw)
+    ]  # fmt: skip
+    if not sides[0] <= sides[1]:
+        raise ConfigurationError(
+            f"{draw.folder} is no repeat of {old.folder}, which has other ranks, steps or quantities; record both on "
+            "as many ranks, with the same --steps, --every and --state"
+        )
+
+
+def _near(before: ScriptTrace, now: ScriptTrace, first: Divergence) -> bool:
+    """Return whether the first difference is as small as one of rounding."""
+    records = [one.ranks[first.rank].steps[first.step] for one in (before, now)]
+    old, new = (record.sketches.get(first.quantity, {}).get(first.name) for record in records)
+    return old is not None and new is not None and distance(old, new) <= APART * old.norm
 
 
 def _compared(before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace], steps: list[int]) -> Cell:
     """Return the verdict on all steps, by the comparator of recorded trainings."""
     regrouped = len(before.ranks) != len(now.ranks)
-    shared = [_shared(*(one.ranks[0].steps[number] for one in (before, now))) for number in steps]
-    old, new, *drawn = (_as_trace(one, steps, shared) for one in [before, now, *([before, *draws] if draws else [])])
+    sides = [before, now, *([before, *draws] if draws else [])]
+    old, new, *drawn = (_as_trace(one, (before, now), steps) for one in sides)
     found = compare_traces(old, new, regrouped=regrouped, draws=[one.ranks for one in drawn], exactly=not draws)
     deciding = [
         replace(step, differences={q: d for q, d in step.differences.items() if q in DECIDING}) for step in found
@@ -133,25 +166,18 @@ def _telling(step: StepReport) -> StepReport:
     )
 
 
-def _shared(old: Record, new: Record) -> dict[str, Callable[[str], bool]]:
-    """Return what both sides have recorded: quantity -> whether a name counts."""
-    sides = [record.sketches for record in (old, new)]
-    both = {quantity for quantity in ("weight", "state") if all(side.get(quantity) for side in sides)}
-    # A buffer of one side alone, which a forward makes, or an engine keeps otherwise, decides nothing.
-    shared = sides[0].get("buffer", {}).keys() & sides[1].get("buffer", {})
-    return {**dict.fromkeys(both, lambda name: True), **({"buffer": shared.__contains__} if both else {})}
-
-
-def _as_trace(one: ScriptTrace, steps: list[int], shared: Sequence[Mapping[str, Callable[[str], bool]]]) -> Trace:
+def _as_trace(one: ScriptTrace, sides: Sequence[ScriptTrace], steps: list[int]) -> Trace:
     """Return the steps as those of a recorded training, with what both sides have recorded."""
-    header, ranks = one.ranks[0].header, []
-    for rank in one.ranks:
-        trace = RankTrace(initial=rank.initial)
-        for number, counts in zip(steps, shared, strict=True):
+    header, ranks = one.ranks[0].header, [RankTrace(initial=rank.initial) for rank in one.ranks]
+    for number in steps:
+        both = [side.ranks[0].steps[number].sketches for side in sides]
+        for rank, trace in zip(one.ranks, ranks, strict=True):
             record = rank.steps[number]
-            sketches = {q: {n: each for n, each in record.sketches[q].items() if kept(n)} for q, kept in counts.items()}
+            sketches = {q: record.sketches[q] for q in both[0] if all(side.get(q) for side in both)}
+            if "buffer" in sketches:  # one that a forward makes, or an engine keeps otherwise, decides nothing
+                shared = both[0]["buffer"].keys() & both[1]["buffer"]
+                sketches["buffer"] = {name: each for name, each in sketches["buffer"].items() if name in shared}
             trace.steps.append(Step(batches=[], loss=sum(record.losses), norm=0.0, sketches=sketches))
-        ranks.append(trace)
     told: dict[str, Any] = {name: getattr(header, name) for name in ("environment", "commit", "device", "world_size")}
     return Trace(**told, recipe={}, backend=one.folder.name, detail="digests", parameters=[*one.initial], ranks=ranks)
 
@@ -243,7 +269,8 @@ def _report(
     report = ParityReport(recipe=now.folder.name, reference=before.folder.name, steps=len(steps), cells=[cell])
     report.changes = changes(before.ranks[0].header.environment, now.ranks[0].header.environment)
     told = causes(before, now, [n for n in steps if n <= until], same=cell.verdict != "different")
-    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, causes=[*told], renamed=renamed, report=report)
+    given: dict[str, Any] = {"causes": [*told], "renamed": renamed, "report": report, "hint": ""}
+    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, **given)
 
 
 def _missing(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:

@@ -102,7 +102,7 @@ class Recorder:
         self._last_record: Record | None = None
         self._file: Path | None = None  # a script may call a model before it joins a process group
         self._stack = contextlib.ExitStack()
-        self._rounding: contextlib.ExitStack | None = None
+        self._rounding = contextlib.ExitStack()
         self._draws = torch.Generator().manual_seed(settings.draw) if settings.draw else None
 
     def start(self) -> None:
@@ -188,11 +188,8 @@ class Recorder:
 
     def _round(self, on: bool) -> None:
         """Round otherwise from here on, or no more, if this run is a draw: within forward, loss and backward."""
-        if self._rounding is not None and not on:
-            self._rounding.close()
-            self._rounding = None
-        elif self._rounding is None and on and self._draws is not None:
-            self._rounding = contextlib.ExitStack()
+        self._rounding.close()
+        if on and self._draws is not None:
             self._rounding.enter_context(perturbed(self._draws))
 
     # ----------------------------------------------------------------------------------------------------------- step

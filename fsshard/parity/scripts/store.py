@@ -160,15 +160,16 @@ class ScriptTrace:
         for models in zip(*(one.models for one in ranks), strict=False):
             _share([model.weights for model in models])
         for rank in ranks:
-            named = ((k, item) for k, model in enumerate(rank.models) for item in model.weights.items())
-            rank.initial = {in_model(place, name): one for place, (name, one) in named}
-        for number in sorted(set.intersection(*(set(one.steps) for one in ranks))):
+            numbered = enumerate(rank.models)
+            rank.initial = {in_model(k, name): one for k, model in numbered for name, one in model.weights.items()}
+        ended = sorted({file.read_text(encoding="utf-8") for file in folder.glob(ENDED)})
+        repeats = [cls.load(one) for one in sorted(folder.glob("repeat*"))]
+        found = cls(folder=folder, ranks=ranks, ended=ended, repeats=repeats)
+        for number in found.steps:
             of_ranks = [one.steps[number].sketches for one in ranks]
             for quantity in set.intersection(*map(set, of_ranks)):
                 _share([sketches[quantity] for sketches in of_ranks])
-        ended = sorted({file.read_text(encoding="utf-8") for file in folder.glob(ENDED)})
-        repeats = [cls.load(one) for one in sorted(folder.glob("repeat*"))]
-        return cls(folder=folder, ranks=ranks, ended=ended, repeats=repeats)
+        return found
 
     @property
     def steps(self) -> list[int]:

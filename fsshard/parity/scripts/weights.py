@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsshard.checkpoint.interop.foreign_names import WRAPPERS, clean_path
 from fsshard.comm.agreement import per_rank
 from fsshard.parity.engine import whole_weights
+from fsshard.sharded.module import ShardedModule
 
 
 @dataclass
@@ -77,7 +78,7 @@ def user_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     None of fsshard's, whose optimizers have them by other names.
     """
-    if any(map(_is_ours, (root, *root.modules()))):
+    if any(isinstance(module, ShardedModule) for module in (root, *root.modules())):
         return
     prefix = prefix_of(root)
     for name, parameter in root.named_parameters():
@@ -105,26 +106,21 @@ def _known(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, _known("fsshard.sharded.module", "ShardedModule"))
-
-
 def _own_modules(path: str, module: nn.Module, units: Units) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module, and those below it that are in no other unit; add the units below."""
     yield path, module
     for name, child in module.named_children():
-        if isinstance(child, FullyShardedDataParallel) or _is_ours(child):
+        if isinstance(child, (FullyShardedDataParallel, ShardedModule)):
             units.append((f"{path}{name}.", child))
         else:
             yield from _own_modules(f"{path}{name}.", child, units)
 
 
 def _of_unit(path: str, unit: nn.Module, units: Units) -> Iterator[Whole]:
-    if _is_ours(unit):
-        model: Any = unit
-        group = dist.get_process_group_ranks(model.backend.settings.group)
-        yield from (Whole(path + name, value, group, "weight") for name, value in whole_weights(model))
-        yield from (Whole(path + name, value, None, "buffer") for name, value in model.named_buffers())
+    if isinstance(unit, ShardedModule):
+        group = dist.get_process_group_ranks(unit.backend.settings.group)
+        yield from (Whole(path + name, value, group, "weight") for name, value in whole_weights(unit))
+        yield from (Whole(path + name, value, None, "buffer") for name, value in unit.named_buffers())
         return
     ranks: list[int] | None = None
     seen: set[int] = set()

@@ -1,6 +1,6 @@
 """A LightningModule as a recipe: the training that Lightning's Trainer does.
 
-Tests compat/recipes.py, and fsshard/parity/recipe.py, where scripts of before import it.
+Tests compat/recipes.py too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.data import ChainDataset, DataLoader, WeightedRandomSampler
 
 from fsshard.compat.lightning import from_lightning
 from fsshard.errors import RecipeError
-from fsshard.parity import compare, recipe
+from fsshard.parity import compare
 from tests.compat.lightning import recipes as made
 
 SOURCE = "tests.compat.lightning.recipes:recipe"
@@ -43,7 +43,7 @@ def test_what_a_recipe_cannot_say_is_refused() -> None:
     for said in ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler"):
         with pytest.raises(RecipeError, match=rf"from_lightning\({said}=...\): the LightningModule defines it"):
             from_lightning(made.Module, made.Data(), **{said: None})
-    assert recipe.from_lightning(made.Hooked(), made.Data(), without=("on_before_optimizer_step",)).name == "Hooked"
+    assert from_lightning(made.Hooked(), made.Data(), without=("on_before_optimizer_step",)).name == "Hooked"
     for loader, words in (
         (DataLoader([1], sampler=WeightedRandomSampler([1.0], 1)), "WeightedRandomSampler cannot be divided"),
         (DataLoader(ChainDataset([])), "cannot be selected by index"),

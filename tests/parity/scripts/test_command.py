@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import fsshard
 from fsshard.cli.app import main
 from fsshard.errors import ConfigurationError
 from fsshard.parity.scripts.command import run
@@ -23,9 +25,13 @@ import os, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
 
-def work(rank, store, rate):
+def work(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    train(rank, 0.1)
+    dist.destroy_process_group()
+
+def train(rank, rate):
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -34,20 +40,27 @@ def work(rank, store, rate):
         optimizer.zero_grad()
         model(torch.full((2, 3), float(step + rank))).square().mean().backward()
         optimizer.step()
-    dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1], float(sys.argv[2])), nprocs=2)
+    mp.spawn(work, (sys.argv[1],), nprocs=2)
 """
 
 
-def test_a_script_that_spawns_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def job_slower(folder: Path) -> None:
+    """Train as the script does, at half the rate after the first step, in a rank that is there already."""
+    script: dict[str, Any] = {}
+    exec(SCRIPT, script)
+    with fsshard.trace(folder):
+        script["train"](dist.get_rank(), 0.05)
+
+
+def test_a_script_that_spawns_its_ranks(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The command's children import torch and are recorded; what they print and return is theirs."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    for name, rate in (("old", "0.1"), ("new", "0.05")):
-        command = [sys.executable, str(script), str(tmp_path / f"{name}-store"), rate]
-        assert main(["trace", str(tmp_path / name), "--tensors", "every=2", "--", *command]) == 0
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    assert main(["trace", str(tmp_path / "old"), "--tensors", "every=2", "--", *command]) == 0
+    ranks.run(job_slower, 2, tmp_path / "new")
     assert f"3 steps on 2 ranks: {tmp_path / 'old'}" in capfd.readouterr().err
     assert ScriptTrace.load(tmp_path / "old").ranks[1].header.command[0] == str(script)
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "old")]) == 0
@@ -66,17 +79,22 @@ def test_a_script_that_spawns_its_ranks(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_a_script_that_dies_midway(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """Its exit code is the command's; the steps before are whole; the user's own sitecustomize has run."""
+    """Its exit code is the command's; the steps before are whole; the user's own sitecustomize has run.
+
+    Recording begins within a step of an optimizer, in a closure, as Lightning's do.
+    """
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('of the user')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
     text = (
         "import os, torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for step in range(3):\n    model(torch.ones(1, 2)).sum().backward()\n    optimizer.step()\nos._exit(3)\n"
+        "def closure():\n    loss = model(torch.ones(1, 2)).sum()\n    loss.backward()\n    return loss\n"
+        "for step in range(3): optimizer.step(closure)\nos._exit(3)\n"
     )
     assert run([sys.executable, "-c", text], tmp_path / "trace", Settings(first=1)) == 3
     assert capfd.readouterr().out == "of the user\n"
-    assert ScriptTrace.load(tmp_path / "trace").steps == [1, 2]
+    (rank,) = ScriptTrace.load(tmp_path / "trace").ranks
+    assert {number: len(step.losses) for number, step in rank.steps.items()} == {1: 1, 2: 1}
     assert main(["trace", str(tmp_path / "trace"), "--", sys.executable, "-c", ""]) == 2
     assert "holds a record already; remove it, or name another folder" in capfd.readouterr().err
     assert main(["trace", str(tmp_path / "trace"), "--overwrite", "--", sys.executable, "-c", ""]) == 1
@@ -102,18 +120,6 @@ def test_scripts_that_ask_for_torch_first_and_train_in_several_processes(
     (reason,) = ScriptTrace.load(tmp_path / "two").ended
     assert reason == "another process has trained as rank 0, and one record is of one training"
     assert f"the record ends here, the training goes on: {reason}" in capfd.readouterr().err
-
-
-def test_closures_that_train_within_the_first_step(tmp_path: Path) -> None:
-    """As Lightning's do: recording begins within a step of an optimizer."""
-    text = (
-        "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "def closure():\n    loss = model(torch.ones(1, 2)).sum()\n    loss.backward()\n    return loss\n"
-        "for step in range(2): optimizer.step(closure)\n"
-    )
-    assert run([sys.executable, "-c", text], tmp_path / "trace") == 0
-    (rank,) = ScriptTrace.load(tmp_path / "trace").ranks
-    assert [len(step.losses) for step in rank.steps.values()] == [1, 1]
 
 
 ADDING = """

@@ -171,6 +171,26 @@ def test_replicas_that_differ_are_compared_by_their_digests(tmp_path: Path) -> N
     assert "part at step 0, weight of w, rank 1" in found.sentence and "the bits are others" in found.sentence
 
 
+def test_repeats_that_were_recorded_otherwise(tmp_path: Path) -> None:
+    old, new = script(tmp_path / "old"), script(tmp_path / "new", **OTHER)
+    repeats = [script(tmp_path / str(draw), steps=2) for draw in range(4)]
+    told = r"0 is no repeat of \S*old, which has other ranks.*as many ranks, with the same --steps, --every and --state"
+    with pytest.raises(ConfigurationError, match=told):
+        compare_scripts(old, new, repeats=repeats)
+
+
+def test_how_to_bound_what_may_be_rounding_is_told(tmp_path: Path) -> None:
+    """Unless something else differs, or it is too large, or nothing may round."""
+    near: dict[str, Any] = {"sketches": {"weight": {"w": sketch(torch.full((3,), 1 + 2.0**-20))}, "buffer": {}}}
+    old, new = script(tmp_path / "old"), script(tmp_path / "new", **near)
+    found = compare_scripts(old, new)
+    assert found.verdict == "different" and found.hint == str(found).splitlines()[-1]
+    assert "may be rounding alone" in found.hint and found.hint.endswith("record it with fsshard trace --repeat 8")
+    assert not compare_scripts(old, new, exactly=True).hint
+    for name, late in (("rate", {**near, "groups": [{"lr": 0.2}]}), ("far", OTHER)):
+        assert not compare_scripts(old, script(tmp_path / name, **late)).hint
+
+
 def test_records_without_weights_prove_nothing(tmp_path: Path) -> None:
     old, new = script(tmp_path / "old", steps=1), script(tmp_path / "new", steps=1, sketches={})
     with pytest.raises(ConfigurationError, match="no step in common at which weights are recorded; record both with"):
