@@ -93,7 +93,7 @@ def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[int]]:
 
 @pytest.mark.parametrize(
     ("choice", "backend"),
-    often(itertools.product([True, {stacks.Block}], DISTRIBUTED), (True, "fsdp2"), ({stacks.Block}, "ddp")),
+    often(itertools.product([True, {stacks.Block}], DISTRIBUTED), ({stacks.Block}, "fsdp2")),
     ids=str,
 )
 def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:

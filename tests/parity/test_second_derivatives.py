@@ -18,6 +18,7 @@ from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
 from tests.models import Spectral
 from tests.optimizers import SOAP, average
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
 grad = torch.autograd.grad
@@ -289,14 +290,14 @@ def data_then_burgers(model: Any, step: int) -> None:
     burgers(model, step)
 
 
-@pytest.mark.parametrize("numbers", ["real", "complex"])
+@pytest.mark.parametrize("numbers", often(["real", "complex"], "complex"))
 def test_derivatives_reduce_nothing_that_was_accumulated(ranks: Any, numbers: str) -> None:
     """u_xx does not pass the model's outputs, at which engines learn that a pass begins."""
     for backend in DISTRIBUTED:
         all_right(ranks, backend, (burgers_twice, data_then_burgers), numbers)
 
 
-@pytest.mark.parametrize("numbers", ["real", "complex"])
+@pytest.mark.parametrize("numbers", often(["real", "complex"], "complex"))
 def test_soap_trains_burgers_as_replicas_do(ranks: Any, numbers: str) -> None:
     """Second derivatives, whole matrices and sharding together, to the last bit."""
     for backend in DISTRIBUTED:
@@ -315,7 +316,7 @@ def job_at_four(backend: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp", "fsdp2"))
 def test_four_ranks_train_as_replicas_but_for_rounding(ranks: Any, backend: str) -> None:
     ranks.run(job_at_four, 4, backend)
 
@@ -393,7 +394,8 @@ CASES = [
     pytest.param("fsdp2", (*ONE_PASS, *FUNCTIONS), "real", {}, marks=LONG),
     ("fairscale", (*KEPT, *FUNCTIONS), "real", {}),
     pytest.param("fairscale", EVERY, "real", {}, marks=LONG),
-    ("fairscale", EVERY, "real", {"implementation": "native"}),
+    pytest.param("fairscale", EVERY, "real", {"implementation": "native"}, marks=LONG),
+    ("fairscale", SECOND, "complex", {"implementation": "native"}),
     pytest.param("none", EVERY, "real", {}, marks=LONG),
     pytest.param("ddp", EVERY, "real", {}, marks=LONG),
     ("fsdp2", EVERY, "complex", {}),
@@ -401,11 +403,12 @@ CASES = [
     pytest.param("none", EVERY, "complex", {}, marks=LONG),
     pytest.param("fairscale", EVERY, "complex", {}, marks=LONG),
     # Without units: what goes round a unit and into it is summed in another order where the unit begins.
-    *((name, BY_WEIGHTS, numbers, {"auto_wrap_policy": None}) for name in ALL_BUT for numbers in ("real", "complex")),
+    *((name, BY_WEIGHTS, "complex", {"auto_wrap_policy": None}) for name in ALL_BUT),
+    *(pytest.param(name, BY_WEIGHTS, "real", {"auto_wrap_policy": None}, marks=LONG) for name in ALL_BUT),
     ("fsdp2", KEPT, "real", {"reshard_after_forward": False}),
     ("fsdp2", KEPT, "real", {"reshard_after_forward": True, "fast_collectives": False}),
     ("fairscale", SECOND, "real", {"find_unused_parameters": True}),
-    ("fsdp2", SECOND, "real", {"find_unused_parameters": True}),
+    pytest.param("fsdp2", SECOND, "real", {"find_unused_parameters": True}, marks=LONG),
     *((name, (dual_numbers,), "complex", {}) for name in ALL_BUT),
     ("fsdp", (*ONE_PASS, *SECOND, *OTHERS, dual_numbers), "real", {"sharding_strategy": "FULL_SHARD"}),
     ("fsdp", KEPT, "real", {"sharding_strategy": "SHARD_GRAD_OP"}),
@@ -510,7 +513,7 @@ def test_fsdp_keeps_units_until_weights_change(ranks: Any, after: Any) -> None:
     assert ranks.run(job_left_gathered, 2, after) == [(True, 0)] * 2
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp2", "fsdp"])
+@pytest.mark.parametrize("backend", often(["ddp", "fairscale", "fsdp2", "fsdp"], "fsdp2", "fsdp"))
 def test_second_derivatives_through_recomputed_blocks(ranks: Any, backend: str) -> None:
     all_right(ranks, backend, (penalty_alone, wgan_gp, forces), "real", activation_checkpointing=True)
 

@@ -134,6 +134,7 @@ def job(backend: str, settings: dict[str, Any], decay: Any, every: int) -> dict[
     }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("backend", "settings"), ENGINES)
 @pytest.mark.parametrize(("decay", "every"), [(0.9, 1), (warming, 2)])
 def test_it_is_torchs_average_of_bare_replicas(

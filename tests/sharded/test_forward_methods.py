@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, FsshardError, ModelError, PrecisionError
 from fsshard.sharded.forward_methods import explain_forward_error
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, ranks_of
 
 BACKENDS = ["none", *DISTRIBUTED]
@@ -192,8 +194,13 @@ def job_generate_unevenly(backend: str, build: Any) -> None:
             assert torch.equal(model.generate(prompts, synced_gpus=False, **settings, **more), expected)
 
 
-@pytest.mark.parametrize("build", [small_gpt2, small_t5])
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize(
+    ("backend", "build"),
+    often(
+        itertools.product(DISTRIBUTED, (small_gpt2, small_t5)),
+        *(("fsdp2", small_gpt2), ("fairscale", small_gpt2), ("fsdp", small_t5), ("ddp", small_t5)),
+    ),
+)
 def test_generate_where_one_rank_ends_earlier(ranks: Any, backend: str, build: Any) -> None:
     pytest.importorskip("transformers")
     ranks.run(job_generate_unevenly, 4 if backend == "fsdp2" and build is small_gpt2 else 2, backend, build)

@@ -255,10 +255,9 @@ def job_load(folder: str, backend: str, built: str, saved: Any) -> Any:
 
 
 CASES = [
-    ("shapes", "ddp", 2),
     ("shapes", "fsdp", 2),
     ("small", "fairscale", 4),
-    *(pytest.param("shapes", *there, marks=LONG) for there in (("fsdp2", 4), ("native", 2), ("none", 1))),
+    *(pytest.param("shapes", *there, marks=LONG) for there in (("ddp", 2), ("fsdp2", 4), ("native", 2), ("none", 1))),
 ]
 
 

@@ -208,7 +208,7 @@ def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
 
 
 PLACES = (("fsdp2", 2), ("fsdp", 4), ("none", 1), ("fairscale", 2), ("ddp", 2), ("fsdp2", 4))
-WAYS = [(kind, PLACES) for kind in CLASSES] + [("Single", PLACES[:3]), ("Stacks", PLACES[2:5])]
+WAYS = [(kind, PLACES) for kind in CLASSES] + [("Single", PLACES[:2]), ("Stacks", PLACES[2:4])]
 
 
 @pytest.mark.parametrize(("kind", "places"), often(WAYS, *WAYS[2:]))

@@ -163,6 +163,7 @@ def job_last_in_closure(backend: str, name: str) -> list[str]:
 
 
 @pytest.mark.covering
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
 @pytest.mark.parametrize("name", ["AdamW", "MyLion"])
 def test_the_last_micro_batch_may_be_in_the_closure(ranks: Any, backend: str, name: str) -> None:
@@ -186,6 +187,7 @@ def job_local(backend: str, what: str) -> None:
     optimizer.step(closure)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 @pytest.mark.parametrize("what", ["looks first", "never reduced"])
 def test_local_gradients_are_stepped_by_nobody(ranks: Any, backend: str, what: str) -> None:
@@ -214,6 +216,7 @@ def job_read_in_closure(backend: str, name: str, reads: bool) -> Any:
     return [wrong, model.state_dict(), optimizer.state_dict()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["fsdp2", "fairscale"])
 @pytest.mark.parametrize("name", ["AdamW", "AscentFirst"])
 def test_a_closure_may_read_the_state(ranks: Any, backend: str, name: str) -> None:

@@ -20,6 +20,7 @@ from fsshard.sharded.optimizer_whole import _sum_of_bits, deal
 from tests import optimizers
 from tests.models import Spectral, batch
 from tests.optimizers import SOAP, Shampoo, Written
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences
 
 DIVIDING = ("fsdp2", "fsdp")
@@ -126,7 +127,7 @@ def job_exact(kind: str, *backends: str) -> dict[str, list[str]]:
     return wrong
 
 
-@pytest.mark.parametrize("kind", ["Muon", "Shampoo", "SOAP", "mixed"])
+@pytest.mark.parametrize("kind", often(["Muon", "Shampoo", "SOAP", "mixed"], "Shampoo", "SOAP", "mixed"))
 def test_two_ranks_train_as_bare_replicas(ranks: Any, kind: str) -> None:
     """Losses, weights and whole state to the last bit; one rank too."""
     assert ranks.run(job_exact, 2, kind, *DISTRIBUTED) == [{backend: [] for backend in DISTRIBUTED}] * 2
@@ -187,6 +188,7 @@ def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
     return wrong + list(differences(*after))
 
 
+@pytest.mark.covering
 @pytest.mark.covering
 @pytest.mark.parametrize("there", [("fsdp", 2), ("fsdp2", 4), ("ddp", 2), ("fairscale", 2), ("none", 1)], ids=str)
 @pytest.mark.parametrize("here", ["fsdp2", "fsdp"])

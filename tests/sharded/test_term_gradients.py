@@ -163,6 +163,7 @@ def job(engine: str, terms_of: Terms, dtype: torch.dtype, silent: bool) -> None:
 
 
 @pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize(("dtype", "silent"), [(torch.float64, False), (torch.float32, True)])
 @pytest.mark.parametrize("terms_of", [supervised, burgers])
 @pytest.mark.parametrize("engine", ENGINES)

@@ -43,7 +43,7 @@ def their_own(ranks: Any) -> list[dict[str, Any]]:
     return ranks.run(trainings.every_case, 2, OWN)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fairscale"))
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2"))
 def test_losses_evaluations_and_weights_are_those_of_their_ddp(
     ranks: Any, their_own: list[dict[str, Any]], engine: str
 ) -> None:

@@ -33,7 +33,7 @@ def lightnings_own(ranks: Any) -> list[dict[str, Any]]:
     return ranks.run(trainings.every_case, 2, "lightning")  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fairscale"))
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2"))
 def test_losses_validations_and_weights_are_those_of_lightnings_ddp(
     ranks: Any, lightnings_own: list[dict[str, Any]], engine: str
 ) -> None:
@@ -124,7 +124,7 @@ def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("size", "engine"), [(1, "fsdp2"), (2, "fsdp2"), *(pytest.param(2, e, marks=pytest.mark.long) for e in ENGINES[:2])]
+    ("size", "engine"), often([(1, "fsdp2"), (2, "fsdp2"), *((2, e) for e in ENGINES[:2])], (2, "fsdp2"))
 )
 def test_an_average_of_shards_is_whole_in_files_that_are_written_after_fit(
     ranks: Any, tmp_path: Path, size: int, engine: str
