@@ -28,7 +28,7 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
-FIRST  := tests/parity tests/simulation tests/complex_params tests/oss tests/planning
+FIRST  := tests/parity tests/simulation tests/complex_params tests/oss tests/planning tests/launching
 SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/parallel tests/backends tests/portability
 
 test-first: $(PYTEST8) $(COMPILED)
