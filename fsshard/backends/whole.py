@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.backends.settings import Settings
-from fsshard.comm.agreement import exchange
+from fsshard.comm.agreement import batches, exchange
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.shown import raw_state
 from fsshard.errors import OptimizerError
@@ -179,17 +179,12 @@ def collective_batches(parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[list[t
 
     The same on every rank, since it looks at whole tensors only. Sparse tensors are alone.
     """
-    batch: list[tuple[Entry, Tensor]] = []
-    held = 0
-    for entry, part in parts:
-        nbytes = entry.stored_shape.numel() * part.element_size() if part.layout is torch.strided else BATCH_BYTES + 1
-        if batch and (part.dtype != batch[0][1].dtype or held + nbytes > BATCH_BYTES):
-            yield batch
-            batch, held = [], 0
-        batch.append((entry, part))
-        held += nbytes
-    if batch:
-        yield batch
+
+    def nbytes(pair: tuple[Entry, Tensor]) -> int:
+        entry, part = pair
+        return entry.stored_shape.numel() * part.element_size() if part.layout is torch.strided else BATCH_BYTES + 1
+
+    return batches(parts, nbytes, BATCH_BYTES, kind=lambda pair: pair[1].dtype)
 
 
 def gathered(

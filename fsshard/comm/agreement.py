@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ from fsshard.comm.watchdog import Watchdog, done_soon, hold_until_done
 from fsshard.errors import CheckpointError, FsshardError, RankMismatch
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base, broadcast_coalesced
 
+Item = TypeVar("Item")
 LOOK_EVERY = 1.0  # seconds, while a rank waits for another, until it looks whether a third has lost one
 LAST_WORDS = 2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say so
 
@@ -251,6 +252,23 @@ def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup, source: i
     for tensor, values in zip(real, sent, strict=True):
         if not tensor.is_contiguous() and tensor is not values:  # a copy was sent
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
+def batches(
+    items: Iterable[Item], nbytes: Callable[[Item], int], most: int, kind: Callable[[Item], object] = lambda _: None
+) -> Iterator[list[Item]]:
+    """Yield successive items of one kind, of at most ``most`` bytes together; a larger one is alone."""
+    batch: list[Item] = []
+    held = 0
+    for item in items:
+        size = nbytes(item)
+        if batch and (held + size > most or kind(item) != kind(batch[0])):
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size
+    if batch:
+        yield batch
 
 
 def agree(over: Over, work: Callable[[], Any], timeout: float | None = None) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import shaped
+from fsshard.comm.agreement import batches
 from fsshard.errors import OptimizerError
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import version_of
@@ -184,16 +185,12 @@ def _divided(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     by_dtype: dict[torch.dtype, list[Entry]] = {}
     for entry in entries:
         by_dtype.setdefault(entry.parameter.dtype, []).append(entry)
-    for dtype, alike in by_dtype.items():
-        bucket, held = list[Entry](), 0
-        for entry in alike:
-            nbytes = entry.stored_shape.numel() * dtype.itemsize
-            if bucket and held + nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, held = [], 0
-            bucket.append(entry)
-            held += nbytes
-        yield bucket
+    for alike in by_dtype.values():
+        yield from batches(alike, _nbytes, BUCKET_BYTES)
+
+
+def _nbytes(entry: Entry) -> int:
+    return entry.stored_shape.numel() * entry.parameter.element_size()
 
 
 class _Bucket:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import BATCH_BYTES
-from fsshard.comm.agreement import exchange
+from fsshard.comm.agreement import batches, exchange
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.sharded.grad_norm import NORM_CHUNK
 
@@ -90,22 +90,11 @@ def _count(backend: Backend, terms: Any) -> int:
 
 def _parts_of_means(gradients: list[Tensor], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
     """Yield this rank's part of the ranks' means, flat; lets go of each gradient once it is sent. Collective."""
-    for batch in _batches(gradients):
+    # Flat gradients of one dtype together; larger ones are alone.
+    for batch in batches(_flattened(gradients), lambda flat: flat.nbytes, BATCH_BYTES, kind=lambda flat: flat.dtype):
         flat = torch.cat(batch) if len(batch) > 1 else batch[0]
         batch.clear()
         yield flat if group is None or group.size() == 1 else _part_of_mean(flat, group)
-
-
-def _batches(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Take flat gradients of one dtype together, up to ``BATCH_BYTES``; larger ones are alone."""
-    batch: list[Tensor] = []
-    for flat in _flattened(gradients):
-        if batch and (flat.dtype != batch[0].dtype or sum(map(_nbytes, (*batch, flat))) > BATCH_BYTES):
-            yield batch
-            batch = []
-        batch.append(flat)
-    if batch:
-        yield batch
 
 
 def _flattened(gradients: list[Tensor]) -> Iterator[Tensor]:
@@ -115,10 +104,6 @@ def _flattened(gradients: list[Tensor]) -> Iterator[Tensor]:
         gradient = gradients.pop()
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         yield flat.float() if flat.element_size() < 4 else flat
-
-
-def _nbytes(flat: Tensor) -> int:
-    return flat.numel() * flat.element_size()
 
 
 def _part_of_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:

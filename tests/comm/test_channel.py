@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 
 from fsshard.comm import agreement as module
 from fsshard.comm import stores
-from fsshard.comm.agreement import Channel, exchange
+from fsshard.comm.agreement import Channel, batches, exchange
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
 from tests.forked import PRELOADED
 from tests.on_ranks import on_ranks
@@ -454,3 +454,9 @@ def test_values_of_every_dtype_are_sent() -> None:
         module.broadcast_tensors(tensors, dist.group.WORLD, 1)
         for found, expected in zip(tensors, [values, values.T, values[:, ::2], values[1, 1]], strict=True):
             assert torch.equal(found.to(torch.complex64), expected.to(torch.complex64)), dtype
+
+
+def test_batches_have_one_kind_and_a_bound() -> None:
+    assert list(batches([1, 2, 3, 9, 1], lambda size: size, 5)) == [[1, 2], [3], [9], [1]]
+    assert list(batches([1, 3, 2, 4], lambda size: size, 100, kind=lambda size: size % 2)) == [[1, 3], [2, 4]]
+    assert list(batches([], len, 1)) == []

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_
 from fsshard.checkpoint.models import choose_models
 from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
-from fsshard.comm.agreement import Channel, exchange
+from fsshard.comm.agreement import Channel, batches, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.averages import KEY, Averages
 from fsshard.sharded.module import ShardedModule
@@ -247,7 +247,7 @@ class _Export:
     def _write_safetensors(self, reader: TensorReader, folder: Path) -> list[Path]:
         hf, tensors = self.format == "hf", reader.index.tensors
         weights, tied = _once(reader.index, self.format)
-        shards = list(_shards(reader.index, weights, self.max_shard_bytes))
+        shards = list(batches(weights, lambda key: tensors[weights[key]].nbytes, self.max_shard_bytes)) or [[]]
         stem = "model" if hf else self.path.name.removesuffix(".safetensors")
         single, index = f"{stem}.safetensors" if hf else self.path.name, f"{stem}.safetensors.index.json"
         texts: dict[str, Any] = {}
@@ -348,20 +348,6 @@ def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
         if first.setdefault(tensor, key) != key:
             tied[key] = first[tensor]
     return {key: tensor for tensor, key in first.items()}, tied
-
-
-def _shards(index: Index, weights: Mapping[str, str], most: int) -> Iterator[list[str]]:
-    """Yield keys in order, up to ``most`` bytes together; a tensor that is larger has a file of its own."""
-    shard: list[str] = []
-    nbytes = 0
-    for key, tensor in weights.items():
-        size = index.tensors[tensor].nbytes
-        if shard and nbytes + size > most:
-            yield shard
-            shard, nbytes = [], 0
-        shard.append(key)
-        nbytes += size
-    yield shard
 
 
 def _config(given: Any) -> dict[str, Any]:
