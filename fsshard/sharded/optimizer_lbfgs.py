@@ -20,7 +20,7 @@ from fsshard.comm.agreement import exchange
 from fsshard.complex_params.pairs import viewable
 from fsshard.errors import OptimizerError
 from fsshard.oss.partitioned import unhooked_step
-from fsshard.sharded.grad_norm import NORM_CHUNK
+from fsshard.sharded.grad_norm import bounded
 
 Memory = dict[str, Any]
 """The state that torch's LBFGS keeps from step to step."""
@@ -81,13 +81,12 @@ def _from_ranks(number: Tensor, ranks: dist.ProcessGroup | None, device: torch.d
 
 
 def _sum(vector: Tensor) -> Tensor:
-    chunks = vector.split(NORM_CHUNK)  # a bounded part at a time is there in float64
-    return sum((chunk.double().sum() for chunk in chunks), torch.zeros((), dtype=torch.float64, device=vector.device))
+    sums = (chunk.double().sum() for chunk in bounded(vector))
+    return sum(sums, torch.zeros((), dtype=torch.float64, device=vector.device))
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    chunks = zip(one.split(NORM_CHUNK), other.split(NORM_CHUNK), strict=True)
-    products = (a.double().dot(b.double()) for a, b in chunks)
+    products = (a.double().dot(b.double()) for a, b in zip(bounded(one), bounded(other), strict=True))
     return sum(products, torch.zeros((), dtype=torch.float64, device=one.device))
 
 

@@ -17,7 +17,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.whole import BATCH_BYTES
 from fsshard.comm.agreement import batches, exchange
 from fsshard.errors import ConfigurationError, RankMismatch
-from fsshard.sharded.grad_norm import NORM_CHUNK
+from fsshard.sharded.grad_norm import bounded
 
 
 class TermGradients(NamedTuple):
@@ -126,7 +126,7 @@ def _inner_products(parts: Iterable[Sequence[Tensor]], device: torch.device) -> 
     parts = list(parts)
     gram = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=device)
     for same in zip(*parts, strict=True):
-        for chunks in zip(*(part.split(NORM_CHUNK) for part in same), strict=True):  # a bounded part is in float64
+        for chunks in zip(*map(bounded, same), strict=True):
             wide = torch.stack(chunks).to(device, torch.float64)
             gram += wide @ wide.T
     return gram
