@@ -164,12 +164,7 @@ def freedom(before: Trace, now: Trace) -> str:
 
 
 def compare_traces(
-    before: Trace,
-    now: Trace,
-    *,
-    regrouped: bool = False,
-    draws: Draws = (),
-    exactly: bool = False,
+    before: Trace, now: Trace, *, regrouped: bool = False, draws: Draws = (), exactly: bool = False
 ) -> list[StepReport]:
     """Return the differences in each step of ``now``, which may have fewer steps than the record. Nothing is run.
 

@@ -30,10 +30,7 @@ WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refus
 """The table's words for verdicts."""
 STYLES = {"exact": "green", "bound": "cyan", "different": "bold red", "refused": "yellow", "failed": "bold magenta"}
 """rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
-MEANINGS = {
-    "exact": "equal to the last bit",
-    "bound": "not equal, but within what rounding alone can do",
-}
+MEANINGS = {"exact": "equal to the last bit", "bound": "not equal, but within what rounding alone can do"}
 MOST_NAMED = 4
 """Cells, or groups of cells that failed alike, that the last line names; it must stay one line."""
 

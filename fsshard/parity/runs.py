@@ -241,11 +241,7 @@ def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: 
 
 
 def _checked_meshes(
-    mesh: Any,
-    recipe: RecipeLike,
-    backends: Sequence[EngineSpec],
-    world_sizes: list[int] | None,
-    reference: str | None,
+    mesh: Any, recipe: RecipeLike, backends: Sequence[EngineSpec], world_sizes: list[int] | None, reference: str | None
 ) -> list[dict[str, int]]:
     """Raise for what has no meaning together with a mesh; return the meshes that ``mesh`` means, each once."""
     given = [mesh] if isinstance(mesh, Mapping) or not isinstance(mesh, Iterable) else list(mesh)

@@ -69,10 +69,13 @@ def test_the_workflow_runs_the_commands_of_the_page() -> None:
     [
         ("scripts='old.py'", "expects two paths, scripts=['old_train.py', 'new_train.py'], got 'old.py'"),
         ("scripts=['a', 'b'], backends=['ddp']", "does not know backends beside scripts; it takes scripts, world_size"),
-        ("scripts=['nowhere.py', 'b'], world_size=1", "nowhere.py ended with exit code"),
+        ("scripts=['nowhere.py', 'b'], world_size=1", "nowhere.py ended with exit code 3"),
     ],
 )
-def test_arguments_that_have_no_meaning(pytester: pytest.Pytester, arguments: str, told: str) -> None:
+def test_arguments_that_have_no_meaning(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: str, told: str
+) -> None:
+    monkeypatch.setattr("fsshard.parity.scripts.command.run", lambda *_: 3)
     pytester.makepyfile(f"import pytest\n@pytest.mark.fsshard_parity({arguments})\ndef test_it(): pass\n")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(failed=1)

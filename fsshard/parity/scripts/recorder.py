@@ -373,12 +373,7 @@ def _arrays(leaf: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def trace(
-    folder: str | Path,
-    *,
-    every: int = 1,
-    steps: slice | range | None = None,
-    tensors: int = 0,
-    state: bool = False,
+    folder: str | Path, *, every: int = 1, steps: slice | range | None = None, tensors: int = 0, state: bool = False
 ) -> Iterator[Path]:
     """Record every optimizer step that is made within, as ``fsshard trace`` records a script.
 
