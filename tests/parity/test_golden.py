@@ -1,7 +1,4 @@
-"""Golden runs come out again under every backend, and a change of the training is told.
-
-Tests fsshard/parity/golden/__main__.py too.
-"""
+"""Golden runs come out again under every backend, and a change of the training is told."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from fsshard.backends import backend_class
 from fsshard.errors import ConfigurationError
 from fsshard.launching.pool import RankPool
-from fsshard.parity.runs import Progress, compare, record
+from fsshard.parity.runs import Progress, compare
 from fsshard.parity.sketch import shifted, signed, splitmix64
 from fsshard.parity.trace import Trace
 from fsshard.recipes.recipe import Recipe
 
-__all__ = ["RECIPES", "GoldenResult", "check", "file_of", "write_all"]
+__all__ = ["RECIPES", "GoldenResult", "check", "file_of"]
 
 FOLDER = Path(__file__).parent
 STEPS, WORLD_SIZE = 10, 2
@@ -222,14 +222,3 @@ def file_of(name: str, version: str = torch.__version__) -> Path:
 def _minor(version: str) -> tuple[int, int]:
     numbers = re.findall(r"\d+", version)
     return int(numbers[0]), int(numbers[1])
-
-
-def write_all() -> None:
-    """Write the files of the library's own golden runs again, for the minor version of torch that is installed."""
-    folder = FOLDER / "torch-{}.{}".format(*_minor(torch.__version__))
-    folder.mkdir(exist_ok=True)
-    with contextlib.closing(RankPool()) as ranks:
-        for name, recipe in RECIPES.items():
-            trace = record(recipe, steps=STEPS, world_size=WORLD_SIZE, detail="losses", pool=ranks)
-            trace.commit = ""  # the file would be another after every commit
-            trace.save(folder / f"{name}.json")

@@ -202,7 +202,7 @@ def _read_rank(file: Path) -> RankRecord:
         if not text.endswith("\n"):
             continue  # the process died while it wrote this line
         try:
-            line = json.loads(text)
+            line = read_as(dict[str, Any], json.loads(text), "content")
             if number == 1:
                 if line.get("format") != FORMAT or line.get("version") != VERSION:
                     raise WrongField("format", f"expected {FORMAT!r}, version {VERSION}; {_RECORD_AGAIN}")

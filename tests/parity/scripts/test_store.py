@@ -111,6 +111,7 @@ def test_whole_tensors(tmp_path: Path, value: torch.Tensor) -> None:
         ('"losses":[', '"losses":["x",', r"line 2, losses\[0\]: expected a number, got 'x'"),
         ('"format":"fsshard script trace"', '"format":"x"', "line 1, format: expected 'fsshard script trace'"),
         ('{"record"', '{"record', "line 2: this is no JSON"),
+        ('\n{"record"', '\n[]\n{"record"', r"line 2, content: expected an object, got \[\]"),
         ('"rank":0', '"rank":1', "expected 1 files of ranks, got 1"),
     ],
 )
