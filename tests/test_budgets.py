@@ -31,7 +31,7 @@ LINES = {
     "fsshard/torch_private": 1_700,
     "fsshard/complex_params": 1_669,
     "compat": 7_974,
-    "tests": 55_663,
+    "tests": 55_665,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 128
