@@ -126,8 +126,8 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
 
-# Tables in docs/parity.md. Ten minutes on two cores for the fewest trainings in which every two values meet; four hours for
-# all with `make parity MATRIX=--all`.
+# Tables in docs/parity.md. A quarter of an hour on two cores for the fewest trainings in which every two values meet; six
+# hours for all with `make parity MATRIX=--all`.
 parity: $(READY)
 	$(BIN)/python -m tests.parity.matrix $(MATRIX) --table docs/parity.md
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsshard
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity import Engine, Recipe
 from fsshard.parity.engine import State, WrappedEngine
@@ -297,6 +298,40 @@ class SkippedShard(Sabotaged):
         if self.count == 3 and dist.get_rank() == 1:
             for part, value in zip(parts, before, strict=True):
                 part.copy_(value)
+
+
+class OtherAverage(Sabotaged):
+    """The new weights' part in the average has another last bit."""
+
+    name, settings = "other average", {"backend": "fsdp2"}
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        vars(self.model)["ema"] = fsshard.EMA(self.model, decay=0.75 + 2.0**-26)
+
+
+class OtherNorms(Sabotaged):
+    """The norm of the second term has another last bit."""
+
+    name, settings = "other norms", {"backend": "fsdp2"}
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        right = self.model.term_gradients
+        off = torch.tensor([1, 1 + 2.0**-23])
+        vars(self.model)["term_gradients"] = lambda terms: (lambda f: f._replace(norms=f.norms * off))(right(terms))
+
+
+class OtherWords(Sabotaged):
+    """The last letter that rank 1 writes is another."""
+
+    name, settings = "other words", {"backend": "fsdp2"}
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        right, off = self.model.generate, torch.zeros(4, 6, dtype=torch.long)
+        off[-1, -1] = dist.get_rank()
+        vars(self.model)["generate"] = lambda *args, **kwargs: right(*args, **kwargs) ^ off
 
 
 # -------------------------------------------------------------------------------------------------- bad recipes

@@ -1,7 +1,7 @@
 """The parity matrix: every model x world size x variant x optimizer, each under every backend.
 
 python -m tests.parity.matrix --table docs/parity.md          # a subset in which every pair of values occurs
-python -m tests.parity.matrix --all --table docs/parity.md    # four hours on two cores
+python -m tests.parity.matrix --all --table docs/parity.md    # six hours on two cores
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
-import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
 
 import fsshard.parity
 from fsshard import recipes
 from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
-from fsshard.model import host_copies
-from fsshard.model.host_copies import offloading_to
-from fsshard.recipes import models
 from fsshard.recipes.recipe import Recipe
-from tests.parity import page
+from tests.parity import page, variants
 
 # ------------------------------------------------------------------------------------------------ the tables
 
-MODELS = ("mlp", "fno", "tfno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino", "t5", "vit", "convnet", "dropout")
-"""Names of functions in fsshard/recipes."""
+MODELS = (
+    *("mlp", "fno", "tfno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino", "t5", "vit", "convnet", "dropout"),
+    *("burgers", "distilled"),
+)
+"""Names of functions in fsshard/recipes, or of :data:`OWN`."""
+OWN = {"burgers": variants.burgers, "distilled": variants.distilled, "t5": variants.t5}
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
 WORLD_SIZES = (1, 2, 4)
@@ -48,19 +46,21 @@ VARIANTS: dict[str, Callable[[Recipe], dict[str, Any]]] = {
     "plain": lambda recipe: {},
     "accumulate": lambda recipe: {"accumulate": 3},
     "clip": lambda recipe: {"clip": (0.01, 2.0)},
-    "two_groups": lambda recipe: {"param_groups": functools.partial(two_groups, recipe.hyper["lr"])},
-    "frozen_part": lambda recipe: {"build": functools.partial(build_frozen, recipe.build)},
-    "lora": lambda recipe: {"build": functools.partial(build_adapted, recipe.build)},
-    "activation_checkpointing": lambda recipe: {"activation_checkpointing": checkpointed(recipe)},
+    "two_groups": lambda recipe: {"param_groups": functools.partial(variants.two_groups, recipe.hyper["lr"])},
+    "frozen_part": lambda recipe: {"build": functools.partial(variants.build_frozen, recipe.build)},
+    "lora": lambda recipe: {"build": functools.partial(variants.build_adapted, recipe.build)},
+    "activation_checkpointing": lambda recipe: {"activation_checkpointing": variants.checkpointed(recipe)},
     "offload": lambda recipe: {
-        "build": functools.partial(build_offloaded, recipe.build, checkpointed(recipe)),
-        "loss": functools.partial(offloaded_loss, recipe.loss),
+        "build": functools.partial(variants.build_offloaded, recipe.build, variants.checkpointed(recipe)),
+        "loss": functools.partial(variants.offloaded_loss, recipe.loss),
     },
     "join": lambda recipe: {
-        "batches": functools.partial(batches_that_end, recipe.batches),
-        "join": functools.partial(join_those_that_count, recipe),
-        "loss": functools.partial(joined_loss, recipe.loss),
+        "batches": functools.partial(variants.batches_that_end, recipe.batches),
+        "join": functools.partial(variants.join_those_that_count, recipe),
+        "loss": functools.partial(variants.joined_loss, recipe.loss),
     },
+    "ema": lambda recipe: {"loss": functools.partial(variants.averaged_loss, recipe.loss)},
+    "term_gradients": lambda recipe: {"loss": functools.partial(variants.balanced_loss, recipe.loss)},
     "bf16": lambda recipe: {"precision": "bf16"},
     "fp16": lambda recipe: {"precision": "fp16"},
 }
@@ -95,6 +95,7 @@ REFUSALS = {
     ("Muon_modes", "none"): "see=",
     ("convnet", "none"): "the model or its loss mixes samples",
     ("dropout", "none"): "the model draws random numbers",
+    ("term_gradients", "none"): "the model or its loss mixes samples",
     ("bf16", "none"): "mixed precision",
     ("fp16", "none"): "mixed precision",
 }
@@ -142,10 +143,10 @@ def covering() -> list[Combination]:
 
     On two ranks sums have one order only, so there nothing but equality passes. Four ranks take longest.
     """
-    # A Latin square: each model meets each optimizer once, and in turn each variant; and so does each optimizer.
-    variants, optimizers = tuple(VARIANTS), tuple(OPTIMIZERS)
-    places = itertools.product(range(len(MODELS)), range(len(optimizers)))
-    rows = [(MODELS[i], variants[(i + j) % len(variants)], optimizers[j]) for i, j in places]
+    # A Latin square: each model meets each variant once, and in turn each optimizer; and so does each variant.
+    names, optimizers = tuple(VARIANTS), tuple(OPTIMIZERS)
+    places = itertools.product(range(len(MODELS)), range(max(len(names), len(optimizers))))
+    rows = [(MODELS[i], names[(i + j) % len(names)], optimizers[j % len(optimizers)]) for i, j in places]
     sizes = dict.fromkeys(rows, 2)
     for size in (size for size in WORLD_SIZES if size != 2):
         sizes |= dict.fromkeys(fewest([row for row in rows if sizes[row] == 2]), size)
@@ -188,7 +189,7 @@ def recipe_for(model: str, variant: str, optimizer: str) -> Recipe:
         MissingExtra: it needs a package that is not installed.
     """
     choice = OPTIMIZERS[optimizer]
-    base: Recipe = getattr(recipes, model)()
+    base: Recipe = OWN[model]() if model in OWN else getattr(recipes, model)()
     recipe = replace(base, optimizer=choice.load(), hyper=choice.hyper, name=f"{model}-{variant}-{optimizer}")
     return replace(recipe, **VARIANTS[variant](recipe))
 
@@ -198,89 +199,6 @@ def quiet_recipe_for(model: str, variant: str, optimizer: str) -> Recipe:
     for beginning in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(beginning))
     return recipe_for(model, variant, optimizer)
-
-
-def two_groups(lr: float, names: list[str]) -> list[dict[str, Any]]:
-    """Every second parameter with another learning rate and another weight decay."""
-    return [{"params": names[::2]}, {"params": names[1::2], "lr": lr / 3, "weight_decay": 0.05}]
-
-
-def build_frozen(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model with its first third of parameters frozen."""
-    model = build()
-    parameters = list(model.parameters())
-    for parameter in parameters[: max(1, len(parameters) // 3)]:
-        parameter.requires_grad_(False)
-    return model
-
-
-def build_adapted(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model with adapters; all else is frozen.
-
-    Left out: T5's embeddings, which are shared, and those of ViT, whose dtype the forward of another unit asks for.
-    """
-    return fsshard.lora(build(), rank=2, target="^(?!.*(shared|embed|lm_head))")
-
-
-def build_offloaded(build: Callable[[], nn.Module], blocks: object) -> nn.Module:
-    """The model with blocks whose activations leave; ``wrap`` would refuse to offload on a CPU device."""
-    model = build()
-    fsshard.checkpoint_blocks(model, fsshard.Checkpointing(blocks, offload_to_cpu=True, recompute=False))
-    return model
-
-
-def offloaded_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: Any) -> Tensor:
-    """Let the CPU stand for a device from which activations leave, of whatever size."""
-    with offloading_to("cpu:0"), mock.patch.object(host_copies, "LEAST", 1):
-        return loss(model, batch)
-
-
-class OwnBatch(NamedTuple):
-    """A rank's batch in a training within ``fsshard.join``.
-
-    Attributes:
-        counts: False where the rank's batches have ended, and this is its last one again.
-        share: what its loss counts for in the mean over all ranks, since only those that go on count.
-    """
-
-    samples: Any
-    counts: bool
-    share: float
-
-
-def batches_that_end(batches: Callable[[int, int, int], Any], rank: int, world_size: int, number: int) -> OwnBatch:
-    """Give every second rank, from the first on, one batch only.
-
-    Then half of the ranks go on, and the weight of their gradients is 2, which rounds nothing.
-    """
-    ended = world_size > 1 and rank % 2 == 0 and number > 0
-    share = 1.0 if world_size == 1 or number == 0 else 0.0 if ended else 2.0
-    return OwnBatch(batches(rank, world_size, 0 if ended else number), not ended, share)
-
-
-def join_those_that_count(recipe: Recipe, batches: Sequence[OwnBatch]) -> OwnBatch:
-    """Make one batch of the ranks that go on, for one process."""
-    return OwnBatch(recipe.joined([batch.samples for batch in batches if batch.counts]), True, 1.0)
-
-
-def joined_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: OwnBatch) -> Tensor:
-    """Train within ``fsshard.join`` where the model is wrapped: that weighs the gradients. Else by the share."""
-    if not isinstance(model, fsshard.ShardedModule):
-        return loss(model, batch.samples) * batch.share
-    if "rounds" not in vars(model):  # the loop is recipe's, so its rounds are begun one by one
-        joined = fsshard.join(model).__enter__()
-        mine = 1 if dist.get_world_size() > 1 and dist.get_rank() % 2 == 0 else 99
-        vars(model)["rounds"] = joined(range(mine))
-    next(vars(model)["rounds"])
-    own = loss(model, batch.samples)
-    return own + own.detach() * (batch.share - 1.0)  # what is told is the mean over those that go on
-
-
-def checkpointed(recipe: Recipe) -> object:
-    """Which blocks are recomputed: the plan's units, or, in models that have none, the blocks that they are made of."""
-    blocks = {"convnet": models.ConvBlock, "dropout": models.DropoutBlock}
-    block = blocks.get(recipe.name.partition("-")[0])
-    return True if block is None else {block}
 
 
 # ------------------------------------------------------------------------------------------------ running

@@ -5,6 +5,7 @@ Tests fsshard/parity/checking.py and fsshard/parity/comparing.py too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsshard.parity import Recipe, compare
 from fsshard.parity.report import Cell
 from tests.forked import ForkedPool
 from tests.parity import faults
+from tests.parity.matrix import recipe_for
 
 
 def cell(ranks: Any, recipe: Callable[[], Recipe], engine: Any, steps: int = 4, **options: Any) -> Cell:
@@ -60,6 +62,22 @@ def test_fault_is_found(
     assert rank is None or first.rank == rank
     assert f"step {step}, {quantity}" in str(first)
     assert engine is not faults.LowFp32Unit or "'1'" in first.difference.note, "the module is named"
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "engine", "step"),
+    [
+        ("mlp", "ema", faults.OtherAverage, 1),  # the first update takes the weights as they are
+        ("mlp", "term_gradients", faults.OtherNorms, 0),
+        pytest.param("t5", "plain", faults.OtherWords, 0, marks=pytest.mark.long),
+    ],
+)
+def test_a_fault_in_what_a_loss_asks_is_found(ranks: Any, model: str, variant: str, engine: Any, step: int) -> None:
+    pytest.importorskip("transformers" if model == "t5" else "torch")
+    found = cell(ranks, functools.partial(recipe_for, model, variant, "Adam"), engine, steps=step + 1)
+    first = found.first_divergence
+    assert found.verdict == "different" and first is not None
+    assert (first.step, first.quantity) == (step, "loss"), str(first)
 
 
 def test_on_two_ranks_no_difference_is_too_small(ranks: Any) -> None:
