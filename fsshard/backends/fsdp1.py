@@ -62,6 +62,7 @@ from fsshard.torch_private.fsdp1 import (
     pass_without_gradients_ends,
     pre_backward_hook,
     reduce_by,
+    reduce_unheard,
     sharded_size,
     show,
     show_frozen,
@@ -504,6 +505,12 @@ class _DerivativePasses:
             self._ending = task
             queue_callback(self.let_go)
 
+    def reduce_the_rest(self) -> None:
+        """Reduce gradients of whose arrival FSDP1 has not heard."""
+        if (backend := self._backend()) is not None:
+            for unit, _ in backend._handles:
+                reduce_unheard(unit)
+
     def backward_ends(self) -> None:
         """Show the parameters of frozen units in their modules."""
         if (backend := self._backend()) is not None:
@@ -693,7 +700,9 @@ def _unit_class() -> type[nn.Module]:
             @_post_backward_callback_queued.setter
             def _post_backward_callback_queued(self, queued: bool) -> None:
                 self.__dict__["_queued"] = queued
-                if not queued and self._passes is not None:  # the last thing in a backward
+                if self._passes is not None and queued:  # FSDP1 queues what ends the backward right after
+                    queue_callback(self._passes.reduce_the_rest)
+                elif self._passes is not None:  # the last thing in a backward
                     self._passes.backward_ends()
 
             def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:

@@ -173,6 +173,18 @@ def post_backward_hook(unit: Any) -> None:
     _post.value(unit, handle, handle.flat_param)
 
 
+def reduce_unheard(unit: Any) -> None:
+    """Before a backward ends, reduce a unit's gradient if FSDP1 has not heard of its arrival.
+
+    FSDP1 hooks the node where the gradient of a flat parameter arrives, once for all forwards until a backward ends.
+    In mixed precision or with offloading each forward has a node of its own: after a forward without backward, as
+    ``generate`` and an evaluation with gradients are, the next gradients would be lost, silently (torch 2.13).
+    """
+    handle = handle_of(unit)
+    if handle is not None and handle.flat_param.grad is not None and training_state_of(handle) == "BACKWARD_PRE":
+        post_backward_hook(unit)
+
+
 def needs_pre_backward_unshard(handle: Any) -> None:
     """Let the next backward through a unit gather it."""
     setattr(handle, _NEEDS, True)
@@ -390,7 +402,8 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
         def reshard(self, free_unsharded_flat_param: bool) -> None:
             if passes.keeps() and not self.trains and training_state_of(self) == "BACKWARD_POST":
                 # What is frozen is let go when the gradients of its inputs have come: behind a derivative, too, whose
-                # graph the loss's backward needs.
+                # graph the loss's backward needs. A second derivative does not come through the unit's outputs.
+                passes.takes_derivative(self)
                 setattr(self, _TRAINING, type(getattr(self, _TRAINING)).BACKWARD_PRE)
                 return
             stays = passes.keeps() and training_state_of(self) != "BACKWARD_POST"

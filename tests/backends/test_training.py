@@ -1,4 +1,4 @@
-"""Freezes parameters around the forwards of one step, skips a step that broke off; bare replicas judge."""
+"""Freezes parameters around the forwards of a step, evaluates in it, skips one that broke off; bare replicas judge."""
 
 from __future__ import annotations
 
@@ -284,3 +284,33 @@ def job_skipping(broken: Any) -> list[str]:
 def test_a_step_that_broke_off_leaves_nothing_behind(ranks: Any, broken: Any) -> None:
     """Raw FSDP1 and FSDP2 train something else from there on, silently (torch 2.13)."""
     assert ranks.run(job_skipping, 2, broken) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------ evaluations with gradients
+
+
+def evaluated(engine: dict[str, Any], evaluates: bool) -> dict[str, Tensor]:
+    """Train in bfloat16; each step may evaluate first, with gradients, of which no backward comes."""
+    model = fsshard.wrap(adapted(head=True), mixed_precision="bf16", **engine)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for number in range(2):
+        kept = [model(batch(number + 9)).square().mean()] if evaluates else []
+        model(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.clear()
+    return dict(model.state_dict())
+
+
+def job_evaluated() -> list[str]:
+    found = []
+    for engine in (*ENGINES, {"backend": "fsdp", "auto_wrap_policy": {nn.Linear, Spectral}}):
+        want = evaluated(engine, False)
+        found += [f"{engine}: {difference}" for difference in differences(want, evaluated(engine, True))]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_an_evaluation_with_gradients_loses_none(ranks: Any, world_size: int) -> None:
+    """Raw FSDP1 reduces no gradient in the next step, silently, in mixed precision (torch 2.13)."""
+    assert ranks.run(job_evaluated, world_size) == [[]] * world_size

@@ -304,6 +304,33 @@ def test_soap_trains_burgers_as_replicas_do(ranks: Any, numbers: str) -> None:
         all_right(ranks, backend, (burgers,), numbers, steps=3, kind=SOAP)
 
 
+def job_frozen(backend: str) -> list[bool]:
+    """Burgers through a frozen first layer, and through a frozen unit."""
+    found = []
+    for part in (lambda model: model.first, lambda model: model.middle[0]):
+        bare, raw = build(Smooth, numbers="complex"), build(Smooth, numbers="complex")
+        for each in (bare, raw):
+            part(each).requires_grad_(False)
+        model = fsshard.wrap(raw, backend=backend, auto_wrap_policy={Spectral})
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+        judge = torch.optim.Adam(bare.parameters(), lr=1e-2)
+        for step in range(2):
+            burgers(bare, step)
+            average(bare)
+            burgers(model, step)
+            for each in (judge, optimizer):
+                each.step()
+                each.zero_grad()
+        found.append(same(model.state_dict(), bare.state_dict()) is True)
+    return found
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_derivatives_through_what_is_frozen(ranks: Any, backend: str) -> None:
+    """A second derivative reaches the inputs of a frozen unit without passing its outputs."""
+    assert ranks.run(job_frozen, 2, backend) == [[True, True]] * 2
+
+
 def job_at_four(backend: str) -> None:
     """In float64, since four ranks' gradients are added up in another order than by hand (SOAP amplifies that)."""
     torch.set_default_dtype(torch.float64)

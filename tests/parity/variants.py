@@ -18,7 +18,7 @@ import fsshard
 from fsshard import recipes
 from fsshard.model import host_copies
 from fsshard.model.host_copies import offloading_to
-from fsshard.parity.bounds import part_of
+from fsshard.nested import leaves
 from fsshard.parity.one_process import kept_random_numbers
 from fsshard.parity.sketch import real_view
 from fsshard.recipes import models
@@ -229,9 +229,14 @@ class BareAverage:
 
 
 def balanced_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: Any) -> Tensor:
-    """Add two terms, the halves of the batch, so that their gradients, averaged over the ranks, are equally long."""
-    first, second = terms = [loss(model, part_of(batch, half, 2)) for half in range(2)]
-    shards = isinstance(model, fsshard.ShardedModule)
+    """Add the mean square of the outputs, weighted so that its gradient, averaged over the ranks, is as long."""
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    first = loss(model, batch)
+    hook.remove()
+    found = [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    second = torch.stack([leaf.square().mean() for leaf in found]).sum()
+    terms, shards = [first, second], isinstance(model, fsshard.ShardedModule)
     norms = model.term_gradients(terms).norms if shards else torch.stack([norm_by_hand(model, term) for term in terms])
     return first + second * (norms[0] / norms[1])
 

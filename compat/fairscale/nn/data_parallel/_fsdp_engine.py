@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from fsshard.model.outputs import forward_begins, hook_bases
 from fsshard.torch_private import fsdp1
+from fsshard.torch_private.autograd import queue_callback
 from fsshard.torch_private.modules import (
     load_state_dict_post_hooks,
     load_state_dict_pre_hooks,
@@ -151,7 +152,9 @@ class InnerFSDP(TorchFSDP):
         # forward's backward would find "storage of size 0", or leave its gradient unreduced (torch 2.13). FairScale
         # does two forwards and then two backwards.
         self.__dict__["_queued"] = queued
-        if not queued:
+        if queued:
+            queue_callback(lambda: [fsdp1.reduce_unheard(state) for state in TorchFSDP.fsdp_modules(self)])
+        else:
             for state in TorchFSDP.fsdp_modules(self) if fsdp1.is_root(self) else ():
                 state.be_ready_again()
 

@@ -347,6 +347,20 @@ def test_mixed_precision() -> None:
     assert (found["buffer"], found["input"], found["parameter"]) == (torch.bfloat16, SINGLE, SINGLE)
 
 
+@on_ranks()
+def test_an_evaluation_with_gradients_loses_none() -> None:
+    """FSDP1 would leave the next gradients of mixed precision on each rank, and not reduce them (torch 2.13)."""
+    found = []
+    for evaluates in (False, True):
+        model = nested(bn=False, mixed_precision=True, compute_dtype=torch.bfloat16)
+        if evaluates:
+            model(torch.ones(2, 5))
+        torch.manual_seed(0)
+        model(torch.ones(2, 5) + dist.get_rank()).float().square().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found)) and len(found[0]) == 2
+
+
 def test_clear_autocast_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     cleared: list[bool] = []
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
