@@ -179,12 +179,15 @@ def checkpointed(recipe: Recipe) -> object:
 
 def averaged_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: Any) -> Tensor:
     """Let an average follow the weights, evaluate the model with it, and tell both in the loss, without a gradient."""
-    kind = fsshard.EMA if isinstance(model, fsshard.ShardedModule) else BareAverage
+    shards = isinstance(model, fsshard.ShardedModule)
+    kind = fsshard.EMA if shards else BareAverage
     if "ema" not in vars(model):
         vars(model)["ema"] = kind(model, decay=0.75)
     ema = vars(model)["ema"]
     ema.update()
-    with ema.swapped(), torch.no_grad():
+    # Not without gradients where a model has no engine: bounds are measured by rounding what is differentiated
+    # otherwise, and all that runs without gradients, as a backward does: also distances that select neighbours.
+    with ema.swapped(), torch.set_grad_enabled(not shards):
         model.eval()
         told = loss(model, batch).detach() + checksum(model.state_dict())
         model.train()
