@@ -153,10 +153,14 @@ class InnerFSDP(TorchFSDP):
         # does two forwards and then two backwards.
         self.__dict__["_queued"] = queued
         if queued:
-            queue_callback(lambda: [fsdp1.reduce_unheard(state) for state in TorchFSDP.fsdp_modules(self)])
+            queue_callback(self._reduce_the_rest)
         else:
             for state in TorchFSDP.fsdp_modules(self) if fsdp1.is_root(self) else ():
                 state.be_ready_again()
+
+    def _reduce_the_rest(self) -> None:
+        for state in TorchFSDP.fsdp_modules(self):
+            fsdp1.reduce_unheard(state)
 
     def be_ready_again(self) -> None:
         """Gather parameters and reduce gradients in a backward that comes without another forward, too."""
