@@ -325,7 +325,7 @@ def job_frozen(backend: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp", "fsdp2"))
 def test_derivatives_through_what_is_frozen(ranks: Any, backend: str) -> None:
     """A second derivative reaches the inputs of a frozen unit without passing its outputs."""
     assert ranks.run(job_frozen, 2, backend) == [[True, True]] * 2
