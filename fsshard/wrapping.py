@@ -340,7 +340,7 @@ def _validated(
     check_split_fields(modules.values(), slots, group, model_mesh)
     engine = backend_class(request.backend, group.size())
     settings = Settings(
-        plan=plan_table(table, request.auto_wrap_policy, request.mixed_precision, request.activation_checkpointing),
+        plan=plan_table(table, slots, request.auto_wrap_policy, request.mixed_precision, request.checkpointing),
         group=group,
         mesh=request.device_mesh,
         device=device_for(slots[0].parameter.device, request.device, group),

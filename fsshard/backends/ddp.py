@@ -75,8 +75,8 @@ class DDPBackend(Backend):
             return self._users_hook
         if any(reduce_dtypes.values()):
             return (self.settings.group, reduce_dtypes), _reduce_narrow
-        embeddings = (m for m in self.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-        if any(module.sparse and module.weight.requires_grad for module in embeddings):
+        owners = (slot.owner for entry in self.all for slot in entry.slots if entry.parameter.requires_grad)
+        if any(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse for owner in owners):
             return self.settings.group, _reduce_sparse
         return None
 

@@ -62,11 +62,6 @@ MERGED_BYTES = 16 * 2**20
 """Bytes that may be merged into one unit: it is gathered from the unit's forward to its backward."""
 
 
-def merge_below_default(on_gloo: bool) -> int:
-    """``merge_below`` where it is not given; on NCCL nothing is merged, where the host runs ahead of the device."""
-    return MERGE_BELOW if on_gloo else 0
-
-
 def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ...]]:
     """Return names of the units that are gathered by themselves -> the parameters that are sent with each.
 
@@ -184,7 +179,8 @@ class FSDP2Backend(TorchShardedBackend):
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
         self._fast = bool(settings.options.get("fast_collectives", True)) and self._on_gloo()
-        merge = settings.options.get("merge_below", merge_below_default(self._fast))
+        # On NCCL nothing is merged: the host runs ahead of the device.
+        merge = settings.options.get("merge_below", MERGE_BELOW if self._fast else 0)
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):

@@ -349,8 +349,9 @@ def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
         return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     found: dict[str, Any] = {}
     for key, value in state.items():
-        by_owner = kind == "owners" and isinstance(value, Tensor) and value.dim() > 0
-        if by_owner or _is_per_element(value, local):
+        is_array = isinstance(value, Tensor) and value.dim() > 0
+        by_owner = kind == "owners" and is_array
+        if by_owner or (is_array and value.shape == local.shape):
             found[key] = _Travels(tuple(value.shape), value.dtype, order_in_memory(value) if by_owner else ())
         elif divides and has_arrays(value):
             raise OptimizerError(
@@ -399,10 +400,6 @@ def _unpacked(value: Any, device: torch.device) -> Any:
     if not isinstance(value, _Copied):
         return value
     return torch.as_tensor(value.value, dtype=value.dtype, device="cpu" if value.on_host else device)
-
-
-def _is_per_element(value: object, local: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
 
 
 def _copied(value: Any, device: torch.device) -> Any:

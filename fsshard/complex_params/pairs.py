@@ -164,7 +164,10 @@ def order_in_memory(tensor: Tensor) -> tuple[int, ...]:
     Kernels look at strides, those of dims of size 1 included: a matrix whose columns lie one after the other is
     multiplied in another order of sums than the same numbers row by row (MKL with AVX-512, torch 2.13).
     """
-    sizes, strides = tensor.shape, tensor.stride()
+    sizes = tensor.shape
+    if len(sizes) < 2 or (1 not in sizes and tensor.is_contiguous()):
+        return ()
+    strides = tensor.stride()
     places = list(zip(strides, sizes, strict=True))
     if places == sorted(places, reverse=True) or tensor.numel() == 0:
         return ()
@@ -206,6 +209,8 @@ def is_odd(stored: Tensor) -> bool:
 def kind_for(parameter: nn.Parameter, scalars: bool, in_order: bool) -> Kind:
     if not parameter.dim():
         return Kind.COMPLEX_SCALAR if parameter.is_complex() else Kind.SCALAR if scalars else Kind.PLAIN
-    if parameter.is_complex():
-        return Kind(Form.COMPLEX, order_in_memory(parameter))
-    return Kind(Form.PLAIN, order_in_memory(parameter)) if in_order else Kind.PLAIN
+    if not parameter.is_complex() and not in_order:
+        return Kind.PLAIN
+    kind = Kind.COMPLEX if parameter.is_complex() else Kind.PLAIN
+    order = order_in_memory(parameter)
+    return Kind(kind.form, order) if order else kind

@@ -48,7 +48,8 @@ def stored_for(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
                 "that share parameters together, or assign a new nn.Parameter here"
             )
         return stored
-    forget_replacement(parameter)
+    if link is not None:
+        forget_replacement(parameter)
     stored = nn.Parameter(kind.to_stored(parameter.detach()), requires_grad=parameter.requires_grad)
     if memory_of(stored) != memory_of(parameter):
         parameter.data = kind.to_user(stored.detach())  # it was not contiguous: let the two share memory all the same

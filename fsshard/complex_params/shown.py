@@ -442,6 +442,9 @@ class UserParameters(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._stored)
 
+    def items(self) -> Any:  # what state_dict() asks for; Dynamo's switch in __getitem__ takes most of its time
+        return dict(zip(self, self._stored.values(), strict=True)).items() if raw_state.on else super().items()
+
     def __contains__(self, name: object) -> bool:
         return name in self._stored or self._is_view(name)
 
@@ -453,7 +456,7 @@ class UserParameters(MutableMapping[str, Any]):
         if not self._is_view(name):
             return self._stored[name]
         stored = self._stored[name + SUFFIX]
-        if stored is None or raw_state.on or self._views[name].form is Form.RENAMED:
+        if stored is None or self._views[name].form is Form.RENAMED:
             return stored
         return getattr(self._module, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -24,8 +24,8 @@ class ParameterSlot(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         """The stored parameter as it is now."""
-        parameter: nn.Parameter = stored_in(self.owner)[self.stored]
-        return parameter
+        held: dict[str, Any] | None = self.owner.__dict__.get("_parameters")  # as stored_in(), for speed
+        return cast(nn.Parameter, (self.owner._parameters if held is None else held)[self.stored])
 
     @property
     def is_complex(self) -> bool:
@@ -71,13 +71,14 @@ class ModuleTable:
     def slots(self) -> Iterator[ParameterSlot]:
         """Yield all slots in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
         for prefix, module in self.places:
-            held = stored_in(module)
-            names = {name + SUFFIX: (name, kind) for name, kind in views_of(module).items()} if held else {}
+            if not (held := stored_in(module)):
+                continue
+            names = {name + SUFFIX: (name, kind) for name, kind in views_of(module).items()}
+            before = f"{prefix}." if prefix else ""
             for stored, parameter in held.items():
                 if parameter is not None:
-                    attribute, kind = names.get(stored, (stored, Kind.PLAIN))
-                    name = f"{prefix}.{attribute}" if prefix else attribute
-                    yield ParameterSlot(name, module, attribute, stored, kind)
+                    attribute, kind = names.get(stored) or (stored, Kind.PLAIN)
+                    yield ParameterSlot(before + attribute, module, attribute, stored, kind)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the distinct buffers by their first names, as ``named_buffers()`` has them."""

@@ -75,14 +75,15 @@ def flatten_modules(modules: Mapping[str, nn.Module], *, scalars: bool = False, 
 def check_tensorfiable(slots: Iterable[ParameterSlot], *, scalars: bool = False, in_order: bool = False) -> None:
     """Raise what :func:`tensorfy` would raise for a model with these parameters, before anything is changed."""
     for slot in slots:
-        if nn.parameter.is_lazy(slot.parameter):
+        parameter = slot.parameter
+        if nn.parameter.is_lazy(parameter):
             raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
-        if slot.kind == Kind.PLAIN and kind_for(slot.parameter, scalars, in_order) != Kind.PLAIN:
+        if slot.kind == Kind.PLAIN and kind_for(parameter, scalars, in_order) != Kind.PLAIN:
             if isinstance(slot.owner, torch.jit.ScriptModule):
                 raise ModelError(
                     f"parameter {slot.name!r} is inside of a torch.jit module, whose parameters cannot be replaced"
                 )
-            check_no_gradient_hooks(slot.name, slot.parameter)
+            check_no_gradient_hooks(slot.name, parameter)
 
 
 def store_as_pairs(slots: Sequence[ParameterSlot]) -> nn.Parameter:
@@ -135,8 +136,8 @@ def untensorfy(model: ModuleT) -> ModuleT:
 
 def has_dtensors(modules: Iterable[nn.Module]) -> bool:
     """Return whether any parameter or buffer of these modules is a DTensor."""
-    held = ((*module._parameters.values(), *module._buffers.values()) for module in modules)
-    return any(is_dtensor(tensor) for tensors in held for tensor in tensors)
+    held = (tensors for module in modules for tensors in (module._parameters, module._buffers))
+    return any(is_dtensor(tensor) for tensors in held for tensor in tensors.values())
 
 
 def dtensor_parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, Any]]:

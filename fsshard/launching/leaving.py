@@ -24,7 +24,6 @@ from fsshard.launching.supervisor import is_consequence
 from fsshard.patches import END_OF_PROCESS
 from fsshard.torch_private.c10d import all_groups
 
-YIELD_SECONDS = 0.05  # for a group's worker threads to let go of their last work, microseconds as a rule
 # A Python reference to each process group. Without one, a DDP model that outlives destroy_process_group() frees the
 # group inside c10d::Reducer's destructor, with the GIL held, while the group's worker thread waits for that GIL:
 # a deadlock (pytorch issue #56297; seen on gloo with torch 2.13 in up to half of the runs). Bounded, because a kept
@@ -44,11 +43,11 @@ def keep_all_groups() -> None:
 
 def tear_down() -> None:
     """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
-    # Let go of the GIL, under which worker threads of groups drop their last work. One that waits for it when the
-    # interpreter is finalizing is ended inside a C++ destructor by Python before 3.14 (gh-87135): "terminate called
-    # without an active exception", SIGABRT, in up to a tenth of the ranks that leave right after a backward pass of DDP
-    # (torch 2.13).
-    time.sleep(YIELD_SECONDS)
+    # Let go of the GIL, under which worker threads of groups drop their last work, in microseconds as a rule. One that
+    # waits for it when the interpreter is finalizing is ended inside a C++ destructor by Python before 3.14 (gh-87135):
+    # "terminate called without an active exception", SIGABRT, in up to a tenth of the ranks that leave right after a
+    # backward pass of DDP (torch 2.13).
+    time.sleep(0.05)
     if dist.is_initialized():
         keep_all_groups()
         gc.collect()  # models in reference cycles go before their group does

@@ -20,7 +20,7 @@ from fsshard.model.activation_offload import OffloadedForward
 from fsshard.model.host_copies import HOST
 from fsshard.model.recomputation import RecomputedForward, adopt_fairscale
 from fsshard.planning.arguments import Recomputed, WrapPolicy
-from fsshard.planning.plan import Plan, is_offloading, plan_table
+from fsshard.planning.plan import Plan, is_offloading, plan_table, shaped_slots
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.torch_private.modules import Dropout
 
@@ -50,7 +50,7 @@ def checkpoint_blocks(
     if not isinstance(choice, Checkpointing):
         asked = Checkpointing(policy=choice, preserve_rng_state=preserve_rng_state)
     table = ModuleTable(model)
-    planned = plan_table(table, auto_wrap_policy, None, asked)
+    planned = plan_table(table, shaped_slots(table), auto_wrap_policy, None, asked)
     apply_checkpointing(table, planned, asked)
     return [*planned.recomputed, *planned.offloaded]
 

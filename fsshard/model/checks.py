@@ -19,6 +19,7 @@ from fsshard.complex_params.slots import ModuleTable, ParameterSlot, public_name
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
 from fsshard.model.memory_layout import memory_order, reach, shares_memory, storage_of
 from fsshard.model.meta import is_meta
+from fsshard.planning.plan import shaped_slots
 from fsshard.planning.policies import Precision
 from fsshard.planning.text import aligned
 
@@ -45,12 +46,8 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     if not isinstance(table.root, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(table.root).__name__}")
     check_not_wrapped(table.modules, wrappers)
-    slots = list(table.slots())
+    slots = shaped_slots(table)
     parameters = [(slot.name, slot.parameter) for slot in slots]
-    if not parameters:
-        raise ModelError(f"{type(table.root).__name__} has no parameters; there is nothing to shard")
-    if lazy := [name for name, p in parameters if nn.parameter.is_lazy(p)]:
-        raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
     buffers = table.buffers()
     _check_dense(buffers, parameters)
     if is_meta(slots):
@@ -61,7 +58,7 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
             f"buffers on the meta device, and real parameters: {', '.join(meta[:5])}; materialise them before wrap, or "
             "build the whole model under torch.device('meta')"
         )
-    devices = {str(p.device): name for name, p in parameters}
+    devices = {p.device: name for name, p in parameters}
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ModelError(f"the model is on several devices ({found}); move it to one with model.to(device)")
@@ -171,10 +168,10 @@ def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend)
 
 def check_parameters(buffers: Mapping[str, Tensor], slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
     """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
-    found = {id(slot.parameter): slot for slot in reversed(slots)}  # a tied one once
-    parameters = {slot.name: slot.parameter for slot in found.values()}
+    held = ((slot.name, slot.parameter) for slot in reversed(slots))
+    parameters = dict({id(parameter): (name, parameter) for name, parameter in held}.values())  # a tied one once
     tensors = {**buffers, **parameters}
-    shared = None if is_meta(slots) else overlapping(tensors)
+    shared = None if slots[0].parameter.is_meta else overlapping(tensors)
     # A slice with gaps is moved under every engine; see own_memory.
     has_gaps = shared is not None and any(reach(tensors[name]) > tensors[name].numel() for name in shared)
     if shared is not None and (backend.facts.divides != "nothing" or has_gaps):
@@ -201,14 +198,15 @@ def check_parameters(buffers: Mapping[str, Tensor], slots: Sequence[ParameterSlo
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """Return two different tensors, a parameter among them, that have elements in common; or None."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}
+    held: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            start = int(tensor.storage_offset()) * tensor.itemsize
-            place = (start, start + reach(tensor) * tensor.itemsize, name)
-            spans.setdefault(storage_of(tensor), []).append(place)
-    for found in spans.values():
-        found.sort()
+            held.setdefault(storage_of(tensor), []).append(name)
+    for names in held.values():
+        if len(names) == 1:
+            continue
+        starts = {name: int(tensors[name].storage_offset()) * tensors[name].itemsize for name in names}
+        found = sorted((at, at + reach(tensors[n]) * tensors[n].itemsize, n) for n, at in starts.items())
         ends = itertools.accumulate((stop for _, stop, _ in found), max)
         if any(start < end for end, (start, _, _) in zip(ends, found[1:], strict=False)):
             shared = _in_common({name: tensors[name] for *_, name in found})

@@ -48,9 +48,8 @@ def own_memory(modules: Collection[nn.Module]) -> None:
     torch refuses to broadcast into the first ("more than one element of the written-to tensor refers to a single memory
     location") and to view the others as real numbers (2.13).
     """
-    for parameter in dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None):
-        held = parameter.detach()
-        if (dense := packed(held)) is not held:
+    for parameter in (p for module in modules for p in module._parameters.values() if p is not None):
+        if not parameter.is_contiguous() and (dense := packed(held := parameter.detach())) is not held:
             parameter.data = dense
     resolved: dict[int, Tensor] = {}
     for module in modules:

@@ -29,16 +29,16 @@ Initialiser = Callable[[nn.Module], object]
 """Gives one module's own parameters and buffers their values."""
 
 
-def is_meta(slots: Iterable[ParameterSlot]) -> bool:
+def is_meta(slots: Sequence[ParameterSlot]) -> bool:
     """Return whether the parameters of a model are on the meta device; raise if some are, and some are not."""
-    flags = {slot.name: slot.parameter.is_meta for slot in slots}
-    if any(flags.values()) and not all(flags.values()):
-        real = [name for name, flag in flags.items() if not flag]
+    flags = [slot.parameter.is_meta for slot in slots]
+    if any(flags) and not all(flags):
+        real = [slot.name for slot, flag in zip(slots, flags, strict=True) if not flag]
         raise ModelError(
             f"some parameters are on the meta device and some are not ({', '.join(real[:3])}); build the whole model "
             "under torch.device('meta'), or all of it outside"
         )
-    return any(flags.values())
+    return any(flags)
 
 
 def initialiser(value: object) -> Initialiser | None:
@@ -218,7 +218,7 @@ def no_numbers_yet(unfilled: Set[str], in_state_dict: Set[str]) -> ModelError:
 
 def ranks_on_meta(slots: Sequence[ParameterSlot], group: dist.ProcessGroup) -> list[bool]:
     """Return which ranks' models are on the meta device; raise if only rank 0's is. Collective."""
-    found = per_rank(group, is_meta(slots))
+    found = per_rank(group, slots[0].parameter.is_meta)  # all are alike: see check_model()
     if found[0] and not all(found):
         raise RankMismatch(
             f"the model is on the meta device on rank 0 and real on rank {found.index(False)}; make rank 0's the "

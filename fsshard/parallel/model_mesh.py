@@ -90,7 +90,9 @@ def find_model_mesh(
     for name, _, _, parameter in dtensors:
         for dim in range(parameter.device_mesh.ndim):
             _add(axes, _axis(parameter.device_mesh, dim, f"parameter {name!r}, a DTensor,"), data_ranks)
-    named = _Declared(table, {name: _axes_ranks(parameter.device_mesh) for name, *_, parameter in dtensors})
+    groups = {name: p.device_mesh.get_all_groups() for name, *_, p in dtensors}
+    ranks = {name: {tuple(dist.get_process_group_ranks(each)) for each in found} for name, found in groups.items()}
+    named = _Declared(table, ranks)
     for argument, given in (("replicated", replicated), ("sharded", sharded)):
         for axis in named.take(argument, given):
             _add(axes, axis, data_ranks)
@@ -125,10 +127,6 @@ def _axis(mesh: Any, dim: int, what: str) -> Axis:
     if dist.get_rank() not in ranks:
         raise ConfigurationError(f"{what} names a mesh that rank {dist.get_rank()} is not in: {mesh}")
     return Axis(names[dim] if names else f"dim{dim}", group, ranks)
-
-
-def _axes_ranks(mesh: Any) -> set[tuple[int, ...]]:
-    return {tuple(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)}
 
 
 def _add(axes: dict[tuple[int, ...], Axis], axis: Axis, data_ranks: Sequence[int]) -> None:

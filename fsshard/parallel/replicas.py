@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.comm.agreement import broadcast_tensors, per_rank
+from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.layouts import HandSplit, Layout, Shared
 from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import ConfigurationError, GradientError, ModelError, UnsupportedByBackend
@@ -167,11 +168,14 @@ def _bits(tensor: Tensor) -> tuple[int, int]:
 
 def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
     """Give all ranks of data rank 0's values; then those that share a parameter the first one's. Collective."""
-    slots = list(table.slots())
     if group.size() > 1:
-        distinct = dict.fromkeys([*(slot.parameter for slot in slots), *table.buffers().values()])
-        broadcast_tensors([tensor for tensor in distinct if not tensor.is_meta], group)
-    layouts = {} if mesh is None else layouts_by_name(slots, mesh)
+        stored = (p for module in table.modules.values() for p in stored_in(module).values() if p is not None)
+        everything = [*{id(parameter): parameter for parameter in stored}.values(), *table.buffers().values()]
+        broadcast_tensors([tensor for tensor in everything if not tensor.is_meta], group)
+    if mesh is None:
+        return
+    slots = list(table.slots())
+    layouts = layouts_by_name(slots, mesh)
     held = {slot.name: slot for slot in reversed(slots) if slot.name in layouts}
     groups: dict[dist.ProcessGroup, list[Tensor]] = {}
     for name, slot in sorted(held.items()):

@@ -163,23 +163,30 @@ def plan(
         ConfigurationError: a policy has no meaning for this model.
         ModelError: the model has no parameters, or lazy ones.
     """
-    return plan_table(ModuleTable(model), auto_wrap_policy, mixed_precision, activation_checkpointing)
+    table = ModuleTable(model)
+    return plan_table(table, shaped_slots(table), auto_wrap_policy, mixed_precision, activation_checkpointing)
 
 
-def plan_table(
-    table: ModuleTable, auto_wrap_policy: object, mixed_precision: object, activation_checkpointing: object
-) -> Plan:
-    """Plan as :func:`plan` does, for a caller that has walked the model already."""
+def shaped_slots(table: ModuleTable) -> list[ParameterSlot]:
+    """Return the places of a model's parameters; raise if there are none, or if some have no shape yet."""
     slots = list(table.slots())
     if not slots:
         raise ModelError(f"{type(table.root).__name__} has no parameters; there is nothing to shard")
     lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
     if lazy:
         raise ModelError(f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward first")
+    return slots
+
+
+def plan_table(
+    table: ModuleTable, slots: list[ParameterSlot], units: object, mixed_precision: object, recomputed: object
+) -> Plan:
+    """Plan as :func:`plan` does, for a caller that has walked the model already."""
     names = {id(module): name for name, module in table.modules.items()}
-    owners = _complex_owners(table, slots)
+    complex_names = [slot.name for slot in slots if slot.is_complex]
+    owners = _complex_owners(table, complex_names)
     precision = resolve_precision(mixed_precision)
-    picked = resolve_units(table, auto_wrap_policy, owners)
+    picked = resolve_units(table, units, owners)
     if not precision.is_full:
         for module, reason in _fp32_units(table, owners).items():
             picked.setdefault(module, reason)
@@ -187,12 +194,13 @@ def plan_table(
     leaks = _leaking(table.places, ties)
     read = never_called(table.modules.values())  # units among them would be read while sharded
     kept, dropped = _keep(picked, names, leaks, read, mixed=not precision.is_full)
-    kept = _split_dtypes(table.root, kept, leaks)
-    recomputed, before = _recomputed(table, activation_checkpointing, kept, read)
-    made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, precision)
-    if not resolve_checkpointing(activation_checkpointing).recompute:
-        return replace(made, dropped=dropped, offloaded=recomputed, recomputed_before=before)
-    return replace(made, dropped=dropped, recomputed=recomputed, recomputed_before=before)
+    if len({real_dtype(dtype) for dtype in {slot.parameter.dtype for slot in slots}}) > 1:
+        kept = _split_dtypes(table.root, kept, leaks)
+    blocks, before = _recomputed(table, recomputed, kept, read)
+    made = _assemble(slots, complex_names, kept, names, ties, {names[id(m)] for m in owners}, precision)
+    made = replace(made, dropped=dropped, recomputed_before=before)
+    again = resolve_checkpointing(recomputed).recompute
+    return replace(made, recomputed=blocks) if again else replace(made, offloaded=blocks)
 
 
 def _recomputed(
@@ -281,16 +289,14 @@ def is_fairscale_forward(forward: object) -> bool:
     return getattr(function, "__module__", "").startswith("fairscale.nn.checkpoint.")
 
 
-def _complex_owners(table: ModuleTable, slots: list[ParameterSlot]) -> list[nn.Module]:
+def _complex_owners(table: ModuleTable, complex_names: list[str]) -> list[nn.Module]:
     """Called modules that own complex weights: the nearest ancestor of each that is no mere container.
 
     For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``.
     """
-    owned = [slot for slot in slots if slot.is_complex]
-    modules = table.by_public_name() if owned else {}
+    modules = table.by_public_name() if complex_names else {}
     found: dict[nn.Module, None] = {}
-    for slot in owned:
-        name = slot.name.rpartition(".")[0]
+    for name in dict.fromkeys(name.rpartition(".")[0] for name in complex_names):
         while name and is_container(modules[name]):
             name = name.rpartition(".")[0]
         found.setdefault(modules[name])
@@ -354,7 +360,8 @@ def _keep(
                 "would gather its parameters; pick the class of the modules that are called"
             )
         # Where dtypes are mixed, a BatchNorm without parameters is a unit too: its inputs and outputs are cast.
-        if next(module.parameters(), None) is None and not (mixed and isinstance(module, BatchNorm)):
+        held = (p for m in module.modules() for p in stored_in(m).values() if p is not None)
+        if next(held, None) is None and not (mixed and isinstance(module, BatchNorm)):
             dropped[name] = "has no parameters"
         elif module in read:
             dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
@@ -404,6 +411,7 @@ def _split_dtypes(root: nn.Module, kept: dict[nn.Module, str], leaks: Collection
 
 def _assemble(
     slots: list[ParameterSlot],
+    complex_names: Iterable[str],
     kept: Mapping[nn.Module, str],
     names: Mapping[int, str],
     ties: tuple[tuple[str, ...], ...],
@@ -416,7 +424,7 @@ def _assemble(
     }
     infos: dict[str, ParameterInfo] = {}
     mixed = not precision.is_full
-    numbers = {slot.name for slot in slots if slot.is_complex or (mixed and isinstance(slot.owner, BatchNorm))}
+    numbers = {*complex_names, *(slot.name for slot in slots if mixed and isinstance(slot.owner, BatchNorm))}
     seen: set[int] = set()
     for slot in slots:
         parameter = slot.parameter

@@ -451,7 +451,7 @@ def build_optimizer(
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {_told(optimizer_class)}")
-        groups = _resolved(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
+        groups = [{"params": list(backend.entries)}] if param_groups is None else _resolved(model, param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
@@ -521,7 +521,8 @@ def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -
     """Return groups of names as groups of the engine's parameters."""
     if any("see" in group for group in groups):
         raise OptimizerError("'see' in a group added later: how weights are shown is fixed; build another optimizer")
-    return [{**group, "params": [model.find_entry(name).parameter for name in group["params"]]} for group in groups]
+    entries = model.backend.entries
+    return [{**group, "params": [entries[name].parameter for name in group["params"]]} for group in groups]
 
 
 # ------------------------------------------------------------------------------------------------ handing one over

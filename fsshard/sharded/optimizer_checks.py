@@ -313,6 +313,8 @@ def _surroundings() -> Iterator[None]:
 
 def rank_independent_text(value: object) -> str:
     """Return a text that is the same on every rank: of what is no plain value, its type or its name."""
+    if value is None or isinstance(value, (str, bool, int, float, complex, torch.dtype, Enum)):
+        return repr(value)
     if isinstance(value, Tensor):
         small = value.numel() <= 16 and not value.is_meta
         return f"tensor({value.tolist()})" if small else f"tensor{tuple(value.shape)}"
@@ -320,8 +322,6 @@ def rank_independent_text(value: object) -> str:
         return "{" + ", ".join(f"{key!r}: {rank_independent_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(rank_independent_text(item) for item in value) + ")"
-    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, Enum)):
-        return repr(value)
     if isinstance(value, type) or inspect.isroutine(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return type(value).__name__

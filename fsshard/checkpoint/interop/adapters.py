@@ -87,7 +87,8 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
         ConfigurationError: the model has no adapters, or several, or PEFT has no place for some that is trained.
     """
     backend, keys = model.backend, reader.index.model.keys
-    trained = [key for key in keys if key in backend.keys and _is_trained(model, key)]
+    ours = [key for key in keys if key in backend.keys]
+    trained = [key for key in ours if backend.entries[backend.keys[key]].parameter.requires_grad]
     with backend.bare() as inner:  # PEFT asks modules for the names in their state dicts
         if hasattr(inner, "peft_config"):
             _save_by_peft(inner, reader, folder, trained)
@@ -114,10 +115,6 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
     write(folder / PEFT_FILES[0], items, {"format": "pt"})
     with new_file(folder / PEFT_FILES[1]) as stream:
         stream.write(memoryview((json.dumps(config, indent=2) + "\n").encode()))
-
-
-def _is_trained(model: ShardedModule, key: str) -> bool:
-    return model.backend.entries[model.backend.keys[key]].parameter.requires_grad
 
 
 def _save_by_peft(inner: Any, reader: TensorReader, folder: Path, trained: list[str]) -> None:

@@ -24,11 +24,6 @@ def even_parts(size: int, parts: int) -> tuple[int, ...]:
     return tuple(size // parts + (part < size % parts) for part in range(parts))
 
 
-def whole_sizes(layout: Layout) -> tuple[int, ...]:
-    """Return how many points each split dimension has on all ranks together."""
-    return tuple(map(sum, layout))
-
-
 def confusable(layouts: Iterable[Layout]) -> bool:
     """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
     return any(
@@ -225,7 +220,7 @@ class Slabs:
     def whole(self, layout: Layout, shape: Sequence[int]) -> list[int]:
         """Spatial sizes of the whole field, of a slab's shape (..., d1, ..., dN)."""
         sizes = list(shape[len(shape) - self.order :])
-        for axis, size in zip(self.axes, whole_sizes(layout), strict=True):
+        for axis, size in zip(self.axes, map(sum, layout), strict=True):
             sizes[axis.dim] = size
         return sizes
 
