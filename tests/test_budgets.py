@@ -19,17 +19,17 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_197,
+    "fsshard + compat": 51_200,
     "fsshard/backends": 4_423,
     "fsshard/checkpoint": 5_182,
     "fsshard/parity": 5_318,
-    "fsshard/sharded": 4_968,
+    "fsshard/sharded": 4_969,
     "fsshard/comm + fsshard/launching": 3_232,
     "fsshard/simulation": 3_729,
     "fsshard/model": 2_594,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_713,
-    "fsshard/complex_params": 1_669,
+    "fsshard/complex_params": 1_680,
     "compat": 7_981,
     "tests": 55_974,
 }
