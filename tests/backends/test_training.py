@@ -314,3 +314,25 @@ def job_evaluated() -> list[str]:
 def test_an_evaluation_with_gradients_loses_none(ranks: Any, world_size: int) -> None:
     """Raw FSDP1 reduces no gradient in the next step, silently, in mixed precision (torch 2.13)."""
     assert ranks.run(job_evaluated, world_size) == [[]] * world_size
+
+
+def job_raw_fsdp1() -> list[bool]:
+    """Return whether any parameter gets a gradient from raw FSDP1: after no evaluation, and after one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    found = []
+    for evaluates in (False, True):
+        settings: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        settings["mixed_precision"] = MixedPrecision(torch.bfloat16)
+        inner = FullyShardedDataParallel(nn.Linear(4, 4), **settings)
+        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), inner), **settings)
+        if evaluates:
+            model(batch(9))
+        model(batch(0)).square().mean().backward()
+        found.append(any(parameter.grad is not None for parameter in model.parameters()))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_raw_fsdp1_loses_gradients_after_an_evaluation(ranks: Any) -> None:
+    assert ranks.run(job_raw_fsdp1, 2) == [[True, False]] * 2
