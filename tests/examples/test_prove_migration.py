@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import shutil
 from collections.abc import Sequence
@@ -75,7 +76,8 @@ def test_the_workflow_runs_the_commands_of_the_page() -> None:
 def test_arguments_that_have_no_meaning(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: str, told: str
 ) -> None:
-    monkeypatch.setattr("fsshard.parity.scripts.command.run", lambda *_: 3)
+    # Not by its path: a run of pytest within another leaves packages with modules that are imported anew.
+    monkeypatch.setattr(importlib.import_module("fsshard.parity.scripts.command"), "run", lambda *_: 3)
     pytester.makepyfile(f"import pytest\n@pytest.mark.fsshard_parity({arguments})\ndef test_it(): pass\n")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(failed=1)
