@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 import fsshard
+from benchmarks.pairs import profiled
 
 WIDTH = 1024
 TARGETS = {
@@ -189,7 +190,13 @@ def measure_saves(_: Any, options: argparse.Namespace) -> dict[str, Any]:
         taken = seconds(lambda: [copy.copy_(number) for copy, number in zip(copies, numbers, strict=True)])
         times["one copy"] += [taken] if turn else []
     state = sum(p.numel() for p in network(options.megabytes).parameters()) * 4 * 3
-    return {"times": times, "state": state, "disk": {name: on_disk(folder / name) for name in sides}}
+    profile = profiled([lambda number: sides["fsshard"].save(folder / f"profiled{number}")], 3, 5)
+    return {
+        "times": times,
+        "profile": profile,
+        "state": state,
+        "disk": {name: on_disk(folder / name) for name in sides},
+    }
 
 
 def parts(side: DCP) -> Iterator[torch.Tensor]:
@@ -218,7 +225,7 @@ def measure_loads(_: Any, options: argparse.Namespace) -> dict[str, Any]:
         for name in list(sides)[:: 1 if turn % 2 else -1]:
             taken = seconds(lambda name=name: sides[name].load(folder / name))  # type: ignore[misc]
             times[name] += [taken] if turn else []
-    return {"times": times}
+    return {"times": times, "profile": profiled([lambda _: sides["fsshard"].load(folder / "fsshard")], 3, 5)}
 
 
 def ratio(times: dict[str, list[float]], ours: str, base: str) -> float:
@@ -264,6 +271,8 @@ def report(options: argparse.Namespace, saves: Any, loads: Any, elsewhere: Any) 
     for name, value in found.items():
         print(f"{name:26}{value:7.3f}   (target: {TARGETS[name]:g})")
     print(f"{'async blocks / blocking':26}{ratio(saves['times'], 'async blocks', 'fsshard'):7.3f}")
+    for what, seen in (("save", saves), ("load", loads)):
+        print("\n".join([f"{what}, ms of CPU time under cProfile:", *seen["profile"]]))
     missed = [f"{name} is {value:.3f}, not {TARGETS[name]:g}" for name, value in found.items() if value > TARGETS[name]]
     if missed:
         print(f"missed: {'; '.join(missed)}")

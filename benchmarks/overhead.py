@@ -1,6 +1,7 @@
 """Measures fsshard beside the engine that it drives: step time, side by side in one run.
 
     python benchmarks/overhead.py [--nprocs 2] [--rounds 40] [--starts 1] [--models ...] [--engines ddp ...] [--fast]
+        [--profile N]
 
 Each pair trains the same model on the same batches: once as one would write it against the engine itself (which for
 FSDP and FairScale means with complex weights stored as pairs of reals, by ``fsshard.tensorfy``, since they refuse
@@ -12,6 +13,7 @@ complex ones), once through ``fsshard.wrap``. Both have the same units and the s
 * With ``--fast`` the raw side is as it comes, and fsshard's with its defaults. A third side, ``alone``, trains
   the same on every rank without any engine, so that nothing is sent: what is above it is what sharding and sending
   cost, and only that can be saved (but for the optimizer's share, since every rank steps the whole there).
+* ``--profile`` lists the functions that take most CPU time of a step themselves, by cProfile on rank 0, for both sides.
 * ``fixed`` has 1,000 parameters of at most eight numbers in one unit: the cost of a step that no size of a model hides.
 
 Steps alternate, each side goes first every other round; ``tfno``, whose steps are short, has five times the rounds.
@@ -37,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from benchmarks.pairs import Step, Times, measure, pooled
+from benchmarks.pairs import Step, Times, measure, pooled, profiled
 from fsshard.planning.plan import plan
 from fsshard.recipes.models import small_t5
 
@@ -247,15 +249,18 @@ def report(name: str, engine: str, found: list[Times]) -> None:
     print(f"{name:<10} {engine:<10} " + "   ".join(cells), flush=True)
 
 
-def work(ctx: fsshard.Context, args: argparse.Namespace, name: str, engine: str, start: int) -> list[Times]:
-    """The times of the sides, of which either is made first in turn."""
+def work(
+    ctx: fsshard.Context, args: argparse.Namespace, name: str, engine: str, start: int
+) -> tuple[list[Times], list[str]]:
+    """The times of the sides, of which either is made first in turn, and rows of a profile."""
     job, makes = JOBS[name], {"raw": raw, "ours": ours}
     made = {which: makes[which](job, engine, fast=args.fast) for which in sorted(makes, reverse=bool(start % 2))}
     sides = [step_of(job, *made[which]) for which in makes]
     made.clear()
     if args.fast and engine != "none":
         sides.append(step_of(job, *raw(job, "none", fast=True)))
-    return measure(sides, args.rounds * job.often)
+    times = measure(sides, args.rounds * job.often)
+    return times, profiled(sides[:2], 10 * job.often, args.profile) if args.profile and not start else []
 
 
 def main() -> None:
@@ -268,10 +273,12 @@ def main() -> None:
     engines = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--fast", action="store_true", help="with the speed-ups, against the engine's defaults")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most time")
     args = parser.parse_args()
     head = f"{'raw':>9} {'ours':>9} {'ours / raw [95%]':>22}"
     print(f"{'':<21} {'ms by the clock':<42}   ms of CPU time")
     print(f"{'model':<10} {'engine':<10} {head}   {head}" + ("   alone / raw" if args.fast else ""))
+    profiles: list[str] = []
     for name in args.models:
         for engine in args.engines:
             nprocs = 1 if engine == "none" else args.nprocs
@@ -279,7 +286,14 @@ def main() -> None:
                 fsshard.launch(work, nprocs, (args, name, engine, start), threads=1, timeout=600)
                 for start in range(args.starts)
             ]
-            report(name, engine, [pooled(times) for times in zip(*seen, strict=True)])
+            report(name, engine, [pooled(times) for times in zip(*(times for times, _ in seen), strict=True)])
+            profiles += [
+                "",
+                f"{name} under {engine}, raw and ours: ms of CPU time of a step under cProfile",
+                *seen[0][1],
+            ]
+    if args.profile:
+        print("\n".join(profiles))
 
 
 if __name__ == "__main__":

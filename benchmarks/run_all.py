@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import page
+from benchmarks import goals, page
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 15.0
@@ -369,7 +369,9 @@ def run_all(chosen: Sequence[Benchmark], every: Sequence[Benchmark], path: Path,
             failed.append(benchmark.name)
             print(f"    failed: {result.failure}", flush=True)
         kept[benchmark.name] = section(benchmark, result, load)
-        write(path, page.page(start, {each.name: kept[each.name] for each in every if each.name in kept}))
+        shown = {goals.NAME: goals.section(kept, {each.name: each.title for each in every})}
+        shown |= {each.name: kept[each.name] for each in every if each.name in kept}
+        write(path, page.page(start, {name: text for name, text in shown.items() if text}))
     print(f"{path} written" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
