@@ -65,7 +65,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="speed",
         title="Step time with the speed-ups",
-        command="benchmarks/overhead.py --fast --models tfno gpt-short gpt --engines ddp fsdp2 --rounds 7 --starts 2",
+        command="benchmarks/overhead.py --fast --models tfno gpt-short gpt --engines ddp fsdp2 --rounds 7 --starts 2 "
+        "--profile 6",
         shows="fsshard with its speed-ups, against the raw engines as they come, and the time of the same training on "
         "every rank by itself (`alone`), which is what no communication at all would reach. `gpt` has 18 million "
         "parameters and 8 x 128 tokens per step, `gpt-short` 4 x 64: with fewer tokens, more of the step is "
@@ -76,7 +77,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="fixed",
         title="Fixed cost of a step",
-        command="benchmarks/overhead.py --fast --models fixed --engines ddp fsdp2 fsdp fairscale --rounds 10",
+        command="benchmarks/overhead.py --fast --models fixed --engines ddp fsdp2 fsdp fairscale --rounds 10 "
+        "--profile 6",
         shows="1,000 parameters of at most eight numbers in one unit: what a step costs for each parameter, whatever "
         "its size. Most of it is the loop of torch's Adam over the parameters, on both sides.",
         target="CPU time of ddp at most 0.95, fsdp2 0.50, fsdp and fairscale 1.05",
