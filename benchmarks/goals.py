@@ -166,8 +166,8 @@ GOALS: tuple[Goal, ...] = (
         figures=at(2, "ddp 1000", "fsdp 1000", "fsdp2 1000", "fairscale 1000"),
         at_most=(1.50,) * 4,
         rest=(
-            "by hand DDP is given the model and no units; with us each is planned, named, entered into the shard "
-            "table and gets hooks, so that another engine can take the same plan."
+            "DDP by hand gets a model without units; with us each is planned, named and checked, so that any "
+            "engine can take the same plan. The section says how much of it each takes."
         ),
     ),
     Goal(
@@ -175,24 +175,18 @@ GOALS: tuple[Goal, ...] = (
         benchmark="start",
         figures=growth("1000", "3000"),
         at_most=(3.30,) * 4,
-        rest=(
-            "the constant part of a save, its files and their way to the disk, weighs less with more parameters: "
-            "growth below three is that, above three the garbage of many small tensors."
-        ),
     ),
     Goal(
         what="10,000 parameters / 1,000, CPU time: the same",
         benchmark="start",
         figures=growth("1000", "10000"),
         at_most=(11.0,) * 4,
-        rest="as above.",
     ),
     Goal(
         what="Load of 10,000 parameters, CPU time / `torch.load` of the same state",
         benchmark="start",
         figures=pick("10000", -1),
         at_most=(5.00,),
-        rest="each tensor is checked and copied by itself.",
     ),
     Goal(
         what="Save / DCP's, load / DCP's, load on half the ranks / DCP's",
