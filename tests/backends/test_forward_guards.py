@@ -354,6 +354,7 @@ def test_generators_are_refused(ranks: Any, backend: str) -> None:
         assert_right(ranks, ["Yields", "Maps", "Encloses"], "fairscale", True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("backend", DIVIDED)
 def test_what_computes_later_is_right_or_refused(ranks: Any, backend: str, units: bool) -> None:
@@ -374,6 +375,7 @@ def assert_named(ranks: Any, backend: str, units: bool, precision: str | None = 
         assert not isinstance(outcome["Base"], tuple), outcome["Base"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("backend", DIVIDED)
 def test_weights_that_a_forward_writes_are_named(ranks: Any, backend: str, units: bool) -> None:

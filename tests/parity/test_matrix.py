@@ -20,7 +20,7 @@ from tests.sets import often
 ROWS = matrix.covering()
 
 DISTRIBUTED = ("fairscale", "fsdp", "fsdp2", "ddp")
-BY_ONE_PROCESS_LATER = ("fno", "tfno_cp", "uno", "vit")
+BY_ONE_PROCESS_LATER = ("fno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino", "vit", "t5")
 """Models whose rows of every commit leave out ``none``, whose bounds take dozens of evaluations."""
 
 

@@ -210,7 +210,7 @@ def other_generators() -> Recipe:
     return dataclasses.replace(faults.mlp(), batches=_nudged, build=_nudged_model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_random_numbers_of_other_kernels_are_within_rounding(ranks: Any, mlp: Trace, size: int) -> None:
     """Normal numbers are made by a logarithm and a cosine, whose last digits depend on the processor."""
     found = cell(ranks, elsewhere(mlp), other_generators, world_sizes=[size])

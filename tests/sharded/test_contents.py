@@ -367,7 +367,7 @@ def job_harmless(backend: str) -> list[Any]:
     return ["first.seen" in model.state_dict(), len(norm), model.teacher is teacher]
 
 
-@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("backend", often(ALL, "fsdp2", "fairscale"))
 def test_what_needs_no_training_may_come_and_go(ranks: Any, backend: str) -> None:
     for found in ranks.run(job_harmless, ranks_of(backend), backend):
         assert found == [True, 1, True]
@@ -388,6 +388,6 @@ def job_undone(backend: str) -> None:
         model(batch(0))
 
 
-@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("backend", often(ALL, "fsdp2", "ddp"))
 def test_a_change_may_be_taken_back(ranks: Any, backend: str) -> None:
     ranks.run(job_undone, ranks_of(backend), backend)

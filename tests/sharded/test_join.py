@@ -198,7 +198,7 @@ def job_lbfgs(engine: dict[str, Any]) -> None:
         torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[4]], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [pytest.param(ENGINES[0], marks=pytest.mark.long), ENGINES[4]], ids=["ddp", "fsdp2"])
 def test_lbfgs_compares_the_losses_of_the_ranks_that_go_on(ranks: Any, engine: dict[str, Any]) -> None:
     ranks.run(job_lbfgs, 2, engine)
 
@@ -222,7 +222,7 @@ def job_accumulated(engine: dict[str, Any]) -> None:
         assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(bare.parameters(), 1e9)), rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[4]], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [pytest.param(ENGINES[0], marks=pytest.mark.long), ENGINES[4]], ids=["ddp", "fsdp2"])
 def test_several_models_and_accumulation(ranks: Any, engine: dict[str, Any]) -> None:
     ranks.run(job_accumulated, 2, engine)
 

@@ -143,6 +143,7 @@ def test_for_gpus_activations_may_go_to_the_host() -> None:
     assert len({one.candidate.code() for one in tuned.tried}) == len(tuned.tried)
 
 
+@pytest.mark.long  # that the least time wins, a bound given, is shown by others at every commit
 def test_the_machine_decides_which_plan_is_fast() -> None:
     def machine(**constants: float) -> Machine:
         return dataclasses.replace(MACHINES["cpu"], name="mine", **constants)
