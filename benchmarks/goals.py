@@ -100,7 +100,7 @@ GOALS: tuple[Goal, ...] = (
         benchmark="speed",
         figures=pick("gpt-short fsdp2", 2, 5),
         at_most=(0.66, 0.72),
-        rest="as for the TFNO; the section's profile has the copies and collectives one by one.",
+        rest="as for the TFNO.",
     ),
     Goal(
         what="Step of gpt-short, ddp / raw",
@@ -230,8 +230,8 @@ GOALS: tuple[Goal, ...] = (
         figures=at(2, "fsdp2", "ddp"),
         at_most=(1.10, 1.10),
         rest=(
-            "the transform's exchange waits for the slabs of all ranks before the local dimensions go on; CPU "
-            "time is within the goal. An exchange in parts is not built."
+            "the transform's exchange waits for the slabs of all ranks before the local dimensions go on. An exchange "
+            "in parts is not built."
         ),
     ),
     Goal(
