@@ -456,7 +456,7 @@ class UserParameters(MutableMapping[str, Any]):
         if not self._is_view(name):
             return self._stored[name]
         stored = self._stored[name + SUFFIX]
-        if stored is None or self._views[name].form is Form.RENAMED:
+        if stored is None or raw_state.on or self._views[name].form is Form.RENAMED:
             return stored
         return getattr(self._module, name)
 

@@ -276,3 +276,25 @@ def test_load_lists_what_does_not_fit_and_changes_nothing(ranks: Any, backend: s
         assert mismatched == {"middle.0.weight": ((6, 6), (2, 2))}
         assert "__real" not in text
         assert unchanged
+
+
+class WritesItsOwn(Spectral):
+    """Asks for each parameter by its name, as a module with a state dict of its own may."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name in self._parameters:
+            parameter: Any = self._parameters[name]
+            destination[prefix + name] = parameter if keep_vars else parameter.detach()
+
+
+def job_own_state_dict(backend: str) -> bool:
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(6, 6), WritesItsOwn(6))
+    whole = {name: value.clone() for name, value in bare.state_dict().items()}
+    found = fsshard.wrap(bare, backend=backend).state_dict()
+    return all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_module_that_writes_its_own_is_whole_too(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_own_state_dict, 2, backend) == [True, True]
