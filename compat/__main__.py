@@ -9,8 +9,9 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from fsshard.launching.children.sitecustomize import redirected
+
 from . import redirect, report
-from .children.sitecustomize import inherited
 from .not_served import FRONT
 
 USAGE = "usage: python -m fsshard.compat [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]"
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> None:
         _fail(f"can't open file {os.path.abspath(target)!r}: no such file or directory")
     if reports:
         report.begin()
-    redirect.install_serving(inherited() or FRONT)
+    redirect.install_serving(redirected() or FRONT)
     (_run_module if is_module else _run_script)(target, rest)
 
 

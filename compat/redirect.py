@@ -15,22 +15,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fsshard.launching.children import FOLDER, python_path
+from fsshard.launching.children.sitecustomize import PATCHED, REDIRECT, TRACE, distributions
+
 from . import fall_through, report
-from .children.sitecustomize import MARK, PATCHED, distributions
 from .errors import NotServed, RedirectError
 from .not_served import FRONT, explain
-
-CHILDREN = str(Path(__file__).parent.absolute() / "children")
 
 
 def install() -> None:
     """Let every later ``import fairscale`` give :mod:`fsshard.compat.fairscale`; see also ``python -m fsshard.compat``.
 
-    In this process and in all Python processes below it (:mod:`fsshard.compat.children`). Once is enough; again does
+    In this process and in all Python processes below it (:mod:`fsshard.launching.children`). Once is enough; again does
     nothing.
 
     Raises:
@@ -46,8 +45,8 @@ def install_serving(served: str) -> None:
     _check_that_it_is_early()
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "served", None) is None]
     sys.meta_path.insert(0, Redirect(served))
-    os.environ[MARK] = f"{served}@{sys.prefix}"
-    _set_python_path(CHILDREN, *_other_paths())
+    os.environ[REDIRECT] = f"{served}@{sys.prefix}"
+    _set_python_path(FOLDER, *python_path())
     report.watch_imports()
 
 
@@ -57,8 +56,9 @@ def uninstall() -> None:
     if redirect is None:
         return
     sys.meta_path.remove(redirect)
-    os.environ.pop(MARK, None)  # a fork server that runs already keeps the redirect
-    _set_python_path(*_other_paths())
+    os.environ.pop(REDIRECT, None)  # a fork server that runs already keeps the redirect
+    if TRACE not in os.environ:
+        _set_python_path(*python_path())
     report.stop_watching()
     for name in _fairscale_modules():
         del sys.modules[name]
@@ -140,11 +140,6 @@ class _AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec  # importlib has put that of the second name there
         self.redirect.adopt()
-
-
-def _other_paths() -> list[str]:
-    text = os.environ.get("PYTHONPATH", "")  # an empty one is none: an empty entry would be the working directory
-    return [path for path in text.split(os.pathsep) if path != CHILDREN] if text else []
 
 
 def _set_python_path(*paths: str) -> None:

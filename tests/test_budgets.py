@@ -22,16 +22,16 @@ LINES = {
     "fsshard + compat": 51_200,
     "fsshard/backends": 4_423,
     "fsshard/checkpoint": 5_182,
-    "fsshard/parity": 5_318,
+    "fsshard/parity": 5_194,
     "fsshard/sharded": 4_969,
-    "fsshard/comm + fsshard/launching": 3_232,
+    "fsshard/comm + fsshard/launching": 3_391,
     "fsshard/simulation": 3_729,
     "fsshard/model": 2_594,
     "fsshard/oss": 1_927,
     "fsshard/torch_private": 1_713,
     "fsshard/complex_params": 1_680,
-    "compat": 7_981,
-    "tests": 56_084,
+    "compat": 7_879,
+    "tests": 56_153,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 128

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsshard.backends.whole import gather_all, gather_grads, owned
+from fsshard.backends.whole import gather_grads, owned
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity.bounds import NotComparable
+from fsshard.parity.whole import whole_state, whole_tensors, whole_weights
 from fsshard.recipes.recipe import Recipe
 from fsshard.sharded.grad_scaler import GradScaler
 from fsshard.sharded.module import ShardedModule
@@ -98,15 +99,16 @@ class Engine(ABC):
             yield name, parameter.grad
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by name."""
-        for name, parameter in self.module.named_parameters():
-            yield name, parameter.detach()
+        """Yield whole weights by name, of parameters that FSDP1 or FSDP2 has divided too."""
+        yield from ((one.name, one.value) for one in whole_tensors(self.module) if one.quantity == "weight")
 
     def states(self) -> Iterator[tuple[str, State]]:
-        """Yield the optimizer's whole state by parameter."""
-        for name, parameter in self.module.named_parameters():
-            if parameter in self.optimizer.state:
-                yield name, dict(self.optimizer.state[parameter])
+        """Yield the optimizer's state by parameter, whole as the weights are; a parameter comes once per key.
+
+        Nothing of an optimizer with another one in it, whose ranks have a share each: torch's ZeroRedundancyOptimizer,
+        FairScale's OSS.
+        """
+        return iter(()) if hasattr(self.optimizer, "optim") else whole_state(self.module, self.optimizer)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's buffers by name."""
@@ -236,14 +238,6 @@ class WrappedEngine(Engine):
                 entry = backend.entries[name]
                 entry.put(entry.kind.to_stored(entry.take_part(value.to(backend.settings.device))))
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
-
-
-def whole_weights(model: ShardedModule) -> Iterator[tuple[str, Tensor]]:
-    """Yield a wrapped model's weights whole, by the user's names, few at a time. Collective: run it to its end."""
-    backend = model.backend
-    parts = ((entry, entry.local()) for entry in backend.all)
-    for entry, whole in zip(backend.all, gather_all(parts, backend.settings.device), strict=True):
-        yield entry.name, entry.put_together(entry.kind.to_user(whole))
 
 
 LOSS_SCALE = 2.0**8

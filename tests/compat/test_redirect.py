@@ -1,12 +1,13 @@
 """fsshard.compat's redirect: what `import fairscale` gives, here and in all processes below.
 
-Tests compat/children/__init__.py, compat/children/sitecustomize.py too.
+Tests fsshard/launching/children/__init__.py, fsshard/launching/children/sitecustomize.py too.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from fsshard.compat.not_served import explain
+from fsshard.launching.children import FOLDER, python_path
+from fsshard.launching.children.sitecustomize import REDIRECT, TRACE
 from tests.compat.redirect_world import World, build, together
 
 INSTALL = """
@@ -280,6 +283,18 @@ def test_children_have_the_redirect(world: World) -> None:
         "fsshard.compat.fall_through.fairscale.optim.oss",
         "fairscale.nn.model_parallel.layers",
     ]
+
+
+def test_children_of_a_traced_script_are_traced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sitecustomize serves both, and stays for the record when the redirect is undone."""
+    monkeypatch.setenv(REDIRECT, f"fsshard.compat.fairscale@{sys.prefix}")
+    monkeypatch.setenv(TRACE, json.dumps({"folder": "unused", "prefix": sys.prefix}))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([FOLDER, *python_path()]))
+    code = "import os, sys; print([type(finder).__name__ for finder in sys.meta_path[:2]])"
+    code += "; from fsshard.compat import install, uninstall; install(); uninstall(); print(os.environ['PYTHONPATH'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    finders, path = done.stdout.splitlines()
+    assert finders == "['WaitingForFairScale', 'WaitingForTorch']" and path.split(os.pathsep)[0] == FOLDER
 
 
 TORCH = """

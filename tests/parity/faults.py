@@ -181,10 +181,6 @@ class StaleOptimizer(Engine):
         for name, parameter in self.module.named_parameters():
             yield name, parameter.grad.full_tensor()  # type: ignore[union-attr, operator]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            yield name, parameter.detach().full_tensor()  # type: ignore[attr-defined]
-
     def groups(self) -> list[dict[str, Any]]:
         return []
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fsshard.errors import FsshardError, RecipeError
 from fsshard.parity import Engine, Recipe, compare
@@ -326,6 +327,44 @@ class Lonely(Engine):
         super().__init__(recipe, module)
         self.model = self.module = module
         self.optimizer = recipe.optimizer(module.parameters(), **recipe.hyper)
+
+
+class RawShards(Engine):
+    """Torch's FSDP2; weights, and the optimizer's state, are gathered by what every engine inherits."""
+
+    name = "raw fsdp2"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        self.model = self.module = fully_shard(module)
+        self.optimizer = recipe.optimizer(self.model.parameters(), **recipe.hyper)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from ((name, parameter.grad.full_tensor()) for name, parameter in self.module.named_parameters())
+
+
+class RawFlat(RawShards):
+    """Torch's FSDP1, whose gradients nothing gathers."""
+
+    name = "raw fsdp1"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        Engine.__init__(self, recipe, module)
+        self.model = self.module = FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+        self.optimizer = recipe.optimizer(self.model.parameters(), **recipe.hyper)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from ()
+
+    def groups(self) -> list[dict[str, Any]]:
+        return []
+
+
+def test_an_engine_of_ones_own_over_what_torch_has_divided(ranks: Any) -> None:
+    report = compare(recipe, backends=["fsdp2", RawShards, RawFlat], world_sizes=[2], steps=2, pool=ranks)
+    assert [cell.verdict for cell in report.cells] == ["exact"] * 3, str(report)
+    compared = [{quantity for step in cell.steps for quantity in step.differences} for cell in report.cells]
+    assert all({"weight", "state"} <= quantities for quantities in compared)
 
 
 def test_an_engine_that_reduces_nothing_passes_only_with_a_warning(ranks: Any) -> None:

@@ -12,14 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from fsshard.errors import ConfigurationError
-from fsshard.parity.scripts import children
-from fsshard.parity.scripts.children.sitecustomize import MARK
+from fsshard.launching.children import FOLDER, python_path
+from fsshard.launching.children.sitecustomize import TRACE
 from fsshard.parity.scripts.recorder import Settings, check_new
 
-RECORD_ALL = Settings()
 
-
-def run(command: Sequence[str], folder: str | Path, settings: Settings = RECORD_ALL, *, repeat: int = 0) -> int:
+def run(command: Sequence[str], folder: str | Path, settings: Settings | None = None, *, repeat: int = 0) -> int:
     """Run ``command`` once, and ``repeat`` times more with other rounding; return the first exit code that is not 0.
 
     Whatever it starts is recorded: ranks of torchrun, of ``multiprocessing`` and of SLURM, if they are processes of
@@ -28,13 +26,13 @@ def run(command: Sequence[str], folder: str | Path, settings: Settings = RECORD_
     Args:
         command: a program and its arguments.
         folder: a new folder for the record.
-        settings: what is recorded.
+        settings: what is recorded; None for everything.
         repeat: further runs, whose distance from the first one bounds what rounding may do.
 
     Raises:
         ConfigurationError: no such program, the folder holds a record, or a setting has no meaning.
     """
-    folder = Path(folder).absolute()
+    folder, settings = Path(folder).absolute(), settings or Settings()
     check_new(folder)
     if not command or shutil.which(command[0]) is None:
         raise ConfigurationError(
@@ -50,10 +48,9 @@ def run(command: Sequence[str], folder: str | Path, settings: Settings = RECORD_
 
 
 def _run(command: Sequence[str], settings: dict[str, object]) -> int:
-    place = os.path.dirname(os.path.abspath(children.__file__))
-    paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
-    mark = json.dumps({**settings, "prefix": sys.prefix})
-    with subprocess.Popen(command, env={**os.environ, MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}) as child:
+    path = os.pathsep.join([FOLDER, *python_path()])
+    asked = {TRACE: json.dumps({**settings, "prefix": sys.prefix}), "PYTHONPATH": path}
+    with subprocess.Popen(command, env={**os.environ, **asked}) as child:
         try:
             return child.wait()
         except BaseException:  # interrupted or terminated: ranks end as they would have without us

@@ -13,43 +13,32 @@ from fsshard.errors import ConfigurationError
 from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
-from fsshard.parity.report import Cell, Divergence, StepReport, difference
-from fsshard.parity.scripts.causes import APART, causes, ranks_apart
+from fsshard.parity.report import Cell, Difference, StepReport, difference
+from fsshard.parity.scripts.causes import causes, ranks_apart
 from fsshard.parity.scripts.store import ScriptTrace, in_model, read_tensor, tensor_file
-from fsshard.parity.sketch import Sketch, distance
+from fsshard.parity.sketch import Sketch
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
 
 DECIDING = ("initial weight", "weight", "state", "buffer")
 """Quantities that make the verdict: trainings with the same weights after each step are the same training."""
 HINT = (
-    "hint: this may be rounding alone, as of sums in another order: runs of the old script that are rounded otherwise "
-    "bound it; record it with fsshard trace --repeat 8"
+    "hint: if this may be rounding alone, as of sums in another order, runs of the old script that are rounded "
+    "otherwise bound it; record it with fsshard trace --repeat 8"
 )
-LEAST_REPEATS = 4
-"""Fewest repeats: the largest distance among fewer runs says too little about the next one's."""
+LEAST_REPEATS = 4  # the largest distance among fewer runs says too little about the next one's
 
 
 @dataclass(kw_only=True)
 class ScriptReport:
-    """The result of :func:`compare_scripts`.
+    """The result of :func:`compare_scripts`."""
 
-    Attributes:
-        sentence: for a pull request.
-        verdict: ``"exact"``, ``"bound"`` or ``"different"``.
-        steps: numbers of the steps that were compared.
-        causes: what else differs, up to the first step whose weights do; of a same training what differs in vain.
-        renamed: parameters of the old script -> their names in the new one.
-        hint: how to find out whether it is rounding, if nothing else is known to differ; or "".
-        report: all differences, as of any comparison.
-    """
-
-    sentence: str
-    verdict: str
-    steps: list[int]
-    causes: list[str]
-    renamed: dict[str, str]
-    hint: str
-    report: ParityReport
+    sentence: str  # for a pull request
+    verdict: str  # "exact", "bound" or "different"
+    steps: list[int]  # numbers of those that were compared
+    causes: list[str]  # what else differs, up to the first step whose weights do; of a same training what does in vain
+    renamed: dict[str, str]  # parameters of the old script -> their names in the new one
+    report: ParityReport  # all differences, as of any comparison
+    hint: str = ""  # how to find out whether it is rounding, if nothing else is known to differ
 
     @property
     def ok(self) -> bool:
@@ -100,57 +89,44 @@ def compare_scripts(
             "the same --steps and --every"
         )
     for draw in draws:
-        _check_repeat(draw, before, steps)
+        if not before.recorded(steps) <= draw.recorded(steps):
+            raise ConfigurationError(
+                f"{draw.folder} is no repeat of {before.folder}, which has other ranks, steps or quantities; record "
+                "both on as many ranks, with the same --steps, --every and --state"
+            )
+
+    def first_and_last(one: ScriptTrace) -> Sides:
+        last = one.ranks[0].steps[weighed[-1]].weights
+        return {name: (first, last.get(name, first)) for name, first in one.initial.items()}
+
     called = [*now.initial]
     _rename(now, _in_the_order_of(before, now))
-    names = matched_names(*({n: (w, one.ranks[0].steps[weighed[-1]].weights.get(n, w)) for n, w in one.initial.items()}
-                            for one in (before, now)))  # fmt: skip
-    theirs = {other: name for name, other in names.items()}
+    theirs = {other: name for name, other in matched_names(first_and_last(before), first_and_last(now)).items()}
     _rename(now, lambda name: theirs.get(name, name))
     renamed = {name: other for name, other in zip(now.initial, called, strict=True) if name != other}
-    found = _report(before, now, steps, weighed, _compared(before, now, draws, steps), renamed)
-    first = found.report.cells[0].first_divergence
-    if first is not None and not (draws or exactly or found.causes) and _near(before, now, first):
+    found = _report(before, now, steps, weighed, _compared(before, now, draws, steps, renamed), renamed)
+    if not (found.ok or draws or exactly or found.causes) and found.report.cells[0].first_divergence is not None:
         found.hint = HINT
     return found
 
 
-def _check_repeat(draw: ScriptTrace, old: ScriptTrace, steps: list[int]) -> None:
-    """Raise ConfigurationError unless a repeat has all that is compared of what it repeats."""
-    sides = [
-        {(rank, n, quantity) for rank, each in enumerate(one.ranks) for n in steps if n in each.steps
-         for quantity, named in each.steps[n].sketches.items() if named}
-        for one in (old, draw)
-    ]  # fmt: skip
-    if not sides[0] <= sides[1]:
-        raise ConfigurationError(
-            f"{draw.folder} is no repeat of {old.folder}, which has other ranks, steps or quantities; record both on "
-            "as many ranks, with the same --steps, --every and --state"
-        )
-
-
-def _near(before: ScriptTrace, now: ScriptTrace, first: Divergence) -> bool:
-    """Return whether the first difference is as small as one of rounding."""
-    records = [one.ranks[first.rank].steps[first.step] for one in (before, now)]
-    old, new = (record.sketches.get(first.quantity, {}).get(first.name) for record in records)
-    return old is not None and new is not None and distance(old, new) <= APART * old.norm
-
-
-def _compared(before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace], steps: list[int]) -> Cell:
+def _compared(
+    before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace], steps: list[int], renamed: Mapping[str, str]
+) -> Cell:
     """Return the verdict on all steps, by the comparator of recorded trainings."""
     regrouped = len(before.ranks) != len(now.ranks)
     sides = [before, now, *([before, *draws] if draws else [])]
     old, new, *drawn = (_as_trace(one, (before, now), steps) for one in sides)
     found = compare_traces(old, new, regrouped=regrouped, draws=[one.ranks for one in drawn], exactly=not draws)
-    deciding = [
-        replace(step, differences={q: d for q, d in step.differences.items() if q in DECIDING}) for step in found
-    ]
-    cell = cell_of(deciding, old.parameters)
-    cell.steps, cell.backend, cell.world_size = [_telling(step) for step in found], now.folder.name, len(now.ranks)
+    cell = cell_of([_without(step, lambda quantity, d: quantity not in DECIDING) for step in found], old.parameters)
+    # thousands of parameters in thousands of steps are equal
+    cell.steps = [_without(step, lambda quantity, d: d.verdict == "exact") for step in found]
+    cell.backend, cell.world_size = now.folder.name, len(now.ranks)
     first = cell.first_divergence
     if first is not None:
         number = INITIAL if first.quantity == "initial weight" else steps[first.step]
-        files = [tensor_file(one.folder, number, first.name) for one in (before, now)]
+        named = ((before, first.name), (now, renamed.get(first.name, first.name)))
+        files = [tensor_file(one.folder, number, name) for one, name in named]
         if all(file.is_file() for file in files):
             exact = difference(*map(read_tensor, files), rank=first.rank)
             first = replace(first, difference=replace(exact, verdict=first.difference.verdict))
@@ -158,12 +134,9 @@ def _compared(before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace
     return cell
 
 
-def _telling(step: StepReport) -> StepReport:
-    """Return a step without what is equal: thousands of parameters in thousands of steps."""
-    named = step.differences.items()
-    return replace(
-        step, differences={q: {name: d for name, d in all_.items() if d.verdict != "exact"} for q, all_ in named}
-    )
+def _without(step: StepReport, drops: Callable[[str, Difference], bool]) -> StepReport:
+    kept = {q: {name: d for name, d in of.items() if not drops(q, d)} for q, of in step.differences.items()}
+    return replace(step, differences=kept)
 
 
 def _as_trace(one: ScriptTrace, sides: Sequence[ScriptTrace], steps: list[int]) -> Trace:
@@ -269,8 +242,7 @@ def _report(
     report = ParityReport(recipe=now.folder.name, reference=before.folder.name, steps=len(steps), cells=[cell])
     report.changes = changes(before.ranks[0].header.environment, now.ranks[0].header.environment)
     told = causes(before, now, [n for n in steps if n <= until], same=cell.verdict != "different")
-    given: dict[str, Any] = {"causes": [*told], "renamed": renamed, "report": report, "hint": ""}
-    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, **given)
+    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, causes=[*told], renamed=renamed, report=report)
 
 
 def _missing(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:

@@ -23,27 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves
 from fsshard.parity.one_process import cuda_states, perturbed
-from fsshard.parity.scripts.store import (
-    ENDED,
-    Header,
-    Model,
-    Record,
-    Samples,
-    append,
-    digest_alone,
-    in_model,
-    note_end,
-    tensor_file,
-    write_tensor,
-)
-from fsshard.parity.scripts.weights import steps_itself, user_names, whole_state, whole_tensors
+from fsshard.parity.scripts import store
+from fsshard.parity.scripts.store import Model, Record, Samples, in_model
 from fsshard.parity.sketch import Sketch, digest, real_view, sketch, sketch_digest
 from fsshard.parity.trace import INITIAL, commit_in, environment
+from fsshard.parity.whole import Whole, prefix_of, steps_itself, user_names, whole_state, whole_tensors
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
@@ -63,10 +52,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.every < 1 or self.tensors < 0:
             raise ConfigurationError(f"expected every >= 1 and tensors >= 0, got {self.every} and {self.tensors}")
-
-    def keeps(self, step: int) -> bool:
-        """Return whether tensors of a step are kept whole."""
-        return self.tensors > 0 and step % self.tensors == 0
 
 
 def _shielded(hook: Callable[..., None]) -> Callable[..., None]:
@@ -101,8 +86,7 @@ class Recorder:
         self._samples: list[Samples] = []
         self._last_record: Record | None = None
         self._file: Path | None = None  # a script may call a model before it joins a process group
-        self._stack = contextlib.ExitStack()
-        self._rounding = contextlib.ExitStack()
+        self._stack, self._rounding = contextlib.ExitStack(), contextlib.ExitStack()
         self._draws = torch.Generator().manual_seed(settings.draw) if settings.draw else None
 
     def start(self) -> None:
@@ -118,7 +102,7 @@ class Recorder:
         ):
             self._stack.callback(handle.remove)
         self._stack.enter_context(replaced(torch.autograd, "backward", self._backward(torch.autograd.backward)))
-        self._stack.enter_context(replaced(torch.amp.GradScaler, "step", self._scaler(torch.amp.GradScaler.step)))
+        self._stack.enter_context(replaced(torch.amp.GradScaler, "step", self._outer(torch.amp.GradScaler.step)))
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -129,7 +113,7 @@ class Recorder:
     def end(self, reason: str) -> None:
         """Record no more, and say so: a comparison must not take what is missing for equal."""
         self.stop()
-        note_end(self._folder, reason)
+        store.note_end(self._folder, reason)
         print(f"fsshard: the record ends here, the training goes on: {reason}", file=sys.stderr)
 
     # -------------------------------------------------------------------------------------------------------- forward
@@ -155,7 +139,8 @@ class Recorder:
         weights = {name: one for quantity, name, one in sketches if quantity == "weight"}
         self._new.append(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
         if steps_itself(module):
-            self._stack.enter_context(replaced(module, "step", self._engine(module)))
+            kind: Any = type(module)
+            self._stack.enter_context(replaced(kind, "step", self._outer(kind.step)))
 
     @_shielded
     def _forward_ended(self, module: nn.Module, arguments: Any, *others: Any) -> None:
@@ -211,36 +196,28 @@ class Recorder:
         if not self._stepping:
             self._record(optimizer, _groups(optimizer))
 
-    def _scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``GradScaler.step``, which may leave its optimizer's step out."""
+    def _outer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``step`` of GradScaler or of DeepSpeed's engine, so that one record is written after it."""
 
-        def step(scaler: Any, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-            return self._around(scaler, optimizer, lambda: original(scaler, optimizer, *arguments, **keywords))
+        def step(outer: Any, *arguments: Any, **keywords: Any) -> Any:
+            ends_step = getattr(outer, "is_gradient_accumulation_boundary", None)
+            if ends_step is None:  # GradScaler, which may leave out the step of what it is given
+                (optimizer, *_) = [*arguments, *keywords.values()]
+            elif ends_step():  # DeepSpeed's engine, whose optimizer steps before the weights are gathered
+                optimizer = outer.optimizer
+            else:
+                return original(outer, *arguments, **keywords)
+            groups, steps, depth = _groups(optimizer), self._steps, len(self._stepping)  # a scheduler may step in it
+            self._stepping.append(outer)
+            try:
+                found = original(outer, *arguments, **keywords)
+            finally:
+                del self._stepping[depth:]
+            if not depth:
+                self._record(optimizer, groups, skipped=self._steps == steps)
+            return found
 
         return step
-
-    def _engine(self, module: Any) -> Callable[..., Any]:
-        """Return ``step`` of DeepSpeed's engine, whose optimizers step before they gather."""
-        original = module.step
-
-        def step(*arguments: Any, **keywords: Any) -> Any:
-            if not module.is_gradient_accumulation_boundary():
-                return original(*arguments, **keywords)
-            return self._around(module, module.optimizer, lambda: original(*arguments, **keywords))
-
-        return step
-
-    def _around(self, outer: Any, optimizer: Any, step: Callable[[], Any]) -> Any:
-        """Return what ``step`` does, and record it: the step of an optimizer, or that it was left out."""
-        groups, steps, depth = _groups(optimizer), self._steps, len(self._stepping)  # a scheduler may step in it, too
-        self._stepping.append(outer)
-        try:
-            found = step()
-        finally:
-            del self._stepping[depth:]
-        if not depth:
-            self._record(optimizer, groups, skipped=self._steps == steps)
-        return found
 
     @_shielded
     def _record(self, optimizer: Any, groups: list[dict[str, Any]], *, skipped: bool = False) -> None:
@@ -253,15 +230,14 @@ class Recorder:
             record.groups, record.skipped = record.groups + groups, record.skipped or skipped
         else:
             losses = [float(_asked(loss, "full_tensor").real) for loss in self._losses]
-            given: dict[str, Any] = {"losses": losses, "samples": self._samples, "groups": groups, "skipped": skipped}
             number = 0 if record is None else record.step + 1
-            record = Record(**given, step=number, models=[], random="", gradients={}, sketches={})
+            record = Record(step=number, losses=losses, samples=self._samples, groups=groups, skipped=skipped)
             self._losses, self._samples, self._last_record = [], [], record
         if record.step < settings.first or (settings.last is not None and record.step >= settings.last):
             return
         # torch's alone: what others draw is in the samples, and a script that never seeds them has others in each run
         record.random = digest([torch.get_rng_state(), *cuda_states()])
-        if record.step % settings.every == 0 or settings.keeps(record.step):
+        if record.step % settings.every == 0 or (settings.tensors and record.step % settings.tensors == 0):
             record.gradients = dict(self._gradients())
             record.sketches = {"weight": {}, "buffer": {}, "state": record.sketches.get("state", {})}
             for place in range(len(self._models)):
@@ -272,9 +248,8 @@ class Recorder:
     def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
         """Yield squared norms of what this rank has of gradients: in float32, which is cheap and enough for a hint."""
         for place, model in enumerate(self._models):
-            for name, parameter in user_names(model):
-                gradient = parameter.grad
-                if gradient is not None:
+            for name, parameter in user_names(model, prefix_of(model)):
+                if (gradient := parameter.grad) is not None:
                     local = _asked(gradient.detach(), "to_local")
                     numbers = local.coalesce().values() if local.is_sparse else local
                     norm = float(torch.linalg.vector_norm(numbers))
@@ -284,37 +259,41 @@ class Recorder:
         """Yield quantity, name and sketch; keep the tensors where that is asked for. Collective."""
         # Of copies that all ranks have gathered one rank makes the sketch, of replicas each rank its digest at least.
         (rank, size), model = _rank(), self._models[place]
-        states = whole_state(model, optimizer) if self._settings.state and optimizer is not None else ()
-        for number, whole in enumerate(itertools.chain(whole_tensors(model), states)):
+        prefix, every = prefix_of(model), self._settings.tensors
+        states = whole_state(model, optimizer, prefix) if self._settings.state and optimizer is not None else ()
+        of_state = (  # which keeps no tensor itself
+            Whole(f"{name}: {key}", state.pop(key), None, "state")
+            for name, state in states
+            for key in [key for key, value in state.items() if isinstance(value, Tensor)]
+        )
+        for number, whole in enumerate(itertools.chain(whole_tensors(model, prefix), of_state)):
             holders = whole.ranks or range(size)
             mine = holders[number % len(holders)] == rank
             if mine or whole.quantity != "weight":  # replicas' buffers may differ, and FairScale's state is its owner's
                 yield whole.quantity, whole.name, sketch(whole.value)
             elif whole.ranks is None:
-                yield whole.quantity, whole.name, digest_alone(sketch_digest(whole.value))
-            if mine and whole.quantity != "state" and self._settings.keeps(step):
-                write_tensor(tensor_file(self._folder, step, in_model(place, whole.name)), whole.value)
+                yield whole.quantity, whole.name, store.digest_alone(sketch_digest(whole.value))
+            if mine and whole.quantity != "state" and every and step % every == 0:
+                store.write_tensor(store.tensor_file(self._folder, step, in_model(place, whole.name)), whole.value)
             del whole.value  # before the next one is gathered
 
     def _write(self, record: Record) -> None:
         if self._file is None:
-            rank, size = _rank()
+            (rank, size), script = _rank(), Path(sys.argv[0]).resolve()
             device = next((p.device.type for p in self._models[0].parameters()), "cpu")
-            header = Header(
-                rank=rank,
-                world_size=size,
-                command=sys.argv,
-                commit=commit_in(Path(sys.argv[0]).resolve().parent) if rank == 0 else "",
-                device=device,
-                environment=environment(device),
-            )
+            told: dict[str, Any] = {
+                "command": sys.argv,
+                "device": device,
+                "commit": commit_in(script.parent) if rank == 0 else "",
+            }
+            header = store.Header(rank=rank, world_size=size, environment=environment(device), **told)
             self._file = self._folder / f"rank{rank}.jsonl"
             try:
-                append(self._file, header)
+                store.append(self._file, header)
             except FileExistsError:
                 return self.end(f"another process has trained as rank {rank}, and one record is of one training")
         record.models, self._new = record.models + self._new, []
-        append(self._file, record)
+        store.append(self._file, record)
 
 
 def _rank() -> tuple[int, int]:
@@ -391,9 +370,8 @@ def trace(
         ConfigurationError: ``folder`` holds a record already, or ``every`` is not positive.
     """
     first, last = (0, None) if steps is None else (steps.start or 0, steps.stop)
-    settings = Settings(every=every, first=first, last=last, tensors=tensors, state=state)
+    recorder = Recorder(folder, Settings(every=every, first=first, last=last, tensors=tensors, state=state))
     check_new(Path(folder), _rank()[0])
-    recorder = Recorder(folder, settings)
     recorder.start()
     try:
         yield Path(folder)
@@ -403,6 +381,6 @@ def trace(
 
 def check_new(folder: Path, rank: int | None = None) -> None:
     """Raise if a rank, or any rank, has left a record in the folder."""
-    names = [f"rank{rank}.jsonl"] if rank is not None else ["rank*.jsonl", ENDED]
+    names = [f"rank{rank}.jsonl"] if rank is not None else ["rank*.jsonl", store.ENDED]
     if any(next(folder.glob(name), None) for name in names):
         raise ConfigurationError(f"{str(folder)!r} holds a record already; remove it, or name another folder")

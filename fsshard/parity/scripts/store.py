@@ -58,15 +58,16 @@ class Samples:
 class Record:
     """One step: of optimizers that step with no forward between them."""
 
-    models: list[Model]  # that are new since the record before
     step: int
     losses: list[float]  # what ``backward`` was called on, unless it has several elements
     samples: list[Samples]  # per forward
     groups: list[dict[str, Any]]  # of the optimizers: such as the learning rate; what is not plain as a text
-    random: str  # digest of the random generators' state after the step
     skipped: bool  # a scaler left the step out
-    gradients: dict[str, tuple[float, int]]  # squared norm and number of elements of this rank's part
-    sketches: dict[str, dict[str, Sketch]]  # "weight", "buffer" and "state", whole; as gradients at every so many steps
+    models: list[Model] = field(default_factory=list)  # that are new since the record before
+    random: str = ""  # digest of the random generators' state after the step
+    gradients: dict[str, tuple[float, int]] = field(default_factory=dict)  # squared norm, elements of this rank's part
+    # "weight", "buffer" and "state", whole; as gradients at every so many steps
+    sketches: dict[str, dict[str, Sketch]] = field(default_factory=dict)
 
     @property
     def weights(self) -> dict[str, Sketch]:
@@ -160,8 +161,8 @@ class ScriptTrace:
         for models in zip(*(one.models for one in ranks), strict=False):
             _share([model.weights for model in models])
         for rank in ranks:
-            numbered = enumerate(rank.models)
-            rank.initial = {in_model(k, name): one for k, model in numbered for name, one in model.weights.items()}
+            for k, model in enumerate(rank.models):
+                rank.initial |= {in_model(k, name): one for name, one in model.weights.items()}
         ended = sorted({file.read_text(encoding="utf-8") for file in folder.glob(ENDED)})
         repeats = [cls.load(one) for one in sorted(folder.glob("repeat*"))]
         found = cls(folder=folder, ranks=ranks, ended=ended, repeats=repeats)
@@ -180,6 +181,11 @@ class ScriptTrace:
     def initial(self) -> dict[str, Sketch]:
         """Sketches of rank 0's weights before the first step, of all models."""
         return self.ranks[0].initial
+
+    def recorded(self, steps: list[int]) -> set[tuple[int, int, str]]:
+        """Return of which rank, step and quantity there are sketches."""
+        numbered = ((rank.header.rank, n, rank.steps[n]) for rank in self.ranks for n in steps if n in rank.steps)
+        return {(rank, n, quantity) for rank, n, one in numbered for quantity, of in one.sketches.items() if of}
 
 
 def _share(ranks: list[dict[str, Sketch]]) -> None:

@@ -1,6 +1,6 @@
 """``fsshard trace`` and ``fsshard compare`` on whole scripts, which know nothing of them.
 
-Tests fsshard/cli/scripts.py and fsshard/parity/scripts/children/sitecustomize.py too.
+Tests fsshard/cli/scripts.py and fsshard/launching/children/sitecustomize.py too.
 """
 
 from __future__ import annotations

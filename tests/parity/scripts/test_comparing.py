@@ -17,7 +17,16 @@ import torch
 from fsshard.errors import ConfigurationError
 from fsshard.parity.scripts.comparing import compare_scripts, matched_names
 from fsshard.parity.scripts.recorder import check_new
-from fsshard.parity.scripts.store import Model, Record, Samples, append, digest_alone, note_end
+from fsshard.parity.scripts.store import (
+    Model,
+    Record,
+    Samples,
+    append,
+    digest_alone,
+    note_end,
+    tensor_file,
+    write_tensor,
+)
 from fsshard.parity.sketch import Sketch, sketch
 from tests.parity.scripts.test_store import HEADER
 
@@ -180,15 +189,14 @@ def test_repeats_that_were_recorded_otherwise(tmp_path: Path) -> None:
 
 
 def test_how_to_bound_what_may_be_rounding_is_told(tmp_path: Path) -> None:
-    """Unless something else differs, or it is too large, or nothing may round."""
+    """Unless something else differs, or nothing may round."""
     near: dict[str, Any] = {"sketches": {"weight": {"w": sketch(torch.full((3,), 1 + 2.0**-20))}, "buffer": {}}}
     old, new = script(tmp_path / "old"), script(tmp_path / "new", **near)
     found = compare_scripts(old, new)
     assert found.verdict == "different" and found.hint == str(found).splitlines()[-1]
     assert "may be rounding alone" in found.hint and found.hint.endswith("record it with fsshard trace --repeat 8")
-    assert not compare_scripts(old, new, exactly=True).hint
-    for name, late in (("rate", {**near, "groups": [{"lr": 0.2}]}), ("far", OTHER)):
-        assert not compare_scripts(old, script(tmp_path / name, **late)).hint
+    assert not compare_scripts(old, new, exactly=True).hint and not compare_scripts(old, old).hint
+    assert not compare_scripts(old, script(tmp_path / "rate", **near, groups=[{"lr": 0.2}])).hint
 
 
 def test_records_without_weights_prove_nothing(tmp_path: Path) -> None:
@@ -254,6 +262,15 @@ def test_names_that_all_moved_are_few_lines(tmp_path: Path) -> None:
     found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new"))
     found.renamed = {str(number): f"net.{number}" for number in range(100)}
     assert str(found).splitlines()[1:] == [*(f"renamed: {k} is net.{k} now" for k in range(4)), "renamed: 96 more"]
+
+
+def test_tensors_of_a_moved_name_are_found(tmp_path: Path) -> None:
+    moved = [dataclasses.replace(MODEL, weights={"v": ZERO})]
+    new = script(tmp_path / "new", models=moved, gradients={}, sketches={"weight": {"v": TWO}, "buffer": {}})
+    for name, value in (("old", 1.0), ("new", 2.0)):
+        file = tensor_file(tmp_path / name, 2, "w" if name == "old" else "v")
+        write_tensor(file, torch.full((3,), value))
+    assert "weight of w, rank 0 at [0]: expected 1, got 2" in compare_scripts(script(tmp_path / "old"), new).sentence
 
 
 def test_equal_ones_are_matched_in_order_where_later_ones_differ() -> None:

@@ -1,6 +1,6 @@
 """Checks what is recorded of a training, whatever engine it runs under: the whole weights by the users' names.
 
-Tests fsshard/parity/scripts/weights.py, comparing.py and fsshard/parity/scripts/causes.py too.
+Tests fsshard/parity/whole.py, comparing.py and fsshard/parity/scripts/causes.py too.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import ConfigurationError
-from fsshard.parity.scripts import weights
+from fsshard.parity import whole
 from fsshard.parity.scripts.comparing import ScriptReport, compare_scripts
 from fsshard.parity.scripts.recorder import Recorder, Settings
 from fsshard.parity.scripts.store import ScriptTrace
@@ -488,17 +489,17 @@ def test_deepspeed_is_recorded_when_it_has_gathered(ranks: Any, tmp_path: Path) 
 
 def job_memory(folder: Path) -> tuple[int, int]:
     """Return how many tensors were gathered, and how many of those before were held each time."""
-    gathered: list[Any] = []
-    held = 0
-    original = weights._whole
+    gathered: list[weakref.ref[torch.Tensor]] = []
+    held, original = 0, whole._full
 
-    def counting(*arguments: Any) -> Any:
+    def counting(value: torch.Tensor) -> torch.Tensor:
         nonlocal held
-        held += sum(hasattr(one, "value") for one in gathered)
-        gathered.append(original(*arguments))
-        return gathered[-1]
+        full = original(value)
+        held += sum(one() is not None for one in gathered)
+        gathered.append(weakref.ref(full))
+        return full
 
-    with fsshard.trace(folder, tensors=1, state=True), replaced(weights, "_whole", counting):
+    with fsshard.trace(folder, tensors=1, state=True), replaced(whole, "_full", counting):
         strangers.train("fsdp2")
     return len(gathered), held
 

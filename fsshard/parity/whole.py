@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from fsshard.backends.whole import gather_all
 from fsshard.checkpoint.interop.foreign_names import WRAPPERS, clean_path
 from fsshard.comm.agreement import per_rank
-from fsshard.parity.engine import whole_weights
 from fsshard.sharded.module import ShardedModule
 
 
@@ -33,19 +33,30 @@ Units = list[tuple[str, nn.Module]]
 """Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's."""
 
 
-def whole_tensors(root: nn.Module) -> Iterator[Whole]:
-    """Yield parameters and buffers whole, few at a time. Collective where parameters are sharded: run it to its end."""
-    prefix, units = prefix_of(root), [("", root)]
+def whole_weights(model: ShardedModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield a wrapped model's weights whole, by the user's names, few at a time. Collective: run it to its end."""
+    backend = model.backend
+    parts = ((entry, entry.local()) for entry in backend.all)
+    for entry, whole in zip(backend.all, gather_all(parts, backend.settings.device), strict=True):
+        yield entry.name, entry.put_together(entry.kind.to_user(whole))
+
+
+def whole_tensors(root: nn.Module, prefix: str = "") -> Iterator[Whole]:
+    """Yield parameters and buffers whole, few at a time. Collective where parameters are sharded: run it to its end.
+
+    ``prefix`` is what names begin with that is not the user's.
+    """
+    units = [("", root)]
     for path, unit in units:  # to which the walk through a unit adds those within
         for found in _of_unit(path, unit, units):
             found.name = clean_path(found.name.removeprefix(prefix))
             yield found
 
 
-def whole_state(root: nn.Module, optimizer: Any) -> Iterator[Whole]:
-    """Yield the tensors of an optimizer's state of a model's parameters, whole. Collective: run it to its end."""
+def whole_state(root: nn.Module, optimizer: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield an optimizer's state by parameter, whole, one key at a time. Collective: run it to its end."""
     trained = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
-    mine = [(name, parameter) for name, parameter in user_names(root) if id(parameter) in trained]
+    mine = [(name, parameter) for name, parameter in user_names(root, prefix) if id(parameter) in trained]
     states: Iterable[tuple[str, Mapping[str, Any]]]
     if hasattr(optimizer, "iterate_state"):  # fsshard's
         states = optimizer.iterate_state() if optimizer.model is root else ()
@@ -55,10 +66,8 @@ def whole_state(root: nn.Module, optimizer: Any) -> Iterator[Whole]:
         # Within FairScale's OSS and torch's ZeroRedundancyOptimizer is one of what this rank updates.
         state = getattr(getattr(optimizer, "optim", optimizer), "state", {})
         states = ((name, state[parameter]) for name, parameter in mine if parameter in state)
-    for name, named in states:
-        for key, value in named.items():
-            if isinstance(value, Tensor):
-                yield _whole(f"{name}: {key}", value.detach(), None, "state")
+    for name, key, value in ((name, key, value) for name, state in states for key, value in state.items()):
+        yield name, {key: _full(value) if isinstance(value, Tensor) else value}
 
 
 def _state_of_fsdp1(root: nn.Module, optimizer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -73,14 +82,13 @@ def _state_of_fsdp1(root: nn.Module, optimizer: Any) -> Iterator[tuple[str, Mapp
         yield from whole["state"].items()
 
 
-def user_names(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def user_names(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters as they are, by the names of :func:`whole_tensors` (a flat one of FSDP1 has its own).
 
     None of fsshard's, whose optimizers have them by other names.
     """
     if any(isinstance(module, ShardedModule) for module in (root, *root.modules())):
         return
-    prefix = prefix_of(root)
     for name, parameter in root.named_parameters():
         yield clean_path(name.removeprefix(prefix)), parameter
 
@@ -135,7 +143,7 @@ def _of_unit(path: str, unit: nn.Module, units: Units) -> Iterator[Whole]:
                 for full_name, value, quantity in (*weights, *buffers):
                     if id(value) not in seen and not nn.parameter.is_lazy(value):  # a shared one has its first name
                         seen.add(id(value))
-                        yield _whole(full_name, value.detach(), ranks if quantity == "weight" else None, quantity)
+                        yield _whole(full_name, value, ranks if quantity == "weight" else None, quantity)
 
 
 def _gathered_by_deepspeed(module: nn.Module) -> Any:
@@ -145,6 +153,10 @@ def _gathered_by_deepspeed(module: nn.Module) -> Any:
 
 
 def _whole(name: str, value: Tensor, ranks: list[int] | None, quantity: str) -> Whole:
-    if isinstance(value, DTensor):
-        return Whole(name, value.full_tensor(), value.device_mesh.mesh.flatten().tolist(), quantity)
-    return Whole(name, value, ranks, quantity)
+    ranks = value.device_mesh.mesh.flatten().tolist() if isinstance(value, DTensor) else ranks
+    return Whole(name, _full(value), ranks, quantity)
+
+
+def _full(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value

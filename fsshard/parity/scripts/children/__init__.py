@@ -1,1 +1,0 @@
-"""How is each Python process of a command reached? By this folder on PYTHONPATH: Python runs its ``sitecustomize``."""
