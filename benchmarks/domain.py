@@ -1,6 +1,6 @@
 """Measures a field that is split over ranks: activations kept, bytes sent, the time of a step.
 
-    python benchmarks/domain.py [--rounds 20] [--only memory time simulated]
+    python benchmarks/domain.py [--rounds 20] [--only memory time simulated] [--profile N]
 
 ``memory``: bytes that autograd keeps on a rank and bytes that it sends, P = 2 and 4 ranks a field, beside the bare
 model in one process and the formula ``4 L B C (H/P) K 8 (P-1)/P`` (L layers, C channels, H rows, K kept modes of the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
-from benchmarks.pairs import Step, measure
+from benchmarks.pairs import Step, measure, profiled
 from examples.domain_fno import Kept
 from fsshard.parallel import shard_domain
 from fsshard.simulation.fakes import fake_ranks
@@ -112,17 +113,22 @@ def stepping(mesh: Any, backend: str) -> Step:
     return step
 
 
-def times(ctx: fsshard.Context, rounds: int) -> None:
-    """Two ranks: a field each, or each field on both."""
+def times(ctx: fsshard.Context, rounds: int, shown: int) -> None:
+    """Two ranks: a field each, or each field on both; profiles of as many rows as are to be shown."""
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("data", "domain")) for shape in ((2, 1), (1, 2))]
     for backend in ("fsdp2", "ddp"):
-        apart, split = measure([stepping(mesh, backend) for mesh in meshes], rounds)
+        sides = [stepping(mesh, backend) for mesh in meshes]
+        apart, split = measure(sides, rounds)
         wall, cpu = split.over(apart)
         if not ctx.rank:
             print(
                 f"| {backend} | {apart.milliseconds()[0]:.0f} | {split.milliseconds()[0]:.0f} | {wall} | {cpu} |",
                 flush=True,
             )
+        profile = profiled(sides, rounds, shown, time.perf_counter) if shown else []
+        if not ctx.rank and profile:
+            title = f"{backend} on 2 x 1 and 1 x 2: ms by the clock of a step under cProfile"
+            print("\n".join(["", title, *profile, ""]), flush=True)
         if wall.lower > TIME_TARGET:
             raise SystemExit(f"{backend}: {wall}, over {TIME_TARGET}")
 
@@ -156,6 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=("memory", "time", "simulated"), default=["memory", "time", "simulated"]
     )
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most time")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of FSDP2 (torch 2.13): nobody writes to it
     if "memory" in args.only:
@@ -165,7 +172,7 @@ def main() -> None:
     if "time" in args.only:
         print("\n| TFNO, 128 x 128 | 2 x 1, ms | 1 x 2, ms | 1 x 2 / 2 x 1, by the clock | by CPU time |")
         print("|---|---|---|---|---|", flush=True)
-        fsshard.launch(times, 2, (args.rounds,), timeout=120)
+        fsshard.launch(times, 2, (args.rounds, args.profile), timeout=120)
     if "simulated" in args.only:
         print(f"\n| FNO, width 64, 32^3 modes, 256^3, a rank of {RANKS} | kept, GiB | weights, gradients, Adam, GiB | "
               "weights sent a step, GiB | activations sent a step, GiB |")  # fmt: skip

@@ -1,6 +1,6 @@
 """Steps through other people's front doors: each over fsshard, beside the same front over its own DDP.
 
-    python benchmarks/fronts.py [--rounds 30] [--width 512] [--front accelerate ...] [--engine ddp ...]
+    python benchmarks/fronts.py [--rounds 30] [--width 512] [--front accelerate ...] [--engine ddp ...] [--profile N]
 
 Two ranks, a residual perceptron. ``fabric``, ``accelerate``: loops over Lightning Fabric and Accelerate, ``backward``,
 clipping, a step. ``trainer``, ``hf``: the Trainers of Lightning and Hugging Face, of which each pair of fits gives the
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsshard
-from benchmarks.pairs import WARM_UP, Ratio, Step, interval, measure
+from benchmarks.pairs import WARM_UP, Ratio, Step, interval, measure, profiled
 from fsshard.compat.accelerate import Accelerator
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning.plugins import Launched
@@ -215,18 +215,25 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning|accelerate")
     transformers.utils.logging.set_verbosity_error()
+    profiles: list[str] = []
     for front in args.front:
         for engine in args.engine:
             if front in ("fabric", "accelerate"):
-                theirs, ours = measure(loops(front, engine, args.width), args.rounds)
+                sides = loops(front, engine, args.width)
+                theirs, ours = measure(sides, args.rounds)
+                if args.profile:
+                    profiles += ["", f"{front}, its own DDP and {engine}: ms by the clock of a step under cProfile"]
+                    profiles += profiled(sides, args.rounds, args.profile, time.perf_counter)
                 show(ctx, front, engine, theirs.milliseconds()[0], ours.milliseconds()[0], ours.over(theirs)[0])
                 continue
-            pairs, sides = [], fits(front, engine, args.width)
+            pairs, trainings = [], fits(front, engine, args.width)
             for number in range(max(args.rounds // 3, 3)):
-                seconds = {side: sides[side]() for side in ((0, 1) if number % 2 else (1, 0))}
+                seconds = {side: trainings[side]() for side in ((0, 1) if number % 2 else (1, 0))}
                 pairs.append((seconds[0], seconds[1]))
             theirs_ms, ours_ms = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
             show(ctx, front, engine, theirs_ms, ours_ms, interval([ours / theirs for theirs, ours in pairs]))
+    if not ctx.rank and profiles:
+        print("\n".join(profiles), flush=True)
 
 
 def show(ctx: fsshard.Context, front: str, engine: str, theirs: float, ours: float, ratio: Ratio) -> None:
@@ -242,6 +249,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--front", nargs="+", choices=FRONTS, default=FRONTS)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most time")
     args = parser.parse_args()
     print(
         "| front | engine | its own DDP, ms | fsshard, ms | fsshard / its own DDP |\n|---|---|---|---|---|", flush=True

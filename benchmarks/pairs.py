@@ -71,17 +71,20 @@ def measure(sides: Sequence[Step], rounds: int) -> list[Times]:
     return found
 
 
-def profiled(sides: Sequence[Step], rounds: int, shown: int) -> list[str]:
+def profiled(
+    sides: Sequence[Step], rounds: int, shown: int, clock: Callable[[], float] = time.process_time
+) -> list[str]:
     """Rows of the functions of this rank that take most time themselves, in steps of the last side. Collective.
 
     Args:
         sides: how they step; the profiler slows Python's functions down and not torch's, alike on every side.
         rounds: of each.
         shown: rows, each with the milliseconds of a step on every side, and the function.
+        clock: what they are counted by; ``time.perf_counter`` shows waiting too.
     """
     found: list[dict[str, float]] = []
     for side in sides:
-        profile = cProfile.Profile(time.process_time)
+        profile = cProfile.Profile(clock)
         profile.enable()
         for number in range(rounds):
             side(number)

@@ -1,6 +1,7 @@
 """Step time beside Accelerate and Lightning Fabric, in turns, on CPU ranks; what they refuse there is told.
 
     python benchmarks/peers.py [--nprocs 2] [--rounds 20] [--models tfno gpt] [--engines ddp fsdp fsdp2]
+        [--profile N]
 
 Needs the extra ``peers``. Every side trains the same model on the same batches with Adam, as its own documentation
 writes it: ``accelerator.prepare``, ``fabric.setup``, and ``fsshard.wrap`` with its defaults and what
@@ -32,7 +33,7 @@ from torch import nn
 
 import fsshard
 from benchmarks.overhead import JOBS, Job, built, ours, step_of
-from benchmarks.pairs import Step, Times, measure
+from benchmarks.pairs import Step, Times, measure, profiled
 from fsshard.planning.plan import plan
 
 ENGINES = ("ddp", "fsdp", "fsdp2")
@@ -161,6 +162,7 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     """Every model and engine, printed by rank 0."""
     quiet(ctx)
     refusals: list[str] = []
+    profiles: list[str] = []
     for name in args.models:
         for engine in args.engines:
             job = JOBS[name]
@@ -171,11 +173,15 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
             mine = step_of(job, *ours(job, engine, fast=True))
             torch.set_num_threads(1)  # Accelerate sets it
             times = measure([*peers.values(), mine], args.rounds * JOBS[name].often)
+            if args.profile:
+                sides = ", ".join([*peers, "ours"])
+                profiles += ["", f"{name} under {engine}, {sides}: ms of CPU time of a step under cProfile"]
+                profiles += profiled([*peers.values(), mine], 10 * JOBS[name].often, args.profile)
             if ctx.rank == 0:
                 for peer, theirs in zip(peers, times, strict=False):
                     print(row(name, engine, peer, theirs, times[-1]), flush=True)
     if ctx.rank == 0:
-        print("\n".join(["", "Not run, and why:", *(refusals or ["* nothing was refused"])]), flush=True)
+        print("\n".join(["", "Not run, and why:", *(refusals or ["* nothing was refused"]), *profiles]), flush=True)
 
 
 def quiet(ctx: fsshard.Context) -> None:
@@ -209,6 +215,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--models", nargs="+", choices=list(JOBS), default=["tfno", "gpt"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most time")
     args = parser.parse_args()
     check_installed()
     print("| model | engine | peer | its ms | our ms | ours / its, by the clock | CPU time |\n|" + "---|" * 7)

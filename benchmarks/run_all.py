@@ -95,7 +95,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="peers",
         title="Step time compared with Accelerate and Lightning Fabric",
-        command="benchmarks/peers.py --models tfno gpt-short --rounds 15",
+        command="benchmarks/peers.py --models tfno gpt-short --rounds 15 --profile 8",
         shows="What these can run on CPU ranks; below the table, what they cannot.",
         target="below 1.00",
         minutes=1.5,
@@ -129,7 +129,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="domain",
         title="Fields that are split over ranks",
-        command="benchmarks/domain.py --rounds 20",
+        command="benchmarks/domain.py --rounds 20 --profile 8",
         shows="Activations kept and bytes sent by a rank, as counts; the time of a step on 1 x 2 ranks (data x domain) "
         "compared with 2 x 1; a large 3-D operator, simulated.",
         target="kept, times ranks, at most 1.05; sent at most 1.05 of the formula; time at most 1.25",
@@ -138,7 +138,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="fronts",
         title="Lightning, Accelerate and Hugging Face's Trainer",
-        command="benchmarks/fronts.py --rounds 20",
+        command="benchmarks/fronts.py --rounds 20 --profile 8",
         shows="A step through each front over fsshard, compared with the same front over its own DDP.",
         target="with ddp at most 1.05",
         minutes=1,

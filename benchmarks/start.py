@@ -15,8 +15,8 @@ weight and is a unit. Linear in layers means a ratio of 2 for twice as many. The
 collection falls into the time of some sizes and not of others.
 
 Before that plan() with recomputation, wrap(), save() and load() of a trained model of 500 to 5,000 modules, with two
-parameters each, on one process, in CPU time: each at most linear, so that the microseconds per parameter stay about the
-same. Beside load() stands torch.load() of the same state, which goes into no model.
+parameters each, on one process, in CPU time, all sizes in turn: each at most linear, so that the microseconds per
+parameter stay about the same. Beside load() stands torch.load() of the same state, which goes into no model.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def report_wraps(engine: str, times: list[list[float]], args: argparse.Namespace
 def stages(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     """A row per number of parameters: microseconds of CPU time per parameter for each stage."""
     stage_times(8)  # imports
+    rounds = [{parameters: stage_times(parameters) for parameters in args.parameters} for _ in range(args.repeat)]
     for parameters in args.parameters:
-        times = [stage_times(parameters) for _ in range(args.repeat)]
-        medians = [statistics.median(column) for column in zip(*times, strict=True)]
+        medians = [statistics.median(column) for column in zip(*(each[parameters] for each in rounds), strict=True)]
         cells = [f"{1e6 * median / parameters:.0f}" for median in medians] + [f"{medians[-2] / medians[-1]:.2f}"]
         print("| " + " | ".join([str(parameters), *cells]) + " |", flush=True)
 
