@@ -192,7 +192,7 @@ def measure_saves(_: Any, options: argparse.Namespace) -> dict[str, Any]:
     state = sum(p.numel() for p in network(options.megabytes).parameters()) * 4 * 3
     profile = profiled([lambda number: sides["fsshard"].save(folder / f"profiled{number}")], 3, 5)
     waits: list[Callable[[], object]] = []
-    begun = profiled([lambda _: waits.append(sides["fsshard"].begin(folder / "begun"))], 1, 8, time.perf_counter)
+    begun = profiled([lambda _: waits.append(sides["fsshard"].begin(folder / "begun"))], 1, 8)
     waits[0]()
     return {
         "times": times,
@@ -276,8 +276,8 @@ def report(options: argparse.Namespace, saves: Any, loads: Any, elsewhere: Any) 
         print(f"{name:26}{value:7.3f}   (target: {TARGETS[name]:g})")
     print(f"{'async blocks / blocking':26}{ratio(saves['times'], 'async blocks', 'fsshard'):7.3f}")
     for what, profile in (("save", saves["profile"]), ("load", loads["profile"])):
-        print("\n".join([f"{what}, ms of CPU time under cProfile:", *profile]))
-    print("\n".join(["asynchronous save until training goes on, ms by the clock under cProfile:", *saves["begun"]]))
+        print("\n".join([f"{what}, ms under cProfile:", *profile]))
+    print("\n".join(["asynchronous save until training goes on, ms under cProfile:", *saves["begun"]]))
     missed = [f"{name} is {value:.3f}, not {TARGETS[name]:g}" for name, value in found.items() if value > TARGETS[name]]
     if missed:
         print(f"missed: {'; '.join(missed)}")

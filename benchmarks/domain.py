@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -125,9 +124,9 @@ def times(ctx: fsshard.Context, rounds: int, shown: int) -> None:
                 f"| {backend} | {apart.milliseconds()[0]:.0f} | {split.milliseconds()[0]:.0f} | {wall} | {cpu} |",
                 flush=True,
             )
-        profile = profiled(sides, rounds, shown, time.perf_counter) if shown else []
+        profile = profiled(sides, rounds, shown) if shown else []
         if not ctx.rank and profile:
-            title = f"{backend} on 2 x 1 and 1 x 2: ms by the clock of a step under cProfile"
+            title = f"{backend} on 2 x 1 and 1 x 2: ms of a step under cProfile"
             print("\n".join(["", title, *profile, ""]), flush=True)
         if wall.lower > TIME_TARGET:
             raise SystemExit(f"{backend}: {wall}, over {TIME_TARGET}")
@@ -162,7 +161,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=("memory", "time", "simulated"), default=["memory", "time", "simulated"]
     )
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most time")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="list N functions that take more time with ours"
+    )
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of FSDP2 (torch 2.13): nobody writes to it
     if "memory" in args.only:

@@ -222,8 +222,8 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
                 sides = loops(front, engine, args.width)
                 theirs, ours = measure(sides, args.rounds)
                 if args.profile:
-                    profiles += ["", f"{front}, its own DDP and {engine}: ms by the clock of a step under cProfile"]
-                    profiles += profiled(sides, args.rounds, args.profile, time.perf_counter)
+                    profiles += ["", f"{front}, its own DDP and {engine}: ms of a step under cProfile"]
+                    profiles += profiled(sides, args.rounds, args.profile)
                 show(ctx, front, engine, theirs.milliseconds()[0], ours.milliseconds()[0], ours.over(theirs)[0])
                 continue
             pairs, trainings = [], fits(front, engine, args.width)
@@ -249,7 +249,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--front", nargs="+", choices=FRONTS, default=FRONTS)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most time")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="list N functions that take more time with ours"
+    )
     args = parser.parse_args()
     print(
         "| front | engine | its own DDP, ms | fsshard, ms | fsshard / its own DDP |\n|---|---|---|---|---|", flush=True

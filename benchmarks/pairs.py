@@ -16,6 +16,8 @@ __all__ = ["WARM_UP", "Ratio", "Step", "Times", "interval", "measure", "pooled",
 
 Step = Callable[[int], None]
 
+ROOT = Path(__file__).resolve().parent.parent
+
 WARM_UP = 5
 """Steps of each side that do not count."""
 
@@ -71,33 +73,43 @@ def measure(sides: Sequence[Step], rounds: int) -> list[Times]:
     return found
 
 
-def profiled(
-    sides: Sequence[Step], rounds: int, shown: int, clock: Callable[[], float] = time.process_time
-) -> list[str]:
-    """Rows of the functions of this rank that take most time themselves, in steps of the last side. Collective.
+def profiled(sides: Sequence[Step], rounds: int, shown: int) -> list[str]:
+    """Rows of the functions in which the last side spends more than another one, by the clock. Collective.
+
+    A room of fsshard is one row. Waiting for other ranks is in them, and the profiler slows Python's functions down
+    and not torch's, alike on every side.
 
     Args:
-        sides: how they step; the profiler slows Python's functions down and not torch's, alike on every side.
+        sides: how they step.
         rounds: of each.
-        shown: rows, each with the milliseconds of a step on every side, and the function.
-        clock: what they are counted by; ``time.perf_counter`` shows waiting too.
+        shown: rows, most first, each with the milliseconds of a step on every side, and the function.
     """
     found: list[dict[str, float]] = []
     for side in sides:
-        profile = cProfile.Profile(clock)
+        profile = cProfile.Profile(time.perf_counter)
         profile.enable()
         for number in range(rounds):
             side(number)
         profile.disable()
         own: dict[str, float] = {}
-        for (file, _, name), (_, _, seconds, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-            place = "/".join(Path(file).parts[-2:]) + " " if file != "~" else ""
-            own[place + name] = own.get(place + name, 0.0) + 1e3 * seconds / rounds
+        for (file, _, function), (_, _, seconds, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+            name = _place(file, function)
+            own[name] = own.get(name, 0.0) + 1e3 * seconds / rounds
         found.append(own)
-    most = sorted(found[-1], key=lambda name: -found[-1][name])[:shown]
+    *others, last = found
+    more = {name: taken - min((own.get(name, 0.0) for own in others), default=0.0) for name, taken in last.items()}
+    most = sorted(more, key=lambda name: -more[name])[:shown]
     totals = [sum(own.values()) for own in found]
     rows = [(*(own.get(name, 0.0) for own in found), name) for name in most]
     return ["".join(f"{cell:>10.2f}" for cell in row[:-1]) + f"  {row[-1]}" for row in [(*totals, "in all"), *rows]]
+
+
+def _place(file: str, function: str) -> str:
+    """A room of fsshard, or a function and the end of its file's path; torch's own have none."""
+    parts = Path(file).parts
+    if str(ROOT / "fsshard") in file:
+        return f"fsshard/{Path(file).relative_to(ROOT / 'fsshard').parts[0]}, all functions"
+    return f"{'/'.join(parts[-2:])} {function}" if file != "~" else function
 
 
 def pooled(starts: Iterable[Times]) -> Times:

@@ -175,7 +175,7 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
             times = measure([*peers.values(), mine], args.rounds * JOBS[name].often)
             if args.profile:
                 sides = ", ".join([*peers, "ours"])
-                profiles += ["", f"{name} under {engine}, {sides}: ms of CPU time of a step under cProfile"]
+                profiles += ["", f"{name} under {engine}, {sides}: ms of a step under cProfile"]
                 profiles += profiled([*peers.values(), mine], 10 * JOBS[name].often, args.profile)
             if ctx.rank == 0:
                 for peer, theirs in zip(peers, times, strict=False):
@@ -215,7 +215,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--models", nargs="+", choices=list(JOBS), default=["tfno", "gpt"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most time")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="list N functions that take more time with ours"
+    )
     args = parser.parse_args()
     check_installed()
     print("| model | engine | peer | its ms | our ms | ours / its, by the clock | CPU time |\n|" + "---|" * 7)

@@ -1,7 +1,7 @@
 """Measures the cost before the first step: fsshard's import beside torch's, and wrapping 250 to 1,000 layers.
 
     python benchmarks/start.py [--rounds 15] [--nprocs 2] [--layers 250 500 1000] [--engines ddp fsdp fsdp2 fairscale]
-        [--parameters 1000 3000 10000]
+        [--parameters 1000 3000 10000] [--profile N]
 
 Imports are measured in fresh processes that import torch, then fsshard, then ask for launch, wrap and build_optimizer,
 whose rooms are imported at that moment: the CPU time after all over that after torch, the median over rounds. Bytecode
@@ -10,7 +10,8 @@ torch`` (2.13, Python 3.11) a full collection is due within some 10,000 allocati
 fsshard's own import and hits whatever comes next.
 
 Wrapping is measured in ranks, with the optimizer, by rank 0's CPU time: by hand against the engine itself, and through
-fsshard; medians over repetitions that go through all sizes and both sides in turn. Every layer has a real and a complex
+fsshard; the least of repetitions that go through all sizes and both sides in turn: all do the same work, and what other
+programs of the machine add is never negative. Every layer has a real and a complex
 weight and is a unit. Linear in layers means a ratio of 2 for twice as many. The collector is off here too: a full
 collection falls into the time of some sizes and not of others.
 
@@ -22,6 +23,7 @@ parameter stay about the same. Beside load() stands torch.load() of the same sta
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -42,7 +44,7 @@ from torch import Tensor, nn
 
 import fsshard
 from benchmarks.overhead import by_hand
-from benchmarks.pairs import interval
+from benchmarks.pairs import interval, profiled
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,9 +131,9 @@ def wrap_time(wrap: Callable[[nn.Module, str], Any], engine: str, layers: int) -
     return taken
 
 
-def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """A row per engine and size, printed by rank 0."""
-    sides = (by_torch, by_fsshard)
+def work(ctx: fsshard.Context, args: argparse.Namespace) -> list[str]:
+    """A row per engine and size, printed by rank 0; rows of profiles at the largest size."""
+    sides, profiles = (by_torch, by_fsshard), list[str]()
     for engine in args.engines:
         if (engine == "none") != (ctx.world_size == 1):
             continue
@@ -142,9 +144,22 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
             for side, layers in found:
                 found[side, layers].append(wrap_time(side, engine, layers))
         if ctx.rank == 0:
-            report_wraps(
-                engine, [[statistics.median(found[side, layers]) for side in sides] for layers in args.layers], args
-            )
+            report_wraps(engine, [[min(found[side, layers]) for side in sides] for layers in args.layers], args)
+        if args.profile:
+            models = [nn.Sequential(*(Layer() for _ in range(args.layers[-1]))) for _ in sides]
+            steps = [functools.partial(_wrap_one, side, models, engine) for side in sides]
+            gc.disable()
+            profiles += [
+                "",
+                f"{args.layers[-1]} layers under {engine}, by hand and fsshard: ms under cProfile",
+            ]
+            profiles += profiled(steps, 1, args.profile)
+            gc.enable()
+    return profiles
+
+
+def _wrap_one(side: Callable[[nn.Module, str], Any], models: list[nn.Module], engine: str, _: int) -> None:
+    side(models.pop(), engine)
 
 
 def report_wraps(engine: str, times: list[list[float]], args: argparse.Namespace) -> None:
@@ -162,8 +177,8 @@ def stages(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     stage_times(8)  # imports
     rounds = [{parameters: stage_times(parameters) for parameters in args.parameters} for _ in range(args.repeat)]
     for parameters in args.parameters:
-        medians = [statistics.median(column) for column in zip(*(each[parameters] for each in rounds), strict=True)]
-        cells = [f"{1e6 * median / parameters:.0f}" for median in medians] + [f"{medians[-2] / medians[-1]:.2f}"]
+        least = [min(column) for column in zip(*(each[parameters] for each in rounds), strict=True)]
+        cells = [f"{1e6 * seconds / parameters:.1f}" for seconds in least] + [f"{least[-2] / least[-1]:.2f}"]
         print("| " + " | ".join([str(parameters), *cells]) + " |", flush=True)
 
 
@@ -200,10 +215,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="processes that import")
     parser.add_argument("--nprocs", type=int, default=2)
     parser.add_argument("--layers", type=int, nargs="+", default=[250, 500, 1000])
-    parser.add_argument("--repeat", type=int, default=3, help="wraps of each size")
+    parser.add_argument("--repeat", type=int, default=5, help="wraps of each size")
     engines = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
     parser.add_argument("--engines", nargs="*", choices=engines, default=engines)
     parser.add_argument("--parameters", type=int, nargs="*", default=[1000, 3000, 10000])
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="list N functions that take more time with ours"
+    )
     args = parser.parse_args()
     if args.rounds:
         report_imports(args.rounds)
@@ -224,9 +242,12 @@ def main() -> None:
         return
     head = ["engine", "layers", "by hand, ms of CPU time", "fsshard, ms", "ratio", "by hand / size before", "fsshard"]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
+    profiles: list[str] = []
     for nprocs in (1, args.nprocs):
         if any((engine == "none") == (nprocs == 1) for engine in args.engines):
-            fsshard.launch(work, nprocs, (args,), threads=1, timeout=600)
+            profiles += fsshard.launch(work, nprocs, (args,), threads=1, timeout=600)
+    if profiles:
+        print("\n".join(profiles))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,11 @@ def main() -> int:
         found[name] = estimate(tutorial(options.samples), world_size=options.world_size, device="cuda", **settings)
         print(line(name, found[name], found["ddp"]), flush=True)
     tuned = tune(tutorial(options.samples), backend="fsdp2", world_size=options.world_size, device="cuda")
-    print(line("fsdp2, tuned", tuned.winner.estimate, found["ddp"]), end=f"\n\n{tuned.code()}", flush=True)
+    print(line("fsdp2, tuned", tuned.winner.estimate, found["ddp"]), flush=True)
+    best = tuned.winner.estimate
+    kinds = {kind: (held / 2**30, best.bounds.by_kind.get(kind, 0) / 2**30) for kind, held in best.by_kind.items()}
+    told = ", ".join(f"{kind} {held:.3f} ({bound:.3f})" for kind, (held, bound) in kinds.items() if held > 0.001)
+    print(f"\nThe tuned plan's peak by kind, in GiB, and the bound of each: {told}.\n\n{tuned.code()}", flush=True)
     print("\nIts two rows with other numbers of samples per rank, in GiB:\n")
     for samples in OTHER_SAMPLES:
         peaks = [

@@ -31,7 +31,7 @@ LINES = {
     "fsshard/torch_private": 1_713,
     "fsshard/complex_params": 1_680,
     "compat": 7_879,
-    "tests": 56_153,
+    "tests": 56_174,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 128

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks import pairs
@@ -30,3 +33,21 @@ def test_interval_by_order_statistics() -> None:
     """For 40 values the bounds have the ranks 20 -+ 0.98 sqrt(40), counted from 1."""
     found = interval([float(value) for value in range(40)])
     assert (found.lower, found.median, found.upper) == (13.0, 19.5, 26.0)
+
+
+def test_profiles_show_where_the_last_side_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A room of fsshard in one row; what all sides do alike is not among them. The clock counts its readings."""
+    ticks = itertools.count()
+    monkeypatch.setattr(pairs, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+
+    def alike(_: int) -> None:
+        sum(range(10))
+
+    def more(number: int) -> None:
+        alike(number)
+        sorted(range(10), key=str)
+
+    total, *rows = pairs.profiled([alike, more], 2, 2)
+    assert total.endswith("in all") and any("sorted" in row for row in rows) and not any("sum" in row for row in rows)
+    place = pairs._place(str(pairs.ROOT / "fsshard" / "sharded" / "module.py"), "forward")
+    assert place == "fsshard/sharded, all functions"
