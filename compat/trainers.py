@@ -15,6 +15,7 @@ import fsshard
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.parallel.data_rank import DataRank
 from fsshard.planning.entries import Entry
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
@@ -123,7 +124,7 @@ def clip_by_value(model: ShardedModule, limit: float, chosen: Iterable[Entry] | 
         raise ConfigurationError(
             f"clipping by value: parameter {named!r} is complex, and complex numbers have no order; clip by norm"
         )
-    model.finish_gradients(entries)
+    controller_of(model).finish_gradients(entries)
     for entry in entries:
         gradient = entry.grad()
         if gradient is not None:

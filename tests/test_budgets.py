@@ -19,19 +19,8 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_200,
-    "fsshard/backends": 4_423,
-    "fsshard/checkpoint": 5_182,
-    "fsshard/parity": 5_194,
-    "fsshard/sharded": 4_969,
-    "fsshard/comm + fsshard/launching": 3_391,
-    "fsshard/simulation": 3_729,
-    "fsshard/model": 2_594,
-    "fsshard/oss": 1_927,
-    "fsshard/torch_private": 1_713,
-    "fsshard/complex_params": 1_680,
-    "compat": 7_879,
-    "tests": 56_174,
+    "fsshard + compat": 51_734,
+    "tests": 57_600,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 128
@@ -57,8 +46,9 @@ parallel/domain/entering: _raise_everywhere _check_alike
 parallel/replicas: SameGradients _tells _differing_norms
 sharded/contents: check_same_parameters
 sharded/forward_methods: explain_forward_error
+sharded/controller: ModelController.check_knows_all_ranks ModelController.check_synchronised
 sharded/module: ShardedModule.__deepcopy__ ShardedModule.__reduce_ex__ ShardedModule._apply _refuse_on_parts
-sharded/module: ShardedModule.check_knows_all_ranks ShardedModule.check_synchronised
+sharded/module: _check_trains_nothing
 sharded/optimizer: ShardedOptimizer._check_unused ShardedOptimizer._check_groups_may_change ShardedOptimizer.state
 sharded/optimizer: ShardedOptimizer._step_supports_amp_scaling check_unstepped retire refuse_foreign_optimizers
 sharded/optimizer: _refuse_foreign

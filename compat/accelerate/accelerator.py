@@ -17,6 +17,7 @@ from fsshard.comm.agreement import agree
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ConfigurationError
 from fsshard.planning.entries import Entry
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.handover import point_at
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, constructor_arguments, retire
@@ -127,7 +128,7 @@ class Accelerator(StateFiles):
         name_calls(sharded, SAVE, LOAD)
         self._former.update({parameter: (weakref.ref(sharded), name) for name, parameter in parameters.items()})
         if isinstance(self.scaler, library.GradScaler):
-            sharded.scaled = True
+            controller_of(sharded).scaled = True
         elif self.scaler is not None:
             self.scaler = scaler_like(self.scaler, sharded)
         self._ready[id(model)] = sharded
@@ -248,7 +249,7 @@ class Accelerator(StateFiles):
         known = {id(entry.parameter): (model, entry) for model in wrapped for entry in model.backend.entries.values()}
         owners = [known.get(id(stored_of(parameter))) for parameter in given]
         models = [each[0] for each in owners if each is not None]
-        for model in models:
-            model.check_synchronised()
+        for model, entry in filter(None, owners):
+            controller_of(model).check_synchronised([entry])
         self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])
         return given, owners

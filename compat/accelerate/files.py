@@ -19,6 +19,7 @@ from torch import nn
 import fsshard
 from fsshard.comm.agreement import Channel, agree
 from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 
 from ..trainers import by_name, by_number
@@ -149,7 +150,7 @@ class StateFiles(accelerate.Accelerator):
         each_node = self.project_configuration.save_on_each_node
         writes = self.is_local_main_process if each_node else self.is_main_process
         write = functools.partial(super().save_state, output_dir, safe_serialization, **save_model_func_kwargs)
-        if any(isinstance(model, ShardedModule) and model.has_local_gradients for model in self._models):
+        if any(isinstance(model, ShardedModule) and controller_of(model).local_gradients for model in self._models):
             log.warning("save_state within an accumulation: the gradients accumulated so far are not saved")
         try:
             for model in self._models:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.errors import ConfigurationError, OptimizerError
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, name_groups
 
@@ -119,7 +120,7 @@ def late(
 def _find(parameter: Tensor, models: Iterable[ShardedModule], former: Former) -> tuple[ShardedModule, str] | None:
     for model in models:
         try:
-            return model, model.find_entry(parameter).name
+            return model, controller_of(model).find_entry(parameter).name
         except OptimizerError:
             continue
     reference, name = former.get(parameter, (None, ""))

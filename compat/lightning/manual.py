@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError
 from fsshard.planning.entries import Entry
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.autograd import current_graph_task_id
@@ -65,7 +66,7 @@ class ThroughEngine:
 
     def _toggle(self, optimizer: Any) -> None:
         """Leave, until :meth:`_untoggle`, the gradients of all others' parameters as they are. Collective."""
-        if self._wrapped.is_silenced:
+        if controller_of(self._wrapped).is_silenced:
             raise ConfigurationError(
                 "toggle_model(sync_grad=False), or toggle_optimizer without synchronisation: what is toggled needs the "
                 "sum over the ranks; leave sync_grad at True, which accumulates as well"
@@ -75,8 +76,7 @@ class ThroughEngine:
         self._toggled = _bare(optimizer)
         own = {entry.name for entry in self._toggled.entries}
         entries = {e.name: e for each in self._optimizers for e in each.entries if e.name not in own}
-        self._wrapped.check_synchronised()
-        self._wrapped.finish_gradients(list(entries.values()))
+        controller_of(self._wrapped).finish_gradients(list(entries.values()))
         before = [(entry, entry.grad()) for entry in entries.values()]
         self._others = [(entry, None if gradient is None else gradient.clone()) for entry, gradient in before]
 
@@ -84,7 +84,7 @@ class ThroughEngine:
         """Give the others their gradients of before back. Collective."""
         backend, others = self._wrapped.backend, self._others
         self._toggled, self._others = None, []
-        self._wrapped.finish_gradients([entry for entry, _ in others])
+        controller_of(self._wrapped).finish_gradients([entry for entry, _ in others])
         for entry, before in others:
             now = entry.grad()
             if before is None or now is None:

@@ -24,7 +24,7 @@ from fsshard.planning.entries import Entry
 
 
 def count_all_ranks(model: Any) -> None:
-    """Let ``clip_grad_norm_`` count the parameters of a ShardedModule over all ranks; it is collective for them."""
+    """Let ``clip_grad_norm_`` count the parameters of a ModelController over all ranks; it is collective for them."""
     CLIP_GRAD_NORM.keep_for(model, _norm, first=True)
 
 

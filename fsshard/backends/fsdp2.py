@@ -28,6 +28,7 @@ from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
 from fsshard.complex_params.flattened import class_in_front, has_own_layout, stored_in
 from fsshard.complex_params.pairs import Form, real_dtype
+from fsshard.complex_params.parameter_records import mark_stale, new_record
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import held_dtensor
 from fsshard.complex_params.tensorfy import store_as_pairs
@@ -223,7 +224,7 @@ class FSDP2Backend(TorchShardedBackend):
             if not paired or len(entry.stored_shape) < 3 or entry.stored_shape[0] % self.shard_group.size() == 0:
                 continue
             old, entry.parameter = entry.parameter, store_as_pairs(entry.slots)
-            old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
+            mark_stale(old, _stale(entry))
 
     def _on_gloo(self) -> bool:
         group = self.shard_group
@@ -236,13 +237,13 @@ class FSDP2Backend(TorchShardedBackend):
             # FSDP2 replaces Parameter objects and drops their Python attributes (torch 2.13).
             entry.parameter.__dict__.update(old.__dict__)
             entry.parameter.__class__ = cast(Any, held_dtensor())
-            entry.parameter._fsshard_drops = self.drops, entry.name  # type: ignore[attr-defined]
+            new_record(entry.parameter).drops = self.drops, entry.name
             # FSDP2 shards as torch.chunk does, so that the last ranks can have fewer rows, or none.
             rows, *row = entry.parameter.shape
             entry.group = self.shard_group
             entry.cut = Cut(stride=-(-rows // self.shard_group.size()) * torch.Size(row).numel())
             if old is not entry.parameter:
-                old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
+                mark_stale(old, _stale(entry))
                 if old.requires_grad:  # a list made before fully_shard has weights that silently never train
                     cast(Any, old).register_hook(functools.partial(_refuse_gradient, entry.name))
         refuse_numbers_of_parts(self)

@@ -39,6 +39,7 @@ from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
 from fsshard.sharded.averages import Averages
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -275,7 +276,7 @@ class _Load:
             elif isinstance(value, Tensor):
                 self.others[key] = tensor
                 if not key.endswith(EXTRA_STATE):  # which modules may shape as they like
-                    dtype = self.model.buffers_held.dtypes.get(key, value.dtype)
+                    dtype = controller_of(self.model).buffers.dtypes.get(key, value.dtype)
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
@@ -422,7 +423,7 @@ class _Load:
         """Put in place what nothing can refuse. Local."""
         for name, values in self.values.items():
             self.model.backend.entries[name].local().copy_(values)
-        self.model.note_filled({*self.values, *self.others})
+        controller_of(self.model).note_filled({*self.values, *self.others})
         for name, optimizer in self.optimizers.items():
             self._commit_optimizer(name, optimizer)
 

@@ -40,6 +40,7 @@ from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.averages import EMA
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -177,7 +178,7 @@ def collect(
     """
     collected = Collected()
     for of, model in models.items():
-        model.check_filled()
+        controller_of(model).check_filled()
         _add_model(collected, model, rank, of, trainable)
         if of:
             collected.models[of] = [name for name, optimizer in optimizers.items() if optimizer.model is model]
@@ -236,7 +237,7 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str,
         elif isinstance(value, Tensor):
             keys[told] = f"model/{told}"
             if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
-                parts[f"model/{told}"] = Part.of_all(model.buffers_held.for_user(key, value))
+                parts[f"model/{told}"] = Part.of_all(controller_of(model).buffers.for_user(key, value))
         else:
             keys[told] = None
             extra[told] = _encode(value, f"model/{told}", parts if rank == 0 else {})

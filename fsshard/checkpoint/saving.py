@@ -31,6 +31,7 @@ from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import unfinished
 from fsshard.parallel.replicas import check_same_buffers
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -100,7 +101,7 @@ def save(
     for average in averages.values():
         average.check_alike()
     for sharded in models.values():
-        sharded.buffers_held.sync()  # rank 0's count, as in a state dict
+        controller_of(sharded).buffers.sync()  # rank 0's count, as in a state dict
         own = sharded.backend.settings
         if own.model_mesh is not None:
             kept = set(sharded.backend.key_order)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, is_odd, kind_for
+from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
 from fsshard.complex_params.shown import KEPT, Kept, UserParameters, stored_names, stored_of
 from fsshard.errors import ModelError, PrecisionError
@@ -147,7 +148,8 @@ class Flattened(nn.Module):
         if name not in cls._fsshard_views or name + SUFFIX not in held:
             super().__delattr__(name)
             return
-        if is_dtensor(held[name + SUFFIX]) or "_fsshard_cut" in getattr(held[name + SUFFIX], "__dict__", ()):
+        stored = held[name + SUFFIX]
+        if is_dtensor(stored) or (stored is not None and record_of(stored).is_shard):
             raise ModelError(
                 f"parameter {name!r} cannot be deleted: an engine has divided it; change the model before fsshard.wrap"
             )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsshard.complex_params.pairs import Kind
+from fsshard.complex_params.parameter_records import forget_record, mark_stale
 from fsshard.errors import ModelError, StaleParameter
 from fsshard.torch_private.tensors import LOCAL_TENSOR, POST_ACCUMULATE_HOOKS, backward_hooks_of, storage_key
 
@@ -76,7 +77,7 @@ def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> None:
         raise StaleParameter(message)
 
     hook = cast(Any, parameter).register_hook(refuse) if parameter.requires_grad else None
-    parameter._fsshard_stale = message  # type: ignore[attr-defined]
+    mark_stale(parameter, message)
     _links[stored] = _links[parameter] = _Link(weakref.ref(stored), weakref.ref(parameter), hook)
 
 
@@ -90,7 +91,7 @@ def forget_replacement(either: nn.Parameter) -> nn.Parameter | None:
         if parameter is not None:
             _links.pop(parameter, None)
     if original is not None:
-        original.__dict__.pop("_fsshard_stale", None)
+        forget_record(original)
         if link.hook is not None:
             link.hook.remove()
     return original

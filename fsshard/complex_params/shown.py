@@ -20,6 +20,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, is_odd
+from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import MARKS, attributes_of, memory_of
 from fsshard.errors import FsshardError, ModelError, StaleParameter
 from fsshard.torch_private.autograd import (
@@ -128,9 +129,12 @@ def _set_item(tensor: Any, index: Any, value: Any) -> None:
 def _set_grad(tensor: Any, value: Any) -> None:
     """Set the gradient; who drops it by hand is heard, since an engine cannot tell it from one that never came."""
     _GRAD.__set__(tensor, value)
-    drops: tuple[set[str], str] | None = tensor.__dict__.get("_fsshard_drops")
-    if value is None and drops is not None:
-        drops[0].add(drops[1])
+    if value is not None:
+        return
+    drops = record_of(tensor).drops
+    if drops is not None:
+        names, name = drops
+        names.add(name)
 
 
 def _is_shown_by(stored: Any, other: Any) -> Any:
@@ -463,7 +467,7 @@ class UserParameters(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if not self._is_view(name):
             self._stored[name] = value
-        elif stored_of(value) is not value or "_fsshard_cut" in getattr(value, "__dict__", ()):
+        elif stored_of(value) is not value or (isinstance(value, Tensor) and record_of(value).is_shard):
             self._stored[name + SUFFIX] = stored_of(value)  # what was there before; of a shard itself
         elif value is None or isinstance(value, nn.Parameter):
             setattr(self._module, name, value)

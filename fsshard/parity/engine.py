@@ -17,6 +17,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity.bounds import NotComparable
 from fsshard.parity.whole import whole_state, whole_tensors, whole_weights
 from fsshard.recipes.recipe import Recipe
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.grad_scaler import GradScaler
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
@@ -205,7 +206,7 @@ class WrappedEngine(Engine):
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         backend = self.model.backend
-        self.model.finish_gradients(backend.entries.values())
+        controller_of(self.model).finish_gradients(backend.entries.values())
         self._unscale()
         for entry, gradient in gather_grads(backend):
             yield entry.name, None if gradient is None else entry.put_together(entry.kind.to_user(gradient))

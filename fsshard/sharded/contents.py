@@ -129,8 +129,8 @@ def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------ changes
 
 
-def check_same_parameters(owner: nn.Module, backend: Backend) -> None:
-    """Raise if the trainable parameters of a ShardedModule are not those that were wrapped. Local.
+def check_same_parameters(backend: Backend) -> None:
+    """Raise if the trainable parameters of a wrapped model are not those that were wrapped. Local.
 
     Modules without parameters, parameters without gradient and buffers may come and go.
 
@@ -140,12 +140,10 @@ def check_same_parameters(owner: nn.Module, backend: Backend) -> None:
     wrapped = {(id(slot.owner), slot.stored): (entry, slot) for entry in backend.all for slot in entry.slots}
     there = {id(module) for module in backend.module.modules()}
     added, replaced, removed = list[str](), list[str](), list[str]()
-    for name, module in owner._modules.items():  # some may be put on the ShardedModule itself
-        prefix = "" if module is backend.module else f"{name}."
-        for slot in parameter_slots(module) if module is not None else ():
-            is_new = isinstance(slot.parameter, nn.Parameter) and (id(slot.owner), slot.stored) not in wrapped
-            if is_new and slot.parameter.requires_grad:
-                added.append(prefix + slot.name)
+    for slot in parameter_slots(backend.module):
+        is_new = isinstance(slot.parameter, nn.Parameter) and (id(slot.owner), slot.stored) not in wrapped
+        if is_new and slot.parameter.requires_grad:
+            added.append(slot.name)
     for entry, slot in wrapped.values():
         held = stored_in(slot.owner).get(slot.stored)
         if held is not entry.parameter and not backend.shows(entry, held):

@@ -50,7 +50,7 @@ class ForwardMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()
-        if owner is None or owner.runs_user_code:
+        if owner is None or owner._fsshard.runs_user_code:
             return self._own(*args, **kwargs)
         members = vars(owner.module)
         before = {name: members[name] for name in ("forward",) if name in members}

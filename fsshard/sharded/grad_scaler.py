@@ -54,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
         settings = model.backend.settings
         super().__init__(settings.device.type, *args, **kwargs)
         self._group = settings.everyone
-        model.scaled |= self.is_enabled()
+        model._fsshard.scaled |= self.is_enabled()
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale, and agree whether all are finite. Collective.

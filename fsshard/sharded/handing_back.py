@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.whole import gather_all
 from fsshard.complex_params.flattened import stored_in
+from fsshard.complex_params.parameter_records import forget_record
 from fsshard.complex_params.replaced import forget_replacement
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ModelError
@@ -56,7 +57,7 @@ class Bare:
         backend.reshard()
         values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
         whole = [e.kind.to_user(v.detach().to("cpu", copy=True)) for e, v in zip(backend.all, values, strict=True)]
-        users = model.buffers_held.dtypes
+        users = model._fsshard.buffers.dtypes
         dtypes = {name: users.get(public_name(name), buffer.dtype) for name, buffer in module.named_buffers()}
         backend.retire()
         for part in self._parts:
@@ -144,6 +145,7 @@ class _Original:
                 parameter.__class__ = self._class
         else:
             forget_replacement(parameter)
+            forget_record(parameter)
             parameter.__class__ = self._class
             for key in [key for key, item in vars(parameter).items() if _is_mark(key, item)]:
                 del parameter.__dict__[key]

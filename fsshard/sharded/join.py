@@ -73,8 +73,8 @@ class Joined:
             self._loops, self.active, self._kept = False, True, []
             self.ranks = self._models[0].backend.settings.world_size
             for model in self._models:
-                model.weigh_gradients(None)
-                model.buffers_held.next_source = 0
+                model._fsshard.weigh_gradients(None)
+                model._fsshard.buffers.next_source = 0
 
     def _until_all_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         self._send_buffers()  # an earlier loop may have been left in its middle
@@ -97,7 +97,7 @@ class Joined:
             self.ranks = len(going_on)
             self._weigh()
             for model in self._models:  # the last round's buffers are sent first, by the rank that counted in it
-                model.buffers_held.next_source = going_on[0]
+                model._fsshard.buffers.next_source = going_on[0]
             yield batch[0] if self.active else _copy_containers(last[0])
             self._put_back_buffers()
 
@@ -118,13 +118,13 @@ class Joined:
         """Let the mean over all ranks, which engines compute, be the mean over those that go on."""
         size = 1 if self._group is None else self._group.size()
         for model in self._models:
-            model.weigh_gradients(None if self.ranks == size else size / self.ranks if self.active else 0.0)
+            model._fsshard.weigh_gradients(None if self.ranks == size else size / self.ranks if self.active else 0.0)
 
     def _send_buffers(self) -> None:
         """Send the buffers of the rank that has gone on, where ranks' are not to differ; rank 0's count again."""
         for model in self._models:
-            model.buffers_held.next_source = 0
-            model.buffers_held.sync()
+            model._fsshard.buffers.next_source = 0
+            model._fsshard.buffers.sync()
 
     @torch.no_grad()
     def _put_back_buffers(self) -> None:
@@ -137,7 +137,7 @@ class Joined:
 
 def _own_buffers(model: ShardedModule) -> dict[str, torch.Tensor]:
     """Copy the buffers that are this rank's own; none where those of a rank that goes on are sent to all."""
-    return {} if model.buffers_held.broadcast else {name: b.clone() for name, b in model.named_buffers()}
+    return {} if model._fsshard.buffers.broadcast else {name: b.clone() for name, b in model.named_buffers()}
 
 
 def _copy_containers(batch: Any) -> Any:

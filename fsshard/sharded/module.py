@@ -5,43 +5,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
-from fsshard.backends.forward_guards import LooksAtForwards
-from fsshard.backends.step_counts import StepCounts
-from fsshard.backends.whole import counts_all_ranks, gather_all, owned
-from fsshard.comm.stores import check_not_inherited
-from fsshard.comm.watchdog import lost_ranks, meet, speaks_of_a_lost_rank, taking_part
-from fsshard.complex_params.replaced import attributes_of
-from fsshard.complex_params.shown import stored_of
+from fsshard.backends.whole import counts_all_ranks, gather_all
+from fsshard.comm.watchdog import meet, taking_part
+from fsshard.complex_params.parameter_records import new_record
 from fsshard.complex_params.slots import public_name
-from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, RankMismatch
-from fsshard.model.meta import no_numbers_yet
-from fsshard.model.outputs import bases, check_output, forward_begins, hidden_tensors
-from fsshard.nested import grad_tensors
-from fsshard.parallel.replicas import SameGradients
-from fsshard.parallel.shared_gradients import SharedGradients
-from fsshard.planning.entries import Entry
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, RankMismatch
 from fsshard.planning.plan import Plan
-from fsshard.sharded.contents import ModelBuffers, check_same_parameters
-from fsshard.sharded.forward_methods import ForwardMethod, explain_forward_error
-from fsshard.sharded.grad_norm import clip_by_norm, norm_of
-from fsshard.sharded.parameters import ParameterViews, refuse_hooks
+from fsshard.sharded.contents import check_same_parameters
+from fsshard.sharded.controller import ModelController
+from fsshard.sharded.forward_methods import ForwardMethod
+from fsshard.sharded.grad_norm import clip_by_norm
+from fsshard.sharded.parameters import refuse_hooks
 from fsshard.sharded.reports import MemoryReport, explain, memory_report
 from fsshard.sharded.state_dict import asked_for, gather_state_dict, load_whole
 from fsshard.sharded.term_gradients import TermGradients, check_terms, term_gradients
-from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.modules import IncompatibleKeys
 
 log = logging.getLogger("fsshard")
@@ -62,44 +49,27 @@ class ShardedModule(nn.Module):
 
     module: nn.Module
     backend: Backend
-    _requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
+    _fsshard: ModelController
+    """All that is ours, behind one name: every other name is the user's model's."""
 
     def __init__(self, backend: Backend, *, broadcast_buffers: bool, buffer_dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.module = backend.module
         self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
         self.__dict__["backend"] = backend
-        self.buffers_held = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
-        source = backend.settings.source
-        self._unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
-        self.scaled = False  # a GradScaler was made for it
-        self._whole: dict[str, Tensor] | None = None
-        self._silenced = 0  # how many no_sync contexts are open
-        self._engine_silence = contextlib.ExitStack()  # the engine's no_sync, while any is open
-        self._synchronises, self._no_sync = True, contextlib.ExitStack()  # of require_backward_grad_sync
-        self.has_local_gradients = False  # the latest backward was inside one: ranks hold different gradients
-        self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
-        self._looks = LooksAtForwards()
-        self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
-        self._views = ParameterViews(backend)
-        self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), backend.settings.device)
-        mesh = backend.settings.model_mesh
-        norm = partial(norm_of, backend, norm_type=2.0)
-        self._same_gradients = None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm([entry]))
-        backend.on_move = weakref.WeakMethod(self._views.moving)
-        self._optimizers = weakref.WeakSet[Any]()
+        controller = ModelController(backend, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffer_dtypes)
+        self.__dict__["_fsshard"] = controller  # from here on a write of a name is a write to the user's model
         if any(counts_all_ranks(backend, entry) for entry in backend.all):
-            count_all_ranks(self)
+            count_all_ranks(controller)
         for entry in backend.all:
             if backend.facts.divides == "elements":
-                entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
+                new_record(entry.parameter).is_shard = True
                 refuse_hooks(entry, backend)
             if entry.kind.is_complex or backend.facts.divides == "owners":
-                entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
+                new_record(entry.parameter).refusal = (
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
                     "build the optimizer with fsshard.build_optimizer"
                 )
-        self._runs = False
         if backend.facts.divides == "elements" and callable(getattr(self.module, "generate", None)):
             # Of transformers: it reads the root's weights before its forwards.
             register_forward_method(self, "generate")
@@ -133,26 +103,50 @@ class ShardedModule(nn.Module):
         Args:
             all_ranks: report every rank's; collective then, else local.
         """
-        return memory_report(self.backend, live_optimizers(self), (self._whole or {}).values(), all_ranks=all_ranks)
+        whole = (self._fsshard.whole or {}).values()
+        return memory_report(self.backend, live_optimizers(self), whole, all_ranks=all_ranks)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name in ("module", "_fsshard"):
                 raise
             value = getattr(self.module, name)
-        if name in self.backend.facts.needs_whole and self._whole is None:
+        if name in self.backend.facts.needs_whole and self._fsshard.whole is None:
             return functools.partial(_refuse_on_parts, name, type(self.module).__name__)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        mine = name in self.__dict__ or name == "training" or hasattr(type(self), name) or name == "module"
-        if module is not None and not mine and hasattr(module, name):
-            setattr(module, name, value)  # a write must reach what a read would give
-        else:
-            super().__setattr__(name, value)
+        is_built = "_fsshard" in self.__dict__
+        if is_built and (name in OWN_NAMES or name in ("module", "backend", "_fsshard")):
+            raise ModelError(
+                f"model.{name} = ...: expected a name that what fsshard.wrap returned does not have itself; to change "
+                f"an attribute of your model, write model.module.{name} = ..."
+            )
+        is_torchs = name in self.__dict__ or hasattr(nn.Module, name)
+        if is_built and not is_torchs and hasattr(self.module, name):
+            setattr(self.module, name, value)  # a write must reach what a read would give
+            return
+        if is_built and isinstance(value, (nn.Parameter, nn.Buffer, nn.Module)):
+            _check_trains_nothing(name, value)
+            setattr(self.module, name, value)  # on the wrapper it would be in no list and no state dict
+            return
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a frozen parameter of the user's model; a trainable one raises."""
+        _check_trains_nothing(name, param)
+        self.module.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer of the user's model."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module to the user's model; one with trainable parameters raises."""
+        _check_trains_nothing(name, module)
+        self.module.add_module(name, module)
 
     def __repr__(self) -> str:
         return f"ShardedModule(backend={self.backend.name!r}, {self.module!r})"
@@ -172,147 +166,20 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward under the engine."""
-        if self._whole is not None:
-            raise FsshardError("forward inside full_parameters(); leave the context first")
-        looked_at = self._looks.begin()
-        if looked_at or self._unfilled:
-            self.check_filled()
-        backend, training = self.backend, self.module.training
-        divided, group = backend.facts.divides == "elements", backend.settings.group
-        if training or torch.is_grad_enabled() or divided:  # DDP's second one is collective
-            check_not_inherited(group, "the forward of a wrapped model")
-        try:
-            # All ranks run as many forwards with gradients, and compare in the same ones. A count that is behind stays
-            # behind, so that nothing is missed in between.
-            if divided and looked_at and torch.is_grad_enabled():
-                self._step_counts.compare()
-            backend.before_forward(training=training)
-            self.buffers_held.sync(then_differ=training or self.buffers_held.are_trained())
-            if backend.engine.training != training:
-                backend.engine.training = training  # some frameworks set the mode of the inner module only
-            since = forward_begins()
-            output = self._run(args, kwargs)
-        except RuntimeError as error:
-            if group is None or not speaks_of_a_lost_rank(error):
-                raise
-            raise lost_ranks(group, error, "the forward of a wrapped model") from error
-        if torch.is_grad_enabled():
-            if backend.rank_weight is not None:
-                self._weigh_leaves()
-            if backend.facts.hooks_outputs:
-                check_output(output)
-            self._watch_backward(output, since)
-        return output
+        return self._fsshard.forward(args, kwargs)
 
-    def check_filled(self) -> None:
-        """Raise while anything of a model from the meta device has memory and no values, or is not what was wrapped.
-
-        Raises:
-            ModelError: names it, and says where its values can come from; or what was added, replaced or removed.
-        """
-        if self._whole is None:
-            check_same_parameters(self, self.backend)
-            self.buffers_held.look_again()
-        if self._unfilled:
-            raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
-
-    def note_filled(self, names: Iterable[str]) -> None:
-        """Remember that these parameters and buffers of a model from the meta device have their values now."""
-        self._unfilled -= set(names)
-
-    def _watch_backward(self, output: Any, since: int) -> None:
-        """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
-        silent = self._silenced > 0
-        started: int | None = None
-
-        def backward_starts(_: Tensor) -> None:
-            nonlocal started
-            task = current_graph_task_id()
-            if task == started:  # by another output, or by what this one is a view of
-                return
-            started = task
-            if not self.backend.accumulates():  # a penalty's inner derivative: nothing to reduce
-                self.backend.derivative_starts()
-                if torch.is_grad_enabled():  # the backward of a loss of derivatives alone does not come through here
-                    self.has_local_gradients = self._silenced > 0
-                return
-            if (self._silenced > 0) != silent:
-                raise ModelError(
-                    "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
-                    "decide at the one, some at the other"
-                )
-            self.backend.pending.discard(backward_starts)
-            self.backend.drops.clear()
-            self.backend.backward_starts(synchronised=not silent)
-            self._shared_gradients.backward_starts()
-            self.has_local_gradients = silent
-
-        outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
-        for tensor in (*outputs, *bases(outputs, since)):
-            tensor.register_hook(backward_starts)
-        self.backend.pending.add(backward_starts)  # until it has run, or goes with the graph
-
-    @property
-    def runs_user_code(self) -> bool:
-        """Return whether the user's code sees whole weights: in a forward, its recomputation, full_parameters()."""
-        return self._runs or self._whole is not None or current_graph_task_id() != -1
-
-    def _run(self, args: Any, kwargs: Any) -> Any:
-        self._runs = True
-        try:
-            if not torch.is_inference_mode_enabled():
-                return self.backend.engine(*args, **kwargs)
-            # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
-            with torch.inference_mode(False), torch.no_grad():
-                return self.backend.engine(*args, **kwargs)
-        except BaseException as error:
-            self.backend.forward_failed()
-            clearer = explain_forward_error(error, self.backend)
-            if clearer is None:
-                raise
-            raise clearer from error
-        finally:
-            self._runs = False
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates local gradients; the first backward after it reduces them all."""
-        # Engines take their contexts to end in the reverse order; with require_backward_grad_sync they need not.
-        if not self._silenced:
-            self._engine_silence.enter_context(self.backend.no_sync())
-        self._silenced += 1
-        try:
-            yield
-        finally:
-            self._silenced -= 1
-            if not self._silenced:
-                self._engine_silence.close()
+        return self._fsshard.no_sync()
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Tell whether backward reduces gradients: False is :meth:`no_sync`, until True. Set it before a forward."""
-        return self._synchronises
+        return self._fsshard.synchronises
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        if value != self._synchronises:
-            self._synchronises = value
-            self._no_sync.close()
-            if not value:
-                self._no_sync.enter_context(self.no_sync())
-
-    @property
-    def is_silenced(self) -> bool:
-        """Return whether this is within :meth:`no_sync`."""
-        return self._silenced > 0
-
-    def check_synchronised(self) -> None:
-        """Raise if the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
-        if self.has_local_gradients:
-            raise OptimizerError(
-                "the gradients are local: every backward since the last step ran under no_sync(); run the last "
-                "micro-batch outside of it (also in an incomplete last round of accumulation)"
-            )
+        self._fsshard.synchronises = value
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of the mixed-precision policy: one that does nothing, in float32.
@@ -341,8 +208,7 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
-        self.backend.zero_grad(self.backend.all, set_to_none=set_to_none)
-        self.has_local_gradients = False
+        self._fsshard.zero_grad(self.backend.all, set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
@@ -361,27 +227,6 @@ class ShardedModule(nn.Module):
             The norm before clipping: 0-dim float32, or float64 if a weight is, the same on every rank.
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
-
-    def weigh_gradients(self, weight: float | None) -> None:
-        """Multiply what each backward from now on adds to this rank's gradients; None takes that back."""
-        self.backend.rank_weight = weight
-        if weight is None:
-            for handle in self._weighed.values():
-                handle.remove()
-            self._weighed = {}
-
-    def _weigh_leaves(self) -> None:
-        """Hook what autograd adds gradients to, which under FSDP2 is there only once it was gathered."""
-
-        def weighed(gradient: Tensor) -> Tensor | None:
-            weight = self.backend.rank_weight
-            if not weight:  # not a product: NaN of a batch that does not count must reach nobody
-                return None if weight is None else torch.zeros_like(gradient)
-            return gradient * weight
-
-        for leaf in self.backend.leaves():
-            if id(leaf) not in self._weighed:
-                self._weighed[id(leaf)] = leaf.register_hook(weighed)
 
     def term_gradients(self, terms: Sequence[Tensor]) -> TermGradients:
         """Compare the gradients of a loss's terms, averaged over the ranks, to weight the terms by. Collective.
@@ -406,65 +251,9 @@ class ShardedModule(nn.Module):
                 dimensions than data divide or share parameters.
             RankMismatch: the ranks have different numbers of terms.
         """
-        self.check_knows_all_ranks("term_gradients")
+        self._fsshard.check_knows_all_ranks("term_gradients")
         with taking_part(self.backend.settings.group, "term_gradients()"):
             return term_gradients(self.backend, check_terms(self.backend, terms))
-
-    def check_knows_all_ranks(self, what: str) -> None:
-        """Raise for the call ``what`` where other ranks may have parts of the model, of which ``wrap`` was not told."""
-        settings = self.backend.settings
-        if not settings.knows_all_ranks:
-            raise ConfigurationError(
-                f"{what}: device_mesh has {settings.world_size} of {dist.get_world_size()} ranks, and wrap was not "
-                "told what the others do. If they hold parts of this model, or share parameters with it, say which: "
-                "fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither, since they do the same "
-                "work or train a model of their own, say that: replicated={}"
-            )
-
-    def finish_gradients(self, entries: Iterable[Entry]) -> None:
-        """Make the gradients of ``entries`` final. Collective.
-
-        Raises:
-            OptimizerError: every backward pass since the last step ran under :meth:`no_sync`.
-        """
-        self.check_synchronised()
-        entries = list(entries)
-        self.backend.finish_backward(entries)
-        self._shared_gradients.finish(entries)
-        if self._same_gradients is not None:
-            self._same_gradients.check(entries)
-
-    def simulate(self) -> None:
-        """Switch to simulation: do not read what ranks would tell each other of gradients."""
-        self.backend.simulate()
-        self.buffers_held.simulate()
-        self._shared_gradients.simulate()
-        self._same_gradients = None
-
-    def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
-        """Return the norm of final gradients of ``entries`` as in :meth:`clip_grad_norm_`. Collective."""
-        return norm_of(self.backend, entries, norm_type)
-
-    # ------------------------------------------------------------------------------------------ optimizers
-
-    def find_entry(self, item: Any) -> Entry:
-        """Return the entry for a name, a parameter or view of this model, or a (name, parameter) pair."""
-        if isinstance(item, tuple) and len(item) == 2:
-            item = item[0]
-        entry = self._entry_of.get(item if isinstance(item, str) else id(stored_of(item)))
-        if entry is not None:
-            return entry
-        if isinstance(item, str):
-            raise OptimizerError(f"the model has no parameter {item!r}")
-        stale = getattr(item, "_fsshard_stale", None)
-        shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
-        raise OptimizerError(str(stale) if stale else f"not a parameter of this model: {shape}; pass its name instead")
-
-    @functools.cached_property
-    def _entry_of(self) -> dict[str | int, Entry]:
-        """The entries by all names of theirs and by their parameters: a search for each took the square of the time."""
-        names: dict[str | int, Entry] = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
-        return {id(entry.parameter): entry for entry in self.backend.all} | names
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -485,15 +274,8 @@ class ShardedModule(nn.Module):
             self.backend.reshard()  # who writes to them shall be seen by the next forward
         for entry in self.backend.all:
             names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
-            shown = self._shown(entry)
+            shown = self._fsshard.shown(entry)
             yield from ((f"{prefix}.{name}" if prefix else name, shown) for name in names)
-
-    def _shown(self, entry: Entry) -> nn.Parameter:
-        if self._whole is not None:
-            whole = nn.Parameter(self._whole[entry.name], requires_grad=entry.parameter.requires_grad)
-            whole.__dict__.update(attributes_of(entry.parameter))
-            return whole
-        return self._views.show(entry)
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Yield the user's modules under their names: the names of :meth:`named_parameters` begin with these."""
@@ -529,7 +311,7 @@ class ShardedModule(nn.Module):
         Raises:
             ModelError: the model was built on the meta device, and some of it has no values yet.
         """
-        self.check_filled()
+        self._fsshard.check_filled()
         backend = self.backend
         with taking_part(backend.settings.group, "full_parameters()"):
             if any(entry.is_cut for entry in backend.all):
@@ -537,12 +319,13 @@ class ShardedModule(nn.Module):
             backend.reshard()
             parts = ((entry, entry.local()) for entry in backend.all)
             stored = dict(zip(backend.entries, gather_all(parts, backend.settings.device), strict=True))
-        self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
+        whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
+        self._fsshard.whole = whole
         try:
             with backend.bare(), backend.whole_parameters(stored):
-                yield dict(self._whole)
+                yield dict(whole)
         finally:
-            self._whole = None
+            self._fsshard.whole = None
         if writeback:
             with torch.no_grad():
                 for name, entry in backend.entries.items():
@@ -576,15 +359,16 @@ class ShardedModule(nn.Module):
             ModelError: the model was built on the meta device, and some of it has no values yet.
             RankMismatch: the ranks asked for different things, or have not taken the same steps.
         """
-        config = self._requested_state_dict if config is None else config
+        controller = self._fsshard
+        config = controller.requested_state_dict if config is None else config
         rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
-        self.check_filled()
+        self._fsshard.check_filled()
         with taking_part(self.backend.settings.group, "state_dict()"):
             if len(set(meet(self.backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
                 raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same")
-            self._step_counts.compare()
-            self.buffers_held.sync()
-            return gather_state_dict(self.backend, self.buffers_held, rank0_only, offload_to_cpu)
+            controller.step_counts.compare()
+            controller.buffers.sync()
+            return gather_state_dict(self.backend, controller.buffers, rank0_only, offload_to_cpu)
 
     def load_state_dict(
         self,
@@ -609,12 +393,13 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
-        if self._whole is None:
-            check_same_parameters(self, self.backend)
+        controller = self._fsshard
+        if controller.whole is None:
+            check_same_parameters(self.backend)
         with taking_part(self.backend.settings.group, "load_state_dict()"):
-            result = load_whole(self.backend, state_dict, self.buffers_held, strict, broadcast_from_rank0)
+            result = load_whole(self.backend, state_dict, controller.buffers, strict, broadcast_from_rank0)
         keys, loaded = self.backend.keys, set(self.backend.key_order) - set(result.missing_keys)
-        self.note_filled(loaded | {keys[key] for key in loaded & keys.keys()})
+        controller.note_filled(loaded | {keys[key] for key in loaded & keys.keys()})
         return result
 
     # ------------------------------------------------------------------------------------------ moves
@@ -672,11 +457,21 @@ def clip_grad_norm_(
         raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
     backends = [model.backend for model in members]
     for model in members:
-        model.check_knows_all_ranks("clip_grad_norm_")
+        model._fsshard.check_knows_all_ranks("clip_grad_norm_")
     with taking_part(backends[0].settings.group, "clip_grad_norm_()"):
         for model in members:
-            model.finish_gradients(model.backend.all)
+            model._fsshard.finish_gradients(model.backend.all)
         return clip_by_norm(backends, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+
+
+def _check_trains_nothing(name: str, value: object) -> None:
+    """Raise if something is put on a wrapped model that has to be trained, which no engine would do."""
+    parameters = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+    if any(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in parameters):
+        raise ModelError(
+            f"model.{name} = ...: expected nothing trainable, since the engine trains what was there at fsshard.wrap, "
+            f"got a {type(value).__name__} that takes gradients; set it on your own model before fsshard.wrap"
+        )
 
 
 def _refuse_on_parts(name: str, owner: str, *_: Any, **__: Any) -> None:
@@ -685,6 +480,9 @@ def _refuse_on_parts(name: str, owner: str, *_: Any, **__: Any) -> None:
         "model.full_parameters():` (entered on every rank), or use model.state_dict()"
     )
 
+
+OWN_NAMES = frozenset(vars(ShardedModule)) - frozenset(dir(nn.Module)) - {"require_backward_grad_sync"}
+"""Public names of ours, which hide those of the user's model; on the wrapper nobody may write to them."""
 
 CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
 """Methods that Python looks up on the type of an object, and not through ``__getattr__``."""
@@ -728,4 +526,4 @@ def register_forward_method(model: ShardedModule, method_name: str) -> None:
 
 def live_optimizers(model: ShardedModule) -> list[Any]:
     """Return the optimizers that were built over ``model`` and are still used."""
-    return list(model._optimizers)
+    return list(model._fsshard.optimizers)

@@ -34,6 +34,8 @@ from fsshard.backends.whole import (
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.pairs import laid, order_in_memory
+from fsshard.complex_params.parameter_records import record_of
+from fsshard.complex_params.shown import stored_of
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.nested import map_containers
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
@@ -60,7 +62,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, model: ShardedModule, inner: Optimizer, request: OptimizerRequest) -> None:
         self.inner, self.request, self.optimizer_class = inner, request, request.optimizer_class
-        self._number = model._step_counts.new_optimizer()
+        self._number = model._fsshard.step_counts.new_optimizer()
         self.model = model
         self._under_scaler = False
         defaults = dict(local_optimizer(inner).defaults)
@@ -108,7 +110,7 @@ class ShardedOptimizer(Optimizer):
 
     def _list_entries(self) -> None:
         # Kept, because a closure looks at it while the groups hold views.
-        pairs = [(self.model.find_entry(p), group) for group in self.param_groups for p in group["params"]]
+        pairs = [(self.model._fsshard.find_entry(p), group) for group in self.param_groups for p in group["params"]]
         self.entries = [entry for entry, _ in pairs]
         self._group_of = {entry.name: group for entry, group in pairs}
 
@@ -130,8 +132,7 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, or zero them."""
-        self.model.backend.zero_grad(self.entries, set_to_none=set_to_none)
-        self.model.has_local_gradients = False
+        self.model._fsshard.zero_grad(self.entries, set_to_none=set_to_none)
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -150,15 +151,15 @@ class ShardedOptimizer(Optimizer):
         """
         model = self.model
         mark_stepped(self)
-        if model.plan.precision.param == torch.float16 and not model.scaled:
-            model.scaled = True
+        if model.plan.precision.param == torch.float16 and not model._fsshard.scaled:
+            model._fsshard.scaled = True
             warnings.warn(
                 "a step in float16 without loss scaling: small gradients become zero; use fsshard.GradScaler(model), "
                 "or mixed_precision='bf16'",
                 stacklevel=2,
             )
         with taking_part(model.backend.settings.group, "optimizer.step()"):
-            model._step_counts.took_step(self._number, self.param_groups)
+            model._fsshard.step_counts.took_step(self._number, self.param_groups)
             if closure is not None:
                 return self._step_with(closure, kwargs)
             self.finish_gradients()
@@ -170,8 +171,8 @@ class ShardedOptimizer(Optimizer):
         if whole_owners(self.inner) is not None:
             return self._step_owned_with(closure, kwargs)
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
-        begins, local.gradients_are_local = self.request.begins_with_closure, self.model.has_local_gradients
-        if not (begins and local.gradients_are_local):
+        local.gradients_are_local = self.model._fsshard.has_local_gradients(self.entries)
+        if not (self.request.begins_with_closure and local.gradients_are_local):
             self.finish_gradients()  # they are looked at before the closure runs
         try:
             return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
@@ -196,7 +197,7 @@ class ShardedOptimizer(Optimizer):
             return
         unused = [name for name in backend.unused(entry.name for entry in self.entries) if name not in backend.drops]
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
-            check_same_parameters(self.model, backend)  # forwards of torch.compile(model) do not look
+            check_same_parameters(backend)  # forwards of torch.compile(model) do not look
             raise OptimizerError(
                 f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
@@ -205,7 +206,7 @@ class ShardedOptimizer(Optimizer):
     def finish_gradients(self) -> None:
         """Make this optimizer's gradients final; they may be read then. Collective."""
         self.model.backend.reshard()
-        self.model.finish_gradients(self.entries)
+        self.model._fsshard.finish_gradients(self.entries)
 
     def local_gradients(self) -> list[Tensor]:
         """Return this rank's parts of this optimizer's gradients, as stored (real)."""
@@ -390,7 +391,7 @@ def _to_stored(entry: Entry, value: Any) -> Any:
 
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters."""
-    names = ([optimizer.model.find_entry(p).name for p in group["params"]] for group in optimizer.param_groups)
+    names = ([optimizer.model._fsshard.find_entry(p).name for p in group["params"]] for group in optimizer.param_groups)
     groups = zip(optimizer.param_groups, names, strict=True)
     return [{**{key: g[key] for key in sorted(g) if key != "params"}, "params": n} for g, n in groups]
 
@@ -477,7 +478,7 @@ mark_tracked(ShardedOptimizer.step)
 def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOptimizer:
     """Build an optimizer over the engine's own parameters, after all checks, alike on every rank."""
     viewing = viewing_class(request, model.backend)
-    if model._whole is None:
+    if model._fsshard.whole is None:
         model.backend.reshard()  # a constructor that keeps views of parameters must not keep those of gathered ones
 
     def made() -> Optimizer:
@@ -489,7 +490,7 @@ def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOpt
     for state in states_at_rest(inner).values():
         state.update({key: value.to_local() for key, value in state.items() if hasattr(value, LOCAL_TENSOR)})
     optimizer = ShardedOptimizer(model, inner, request)
-    model._optimizers.add(optimizer)
+    model._fsshard.optimizers.add(optimizer)
     return optimizer
 
 
@@ -511,7 +512,7 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
         if not isinstance(group, dict) or "params" not in group:
             raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
         members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
-        resolved.append({**group, "params": [model.find_entry(member).name for member in members]})
+        resolved.append({**group, "params": [model._fsshard.find_entry(member).name for member in members]})
         if members and isinstance(members[0], tuple):  # as torch does since 2.6
             resolved[-1]["param_names"] = [member[0] for member in members]
     return resolved
@@ -599,7 +600,7 @@ def _refuse_foreign(optimizer: Optimizer) -> None:
     if not foreign or is_stepping() or _seen.get(optimizer) == len(optimizer.param_groups):
         return
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        message = getattr(parameter, "_fsshard_stale", None) or getattr(parameter, "_fsshard_managed", None)
-        if message:
-            raise OptimizerError(str(message))
+        refusal = record_of(parameter).refusal or record_of(stored_of(parameter)).refusal
+        if refusal:
+            raise OptimizerError(refusal)
     _seen[optimizer] = len(optimizer.param_groups)

@@ -14,6 +14,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.part_guards import refuse_parameter
 from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.pairs import Form
+from fsshard.complex_params.parameter_records import mark_stale
 from fsshard.complex_params.shown import AsParameter, even_gradient, moving, show_stored, stand_for
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
@@ -160,8 +161,9 @@ class ParameterViews:
             view: Any = _ShapeOnly(value, requires_grad=entry.parameter.requires_grad)
         view._fsshard_entry, view._fsshard_backend = entry, self._backend
         stand_for(view, entry.parameter)
-        view._fsshard_stale = (
+        mark_stale(
+            view,
             f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "
-            "fsshard.build_optimizer"
+            "fsshard.build_optimizer",
         )
         return cast(nn.Parameter, view)

@@ -58,13 +58,15 @@ def _request(
     module: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> Callable[[], None] | None:
     """Have the next ``state_dict()`` give what is asked for; return what undoes that, or None for others' models."""
-    if not hasattr(type(module), "_requested_state_dict"):
+    controller = getattr(module, "_fsshard", None)
+    if controller is None:
         return None
     names = {"FULL_STATE_DICT": "FullStateDictConfig", "SHARDED_STATE_DICT": "ShardedStateDictConfig"}
     configs = sys.modules["torch.distributed.fsdp"]
     config = state_dict_config or getattr(configs, names.get(state_dict_type.name, "LocalStateDictConfig"))()
-    before, module._requested_state_dict = module._requested_state_dict, config
-    return partial(setattr, module, "_requested_state_dict", before)
+    before = controller.requested_state_dict
+    controller.requested_state_dict = config
+    return partial(setattr, controller, "requested_state_dict", before)
 
 
 def gather_state_dict(

@@ -31,6 +31,7 @@ from fsshard.parallel.meshes import role_of
 from fsshard.planning.plan import Plan
 from fsshard.recipes.recipe import Recipe, check_loss, resolve, seed_all, split_by
 from fsshard.sharded.averages import EMA
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.fakes import Fakes, GlooBuffers, UsedParameters, fake_ranks
@@ -259,9 +260,10 @@ def under_backend(
     model = wrap(module, **{**given, **recipe.settings, **settings})
     groups = None if recipe.param_groups is None else recipe.param_groups(list(model.backend.entries))
     optimizer = build_optimizer(model, recipe.optimizer, groups, **recipe.hyper)
-    model.scaled = True  # a loss scale adds a few numbers, and reads from memory whether a step is taken: left out
+    # A loss scale adds a few numbers, and reads from memory whether a step is taken: left out.
+    controller_of(model).scaled = True
     if fake:
-        model.simulate()
+        controller_of(model).simulate()
     return Trained(recipe, model, optimizer, EMA(model) if average else None)
 
 
@@ -277,7 +279,7 @@ def _make_state(trained: Trained, tracker: Tracker) -> None:
         entry.parameter.grad = None
     tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
     trained.update_average(tracker)
-    trained.model.buffers_held.differ = True  # so that the forward sends them
+    controller_of(trained.model).buffers.differ = True  # so that the forward sends them
 
 
 def _run_steps(

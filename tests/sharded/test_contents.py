@@ -271,7 +271,6 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a head is swapped": (replaced_head, "added: last.weight, last.bias; removed: last.weight, last.bias"),
     "an adapter is injected": (adapter, "added: middle.1.down.weight"),
     "a layer is appended": (lambda m: m.middle.append(Spectral()), "added: middle.2.weight, middle.2.bias"),
-    "on the wrapped model": (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "added: extra.weight, extra.bias"),
     "a complex parameter": (
         lambda m: m.first.register_parameter("z", nn.Parameter(torch.ones(1, dtype=torch.complex64))),
         "added: first.z",
@@ -363,7 +362,7 @@ def job_harmless(backend: str) -> list[Any]:
     some_steps(model, 2)
     del model.module.alias
     some_steps(model)
-    norm = [buffer for buffer in model.buffers_held._now().values() if buffer is model.module.norm.running_mean]
+    norm = [buffer for buffer in model._fsshard.buffers._now().values() if buffer is model.module.norm.running_mean]
     return ["first.seen" in model.state_dict(), len(norm), model.teacher is teacher]
 
 

@@ -135,7 +135,7 @@ def job_buffers(engine: dict[str, Any]) -> None:
                 if step == stop:
                     break
         close(model.state_dict(), stop=stop, twice=twice)
-        assert joined.ranks == 2 and joined.active and model.buffers_held.source == 0
+        assert joined.ranks == 2 and joined.active and model._fsshard.buffers.source == 0
 
     train(9, twice=True)
     train(9, look=True)

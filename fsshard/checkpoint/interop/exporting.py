@@ -28,6 +28,7 @@ from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, batches, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.averages import KEY, Averages
+from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -387,7 +388,7 @@ class LiveReader(PieceReader):
     ) -> None:
         settings = model.backend.settings
         self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
-        model.buffers_held.sync()  # rank 0's count, as in a state dict
+        controller_of(model).buffers.sync()  # rank 0's count, as in a state dict
 
         def collected() -> parts.Collected:
             chosen = optimizers()

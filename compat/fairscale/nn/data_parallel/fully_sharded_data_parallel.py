@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.comm import watchdog
+from fsshard.complex_params.parameter_records import mark_stale
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import agree
 from fsshard.nested import map_leaves
@@ -656,10 +657,11 @@ def _mark(wrapper: Any, before: Iterable[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in before:
         # An optimizer over these would go on over tensors that nobody computes with, and train nothing.
         if id(parameter) not in kept:
-            parameter._fsshard_stale = (  # type: ignore[attr-defined]
+            mark_stale(
+                parameter,
                 f"parameter {name!r} was replaced by a flat one when FullyShardedDataParallel wrapped its module, so "
                 "that this optimizer would train nothing; build the optimizer after wrapping, over model.parameters(), "
-                "or wrap with flatten_parameters=False"
+                "or wrap with flatten_parameters=False",
             )
     if wrapper.world_size > 1:  # torch's clip_grad_norm_ would take another norm on each rank
         count_owners(wrapper)

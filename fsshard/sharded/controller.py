@@ -1,0 +1,352 @@
+"""ModelController: what a wrapped model keeps and does behind the names that its user sees.
+
+A ShardedModule forwards every name to the user's model. So its own state may not lie among its attributes: a model with
+a ``self.scaled`` or a ``simulate()`` of its own would lose it. All of it is here, in the wrapper's one private slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend
+from fsshard.backends.forward_guards import LooksAtForwards
+from fsshard.backends.step_counts import StepCounts
+from fsshard.backends.whole import owned
+from fsshard.comm.stores import check_not_inherited
+from fsshard.comm.watchdog import lost_ranks, speaks_of_a_lost_rank
+from fsshard.complex_params.parameter_records import record_of
+from fsshard.complex_params.replaced import attributes_of
+from fsshard.complex_params.shown import stored_of
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError
+from fsshard.model.meta import no_numbers_yet
+from fsshard.model.outputs import bases, check_output, forward_begins, hidden_tensors
+from fsshard.nested import grad_tensors
+from fsshard.parallel.replicas import SameGradients
+from fsshard.parallel.shared_gradients import SharedGradients
+from fsshard.planning.entries import Entry
+from fsshard.sharded.contents import ModelBuffers, check_same_parameters
+from fsshard.sharded.forward_methods import explain_forward_error
+from fsshard.sharded.grad_norm import norm_of
+from fsshard.sharded.parameters import ParameterViews
+from fsshard.torch_private.autograd import current_graph_task_id
+
+
+def controller_of(model: Any) -> ModelController:
+    """Return what a ShardedModule keeps behind its user's names."""
+    controller: ModelController = vars(model)["_fsshard"]
+    return controller
+
+
+class ModelController:
+    """The state of one wrapped model, and what its training does with it.
+
+    Attributes:
+        backend: the engine's.
+        buffers: the model's buffers, rank 0's on every rank.
+        whole: the user's whole tensors by name within ``full_parameters()``, else None.
+        scaled: whether a GradScaler was made for the model.
+        local_gradients: names of the parameters whose gradients are this rank's own: every backward since they were
+            dropped was under ``no_sync()``.
+        step_counts: compares between ranks how many steps each optimizer took.
+        optimizers: those that were built over the model and are still used.
+        requested_state_dict: the config that torch's ``FSDP.state_dict_type`` was given.
+    """
+
+    def __init__(self, backend: Backend, *, broadcast_buffers: bool, buffer_dtypes: Mapping[str, torch.dtype]) -> None:
+        settings = backend.settings
+        self.backend = backend
+        self.buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
+        self.whole: dict[str, Tensor] | None = None
+        self.scaled = False
+        self.local_gradients: set[str] = set()
+        self.step_counts = StepCounts(settings.group, settings.device)
+        self.optimizers = weakref.WeakSet[Any]()
+        self.requested_state_dict: Any = None
+        # Names of what has memory and no values yet, of a model from the meta device.
+        self._unfilled: set[str] = set() if settings.source is None else settings.source.unfilled
+        self._silenced = 0  # how many no_sync contexts are open
+        self._engine_silence = contextlib.ExitStack()  # the engine's no_sync, while any is open
+        self._without_grad_sync = contextlib.ExitStack()  # a no_sync, while require_backward_grad_sync is False
+        self._synchronises = True  # require_backward_grad_sync
+        self._runs = False  # a forward is under way
+        self._looks = LooksAtForwards()
+        self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
+        self._views = ParameterViews(backend)
+        self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), settings.device)
+        self._same_gradients: SameGradients | None = None
+        if settings.model_mesh is not None:
+            norm = partial(norm_of, backend, norm_type=2.0)
+            self._same_gradients = SameGradients(backend.all, settings.model_mesh, lambda entry: norm([entry]))
+        backend.on_move = weakref.WeakMethod(self._views.moving)
+
+    # ------------------------------------------------------------------------------------------ forward
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Run the user's forward under the engine."""
+        if self.whole is not None:
+            raise FsshardError("forward inside full_parameters(); leave the context first")
+        looked_at = self._looks.begin()
+        if looked_at or self._unfilled:
+            self.check_filled()
+        backend = self.backend
+        training = backend.module.training
+        divided, group = backend.facts.divides == "elements", backend.settings.group
+        if training or torch.is_grad_enabled() or divided:  # DDP's second one is collective
+            check_not_inherited(group, "the forward of a wrapped model")
+        try:
+            # All ranks run as many forwards with gradients, and compare in the same ones. A count that is behind stays
+            # behind, so that nothing is missed in between.
+            if divided and looked_at and torch.is_grad_enabled():
+                self.step_counts.compare()
+            backend.before_forward(training=training)
+            self.buffers.sync(then_differ=training or self.buffers.are_trained())
+            if backend.engine.training != training:
+                backend.engine.training = training  # some frameworks set the mode of the inner module only
+            since = forward_begins()
+            output = self._run(args, kwargs)
+        except RuntimeError as error:
+            if group is None or not speaks_of_a_lost_rank(error):
+                raise
+            raise lost_ranks(group, error, "the forward of a wrapped model") from error
+        if torch.is_grad_enabled():
+            if backend.rank_weight is not None:
+                self._weigh_leaves()
+            if backend.facts.hooks_outputs:
+                check_output(output)
+            self._watch_backward(output, since)
+        return output
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        self._runs = True
+        try:
+            if not torch.is_inference_mode_enabled():
+                return self.backend.engine(*args, **kwargs)
+            # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.backend.engine(*args, **kwargs)
+        except BaseException as error:
+            self.backend.forward_failed()
+            clearer = explain_forward_error(error, self.backend)
+            if clearer is None:
+                raise
+            raise clearer from error
+        finally:
+            self._runs = False
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Return whether the user's code sees whole weights: in a forward, its recomputation, full_parameters()."""
+        return self._runs or self.whole is not None or current_graph_task_id() != -1
+
+    def check_filled(self) -> None:
+        """Raise while anything of a model from the meta device has memory and no values, or is not what was wrapped.
+
+        Raises:
+            ModelError: names it, and says where its values can come from; or what was added, replaced or removed.
+        """
+        if self.whole is None:
+            check_same_parameters(self.backend)
+            self.buffers.look_again()
+        if self._unfilled:
+            raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
+
+    def note_filled(self, names: Iterable[str]) -> None:
+        """Remember that these parameters and buffers of a model from the meta device have their values now."""
+        self._unfilled -= set(names)
+
+    # ------------------------------------------------------------------------------------------ backward
+
+    def _watch_backward(self, output: Any, since: int) -> None:
+        """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
+        silent = self._silenced > 0
+        started: int | None = None
+
+        def backward_starts(_: Tensor) -> None:
+            nonlocal started
+            task = current_graph_task_id()
+            if task == started:  # by another output, or by what this one is a view of
+                return
+            started = task
+            if not self.backend.accumulates():  # a penalty's inner derivative: nothing to reduce
+                self.backend.derivative_starts()
+                if torch.is_grad_enabled():  # the backward of a loss of derivatives alone does not come through here
+                    self._note_gradients(are_local=self._silenced > 0)
+                return
+            if (self._silenced > 0) != silent:
+                raise ModelError(
+                    "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
+                    "decide at the one, some at the other"
+                )
+            self.backend.pending.discard(backward_starts)
+            self.backend.drops.clear()
+            self.backend.backward_starts(synchronised=not silent)
+            self._shared_gradients.backward_starts()
+            self._note_gradients(are_local=silent)
+
+        outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
+        for tensor in (*outputs, *bases(outputs, since)):
+            tensor.register_hook(backward_starts)
+        self.backend.pending.add(backward_starts)  # until it has run, or goes with the graph
+
+    def _note_gradients(self, *, are_local: bool) -> None:
+        """Remember whose gradients a backward that begins leaves local; one that reduces, reduces all that is held."""
+        if are_local:
+            self.local_gradients.update(self.backend.entries)
+        else:
+            self.local_gradients.clear()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward accumulates local gradients."""
+        # Engines take their contexts to end in the reverse order; with require_backward_grad_sync they need not.
+        if not self._silenced:
+            self._engine_silence.enter_context(self.backend.no_sync())
+        self._silenced += 1
+        try:
+            yield
+        finally:
+            self._silenced -= 1
+            if not self._silenced:
+                self._engine_silence.close()
+
+    @property
+    def synchronises(self) -> bool:
+        """Return what ``require_backward_grad_sync`` was set to."""
+        return self._synchronises
+
+    @synchronises.setter
+    def synchronises(self, value: bool) -> None:
+        if value == self._synchronises:
+            return
+        self._synchronises = value
+        self._without_grad_sync.close()
+        if not value:
+            self._without_grad_sync.enter_context(self.no_sync())
+
+    @property
+    def is_silenced(self) -> bool:
+        """Return whether this is within :meth:`no_sync`."""
+        return self._silenced > 0
+
+    def weigh_gradients(self, weight: float | None) -> None:
+        """Multiply what each backward from now on adds to this rank's gradients; None takes that back."""
+        self.backend.rank_weight = weight
+        if weight is None:
+            for handle in self._weighed.values():
+                handle.remove()
+            self._weighed = {}
+
+    def _weigh_leaves(self) -> None:
+        """Hook what autograd adds gradients to, which under FSDP2 is there only once it was gathered."""
+
+        def weighed(gradient: Tensor) -> Tensor | None:
+            weight = self.backend.rank_weight
+            if weight is None:
+                return None
+            if weight == 0:  # not a product: NaN of a batch that does not count must reach nobody
+                return torch.zeros_like(gradient)
+            return gradient * weight
+
+        for leaf in self.backend.leaves():
+            if id(leaf) not in self._weighed:
+                self._weighed[id(leaf)] = leaf.register_hook(weighed)
+
+    # ------------------------------------------------------------------------------------------ gradients
+
+    def check_synchronised(self, entries: Iterable[Entry]) -> None:
+        """Raise if gradients of ``entries`` are this rank's own, of backward passes under :meth:`no_sync` alone."""
+        if self.local_gradients and any(entry.name in self.local_gradients for entry in entries):
+            raise OptimizerError(
+                "the gradients are local: every backward since the last step ran under no_sync(); run the last "
+                "micro-batch outside of it (also in an incomplete last round of accumulation)"
+            )
+
+    def has_local_gradients(self, entries: Iterable[Entry]) -> bool:
+        """Return whether a gradient of ``entries`` is this rank's own."""
+        return bool(self.local_gradients) and any(entry.name in self.local_gradients for entry in entries)
+
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        """Drop the gradients of ``entries``, or zero them."""
+        entries = list(entries)
+        self.backend.zero_grad(entries, set_to_none=set_to_none)
+        if self.local_gradients:
+            self.local_gradients.difference_update(entry.name for entry in entries)
+
+    def finish_gradients(self, entries: Iterable[Entry]) -> None:
+        """Make the gradients of ``entries`` final. Collective.
+
+        Raises:
+            OptimizerError: every backward pass since they were dropped ran under :meth:`no_sync`.
+        """
+        entries = list(entries)
+        self.check_synchronised(entries)
+        self.backend.finish_backward(entries)
+        self._shared_gradients.finish(entries)
+        if self._same_gradients is not None:
+            self._same_gradients.check(entries)
+
+    def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
+        """Return the norm of final gradients of ``entries`` as in ``clip_grad_norm_``. Collective."""
+        return norm_of(self.backend, entries, norm_type)
+
+    def check_knows_all_ranks(self, what: str) -> None:
+        """Raise for the call ``what`` where other ranks may have parts of the model, of which ``wrap`` was not told."""
+        settings = self.backend.settings
+        if not settings.knows_all_ranks:
+            raise ConfigurationError(
+                f"{what}: device_mesh has {settings.world_size} of {dist.get_world_size()} ranks, and wrap was not "
+                "told what the others do. If they hold parts of this model, or share parameters with it, say which: "
+                "fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither, since they do the same "
+                "work or train a model of their own, say that: replicated={}"
+            )
+
+    def simulate(self) -> None:
+        """Switch to simulation: do not read what ranks would tell each other of gradients."""
+        self.backend.simulate()
+        self.buffers.simulate()
+        self._shared_gradients.simulate()
+        self._same_gradients = None
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    def shown(self, entry: Entry) -> nn.Parameter:
+        """Return the parameter as its user sees it now."""
+        if self.whole is None:
+            return self._views.show(entry)
+        whole = nn.Parameter(self.whole[entry.name], requires_grad=entry.parameter.requires_grad)
+        whole.__dict__.update(attributes_of(entry.parameter))
+        return whole
+
+    def find_entry(self, item: Any) -> Entry:
+        """Return the entry for a name, a parameter or view of this model, or a (name, parameter) pair."""
+        if isinstance(item, tuple) and len(item) == 2:
+            item = item[0]
+        entry = self._entry_of.get(item if isinstance(item, str) else id(stored_of(item)))
+        if entry is not None:
+            return entry
+        if isinstance(item, str):
+            raise OptimizerError(f"the model has no parameter {item!r}")
+        if not isinstance(item, Tensor):
+            raise OptimizerError(f"expected a parameter of this model or its name, got a {type(item).__name__}")
+        if record_of(item).is_stale:
+            raise OptimizerError(record_of(item).refusal)
+        raise OptimizerError(
+            f"expected parameters of this model, got one of shape {tuple(item.shape)} that is not the model's; make "
+            "the module that owns it (a loss, a second network) a part of the model before fsshard.wrap, or wrap it by "
+            "itself and build an optimizer of its own"
+        )
+
+    @functools.cached_property
+    def _entry_of(self) -> dict[str | int, Entry]:
+        """The entries by all names of theirs and by their parameters: a search for each took the square of the time."""
+        names: dict[str | int, Entry] = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
+        return {id(entry.parameter): entry for entry in self.backend.all} | names
