@@ -39,7 +39,8 @@ backends/part_guards: PartsGuard _tree _before_state_dict _before_load _asked_by
 backends/part_guards: refuse_parameter refuse_numbers_of_parts _refuse
 backends/reducer_arrivals: ReplicatedModel check_step Arrivals.__init__ Arrivals.finish Arrivals._begin Arrivals._end
 backends/step_counts: StepCounts _number _told
-complex_params/shown: _assign _set_item _set_grad
+complex_params/shard_tensors: assign _set_item _numbers_of _dispatched _drawn _as_shards _refuse_random
+complex_params/shown: _set_grad
 oss/norm_and_scaling: owned_norms exchanged _norms count_owners _norm
 parallel/domain/entering: marked_in_graph guard_losses _refuse_slabs _is_slab Entrance._look_at_checksums _header
 parallel/domain/entering: _raise_everywhere _check_alike

@@ -30,6 +30,7 @@ from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import stored_in
+from fsshard.complex_params.shard_tensors import FlatShard
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.model.memory_layout import Order, memory_order, packed
 from fsshard.model.outputs import forward_begins, hook_bases
@@ -218,6 +219,8 @@ class FSDP1Backend(TorchShardedBackend):
                 self._place[entry.name] = flat, index
                 entry.group = self.shard_group
                 if divides:
+                    if type(entry.parameter) is nn.Parameter:
+                        entry.parameter.__class__ = FlatShard
                     entry.cut = Cut(
                         stride=width,
                         offset=starts[index],

@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, is_odd
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import MARKS, attributes_of, memory_of
-from fsshard.errors import FsshardError, ModelError, StaleParameter
+from fsshard.complex_params.shard_tensors import assign, shard_tensor
+from fsshard.errors import ModelError, StaleParameter
 from fsshard.torch_private.autograd import (
     disable_functorch,
     functorch_transforms_active,
@@ -30,7 +31,7 @@ from fsshard.torch_private.autograd import (
     run_first,
 )
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.tensors import DATA, IS_PARAMETER, LOCAL_TENSOR, local_tensor, version_of
+from fsshard.torch_private.tensors import DATA, IS_PARAMETER, LOCAL_TENSOR, version_of
 
 KEPT = "_fsshard_shown"
 """Attribute of a module that shows its user's parameters: a :class:`Kept`."""
@@ -88,48 +89,48 @@ def even_gradient(stored: Tensor) -> Tensor | None:
     return gradient
 
 
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+class ShownGradient(Tensor):
+    """An engine's gradient as the user knows it: what is put in its place reaches the engine's memory."""
+
+    __torch_function__ = nn.Parameter.__torch_function__  # what is computed from it is a plain tensor
+    data: Any = property(DATA.__get__, assign)
+
+    def set_(self, source: Any = None, *others: Any) -> Any:
+        """Copy ``source`` into the engine's memory."""
+        assign(self, None if others else source)
+        return self
+
+
+_gradients: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+"""The engine's gradient -> what shows it, with the attributes that its user has given it."""
+
+
+def shown_gradient(gradient: Tensor, kind: Kind) -> Tensor:
+    """Return what shows an engine's gradient: the same object as long as that is the same."""
+    shown = _gradients.get(gradient)
+    if shown is not None and memory_of(shown) == memory_of(gradient):
+        return shown
+    # Of ``.data``, so that what is shown, which lives as long as the gradient, does not keep it alive as its base.
+    value: Any = kind.shown(DATA.__get__(gradient))
+    if memory_of(value) != memory_of(gradient):
+        return cast(Tensor, value)  # a copy, of a layout that cannot be viewed
+    value.__class__ = shard_tensor() if hasattr(value, LOCAL_TENSOR) else ShownGradient
+    _gradients[gradient] = value
+    return cast(Tensor, value)
+
+
 # ------------------------------------------------------------------------------------------------ classes
-
-
-def _assign(tensor: Any, value: Any) -> None:
-    """Copy ``value``, a tensor like ``tensor`` or (of a DTensor) the whole plain one, into the memory of ``tensor``."""
-    # torch would let ``tensor`` have other memory: a view of the engine's would be none any more, and of a DTensor
-    # nothing but the outer tensor changes, which nobody reads (2.13): lost silently, by vector_to_parameters too.
-    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.is_complex() != tensor.is_complex():
-        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise FsshardError(
-            f".data = ... of a parameter of the model: expected {tensor.dtype} {tuple(tensor.shape)} to copy into the "
-            f"engine's memory, got {got}; change the model before fsshard.wrap"
-        )
-    given: Any = value.detach()
-    with torch.no_grad():
-        if not hasattr(tensor, LOCAL_TENSOR):
-            DATA.__get__(tensor).copy_(given)
-            return
-        if not hasattr(given, LOCAL_TENSOR):
-            from torch.distributed.tensor import DTensor
-
-            given = DTensor.from_local(given, tensor.device_mesh, run_check=False)
-        local_tensor(tensor).copy_(given.redistribute(placements=tensor.placements).to_local())
-
-
-_data = property(lambda tensor: DATA.__get__(tensor), _assign)
-
-
-def _set_item(tensor: Any, index: Any, value: Any) -> None:
-    """Assign to all elements; raise for fewer: torch indexes rows that ranks share into a copy (2.13)."""
-    if index is not Ellipsis and not (isinstance(index, slice) and index == slice(None)):
-        raise FsshardError(
-            f"p[{index!r}] = ... of a parameter of the model, which is sharded row by row: it would be written to a "
-            "copy; write within `with torch.no_grad(), model.full_parameters(writeback=True):`, alike on every rank"
-        )
-    tensor.copy_(value)
 
 
 def _set_grad(tensor: Any, value: Any) -> None:
     """Set the gradient; who drops it by hand is heard, since an engine cannot tell it from one that never came."""
     _GRAD.__set__(tensor, value)
     if value is not None:
+        if hasattr(value, LOCAL_TENSOR):  # made by the engine, of torch's own class
+            value.__class__ = shard_tensor()
         return
     drops = record_of(tensor).drops
     if drops is not None:
@@ -149,7 +150,7 @@ class AsParameter:
     _fsshard_kind: Kind
     _fsshard_trains: bool | None  # whether the stored one did when the view was made, which its graph tells
     _fsshard_written: int = -1  # how often the stored one had been written when the view's nodes were made
-    data = _data
+    data: Any = property(DATA.__get__, assign)
     is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
 
     @property
@@ -159,17 +160,22 @@ class AsParameter:
         if not stored.is_leaf:
             return None
         gradient = even_gradient(stored) if kind.is_complex else stored.grad
-        return None if gradient is None else kind.shown(gradient)
+        return None if gradient is None else shown_gradient(gradient, kind)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        stored = self._fsshard_stored
-        if value is not None and (hasattr(value, LOCAL_TENSOR) or hasattr(stored, LOCAL_TENSOR)):
+        stored, own = self._fsshard_stored, self.grad
+        if value is not None and value is own:  # p.grad *= 2
+            return
+        if value is None or not (hasattr(value, LOCAL_TENSOR) or hasattr(stored, LOCAL_TENSOR)):
+            stored.grad = None if value is None else self._fsshard_kind.to_stored(value).reshape(stored.shape)
+        elif own is None:
             raise ModelError(
-                "p.grad = ... of a parameter that ranks share: its gradient is the engine's; change it in place, or "
-                "drop it (p.grad = None)"
+                "p.grad = ... of a parameter that ranks share and that has no gradient: it is the engine's to make; "
+                "call backward() first, then change it"
             )
-        stored.grad = None if value is None else self._fsshard_kind.to_stored(value).reshape(stored.shape)
+        else:
+            assign(own, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -240,11 +246,7 @@ class Shown(AsParameter, nn.Parameter):  # type: ignore[misc]
 
 @functools.cache
 def _shown_dtensor() -> type[Tensor]:
-    from torch.distributed.tensor import DTensor
-
-    class ShownDTensor(AsParameter, DTensor):  # type: ignore[misc]
-        __setitem__ = _set_item
-
+    class ShownDTensor(AsParameter, shard_tensor()):  # type: ignore[misc]
         # The engine's parameter says whether it is a part, which may not be copied.
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             return self._fsshard_stored.__deepcopy__(memo)
@@ -258,15 +260,12 @@ def _shown_dtensor() -> type[Tensor]:
 @functools.cache
 def held_dtensor() -> type[Tensor]:
     """Return the class of the DTensors that an engine holds as parameters."""
-    from torch.distributed.tensor import DTensor
 
-    class HeldDTensor(DTensor):
+    class HeldDTensor(shard_tensor()):  # type: ignore[misc]
         # torch's own is for classes whose clone() has their type; the copy is nobody's parameter.
         __deepcopy__ = Shown.__deepcopy__
-        data = _data
         grad = property(_GRAD.__get__, _set_grad)
         __hash__, __eq__ = Tensor.__hash__, _is_shown_by
-        __setitem__ = _set_item
 
     return HeldDTensor
 

@@ -11,6 +11,7 @@ import torch
 
 from fsshard.backends.base import Backend
 from fsshard.backends.forward_guards import READS_SHARD
+from fsshard.complex_params.shard_tensors import MIXED
 from fsshard.errors import FsshardError, ModelError, PrecisionError
 from fsshard.model.unit_inputs import is_write_to_unit_input
 
@@ -21,10 +22,10 @@ SHARD = "got mixed torch.Tensor and DTensor"
 
 def explain_forward_error(error: BaseException, backend: Backend) -> FsshardError | None:
     """Return an error of ours that says what torch's ``error`` means; None where it means what it says."""
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, (RuntimeError, ModelError)):
         return None
     text = str(error)
-    if SHARD in text and backend.facts.has_dtensors:
+    if (SHARD in text or MIXED in text) and backend.facts.has_dtensors:
         return ModelError(READS_SHARD)
     param = backend.settings.precision.param
     if param not in (None, torch.float32) and any(part in text for part in MIXED_UP):

@@ -153,6 +153,7 @@ class _View:
 
     def _state_shown(self, value: Any, local: Tensor) -> list[Any]:
         """Return what each piece has of a state at rest."""
+        value = self._as_at_rest(value, local)
         if isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex():
             return self._cut(value)
         if self._matrices is not None:
@@ -161,6 +162,16 @@ class _View:
             return self._matrices.state_of_pieces(value, len(self.pieces))
         # A step counter is counted up in place, by each piece.
         return [value, *(value.clone() if isinstance(value, Tensor) else value for _ in self.pieces[1:])]
+
+    def _as_at_rest(self, value: Any, local: Tensor) -> Any:
+        """Return state as it lies at rest, of which a user may have put what ``p.data`` is like: ``zeros_like`` it."""
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        part: Tensor = getattr(value, LOCAL_TENSOR, value)
+        is_complex = part.is_complex() and not local.is_complex()
+        if part.numel() * (1 + is_complex) == local.numel() and (part is not value or is_complex):
+            return self.entry.kind.to_stored(part).reshape(local.shape)
+        return part
 
     def _place_pieces(self, optimizer: Any, backend: Backend, local: Tensor) -> None:
         parameter, before = self.entry.parameter, self.blocks

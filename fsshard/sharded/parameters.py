@@ -15,7 +15,8 @@ from fsshard.backends.part_guards import refuse_parameter
 from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.pairs import Form
 from fsshard.complex_params.parameter_records import mark_stale
-from fsshard.complex_params.shown import AsParameter, even_gradient, moving, show_stored, stand_for
+from fsshard.complex_params.shard_tensors import assign
+from fsshard.complex_params.shown import AsParameter, even_gradient, moving, show_stored, shown_gradient, stand_for
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR
@@ -86,6 +87,7 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
     __torch_function__ = _Hollow.__torch_function__
     __reduce_ex__ = refuse_parameter
     data: Any = Tensor.data
+    is_meta = False  # else torch.nn.init.orthogonal_ does nothing, and says nothing (torch 2.13)
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -95,6 +97,9 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
         _refuse_hook(self._fsshard_entry.name, self._fsshard_backend.name)
 
     register_post_accumulate_grad_hook = register_hook
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter of {self.dtype} {tuple(self.shape)}, of which this rank holds a part without a shape"
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -107,7 +112,12 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
             # FSDP2 holds a complex one as a list of its numbers, cut between any two of them. The gradient is a DTensor
             # of one dimension over the engine's memory: what is done number by number, and norms, are right on it.
             gradient = even_gradient(self._fsshard_entry.parameter)
-            return None if gradient is None else cast(Tensor, self._fsshard_entry.kind.to_user(gradient))
+            if gradient is None:
+                return None
+            shown: Any = shown_gradient(gradient, self._fsshard_entry.kind)
+            if not self._fsshard_entry.kind.order:
+                shown.whole_shape = self._fsshard_entry.shape
+            return cast(Tensor, shown)
         raise FsshardError(
             f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit. An optimizer that "
             "fsshard.build_optimizer(model, torch.optim.AdamW, ...) has made takes it for step() and zero_grad(); clip "
@@ -116,6 +126,9 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if value is not None and hasattr(self._fsshard_entry.parameter, LOCAL_TENSOR) and self.grad is not None:
+            assign(self.grad, value)
+            return
         if value is not None:
             raise FsshardError(
                 f"the gradient of {self._fsshard_entry.name!r} is a shard that belongs to the engine; it can only be "

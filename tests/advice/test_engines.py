@@ -18,7 +18,9 @@ def case_values_are_assigned() -> None:
 
     model = fsshard.wrap(plain(), backend="fsdp2")
     weight: Any = next(model.parameters())
-    with refused("write within `with torch.no_grad(), model.full_parameters(writeback=True):`, alike on every rank"):
+    with refused(
+        "write to weights within `with torch.no_grad(), model.full_parameters(writeback=True):`, alike on every rank"
+    ):
         weight[0] = 3.0
     with refused("change the model before fsshard.wrap"):
         weight.data = torch.ones(2, 2)

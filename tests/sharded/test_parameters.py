@@ -136,7 +136,7 @@ def job_without_values(backend: str) -> list[str]:
     dtype = torch.float32 if backend == "fsdp" else torch.complex64
     model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
     weight = dict(model.named_parameters())["weight"]
-    assert weight.is_meta and weight.requires_grad and tuple(weight.shape) == (3, 6)
+    assert not weight.is_meta and weight.requires_grad and tuple(weight.shape) == (3, 6)
     shapes = [weight.detach().clone().shape, weight.reshape(-1).numel(), torch.zeros_like(weight).shape]
     assert shapes == [(3, 6), 18, (3, 6)] and torch.zeros_like(weight, device="cpu").add_(1).sum() == 18
     for name, *given in FORM:
