@@ -23,7 +23,7 @@ LINES = {
     "tests": 57_600,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 128
+PRIVATE_NAMES = 130
 CONTRACT = 26
 """Public members of Backend."""
 FLOORS = 10

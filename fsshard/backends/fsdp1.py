@@ -365,9 +365,7 @@ class FSDP1Backend(TorchShardedBackend):
         return [d if d.numel() == whole else d.new_zeros(whole) for d, whole in found]
 
     def shows(self, entry: Entry, found: object) -> bool:
-        # Views of a gathered unit, which it also takes out of the module's parameters.
-        slot = entry.slots[0]
-        return not isinstance(found, nn.Parameter) and (found is not None or slot.stored in slot.owner.__dict__)
+        return found is not None and not isinstance(found, nn.Parameter)  # a view of a gathered unit
 
     def reshard(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
@@ -410,21 +408,6 @@ class FSDP1Backend(TorchShardedBackend):
         finally:
             for parent, name, wrapper, _ in self._wrappers:
                 parent._modules[name] = wrapper
-
-    @contextlib.contextmanager
-    def whole_parameters(self, whole: Any) -> Iterator[None]:
-        hidden: list[tuple[dict[str, Any], str, Any]] = []
-        for entry in self.entries.values():
-            for slot in entry.slots:  # a view left by a forward would hide the whole parameter
-                members = slot.owner.__dict__
-                if slot.stored in members:
-                    hidden.append((members, slot.stored, members.pop(slot.stored)))
-        try:
-            with super().whole_parameters(whole):
-                yield
-        finally:
-            for members, stored, value in hidden:
-                members[stored] = value
 
 
 class _DerivativePasses:
@@ -639,7 +622,6 @@ def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callab
             show(flat, index, changed)  # FSDP1 compares by identity what it finds later with what it showed
             for slot in entry.slots:
                 stored_in(slot.owner)[slot.stored] = changed
-                object.__setattr__(slot.owner, slot.stored, changed)  # it shows them in both places
 
     return before_forward
 

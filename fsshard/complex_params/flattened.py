@@ -64,9 +64,7 @@ def _view_property(name: str, kind: Kind) -> property:
 
     def get(self: Any) -> Any:
         members = self.__dict__
-        stored = members.get(stored_name)  # FSDP1 puts unsharded views here
-        if stored is None:
-            stored = members["_parameters"].get(stored_name)
+        stored = members["_parameters"].get(stored_name)
         if stored is None and stored_name in members["_parameters"]:
             return None
         if stored is None:  # a plain buffer, in what tltorch's slicing makes of this very class under Dynamo

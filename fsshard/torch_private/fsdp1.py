@@ -387,6 +387,11 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
             with passes.gathering():
                 super().unshard()
 
+        def _use_unsharded_views(self, as_params: bool) -> None:
+            super()._use_unsharded_views(as_params)
+            if not as_params:
+                _leave_to_parameters(self.flat_param)
+
         def _use_sharded_grad_views(self) -> None:
             super()._use_sharded_grad_views()
             if self.uses_sharded_strategy or not self.turned:
@@ -416,6 +421,19 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
     return _flat_handle.replaced_by(EvenFlatParamHandle)
 
 
+def _leave_to_parameters(flat: Any) -> None:
+    """Let modules hold the views of a gathered unit among their parameters, and not as plain attributes."""
+    # FSDP1 puts them into both (torch 2.13). torch.func.functional_call replaces the first and forwards read the
+    # second, so that weights which are handed in inside of a forward are ignored, silently.
+    places = [(owner, name) for name, owner, _ in infos_of(flat)]
+    places += [(owner, name) for name, owner, *_ in shared_infos_of(flat)]
+    for owner, name in places:
+        members = vars(owner)
+        if name in members:
+            members["_parameters"][name] = members.pop(name)
+
+
+AREA.attribute(f"{_HANDLE}_use_unsharded_views", use="gives modules views of a gathered unit in place of parameters")
 _GRADIENTS = AREA.attribute(f"{_HANDLE}_use_sharded_grad_views", use="gives parameters their parts of the gradient")
 AREA.attribute(
     f"{_HANDLE}_reset_flat_param_grad_info_if_needed",
