@@ -7,15 +7,17 @@ computes with the shard: FSDP1 silently where shapes allow it (torch 2.13); FSDP
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fsshard.complex_params.shard_tensors import shard_tensor
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ModelError
 
@@ -109,7 +111,8 @@ class ReadsGuard(TorchFunctionMode):
         name = _name_of(func)
         private = name.startswith("_") and not name.startswith("__")  # of torch's own, as for version counters
         views = name in _VIEWS or (watched.is_shown and name in _SHOWING)
-        if not (private or views or name in _ANSWERED) and not _is_asked_by_torch():
+        is_answered = name in _ANSWERED and func is not torch.autograd.grad  # the attribute .grad
+        if not (private or views or is_answered) and not _is_asked_by_torch():
             raise watched.error()
         result = func(*args, **(kwargs or {}))
         if views and isinstance(result, Tensor):
@@ -124,6 +127,38 @@ class ReadsGuard(TorchFunctionMode):
             return None
         known = self._shards.get(id(value)) or self._shards.get(id(stored_of(value)))
         return known or self._views.get(id(value), (None, None))[1]
+
+
+class DerivativesGuard(TorchFunctionMode):
+    """Context of a forward over DTensors: no derivative may be taken by a shard, on which nothing depends there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad and not torch.compiler.is_compiling():
+            inputs = args[1] if len(args) > 1 else (kwargs or {}).get("inputs", ())
+            refuse_shards([inputs] if isinstance(inputs, Tensor) else inputs)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_shards(tensors: Iterable[Any]) -> None:
+    """Raise if a tensor that a forward works with is a shard."""
+    if any(isinstance(tensor, shard_tensor()) for tensor in tensors):
+        raise ModelError(READS_SHARD)
+
+
+def refuse_shards_in_graph(outputs: Iterable[Tensor]) -> None:
+    """Raise if outputs of a forward depend on a shard: a custom Function or an operator was given it.
+
+    FSDP2 lets autograd reach gathered parameters only, so that the shard, and its weight, would never be trained.
+    """
+    nodes = [output.grad_fn for output in outputs]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        refuse_shards([getattr(node, "variable", None)])
+        nodes += [following for following, _ in node.next_functions]
 
 
 def refuse_losses(shard: Tensor, name: str) -> None:
@@ -154,14 +189,99 @@ def _name_of(func: Any) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> integers of that size."""
+
+Place = tuple[Mapping[str, Any], str, str]
+"""The dict of a module that holds a weight while it is gathered, the key in it, and the user's name."""
+
+
+class GatheredWeights:
+    """Learns which weights one forward of the model has changed, by the bits of what was gathered for it.
+
+    By bits, since ``.data`` has a version of its own, and of the whole, so that all ranks see it alike.
+
+    Args:
+        units: each unit's module, at whose call its weights are gathered, or are already; and their places.
+    """
+
+    def __init__(self, units: Sequence[tuple[nn.Module, list[Place]]]) -> None:
+        self._units = [(unit, places) for unit, places in units if places]
+        self._handles: list[Any] = []
+        self._before: dict[int, Tensor] = {}  # by place in units, of those whose forward runs
+        self._looks: list[tuple[list[Place], Tensor, Tensor]] = []
+        self.enabled = True  # numbers of a simulation have no bits
+
+    def watch(self) -> None:
+        """Look at the forward that begins."""
+        self.stop()
+        if not self.enabled:
+            return
+        for number, (unit, _) in enumerate(self._units):
+            begins = unit.register_forward_pre_hook(functools.partial(self._begins, number), prepend=True)
+            _move_beside_engines(begins, behind=True)
+            ends = unit.register_forward_hook(functools.partial(self._ends, number))
+            _move_beside_engines(ends, behind=False)
+            self._handles += [begins, ends]
+
+    def stop(self) -> None:
+        """Look at nothing more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._before.clear()
+        self._looks.clear()
+
+    def changed(self) -> list[str]:
+        """Return the names of the weights that were changed since :meth:`watch`, also in units that have not ended."""
+        for number in list(self._before):
+            self._ends(number)
+        names = []
+        for places, before, after in self._looks:
+            flags = (before != after).tolist()
+            names += [name for (_, _, name), flag in zip(places, flags, strict=True) if flag]
+        self.stop()
+        return list(dict.fromkeys(names))
+
+    def _begins(self, number: int, *_: Any) -> None:
+        self._before[number] = _sums_of_bits(self._units[number][1])
+
+    def _ends(self, number: int, *_: Any) -> None:
+        if (before := self._before.pop(number, None)) is not None:
+            places = self._units[number][1]
+            self._looks.append((places, before, _sums_of_bits(places)))
+
+
+def _sums_of_bits(places: Sequence[Place]) -> Tensor:
+    sums = []
+    for held, key, _ in places:
+        weight = held[key].detach()
+        bits = weight.contiguous().view(-1).view(_BITS[weight.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums)
+
+
+def _move_beside_engines(handle: Any, *, behind: bool) -> None:
+    """Let a hook run right behind the engine's own, which gathers, or right before it, which frees; others stay."""
+    table = handle.hooks_dict_ref()
+    own, *others = sorted(table, key=lambda key: key != handle.id)
+    is_engines = [str(getattr(table[key], "__module__", "")).startswith("torch.distributed.") for key in others]
+    if True not in is_engines:  # FSDP1 gathers around the module
+        return
+    first = is_engines.index(True) + behind
+    for key in (own, *others[first:]):
+        table.move_to_end(key)
+
+
 def written(names: Iterable[str]) -> ModelError:
     """Return what is raised where a forward has changed weights."""
     return ModelError(
         f"the forward changes {', '.join(map(repr, names))} in place, which would be lost: what a forward sees is "
         "gathered from the ranks' shards and thrown away. Change weights after optimizer.step(), within `with "
         "torch.no_grad(), model.full_parameters(writeback=True):`, or compute with a changed copy (w = "
-        "self.weight.clamp(...)); F.embedding(max_norm=...) writes, too. Or use backend='fairscale' or 'ddp', in "
-        "float32"
+        "self.weight.clamp(...)). Let a forward that initialises weights by its first batch run before training, on "
+        "one batch for all ranks: `with torch.no_grad(), model.full_parameters(writeback=True): model.module(batch)`. "
+        "F.embedding(max_norm=...) writes, too. Or use backend='fairscale' or 'ddp', in float32"
     )
 
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from fsshard.backends.facts import EngineFacts, Tunable
 from fsshard.backends.forward_guards import (
+    GatheredWeights,
     LooksAtForwards,
+    Place,
     ReadsGuard,
     Watched,
     check_places,
@@ -71,7 +73,6 @@ from fsshard.torch_private.fsdp1 import (
     trains_now,
     wrapped_by,
 )
-from fsshard.torch_private.tensors import version_of
 
 log = logging.getLogger("fsshard")
 
@@ -239,11 +240,15 @@ class FSDP1Backend(TorchShardedBackend):
                 refuse_losses(entry.parameter, name)
                 watched.append((entry.parameter, Watched(name, unit.name, is_shown)))
         names = {id(parameter): each.name for parameter, each in watched}
-        flats: list[tuple[Any, list[str]]] = []
+        units: list[tuple[nn.Module, list[Place]]] = []
         for wrapper, handle in self._handles:
-            flats.append((handle.flat_param, [names[id(p)] for p in params_of(handle.flat_param)]))
-            wrapper.register_forward_pre_hook(_before_gather(*flats[-1]))
-        root._looks, root._written = LooksAtForwards(), _WrittenGuard(flats)
+            flat = handle.flat_param
+            own = [names[id(parameter)] for parameter in params_of(flat)]
+            places = [(stored_in(owner), stored) for stored, owner, _ in infos_of(flat)]
+            units.append((wrapped_by(wrapper), [(*place, name) for place, name in zip(places, own, strict=True)]))
+            wrapper.register_forward_pre_hook(_before_gather(flat, own))
+        root._looks = LooksAtForwards()
+        root._written = _WrittenGuard(GatheredWeights(units))
         if self.settings.compilation is None:  # each compiled frame would be compiled once more for the guard
             root._reads = ReadsGuard(watched)
         if (first := next((each for each in watched if not each[1].unit), None)) is not None:
@@ -304,6 +309,9 @@ class FSDP1Backend(TorchShardedBackend):
         if torch.is_grad_enabled():
             self._passed = None
         self._start_afresh()
+
+    def simulate(self) -> None:
+        cast(Any, self.engine)._written.gathered.enabled = False
 
     def forward_failed(self) -> None:
         root = cast(Any, self.engine)
@@ -551,23 +559,20 @@ def _before_gather(flat: Any, names: list[str]) -> Any:
 
 
 class _WrittenGuard:
-    """Context around a forward of the model that is looked at, which may not write to what was gathered for it.
+    """Context around a forward of the model that is looked at, which may not write to what was gathered for it."""
 
-    The version of the views that a unit computes with is the flat parameter's; FSDP1 itself leaves it as it is (torch
-    2.13).
-    """
-
-    def __init__(self, flats: list[tuple[Any, list[str]]]) -> None:
-        self._flats = flats
+    def __init__(self, gathered: GatheredWeights) -> None:
+        self.gathered = gathered
 
     def __enter__(self) -> None:
-        self._versions = [version_of(flat) for flat, _ in self._flats]
+        self.gathered.watch()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None or WRITTEN_VIEW in str(error):
-            for (flat, names), version in zip(self._flats, self._versions, strict=True):
-                if version_of(flat) != version:
-                    raise written(names) from error
+            if names := self.gathered.changed():
+                raise written(names) from error
+        else:
+            self.gathered.stop()
 
 
 def _let_go(flats: list[Any]) -> None:

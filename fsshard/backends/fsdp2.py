@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS
 from fsshard.backends.facts import EngineFacts, Joining, Tunable
-from fsshard.backends.forward_guards import READS_SHARD, LooksAtForwards, check_places, written
+from fsshard.backends.forward_guards import (
+    READS_SHARD,
+    GatheredWeights,
+    LooksAtForwards,
+    Place,
+    check_places,
+    refuse_shards_in_graph,
+    written,
+)
 from fsshard.backends.fsdp2_gathers import ForwardPrefetch, KeptGathered, abandon, gather_ahead
 from fsshard.backends.part_guards import refuse_numbers_of_parts
 from fsshard.backends.registry import register_backend
@@ -57,6 +65,8 @@ from fsshard.torch_private.tensors import version_of
 
 MERGE_BELOW = 2**20
 """Bytes below which waiting for a unit takes longer than sending it: the default on gloo."""
+FIRST_STEPS = 2
+"""Steps whose graphs and gradients are looked through: the first ones tell."""
 MANY_RANKS = 16
 """More of them gather at once in a simulation."""
 MERGED_BYTES = 16 * 2**20
@@ -255,32 +265,31 @@ class FSDP2Backend(TorchShardedBackend):
     def _watch(self) -> None:
         """Install the guards: a unit's forward begins with the engine's parameters, and may not write them."""
         names_of = {id(part): name for name, part in self._torchs.items()}
+        modules: list[tuple[nn.Module, list[Place]]] = []
         for unit in self._units:
             parts = [part for group in param_groups(unit) for part in group.fsdp_params]
-            unit.register_forward_pre_hook(_before_gather(parts, [names_of[id(part)] for part in parts]), prepend=True)
-        looks = LooksAtForwards()
-        versions: dict[str, int] = {}
-        shards: list[int] = []  # their versions before a forward that is looked at
+            names = [names_of[id(part)] for part in parts]
+            unit.register_forward_pre_hook(_before_gather(parts, names), prepend=True)
+            places = [(stored_in(place_of(part).module), place_of(part).param_name) for part in parts]
+            modules.append((unit, [(*place, name) for place, name in zip(places, names, strict=True)]))
+        self._looks = LooksAtForwards()
+        self._gathered = GatheredWeights(modules)
+        self._versions: list[int] = []  # of the shards before a forward that is looked at
+        self.module.register_forward_hook(self._look)
 
-        def begin(*_: Any) -> None:
-            shards[:] = [version_of(entry.parameter) for entry in self.all] if looks.begin() else []
-
-        def look(root: Any, args: Any, output: Any) -> None:
-            if not shards:
-                return
-            if any(getattr(leaf, "device_mesh", None) == self.mesh for leaf in grad_tensors(output)):
-                raise ModelError(READS_SHARD)
-            # FSDP2's own writing leaves the version of a gathered parameter as it is (torch 2.13).
-            whole = {name: getattr(part, UNSHARDED_PARAM, None) for name, part in self._torchs.items()}
-            now = {name: version_of(tensor) for name, tensor in whole.items() if tensor is not None}
-            names = [name for name, version in now.items() if versions.get(name, version) != version]
-            versions.update(now)
-            names += [e.name for e, before in zip(self.all, shards, strict=True) if version_of(e.parameter) != before]
-            if names:
-                raise written(names)
-
-        self.module.register_forward_pre_hook(begin, prepend=True)
-        self.module.register_forward_hook(look)
+    def _look(self, root: Any, args: Any, output: Any) -> None:
+        """Raise if the forward that ends computed with shards, or wrote weights."""
+        if not self._versions:
+            return
+        if any(getattr(leaf, "device_mesh", None) == self.mesh for leaf in grad_tensors(output)):
+            raise ModelError(READS_SHARD)
+        if self._finished <= FIRST_STEPS and torch.is_grad_enabled():
+            refuse_shards_in_graph(grad_tensors(output))
+        before, self._versions = self._versions, []
+        names = self._gathered.changed()
+        names += [e.name for e, version in zip(self.all, before, strict=True) if version_of(e.parameter) != version]
+        if names:
+            raise written(names)
 
     def _let_the_root_be_first(self, units: Mapping[str, nn.Module]) -> None:
         """Refuse a unit's forward before the root's: it would be FSDP2's root, for good (torch 2.13)."""
@@ -303,7 +312,9 @@ class FSDP2Backend(TorchShardedBackend):
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         super().finish_backward(entries)
         self._finished += 1
-        for name, part in self._torchs.items() if self._finished <= 2 else ():  # the first steps tell
+        if self._finished > FIRST_STEPS:
+            return
+        for name, part in self._torchs.items():
             whole = getattr(part, UNSHARDED_PARAM, None)
             if whole is not None and whole.grad is not None:
                 raise OptimizerError(
@@ -314,6 +325,7 @@ class FSDP2Backend(TorchShardedBackend):
 
     def simulate(self) -> None:
         """Over many ranks, stand for the broadcasts of our all-gather on gloo, one per rank, by a single one."""
+        self._gathered.enabled = False
         if self.settings.world_size <= MANY_RANKS:
             return
         from fsshard.comm.gloo.collectives import Gather
@@ -353,6 +365,10 @@ class FSDP2Backend(TorchShardedBackend):
         return (tensor for tensor in whole if tensor is not None and tensor.requires_grad)
 
     def before_forward(self, *, training: bool) -> None:
+        self._versions = []
+        if self._looks.begin():
+            self._versions = [version_of(entry.parameter) for entry in self.all]
+            self._gathered.watch()
         deviated = self._deviates
         super().before_forward(training=training)
         if deviated or self._deviates:
@@ -412,6 +428,7 @@ class FSDP2Backend(TorchShardedBackend):
         # The root stays gathered from its forward on, and does not let itself be resharded while it believes to be in
         # one: what is written to the shards then no later forward would see, silently (torch 2.13). Not torch's own
         # reset_iter_state, which waits for gathers under way: another rank may have failed before it took part.
+        self._gathered.stop()
         for unit in self._units:
             abandon_forward(unit)
 

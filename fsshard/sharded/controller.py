@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.forward_guards import LooksAtForwards
+from fsshard.backends.forward_guards import DerivativesGuard, LooksAtForwards
 from fsshard.backends.step_counts import StepCounts
 from fsshard.backends.whole import owned
 from fsshard.comm.stores import check_not_inherited
@@ -112,7 +112,8 @@ class ModelController:
             if backend.engine.training != training:
                 backend.engine.training = training  # some frameworks set the mode of the inner module only
             since = forward_begins()
-            output = self._run(args, kwargs)
+            with DerivativesGuard() if looked_at and self._refuses_derivatives() else contextlib.nullcontext():
+                output = self._run(args, kwargs)
         except RuntimeError as error:
             if group is None or not speaks_of_a_lost_rank(error):
                 raise
@@ -141,6 +142,10 @@ class ModelController:
             raise clearer from error
         finally:
             self._runs = False
+
+    def _refuses_derivatives(self) -> bool:
+        """Return whether a forward that is looked at is guarded; what users compile would be compiled twice for it."""
+        return self.backend.facts.has_dtensors and self.backend.settings.compilation is None
 
     @property
     def runs_user_code(self) -> bool:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fsshard
+from tests import by_hand
+from tests.advice.following import refused
+from tests.on_ranks import on_ranks
 from tests.sets import often
 from tests.training_runs import differences
 
@@ -96,6 +99,43 @@ class Functional(Base):
         given = {"weight": self.out.weight.repeat(3, 1), "bias": self.out.bias.repeat(3)}
         found = torch.func.functional_call(self.a, given, x)
         return self.out(self.b(found) + self.a(x)).square().mean()
+
+
+class Adjoint(torch.autograd.Function):
+    """Runs a module without a graph, and again in the backward, as adjoint methods do; the weights are handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, x: Tensor, *weights: Tensor) -> Any:
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            output = ctx.module(again)
+            of_x, *found = torch.autograd.grad(output, (again, *weights), gradient, allow_unused=True)
+        own = [torch.zeros_like(w) if each is None else each for w, each in zip(weights, found, strict=True)]
+        return None, of_x, *own
+
+
+class HandsOver(Base):
+    def forward(self, x: Tensor) -> Any:
+        handed = Adjoint.apply(self.a, x, *self.a.parameters())
+        return self.out(self.b(handed)).square().mean()
+
+
+class InnerGradient(Base):
+    """Its output depends on a gradient by the weights of a part."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        found = torch.autograd.grad(y.square().sum(), list(self.a.parameters()), create_graph=True, allow_unused=True)
+        size = sum(each.square().mean() for each in found if each is not None)
+        return self.out(self.b(y * (1 + size))).square().mean()
 
 
 class HookAfter(Base):
@@ -215,9 +255,11 @@ COMPLEX: dict[str, Callable[[Any, Tensor], Any]] = {
     "ReadsScalar": lambda m, x: Asks.forward(m, x) * m.a.scale,
 }
 KINDS = (Base, Sibling, Captured, Functional, HookAfter, Shapes, UnitReturnsHeld, Yields, Asks)
+HANDED = (HandsOver, InnerGradient)
+"""Models that hand a part's weights to where no operator of torch sees them."""
 READING = [*READS, "Sibling", "Captured", "Functional", "HookAfter"]
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__: kind for kind in KINDS},
+    **{kind.__name__: kind for kind in (*KINDS, *HANDED)},
     **{name: type(name, (Base,), {"forward": forward}) for name, forward in {**READS, **RETURNS}.items()},
     **{name: type(name, (Asks,), {"forward": forward}) for name, forward in COMPLEX.items()},
     **{kind.__name__: (lambda unit=kind: written(unit)) for kind in (Writes, Embeds)},
@@ -330,6 +372,27 @@ def test_reading_another_units_weights_is_refused(ranks: Any, backend: str) -> N
                 assert "auto_wrap_policy" in text, (name, text)
 
 
+HANDED_NAMES = [kind.__name__ for kind in HANDED]
+
+
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_handing_over_another_units_weights_is_refused(ranks: Any, backend: str) -> None:
+    for outcome in ranks.run(job_train, 2, HANDED_NAMES, backend, True):
+        for name in HANDED_NAMES:
+            kind, text = outcome[name]
+            assert kind == "ModelError" and "this rank holds" in text and "'fairscale' or 'ddp'" in text, (name, text)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fairscale"])
+def test_handed_weights_are_right_where_they_are_whole(ranks: Any, backend: str) -> None:
+    assert_right(ranks, HANDED_NAMES, backend, True)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2"])
+def test_handed_weights_are_right_in_one_unit(ranks: Any, backend: str) -> None:
+    assert_right(ranks, HANDED_NAMES, backend, False)
+
+
 @pytest.mark.parametrize("backend", DIVIDED)
 def test_in_one_unit_it_is_right(ranks: Any, backend: str) -> None:
     assert_right(ranks, ["Penalty", "Tied", "Sibling"], backend, False)
@@ -386,6 +449,94 @@ def test_weights_that_a_forward_writes_are_named(ranks: Any, backend: str, units
 def test_what_a_forward_writes_to_cast_copies_is_named(ranks: Any, backend: str) -> None:
     """The copies of mixed precision are thrown away."""
     assert_named(ranks, backend, True, "bf16")
+
+
+class ActNorm(Base):
+    """Its first forward sets a weight by the batch, under ``no_grad``, or past autograd."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.by_data, self.is_set = by_data, False
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.is_set:
+            self.is_set = True
+            with torch.no_grad():
+                deviation = x.std(0) + 0.1
+                if self.by_data:
+                    self.scale.data = 1 / deviation
+                else:
+                    self.scale.copy_(1 / deviation)
+        return super().forward(x * self.scale)
+
+
+class Masked(Base):
+    """A hook before a unit's forward prunes it, through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_pre_hook(prune)
+
+
+def prune(child: Any, _: Any) -> None:
+    child.weight.data[:, 0] = 0
+
+
+def outcome_of(build: Callable[[], Any], backend: str, units: bool) -> str:
+    torch.manual_seed(0)
+    policy = {Child} if units else None
+    settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    model = fsshard.wrap(build(), backend=backend, auto_wrap_policy=policy, **settings)
+    try:
+        model(batch(0, dist.get_rank()))
+    except fsshard.FsshardError as error:
+        return str(error)
+    return "nothing was said"
+
+
+FIRST_FORWARDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no_grad": (lambda: ActNorm(by_data=False), "scale"),
+    "data": (lambda: ActNorm(by_data=True), "scale"),
+    "a hook": (Masked, "a.weight"),
+}
+
+
+@pytest.mark.parametrize("what", FIRST_FORWARDS)
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("backend", DIVIDED)
+@on_ranks()
+def test_weights_that_the_first_forward_writes_are_named(backend: str, units: bool, what: str) -> None:
+    build, weight = FIRST_FORWARDS[what]
+    told = outcome_of(build, backend, units)
+    assert f"'{weight}'" in told and "in place, which would be lost" in told
+
+
+@pytest.mark.parametrize("backend", [*WHOLE, *DIVIDED])
+@on_ranks()
+def test_weights_are_initialised_by_a_batch_as_the_error_says(backend: str) -> None:
+    model: Any = fsshard.wrap(ActNorm(by_data=False), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    if backend in DIVIDED:
+        with refused("`with torch.no_grad(), model.full_parameters(writeback=True): model.module(batch)`"):
+            model(batch(0, 0))
+        model.module.is_set = False
+    with torch.no_grad(), model.full_parameters(writeback=True):
+        model.module(batch(0, 0))
+    torch.manual_seed(0)
+    bare = ActNorm(by_data=False)
+    bare.load_state_dict({**model.state_dict(), "scale": torch.ones(6)})
+    with torch.no_grad():
+        bare(batch(0, 0))
+    assert torch.equal(model.state_dict()["scale"], bare.scale)
+    judge = torch.optim.SGD(bare.parameters(), lr=0.1)
+    by_hand.train(bare, judge, lambda m, rank, step: m(batch(step, rank)), steps=2, ranks=2)
+    for step in range(2):
+        model(batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = model.state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
 
 
 PENALTIES: dict[str, Callable[[Any], Any]] = {
