@@ -78,10 +78,6 @@ class MyModule(lightning.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-class MyData(lightning.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(dataset, 2)
-
 module, loader = MyModule(), DataLoader(dataset, 2)
 """
 
@@ -98,7 +94,6 @@ class Named(nn.Module):
 
 model = Named()
 data = dataset = [{"x": row} for row in torch.randn(8, 4)]
-collator = transformers.default_data_collator
 args = transformers.TrainingArguments(
     "out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no"
 )
@@ -215,7 +210,6 @@ RUN: dict[str, Shown] = {
         "fabric.backward(model(torch.randn(2, 4)).square().mean()); optimizer.step()",
         needs="lightning",
     ),
-    "docs/lightning.md 2": Shown(1, LIGHTNING, "assert recipe.batches(0, 2, 0) is not None", needs="lightning"),
     "docs/meshes.md 0": Shown(
         4,
         after=STEP,
@@ -295,9 +289,6 @@ RUN: dict[str, Shown] = {
         "folder = 'averaged'",
         "assert average.ema.updates == 2",
         needs="transformers",
-    ),
-    "docs/transformers.md 2": Shown(
-        1, HUGGING_FACE, "assert recipe.batches(0, 2, 0) is not None", needs="transformers"
     ),
     "docs/estimate.md 3": Shown(1, after="assert forecast.seconds > 0", instead=(("=64", "=2"), ('"h100"', '"cpu"'))),
     "docs/tuning.md 0": Shown(1, after=STEP, instead=(("=64", "=1, limit=2"),)),

@@ -13,9 +13,8 @@ except ImportError as error:
     raise MissingExtra("lightning", "lightning", "fsshard.compat.lightning") from error
 
 from .fabric import FabricStrategy
-from .recipe import from_lightning
 from .strategy import Strategy, register
 
 register()
 
-__all__ = ["FabricStrategy", "Strategy", "from_lightning", "register"]
+__all__ = ["FabricStrategy", "Strategy", "register"]

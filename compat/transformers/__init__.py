@@ -12,7 +12,6 @@ try:
 except ImportError as error:
     raise MissingExtra("transformers and accelerate", "transformers", "fsshard.compat.transformers") from error
 
-from .recipe import from_transformers
 from .trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "from_transformers"]
+__all__ = ["Seq2SeqTrainer", "Trainer"]

@@ -32,7 +32,6 @@ ELSEWHERE = {
     "or a size that its mesh dimension divides": "parallel/test_dtensors.py",
     "register it with persistent=False if it can be made anew": "parallel/test_replicas.py",
     "name it in replicated= or sharded=, or pass replicated={():": "parallel/test_model_mesh.py",
-    "else write a Recipe": "compat/lightning/test_recipe.py",
     "give it a function split(model, mesh)": "parity/test_mesh_comparison.py",
     "ranks of {} have add up to it: replicated={...:": "parity/test_mesh_comparison.py",
     "if the losses of {}'s ranks add up, Split(adds=(": "parity/test_mesh_comparison.py",
