@@ -5,7 +5,7 @@
    was copied to new memory can be read again, and what a kernel would have written there is 0: without torch's caching
    allocator all memory is new, and with STUB_CUDA_BLANK set nothing is copied to a device. A host that touches a
    device's memory by its pointer dies of SIGSEGV. A function that is missing here is libcudart's own, which says "CUDA
-   driver version is insufficient".
+   driver version is insufficient", or libcublas's own, which says CUBLAS_STATUS_NOT_INITIALIZED.
 
    Signatures: cuda_runtime_api.h of CUDA 13; what takes no notice of its arguments is declared without any. */
 
@@ -171,8 +171,8 @@ void __cudaUnregisterFatBinary() {}
 void __cudaRegisterFunction() {}
 void __cudaRegisterVar() {}
 
-GIVES_HANDLE(cublasCreate_v2)
-GIVES_HANDLE(cublasLtCreate)
+GIVES(cublasCreate_v2, void *, NULL) /* of a handle that is not NULL libcublas would read what it points to */
+GIVES(cublasLtCreate, void *, NULL)
 DOES_NOTHING(cublasDestroy_v2)
 DOES_NOTHING(cublasSetStream_v2)
 DOES_NOTHING(cublasSetWorkspace_v2)
@@ -180,6 +180,8 @@ DOES_NOTHING(cublasSetMathMode)
 DOES_NOTHING(cublasSetPointerMode_v2)
 int cublasGetMathMode(void *handle, int *mode) { *mode = 0; return OK; }
 int cublasGetPointerMode_v2(void *handle, int *mode) { *mode = 0; return OK; }
+DOES_NOTHING(cublasSdot_v2)
+DOES_NOTHING(cublasDdot_v2)
 DOES_NOTHING(cublasSgemm_v2)
 DOES_NOTHING(cublasCgemm_v2)
 DOES_NOTHING(cublasCgemm3m)

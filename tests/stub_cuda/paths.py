@@ -24,6 +24,7 @@ from fsshard.checkpoint.parts import collect
 from fsshard.checkpoint.staging import Staging
 from fsshard.model import host_copies
 from fsshard.sharded import module as sharded_module
+from fsshard.sharded.averages import KEY
 from fsshard.simulation.fakes import Fakes, fake_ranks
 from fsshard.torch_private.patching import replaced
 
@@ -136,8 +137,9 @@ def averaged(model: Any, optimizer: Any) -> None:
         ema.update()
     held = [value for state in ema.held.state.values() for value in state.values()]
     assert all(value.is_cpu for value in held)
-    for state in ema.held.inner.state.values():  # as a checkpoint gives it
-        state.update({key: value.to(HERE) for key, value in state.items()})
+    groups = ema.state_dict()["param_groups"]
+    weights = model.state_dict()
+    ema.load_state_dict({"state": {name: {KEY: weights[name]} for name in groups[0]["params"]}, "param_groups": groups})
     ema.update()
     assert all(value.is_cpu for state in ema.held.state.values() for value in state.values())
 
