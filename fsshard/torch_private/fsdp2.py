@@ -116,16 +116,22 @@ def broken_off(root: Any) -> bool:
     return bool(getattr(state_of(root), _CONTEXT).post_backward_final_callback_queued)
 
 
+# Where no_sync leaves sums in the dtype of reductions (torch 2.13). From 2.15 on they are in the whole parameter's .grad;
+# this is a property of the class then, which shows them and cannot be set.
+_ACCUMULATED = "unsharded_accumulated_grad"
+
+
 def accumulated(part: Any) -> list[Tensor]:
-    """Return the whole gradients of a parameter that are still to be reduced."""
+    """Return the whole gradients of a parameter that are still to be reduced, each once."""
     whole = getattr(part, UNSHARDED_PARAM, None)
-    gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
+    gradients = (vars(part).get(_ACCUMULATED), None if whole is None else whole.grad)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def drop_accumulated(part: Any) -> None:
     """Drop the whole gradients of a parameter that are still to be reduced."""
-    part.unsharded_accumulated_grad = None
+    if _ACCUMULATED in vars(part):
+        setattr(part, _ACCUMULATED, None)
     if (whole := getattr(part, UNSHARDED_PARAM, None)) is not None:
         whole.grad = None
 
