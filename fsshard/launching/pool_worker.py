@@ -191,10 +191,10 @@ def _loaded(call: bytes) -> tuple[Job, tuple[Any, ...], dict[str, Any]]:
 def _leave() -> None:
     with suppress(Exception):  # whoever waits for it has been told
         finish_before_leaving()
-    gc.collect()
+    forget_meshes()
+    gc.collect()  # what hold groups are in reference cycles: models, and what DTensor keeps by mesh (torch 2.15)
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_meshes()
     groups.clear()
 
 
