@@ -18,6 +18,7 @@ FAST = (
     "tests/test_docs.py",
     "tests/test_errors.py",
     "tests/backends/test_fsdp2.py",
+    "tests/backends/test_training.py",
     "tests/checkpoint/test_saving.py",
     "tests/cli/test_app.py",
     "tests/comm/test_channel.py",
@@ -33,9 +34,11 @@ FAST = (
     "tests/recipes/test_recipes.py",
     "tests/sharded/test_module.py",
     "tests/simulation/test_tracking.py",
+    "tests/stub_cuda/test_paths.py",
+    "tests/tools/test_torch_digests.py",
     "tests/torch_private/test_registry.py",
 )
-"""A file of each room, the one that says most for its seconds."""
+"""A file of each room, the one that says most for its seconds, and what breaks first with another torch."""
 
 FAST_TRAININGS = "test_backends_agree[{}]"
 """Names of tests of the parity matrix; a fast run has the fewest rows with every model, variant and optimizer."""
