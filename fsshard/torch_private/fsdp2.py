@@ -116,8 +116,8 @@ def broken_off(root: Any) -> bool:
     return bool(getattr(state_of(root), _CONTEXT).post_backward_final_callback_queued)
 
 
-# Where no_sync leaves sums in the dtype of reductions (torch 2.13). From 2.15 on they are in the whole parameter's .grad;
-# this is a property of the class then, which shows them and cannot be set.
+# Where no_sync leaves sums in the dtype of reductions (torch 2.13). From 2.15 on they are in the .grad of the whole
+# parameter; this is a property of the class then, which shows them and cannot be set.
 _ACCUMULATED = "unsharded_accumulated_grad"
 
 
