@@ -124,6 +124,17 @@ def test_targets_of_make_and_scripts_exist(page: Path) -> None:
         assert (ROOT / shlex.split(command)[0]).is_file(), command
 
 
+def test_ci_runs_the_versions_of_torch_that_are_pinned_and_the_newest() -> None:
+    pinned, makefile, workflow, ci = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("constraints.txt", "Makefile", ".github/workflows/ci.yml", ".ci/run")
+    )
+    versions = re.findall(r"^torch==(\S+)$", pinned, re.MULTILINE)
+    versions += re.findall(r"^(?:NEWEST_TORCH|TORCHS_BETWEEN) *:= (.*)$", makefile, re.MULTILINE)
+    assert set(" ".join(versions).split()) == set(re.findall(r"\b\d+\.\d+\.\d+\b", workflow))
+    assert re.findall(r"^make .*$", ci, re.MULTILINE) == ["make test", "make test-newest"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_cells_of_tables_are_short(page: Path) -> None:
     """On a phone a longer one is a column of single words: write a list, or a section that the search finds."""
