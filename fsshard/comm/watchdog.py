@@ -153,7 +153,7 @@ def hold_until_done(work: Any, group: Any) -> None:
     """
 
     def hold(work: Any, group: Any) -> None:
-        with suppress(RuntimeError):
+        with suppress(Exception):
             work.wait()
         del work
         time.sleep(INTERVAL)  # for gloo's thread to let go of its tensors, which takes that lock
@@ -494,8 +494,9 @@ class Watchdog:
                 )
                 log.error("rank %d %s", self.rank, why)
                 self.leave(why)
-                # To the main thread, whose stack faulthandler writes down; os.kill() lets the system choose a thread.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGABRT)
+                # In this thread, which holds the lock of Python meanwhile: stacks stand still while faulthandler writes
+                # them down, at which the process could end by SIGSEGV otherwise.
+                signal.raise_signal(signal.SIGABRT)
 
     # ------------------------------------------------------------------------------------------ meetings
 
@@ -576,16 +577,22 @@ def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Ev
             return
         # It looks for questions only while the main thread stands still: a rank that computes answers nothing.
         idle = idle + 1 if now - before < BUSY * INTERVAL else 0
-        if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
-            try:
+        try:
+            if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
                 if (asked := watchdog.store.add("asked", 0)) != answered:
                     watchdog.answer(asked)
+                    answered = asked
                 # A rank that asks where others are finds out earlier by itself, and raises.
                 if idle * INTERVAL > (QUIET if watchdog.waits is None else 4 * QUIET):
                     watchdog.end_if_mismatched()
-            except RuntimeError:  # the store is gone, or does not answer: nobody can ask
+        except Exception as error:
+            # Stacks, groups and records change while it reads them ("'code' object has no attribute 'f_lineno'", Python
+            # 3.11): it looks again. But where the store is gone, or does not answer, nobody can ask.
+            log.debug("the watchdog could not see where this rank is: %r", error)
+            try:
+                watchdog.store.add("asked", 0)
+            except RuntimeError:
                 return
-            answered = asked
         before = now
         del watchdog  # it lives as long as its process group
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -245,6 +246,39 @@ def test_other_rare_calls_on_rank_0_alone_name_the_other_soon(ranks: Any) -> Non
     told = r"(?s)^rank 0 failed with CheckpointError: all 2 ranks must call .*rank 1: waits in .*in step: model\(torch"
     with pytest.raises(RankFailed, match=told):
         ranks.run(job_keeps_on_rank_0, 2, "fsdp2", "save")
+
+
+LOOKS = ("location_of_this_rank", "_group_of_call", "collectives", "all_groups")
+
+
+def job_looks_that_fail() -> bool:
+    """Return whether rank 1 answers, where its first looks at what others change meanwhile raise."""
+    failed = Counter[str]()
+
+    def failing(name: str) -> Any:
+        real = getattr(watchdog, name)
+
+        def look(*given: Any) -> Any:
+            failed[name] += 1
+            if failed[name] > 2:
+                return real(*given)
+            raise (RuntimeError if failed[name] == 1 else AttributeError)("it has changed meanwhile")
+
+        return look
+
+    with mock.patch.multiple(watchdog, INTERVAL=0.05, QUIET=0.1, **{name: failing(name) for name in LOOKS}):
+        watch, seen = watchdog.Watchdog.made(), dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            watch.store.add("asked", 1)
+            answered = watch.store.awaited(["at/1"], 60.0)
+            seen.set("looked", "")
+            return answered
+        seen.wait(["looked"])
+        return watch._thread.is_alive() and {name for name in LOOKS if failed[name] > 2} == set(LOOKS)
+
+
+def test_a_look_that_fails_is_made_again(ranks: Any) -> None:
+    assert ranks.run(job_looks_that_fail, 2) == [True, True]
 
 
 def job_late_in_a_pair() -> None:

@@ -275,7 +275,7 @@ def job_ends_early(context: fsshard.Context, backend: str) -> None:
     ("backend", "call"), [("ddp", "barrier"), ("fsdp", "all_reduce"), ("fsdp2", "evaluation"), ("fairscale", "barrier")]
 )
 def test_without_it_ranks_in_different_collectives_are_named(backend: str, call: str, capfd: Any) -> None:
-    with forking(), pytest.raises(fsshard.RankFailed, match=r"failed with SIGABRT.*it waited in "):
+    with forking(), pytest.raises(fsshard.RankFailed, match=r"failed with .*it waited in "):
         fsshard.launch(job_goes_elsewhere, nprocs=2, args=(backend, call), threads=1, timeout=600)
     told = capfd.readouterr().err
     assert "they wait for each other forever, since collective " in told, told
