@@ -65,19 +65,20 @@ def test_fault_is_found(
 
 
 @pytest.mark.parametrize(
-    ("model", "variant", "engine", "place"),
+    ("model", "variant", "engine", "places"),
     [
-        ("mlp", "ema", faults.OtherAverage, (1, "loss")),  # the first update takes the weights as they are
-        ("mlp", "term_gradients", faults.OtherNorms, (0, "gradient")),
-        pytest.param("t5", "plain", faults.OtherWords, (0, "loss"), marks=pytest.mark.long),
+        ("mlp", "ema", faults.OtherAverage, [(1, "loss")]),  # the first update takes the weights as they are
+        # Whether the loss shows a last bit of a norm, or its rounding hides it, differs between CPUs.
+        ("mlp", "term_gradients", faults.OtherNorms, [(0, "loss"), (0, "gradient")]),
+        pytest.param("t5", "plain", faults.OtherWords, [(0, "loss")], marks=pytest.mark.long),
     ],
 )
-def test_a_fault_in_what_a_loss_asks_is_found(ranks: Any, model: str, variant: str, engine: Any, place: Any) -> None:
+def test_a_fault_in_what_a_loss_asks_is_found(ranks: Any, model: str, variant: str, engine: Any, places: Any) -> None:
     pytest.importorskip("transformers" if model == "t5" else "torch")
-    found = cell(ranks, functools.partial(recipe_for, model, variant, "Adam"), engine, steps=place[0] + 1)
+    found = cell(ranks, functools.partial(recipe_for, model, variant, "Adam"), engine, steps=places[0][0] + 1)
     first = found.first_divergence
     assert found.verdict == "different" and first is not None
-    assert (first.step, first.quantity) == place, str(first)
+    assert (first.step, first.quantity) in places, str(first)
 
 
 def test_on_two_ranks_no_difference_is_too_small(ranks: Any) -> None:
