@@ -42,7 +42,13 @@ class Pair(NamedTuple):
     right: int
 
 
+def connect() -> None:
+    """Let all ranks be connected: who is lost before that is missed at another place, or at another time."""
+    dist.barrier()
+
+
 def rank_zero_stops() -> None:
+    connect()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         raise KeyError("late")
@@ -90,6 +96,7 @@ def tensors() -> dict[str, Any]:
 
 
 def rank_one_raises_while_the_others_wait() -> None:
+    connect()
     if dist.get_rank() == 1:
         raise KeyError("missing piece")
     dist.all_reduce(torch.ones(1))
@@ -124,6 +131,7 @@ ENDS: dict[str, Callable[[], None]] = {
 
 
 def rank_one_ends(how: str) -> None:
+    connect()
     if dist.get_rank() == 1:
         ENDS[how]()
     dist.all_reduce(torch.ones(1))
@@ -209,7 +217,7 @@ def rank_zero_waits(kind: str, group: Any = None) -> None:
 
 def rank_zero_loses_the_other(kind: str) -> None:
     """Rank 1 raises where rank 0 waits for it."""
-    dist.barrier()  # both are connected: who is lost before that is missed at another place
+    connect()
     rank_zero_waits(kind)
     assert dist.get_rank() == 1
     raise ValueError("gone")
