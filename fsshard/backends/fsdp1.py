@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -138,6 +138,10 @@ class FSDP1Backend(TorchShardedBackend):
             if numbers and self.settings.compilation is not None:
                 lies = [self._place[entry.name] for entry in numbers]
                 modules[planned.name].register_forward_pre_hook(_showing(numbers, lies, _without_base))
+        for name in self.settings.plan.recomputed:
+            recomputed: Any = modules[name].forward
+            show_weights = self._passes.whole_again(_unit_around(name, units))
+            recomputed.original = functools.partial(_forward_behind, show_weights, recomputed.forward)
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
 
@@ -357,6 +361,15 @@ class FSDP1Backend(TorchShardedBackend):
         """FSDP1's module by its handle; by None the root, where other units have all parameters."""
         return {handle_of(self.engine): self.engine} | {handle: unit for unit, handle in self._handles}
 
+    def handles_of(self, name: str) -> list[tuple[Any, Any]]:
+        """Return FSDP1's modules of the unit ``name``, with their handles."""
+        flats = {id(self._place[own][0]) for own in self._parameters_of[name]}
+        return [(unit, handle) for unit, handle in self._handles if id(handle.flat_param) in flats]
+
+    @functools.cached_property
+    def _parameters_of(self) -> dict[str, tuple[str, ...]]:
+        return {unit.name: unit.parameters for unit in self.settings.plan.units}
+
     def leaves(self) -> Iterator[Tensor]:
         return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
 
@@ -465,6 +478,24 @@ class _DerivativePasses:
             self._passed.append((backend.unit_of[handle], handle))
         return True
 
+    def whole_again(self, name: str) -> Callable[[], None]:
+        """Return what a block runs before it is computed again: it shows a unit's weights, if no output has done so.
+
+        A second derivative need not pass the outputs of the forward, by which FSDP1 learns of a backward (torch 2.13).
+        """
+        passes = weakref.ref(self)
+
+        def show_weights() -> None:
+            known = passes()
+            backend = None if known is None else known._backend()
+            if known is None or backend is None or not known._kept or current_graph_task_id() == -1:
+                return
+            for unit, handle in backend.handles_of(name):
+                if is_idle(unit):
+                    pre_backward_hook()(unit, unit, handle, None)
+
+        return show_weights
+
     def has_raised(self) -> bool:
         """Return whether an exception has ended the last pass that takes a derivative; asked outside of one."""
         return self._task is not None
@@ -543,6 +574,18 @@ def _reduce(
             output.div_(factors[1])
 
 
+def _forward_behind(prepare: Callable[[], None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    prepare()
+    return forward(*args, **kwargs)
+
+
+def _unit_around(block: str, units: Collection[str]) -> str:
+    """Return the name of the unit that a block's own weights are gathered with."""
+    while block not in units:
+        block = block.rpartition(".")[0]
+    return block
+
+
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
 """The message of torch 2.13 where one of FSDP1's views of a flat parameter is used after another was written."""
 
@@ -606,14 +649,14 @@ def _ignore(*_: Any) -> None:
 @contextlib.contextmanager
 def _hidden(entries: list[Entry]) -> Iterator[None]:
     """Context in which modules do not hold these parameters."""
-    places = [(stored_in(slot.owner), slot.stored, entry.parameter) for entry in entries for slot in entry.slots]
-    for held, stored, _ in places:
-        del held[stored]
+    places = {(id(slot.owner), slot.stored): (slot, entry) for entry in entries for slot in entry.slots}  # each once
+    for slot, _ in places.values():
+        del stored_in(slot.owner)[slot.stored]
     try:
         yield
     finally:
-        for held, stored, parameter in places:
-            held[stored] = parameter
+        for slot, entry in places.values():
+            stored_in(slot.owner)[slot.stored] = entry.parameter
 
 
 def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callable[[Tensor, Entry], Tensor]) -> Any:

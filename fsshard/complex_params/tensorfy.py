@@ -83,6 +83,12 @@ def check_tensorfiable(slots: Iterable[ParameterSlot], *, scalars: bool = False,
                 raise ModelError(
                     f"parameter {slot.name!r} is inside of a torch.jit module, whose parameters cannot be replaced"
                 )
+            stored = slot.attribute + SUFFIX
+            if hasattr(slot.owner, stored):
+                raise ModelError(
+                    f"parameter {slot.name!r} is complex or of another form than engines take, and would be stored "
+                    f"as {stored!r}, which its module has already; rename the module's own {stored!r}"
+                )
             check_no_gradient_hooks(slot.name, parameter)
 
 

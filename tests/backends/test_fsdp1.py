@@ -12,6 +12,7 @@ import fsshard
 from fsshard.errors import ModelError
 from fsshard.torch_private.fsdp1 import let_go
 from tests.models import net
+from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
 
@@ -306,3 +307,35 @@ def job_turned() -> list[bool]:
 
 def test_one_rank_reads_gradients_as_weights_lie(ranks: Any) -> None:
     assert ranks.run(job_turned, 1) == [[True, True]]
+
+
+class HeldTwice(nn.Module):
+    """A frozen module under two names, beside what is trained (prompt tuning)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8).requires_grad_(False)
+        self.same = self.embedding
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.out(self.embedding(tokens) + self.same(tokens.flip(0)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@on_ranks()
+def test_a_frozen_module_may_be_held_twice(backend: str) -> None:
+    tokens = torch.arange(6)
+    bare, model = HeldTwice(), fsshard.wrap(HeldTwice(), backend=backend)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, trained, lr=0.1)
+    judge = torch.optim.SGD(bare.out.parameters(), lr=0.1)
+    for _ in range(2):
+        for each, own in ((model, optimizer), (bare, judge)):
+            each(tokens).square().mean().backward()
+            own.step()
+            own.zero_grad()
+    saved = model.state_dict()
+    assert list(saved) == list(bare.state_dict())
+    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())

@@ -197,3 +197,14 @@ def job_refused() -> None:
 
 def test_refused(ranks: Any) -> None:
     ranks.run(job_refused, 2)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_a_name_that_the_storage_would_take_is_refused(kind: str) -> None:
+    module = nn.Module()
+    module.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    own = torch.ones(3)
+    module.w__real = {"parameter": nn.Parameter(own), "buffer": nn.Buffer(own), "attribute": own}[kind]
+    with pytest.raises(ModelError, match="rename the module's own 'w__real'"):
+        tensorfy(module)
+    assert module.w.dtype is torch.complex64 and torch.equal(module.w__real, own)

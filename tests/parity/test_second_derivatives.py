@@ -16,7 +16,9 @@ from torch.nn.utils import clip_grad_norm_
 import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
+from tests.by_hand import train as train_replicas
 from tests.models import Spectral
+from tests.on_ranks import on_ranks
 from tests.optimizers import SOAP, average
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
@@ -616,3 +618,33 @@ def test_ddp_sends_what_a_penalty_does_not_reach(ranks: Any) -> None:
     alone = ("ddp", wgan_gp_in_three, "real", 2, {"find_unused_parameters": True})
     for error in ranks.run_expecting_errors(ours, 2, *alone):
         assert "Expected to have finished reduction in the prior iteration" in str(error)
+
+
+def smooth() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 1))
+
+
+def residual(model: Any, rank: int, step: int) -> Tensor:
+    """Return the loss of a PINN: of u and u_xx at this rank's points."""
+    x = torch.rand(9, 2, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+    u = model(x)
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+    loss: Tensor = u.square().mean() + second.square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@on_ranks()
+def test_blocks_that_are_no_units_are_recomputed_for_second_derivatives(backend: str) -> None:
+    model = fsshard.wrap(smooth(), backend=backend, activation_checkpointing={nn.Linear}, auto_wrap_policy=None)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
+    for step in range(3):
+        residual(model, torch.distributed.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bare = smooth()
+    train_replicas(bare, torch.optim.SGD(bare.parameters(), lr=0.01), residual, steps=3, ranks=2)
+    saved = model.state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
