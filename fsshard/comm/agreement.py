@@ -8,6 +8,7 @@ messages with those of training, which may go on meanwhile in another thread. So
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import weakref
@@ -19,12 +20,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from fsshard import errors
 from fsshard.comm.stores import answer_within, check_not_inherited, timeout_of
-from fsshard.comm.watchdog import Watchdog, done_soon, hold_until_done
+from fsshard.comm.watchdog import Watchdog, done_soon, hold_until_done, meet
 from fsshard.errors import CheckpointError, FsshardError, RankMismatch
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base, broadcast_coalesced
 
@@ -319,6 +320,74 @@ def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) 
         kind = getattr(errors, failure["kind"], RankMismatch)
         raise _error(kind, f"rank {rank}: {failure['text']}", failure["attributes"])
     return [report["result"] for report in reports]
+
+
+def check_alike(group: dist.ProcessGroup | None, call: str, facts: Mapping[str, str], advice: str) -> None:
+    """Raise on every rank unless all have the same facts. Collective; for rare calls, which not all ranks may make.
+
+    Args:
+        group: the ranks; None is one alone.
+        call: in messages, as users write it.
+        facts: what this rank was given, as texts by name.
+        advice: in messages, what to do instead.
+
+    Raises:
+        RankMismatch: names what differs, and what two ranks have; or the rank that does not come.
+    """
+    digests = meet(group, call, digest_of(facts))
+    if group is not None and len(set(digests)) > 1:
+        raise_differences(group, call, facts, digests, advice)
+
+
+def digest_of(facts: Mapping[str, str]) -> str:
+    """Return a digest of texts by name, whatever their order."""
+    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+
+
+def raise_differences(
+    group: dist.ProcessGroup, call: str, facts: Mapping[str, str], digests: Sequence[str], advice: str
+) -> NoReturn:
+    """Raise RankMismatch, which says what differs in the facts of two ranks; ``digests``: of all ranks. Collective."""
+    tables: list[dict[str, str]] = per_rank(group, dict(facts))
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    here, there = tables[0], tables[other]
+    names = [name for name in dict.fromkeys((*here, *there)) if here.get(name) != there.get(name)]
+    told = [f"{name} is {here.get(name, 'not given')} and {there.get(name, 'not given')}"[:200] for name in names[:3]]
+    more = [f"and {len(names) - 3} more"] if len(names) > 3 else []
+    what = f"{call}: ranks 0 and {other} were given different things"
+    raise RankMismatch(f"{what}: {'; '.join([*told, *more])}; {advice}")
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTH = 1024  # numbers in a row that are added before anything is multiplied
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return a 0-dim int64 tensor, on the same device, that tensors of other bits do not share by chance.
+
+    Nothing is read on the host. Sums of rows and columns are weighted by their places, so that order counts, too.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    numbers = real.view(_INTEGERS[real.itemsize]).reshape(-1)
+    rows = numbers[: len(numbers) // _WIDTH * _WIDTH].view(-1, _WIDTH)
+    rest = numbers[rows.numel() :].to(torch.int64)
+    sums = torch.cat([rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest])
+    # Weights in which no few add up to none, as small ones do: products wrap around.
+    weights = torch.arange(1, len(sums) + 1, device=sums.device) * 0x1E3779B97F4A7C15
+    weights = (weights ^ (weights >> 29)) * 0x3F58476D1CE4E5B9
+    return (sums * weights).sum()
+
+
+def described_tensor(value: Tensor) -> str:
+    """Return a tensor's dtype and shape, and a digest of its numbers where this rank has all of them."""
+    text = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    # Subclasses keep their numbers as they like: a DTensor has a part of them here, one of an estimate has none.
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    if value.is_meta or value.is_nested or value.is_quantized or not is_plain:
+        return text
+    return f"{text} with digest {int(fingerprint(value)) & (2**48 - 1):012x}"
 
 
 def _combined(channel: Channel, failures: Mapping[int, dict[str, Any]], error: Exception | None) -> Exception:

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.comm.agreement import broadcast_tensors, per_rank
+from fsshard.comm.agreement import broadcast_tensors, fingerprint, per_rank
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.layouts import HandSplit, Layout, Shared
 from fsshard.complex_params.slots import ModuleTable, ParameterSlot
@@ -72,7 +71,7 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
     for slot in slots:
         if slot.name in layouts:
             first.setdefault(slot.name, slot.parameter)
-    sums = {name: _bits(parameter) for name, parameter in first.items() if not parameter.is_meta}
+    sums = {name: int(fingerprint(parameter)) for name, parameter in first.items() if not parameter.is_meta}
     for axis in mesh.axes:
         alike = [name for name in sums if not _spoken_for(layouts[name], axis)]
         mine = None if data_rank else {name: sums[name] for name in alike}
@@ -132,7 +131,11 @@ def check_same_buffers(buffers: Mapping[str, Tensor], mesh: ModelMesh, data_rank
 
     One of them alone would be saved. Over data rank 0's count.
     """
-    mine = None if data_rank else {name: _bits(buffer) for name, buffer in buffers.items() if not buffer.is_meta}
+    mine = (
+        None
+        if data_rank
+        else {name: int(fingerprint(buffer)) for name, buffer in buffers.items() if not buffer.is_meta}
+    )
     for axis in mesh.axes:
         _check_alike(
             mesh, axis, mine,
@@ -141,9 +144,9 @@ def check_same_buffers(buffers: Mapping[str, Tensor], mesh: ModelMesh, data_rank
         )  # fmt: skip
 
 
-def _check_alike(mesh: ModelMesh, axis: Axis, mine: Mapping[str, tuple[int, int]] | None, told: str) -> None:
+def _check_alike(mesh: ModelMesh, axis: Axis, mine: Mapping[str, int] | None, told: str) -> None:
     """Raise on every rank of the mesh where sums of one name differ along an axis; ranks with None are left out."""
-    found: list[Mapping[str, tuple[int, int]] | None] = per_rank(axis.group, mine)
+    found: list[Mapping[str, int] | None] = per_rank(axis.group, mine)
     first, message = found[0], None
     for rank, sums in zip(axis.ranks, found, strict=True):
         unlike = [name for name, value in (sums or {}).items() if first is not None and first.get(name) != value]
@@ -151,19 +154,6 @@ def _check_alike(mesh: ModelMesh, axis: Axis, mine: Mapping[str, tuple[int, int]
             message = told.format(name=unlike[0], rank=rank, first=axis.ranks[0], axis=axis.name)
     for each in filter(None, per_rank(mesh.group, message)):
         raise ModelError(each)
-
-
-@torch.no_grad()
-def _bits(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bytes, which tensors of different values do not share by chance."""
-    plain = tensor.detach().resolve_conj().contiguous().reshape(-1)
-    if not plain.numel():
-        return 0, 0
-    real = torch.view_as_real(plain) if plain.is_complex() else plain
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    numbers = real.view(kinds[real.itemsize]).reshape(-1)
-    odd = numbers[1::2].sum(dtype=torch.int64)
-    return int(numbers.sum(dtype=torch.int64)), int(odd)
 
 
 def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:

@@ -378,17 +378,17 @@ class ShardedModule(nn.Module):
         *,
         broadcast_from_rank0: bool = False,
     ) -> IncompatibleKeys:
-        """Load whole tensors under the original names. All or nothing.
+        """Load whole tensors under the original names. All or nothing. Collective.
 
         Args:
             state_dict: what :meth:`state_dict`, or the unwrapped model, gave; the same on every rank.
             strict: raise on missing and unexpected keys. Another shape raises in any case.
             assign: not supported: the engine owns the memory.
             broadcast_from_rank0: only rank 0 has the dict, the others pass None; it is sent tensor by tensor.
-                Collective.
 
         Raises:
             StateDictError: names every missing, unexpected or wrongly shaped key.
+            RankMismatch: names what differs between the dicts of two ranks; nothing was loaded.
             ModelError: trainable parameters were added, replaced or removed after :func:`fsshard.wrap`.
         """
         if assign:

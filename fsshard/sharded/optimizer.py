@@ -7,7 +7,6 @@ how it is built, and the checks that keep an optimizer from being silently wrong
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import sys
 import warnings
@@ -31,7 +30,7 @@ from fsshard.backends.whole import (
     states_at_rest,
     whole_owners,
 )
-from fsshard.comm.agreement import agree, exchange
+from fsshard.comm.agreement import agree, check_alike, digest_of, exchange, raise_differences
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.parameter_records import record_of
@@ -43,7 +42,7 @@ from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_opt
 from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
 from fsshard.sharded.contents import check_same_parameters
-from fsshard.sharded.optimizer_checks import WHOLE_TENSOR_OPTIMIZERS, OptimizerRequest, check_asked_alike
+from fsshard.sharded.optimizer_checks import WHOLE_TENSOR_OPTIMIZERS, OptimizerRequest, rank_independent_text
 from fsshard.sharded.optimizer_matrices import See, take_see
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
@@ -265,9 +264,16 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, under this or another backend. Nothing changes if it does not fit.
 
+        Collective: every rank must be given the same.
+
         Raises:
             StateDictError: groups with other parameters, or state of another shape.
+            RankMismatch: names what differs between the ranks.
         """
+        settings = self.model.backend.settings
+        with taking_part(settings.group, "optimizer.load_state_dict()"):
+            facts = _facts(state_dict) if settings.all_ranks > 1 else {}
+            check_alike(settings.everyone, "optimizer.load_state_dict()", facts, "load the same on every rank")
         self.check_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -389,6 +395,16 @@ def _to_stored(entry: Entry, value: Any) -> Any:
     return laid(stored, (*order, len(order)) if order else ())  # bases of a square one, by which products are rounded
 
 
+def _facts(state_dict: Any) -> dict[str, str]:
+    """Return texts that must be the same on every rank where an optimizer's state dict is loaded."""
+    parts = dict(state_dict) if isinstance(state_dict, Mapping) else {"the state dict": state_dict}
+    for index, group in enumerate(parts.pop("param_groups", ())):
+        parts |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items()}
+    for name, state in parts.pop("state", {}).items():
+        parts |= {f"{key!r} of {name!r}": value for key, value in state.items()}
+    return {str(name): rank_independent_text(value) for name, value in parts.items()}
+
+
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters."""
     names = ([optimizer.model._fsshard.find_entry(p).name for p in group["params"]] for group in optimizer.param_groups)
@@ -460,13 +476,15 @@ def build_optimizer(
         asked = OptimizerRequest(optimizer_class, groups, defaults, parameters, see_complex, separable, whole, shown)
         requests.append(asked)
         requests[0].check_settings()
-        return hashlib.sha256(repr(requests[0].asked()).encode()).hexdigest()
+        return digest_of(requests[0].asked())
 
     group = backend.settings.everyone
     with taking_part(group, "build_optimizer"):
         digests = exchange(group, prepare)
     (request,) = requests
-    check_asked_alike(group, request, digests)
+    if group is not None and len(set(digests)) > 1:
+        advice = "pass the same on every rank, since each updates a part of one model"
+        raise_differences(group, "build_optimizer", request.asked(), digests, advice)
     agree(group, lambda: request.check_separable(type(backend), backend.settings))
     return new_optimizer(model, request)
 

@@ -19,14 +19,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
-from fsshard.comm.agreement import per_rank
-from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
+from fsshard.comm.agreement import described_tensor
+from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
 from fsshard.sharded.optimizer_matrices import Matrices, See, check_equivariant, check_see, is_bias, matrices_of
@@ -275,15 +274,15 @@ class OptimizerRequest:
 
     # ------------------------------------------------------------------------------------------ asked alike
 
-    def asked(self) -> list[tuple[str, str]]:
-        """Return what a rank asks for: (name of the argument, text that is the same on every rank)."""
+    def asked(self) -> dict[str, str]:
+        """Return what a rank asks for: name of the argument -> text that is the same on every rank."""
         settings = {**self.defaults, "see_complex": self.see_complex, "separable": self.separable, "whole": self.whole}
         settings |= {"see": self.see} if self.see else {}
         asked = [("optimizer", f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}")]
         asked += [(key, rank_independent_text(value)) for key, value in sorted(settings.items())]
         for index, group in enumerate(self.groups):
             asked += [(f"param_groups[{index}][{k!r}]", rank_independent_text(v)) for k, v in sorted(group.items())]
-        return asked
+        return dict(asked)
 
 
 _Sample = tuple[int, Tensor]  # a small parameter: number of its group; value and gradient of each step, stacked
@@ -317,7 +316,7 @@ def rank_independent_text(value: object) -> str:
         return repr(value)
     if isinstance(value, Tensor):
         small = value.numel() <= 16 and not value.is_meta
-        return f"tensor({value.tolist()})" if small else f"tensor{tuple(value.shape)}"
+        return f"tensor({value.tolist()})" if small else described_tensor(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {rank_independent_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -325,18 +324,3 @@ def rank_independent_text(value: object) -> str:
     if isinstance(value, type) or inspect.isroutine(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return type(value).__name__
-
-
-def check_asked_alike(group: dist.ProcessGroup | None, request: OptimizerRequest, digests: Sequence[str]) -> None:
-    """Raise on every rank unless all ask for the same; a collective only where ``digests``, one a rank, differ."""
-    if group is None or len(set(digests)) == 1:
-        return
-    tables = [dict(table) for table in per_rank(group, request.asked())]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    here, there = tables[0], tables[other]
-    names = [name for name in dict.fromkeys((*here, *there)) if here.get(name) != there.get(name)]
-    told = [f"{name} is {here.get(name, 'not given')} and {there.get(name, 'not given')}"[:200] for name in names[:3]]
-    raise RankMismatch(
-        f"build_optimizer: ranks 0 and {other} were asked for different things: {'; '.join(told)}; pass the same on "
-        "every rank, since each updates a part of one model"
-    )

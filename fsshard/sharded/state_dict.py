@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import raw_state_dict, stream
-from fsshard.comm.agreement import broadcast_tensors, exchange
+from fsshard.comm.agreement import broadcast_tensors, check_alike, described_tensor, exchange
 from fsshard.complex_params.pairs import is_dtensor
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError, StateDictError
@@ -105,15 +105,43 @@ def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch
 # ----------------------------------------------------------------------------------------------- loading it
 
 
+def check_given_alike(backend: Backend, state_dict: Mapping[str, Any] | None, from_rank0: bool) -> None:
+    """Raise RankMismatch on every rank unless all were given the same, before anything is read. Collective."""
+    facts = {"broadcast_from_rank0": str(from_rank0)}
+    if not from_rank0 and backend.settings.all_ranks > 1:
+        facts["the state dict"] = "a mapping" if isinstance(state_dict, Mapping) else f"a {type(state_dict).__name__}"
+        if isinstance(state_dict, Mapping):
+            facts |= {repr(key): _fact(backend, key, value) for key, value in state_dict.items()}
+    advice = "load the same on every rank (start new layers from one seed), or pass broadcast_from_rank0=True"
+    check_alike(backend.settings.everyone, "load_state_dict()", facts, advice)
+
+
+def _fact(backend: Backend, key: str, value: Any) -> str:
+    """Return a text that must be the same on every rank; of buffers, which may differ, the type alone."""
+    return described_tensor(value) if isinstance(value, Tensor) and key in backend.keys else type(value).__name__
+
+
 def load_whole(
     backend: Backend, state_dict: Mapping[str, Any] | None, buffers: ModelBuffers, strict: bool, from_rank0: bool
 ) -> IncompatibleKeys:
-    """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective then."""
+    """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective."""
+    check_given_alike(backend, state_dict, from_rank0)
     from_rank0 = from_rank0 and backend.settings.all_ranks > 1
     backend.reshard()
     raw = raw_state_dict(backend)
     if not from_rank0 and isinstance(state_dict, Mapping) and _is_read_by_modules(backend, state_dict, raw):
-        return _load_by_modules(backend, state_dict, raw, strict)
+        result = _load_by_modules(backend, state_dict, raw, strict)
+    else:
+        result = _load_by_entries(backend, state_dict, raw, strict, from_rank0)
+    if from_rank0 or buffers.broadcast:  # as DDP's state dicts have each rank's own, of which rank 0's count
+        buffers.send()
+    return result
+
+
+def _load_by_entries(
+    backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
+) -> IncompatibleKeys:
+    """Load parameter by parameter, of which each rank takes its part, and the rest by the modules."""
     missing, unexpected, given = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
     with torch.no_grad():
         for key, name in backend.keys.items():
@@ -124,8 +152,6 @@ def load_whole(
     if others:
         with backend.bare() as module:
             module.load_state_dict(others, strict=False)
-    if from_rank0:
-        buffers.send()
     return IncompatibleKeys(missing, unexpected)
 
 

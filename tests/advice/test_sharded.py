@@ -47,6 +47,22 @@ def case_schedulers() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.0005
 
 
+def case_dicts_of_ranks() -> None:
+    model = fsshard.wrap(plain(), backend="fsdp2")
+
+    def fresh(seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        return {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
+
+    own = fresh(dist.get_rank())
+    with refused("load the same on every rank (start new layers from one seed), or pass broadcast_from_rank0=True"):
+        model.load_state_dict(own)
+    for given, from_rank0 in ((own, True), (fresh(0), False)):
+        model.load_state_dict(given, broadcast_from_rank0=from_rank0)
+        assert all(torch.equal(value, fresh(0)[name]) for name, value in model.state_dict().items())
+        model.load_state_dict(fresh(7))
+
+
 class KeepsModuli(torch.optim.Optimizer):
     """Its state is real for complex weights."""
 

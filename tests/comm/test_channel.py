@@ -19,11 +19,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import FileStore, TCPStore
 
 from fsshard.comm import agreement as module
 from fsshard.comm import stores
-from fsshard.comm.agreement import Channel, batches, exchange
+from fsshard.comm.agreement import Channel, batches, described_tensor, exchange, fingerprint
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
 from tests.forked import PRELOADED
 from tests.on_ranks import on_ranks
@@ -461,3 +462,31 @@ def test_batches_have_one_kind_and_a_bound() -> None:
     assert list(batches([1, 2, 3, 9, 1], lambda size: size, 5)) == [[1, 2], [3], [9], [1]]
     assert list(batches([1, 3, 2, 4], lambda size: size, 100, kind=lambda size: size % 2)) == [[1, 3], [2, 4]]
     assert list(batches([], len, 1)) == []
+
+
+# ------------------------------------------------------------------------------------------------ fingerprints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("size", [0, 1, 7, 1024, 5000])
+def test_a_fingerprint_is_of_all_bits_and_their_order(dtype: torch.dtype, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 2, (size,), generator=generator).to(dtype)
+    known = int(fingerprint(values))
+    assert int(fingerprint(values.clone().view(-1, 1))) == known
+    strided = values.repeat_interleave(2)[::2]
+    assert int(fingerprint(strided)) == known
+    if dtype.is_complex:
+        assert int(fingerprint(values.conj().conj())) == known
+    others = {int(fingerprint(values.roll(1))), int(fingerprint(~values if dtype == torch.bool else values + 1))}
+    for place in range(0, size, 97):
+        changed = values.clone()
+        changed[place] = 1 - changed[place].real.int()
+        others.add(int(fingerprint(changed)))
+    assert size < 7 or known not in others
+
+
+def test_what_has_no_numbers_here_is_told_by_shape() -> None:
+    assert described_tensor(torch.zeros(2, 3, device="meta")) == "float32 of shape (2, 3)"
+    assert described_tensor(torch.zeros(2).to_sparse()) == "float32 of shape (2,)"
+    assert described_tensor(nn.Parameter(torch.zeros(2))) == described_tensor(torch.zeros(2))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
 import fsshard
-from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
 from tests.memory import LiveBytes
 from tests.models import Spectral
 from tests.sharded.training import ALL, trained
@@ -276,6 +276,61 @@ def test_load_lists_what_does_not_fit_and_changes_nothing(ranks: Any, backend: s
         assert mismatched == {"middle.0.weight": ((6, 6), (2, 2))}
         assert "__real" not in text
         assert unchanged
+
+
+def job_dicts_of_ranks(backend: str) -> None:
+    """Rank 1 gives another dict than rank 0; a file with equal parts is not another one."""
+    model, optimizer = trained(backend)
+    second = dist.get_rank() == 1
+    before, state = model.state_dict(), optimizer.state_dict()
+    fresh = before["last.weight"] + int(second)  # as of a new layer in a job that seeds each rank otherwise
+    swapped = before["first.weight"].flip(0) if second else before["first.weight"]
+    lacking = {key: value for key, value in before.items() if not second or key != "first.bias"}
+    wider = before["last.bias"].new_zeros(1 + second)
+    for given, strict, name in (
+        ({**before, "last.weight": fresh}, True, "'last.weight' is"),
+        ({**before, "first.weight": swapped}, True, "'first.weight' is"),
+        (lacking, True, "'first.bias' is"),
+        (lacking, False, "'first.bias' is"),
+        ({**before, "last.bias": wider}, False, r"shape \(1,\) with digest \w+ and float32 of shape \(2,\)"),
+        (None if second else before, True, "the state dict is a mapping and a NoneType"),
+    ):
+        with pytest.raises(RankMismatch, match=f"ranks 0 and 1 were given different things: .*{name}"):
+            model.load_state_dict(given, strict=strict)
+    with pytest.raises(RankMismatch, match="broadcast_from_rank0 is True and False"):
+        model.load_state_dict(before, broadcast_from_rank0=not second)
+    moments = {**state["state"]["last.weight"]}
+    moments["exp_avg"] = moments["exp_avg"] + int(second)
+    rates = [{**group, "lr": 0.01 * (1 + second)} for group in state["param_groups"]]
+    fewer = {name: value for name, value in state["state"].items() if not second or name != "first.bias"}
+    for other, name in (
+        ({**state, "state": {**state["state"], "last.weight": moments}}, "'exp_avg' of 'last.weight' is"),
+        ({**state, "param_groups": rates}, r"param_groups\[0\]\['lr'\] is 0.01 and 0.02"),
+        ({**state, "state": fewer}, r"'step' of 'first.bias' is tensor\(2.0\) and not given"),
+        ({} if second else state, r"\['amsgrad'\] is False and not given"),
+    ):
+        with pytest.raises(RankMismatch, match=f"ranks 0 and 1 were given different things: .*{name}"):
+            optimizer.load_state_dict(other)
+    assert not list(differences(before, model.state_dict()))
+    optimizer.load_state_dict(state)
+    assert not list(differences(state, optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_ranks_that_load_different_dicts_are_told(ranks: Any, backend: str) -> None:
+    ranks.run(job_dicts_of_ranks, 2, backend)
+
+
+def job_own_buffers(broadcast: bool) -> float:
+    """Each rank loads other running means; return what this one has then, in a forward that does not sync them."""
+    model = fsshard.wrap(nn.BatchNorm1d(3), backend="ddp", broadcast_buffers=broadcast)
+    model.load_state_dict({**model.state_dict(), "running_mean": torch.full((3,), 1.0 + dist.get_rank())})
+    return float(model.module.running_mean[0])
+
+
+@pytest.mark.parametrize(("broadcast", "means"), [(True, [1.0, 1.0]), (False, [1.0, 2.0])])
+def test_buffers_that_ranks_load_are_the_first_ones_or_their_own(ranks: Any, broadcast: bool, means: Any) -> None:
+    assert ranks.run(job_own_buffers, 2, broadcast) == means
 
 
 class WritesItsOwn(Spectral):
