@@ -21,7 +21,7 @@ from fsshard.comm.agreement import batches, exchange
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.shown import raw_state
 from fsshard.errors import OptimizerError
-from fsshard.nested import has_arrays
+from fsshard.nested import has_arrays, map_containers
 from fsshard.oss.partitioned import local_optimizer
 from fsshard.planning.entries import Entry
 
@@ -390,7 +390,7 @@ class _Copied(NamedTuple):
 def _packed(value: Any) -> Any:
     """Pack a value of the state to be sent whole; tensors of one number as that, since tensors take long to pickle."""
     if not isinstance(value, Tensor):
-        return value
+        return copied(value)
     data = value.detach().cpu().clone() if value.dim() else value.item()
     return _Copied(data, value.dtype, value.device.type == "cpu")
 
@@ -402,8 +402,13 @@ def _unpacked(value: Any, device: torch.device) -> Any:
     return torch.as_tensor(value.value, dtype=value.dtype, device="cpu" if value.on_host else device)
 
 
+def copied(value: Any) -> Any:
+    """Return tensors and plain containers of them anew, since both ends may change them in place; all else itself."""
+    return map_containers(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value, "plain")
+
+
 def _copied(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
-        return value
+        return copied(value)
     # Factors and histories, which have shapes of their own, lie beside the parameter; where numbers lie is settled.
     return value.detach().to(device if value.dim() else value.device, copy=True)

@@ -7,6 +7,7 @@ how it is built, and the checks that keep an optimizer from being silently wrong
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 import warnings
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.reducer_arrivals import check_step
 from fsshard.backends.whole import (
+    copied,
     gather_states,
     owned,
     scatter_state,
@@ -276,7 +278,8 @@ class ShardedOptimizer(Optimizer):
             check_alike(settings.everyone, "optimizer.load_state_dict()", facts, "load the same on every rank")
         self.check_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            # Copies, as torch makes: a schedule writes into a learning rate that is a tensor.
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
         self.model.backend.reshard()
         state = state_dict["state"]
         # Keys of one number for a whole parameter: of a 0-dim parameter the number's shape does not tell.
@@ -409,7 +412,7 @@ def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters."""
     names = ([optimizer.model._fsshard.find_entry(p).name for p in group["params"]] for group in optimizer.param_groups)
     groups = zip(optimizer.param_groups, names, strict=True)
-    return [{**{key: g[key] for key in sorted(g) if key != "params"}, "params": n} for g, n in groups]
+    return [{**{key: copied(g[key]) for key in sorted(g) if key != "params"}, "params": n} for g, n in groups]
 
 
 # ------------------------------------------------------------------------------------------------ building

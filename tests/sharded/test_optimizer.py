@@ -384,3 +384,51 @@ def job_zero_dim_round_trip(backend: str) -> list[str]:
 def test_counters_of_a_zero_dim_parameter_are_not_cut(ranks: Any, backend: str) -> None:
     """Its step counter has its shape; a rank without a part of it must keep the counter whole all the same."""
     assert ranks.run(job_zero_dim_round_trip, 2, backend) == [[], []]
+
+
+class Remembers(torch.optim.Optimizer):
+    """Writes in place into what its groups and its state hold: numbers, lists and tensors."""
+
+    def __init__(self, parameters: Any, lr: Any) -> None:
+        super().__init__(parameters, {"lr": lr, "rates": [], "bounds": {"low": torch.zeros(())}})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state.setdefault("seen", []).append(len(state.get("seen", [])))
+                moment = state.setdefault("moment", torch.zeros_like(parameter)).add_(parameter.grad)
+                parameter.sub_(group["lr"] * moment)
+            group["rates"].append(float(group["lr"]))
+            group["bounds"]["low"].add_(1)
+            group["lr"].mul_(0.5)  # as torch's schedulers do
+
+
+def job_rollbacks(backend: str) -> list[Any]:
+    """Go back twice to one state, with two steps after each: both times, and without us, the same comes of it."""
+    bare, rates = net(), torch.tensor(0.125)
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, Remembers, lr=torch.tensor(0.125), separable=True)
+    plain = Remembers(bare.parameters(), rates)
+    for owner, stepped in ((bare, plain), (model, optimizer)):
+        train(owner, stepped, range(2))
+    weights, kept = model.state_dict(), optimizer.state_dict()
+    before, found = copy.deepcopy(kept), []
+    train(bare, plain, range(2, 4))
+    for _ in range(2):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(kept)
+        train(model, optimizer, range(2, 4))
+        found.append({"weights": model.state_dict(), "optimizer": optimizer.state_dict()})
+        assert optimizer.param_groups[0]["rates"] == plain.param_groups[0]["rates"] == [0.125 / 2**n for n in range(4)]
+    assert backend != "none" or not list(differences(bare.state_dict(), found[0]["weights"]))
+    assert all(state["seen"] == [0, 1, 2, 3] for state in found[0]["optimizer"]["state"].values())
+    return [*differences(before, kept), *differences(found[0], found[1])]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_state_that_was_loaded_or_given_is_shared_with_nobody(ranks: Any, backend: str) -> None:
+    assert not any(ranks.run(job_rollbacks, ranks_of(backend), backend))
