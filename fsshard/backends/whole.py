@@ -65,7 +65,11 @@ def has_no_shapes(backend: Backend) -> bool:
 def raw_state_dict(backend: Backend) -> dict[str, Any]:
     """Return the user's keys; stored parameters as they are now, everything else as the model gives it."""
     with backend.bare() as module, raw_state():
-        return dict(module.state_dict(keep_vars=True))
+        raw = dict(module.state_dict(keep_vars=True))
+    # Modules have no parameter where FSDP1 shows them a view of it; which keys there are does not depend on that.
+    for key, name in backend.keys.items():
+        raw.setdefault(key, backend.entries[name].parameter)
+    return raw
 
 
 def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
-from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, rank_file, write_index
+from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, rank_file, some, write_index
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
 from fsshard.checkpoint.models import name_models
 from fsshard.checkpoint.staging import Staging
@@ -205,6 +205,10 @@ class _Save:
             tensors, written = parts.divide(self.channel.gather(parts.as_table(mine.parts), self.timeout), self.call)
             known = _arrangements[self.channel] = _Arrangement(key, written[self.channel.rank], tensors)
         self.tensors = known.tensors
+        lacking = [name for name in mine.model.keys.values() if name is not None and name not in self.tensors]
+        lacking += [name for name, info in self.tensors.items() if not info.is_whole]
+        if lacking:  # on all ranks alike
+            raise CheckpointError(f"{self.call}: the ranks do not hold all of {some(lacking)}; nothing was saved")
         for name, (start, stop) in known.mine.items():
             part = mine.parts[name]
             values = part.values[start - part.range[0] : stop - part.range[0]]

@@ -258,12 +258,16 @@ _SHOW = AREA.attribute(f"{_HANDLE}_use_sharded_views", use="gives modules the pa
 
 
 def show_frozen(handle: Any) -> None:
-    """After a backward let modules have the parameters of a frozen unit again.
+    """After a backward let modules have the parameters of a unit again that is frozen, or that it did not reach.
 
-    On one rank FSDP1 leaves its views of them there, which ``named_parameters()`` does not find, and the next forward
-    would take them for parameters that were assigned, and write them back (torch 2.13).
+    On one rank FSDP1 leaves its views of them there, which ``named_parameters()`` and state dicts do not find, and the
+    next forward would take them for parameters that were assigned, and write them back: its catch-all believes from the
+    address that it has resharded the unit (torch 2.13).
     """
-    if not (handle.trains or handle.uses_sharded_strategy):
+    if handle.uses_sharded_strategy:
+        return
+    name, module, *_ = infos_of(handle.flat_param)[0]
+    if not isinstance(getattr(module, name), nn.Parameter):
         getattr(handle, _SHOW)()
 
 

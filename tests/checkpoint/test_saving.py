@@ -28,7 +28,8 @@ from fsshard.checkpoint.rng import capture, derive, restore
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
 from fsshard.launching.leaving import finish_before_leaving
 from fsshard.launching.pool import RankPool
-from tests.models import batch, net
+from tests.models import Spectral, batch, net
+from tests.training_runs import differences
 
 
 class Growing(nn.Module):
@@ -211,6 +212,66 @@ def job_kinds_of_tensors(folder: str) -> list[Any]:
 def test_ranks_keep_their_own_kinds_of_tensors(ranks: RankPool, tmp_path: Any) -> None:
     found = ranks.run(job_kinds_of_tensors, 2, str(tmp_path))
     assert found == [["torch.float32", [2, 3], "cpu"], ["torch.int32", [3, 2], "cpu"]]
+
+
+class TwoParts(nn.Module):
+    """Two parts, of which a loss reaches one or both, as in a GAN; their complex layers are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 6), Spectral(6))
+        self.second = nn.Sequential(Spectral(6), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        made = self.first(x)
+        return self.second(made if both else made.detach()).mean()
+
+
+def job_stops_before_a_unit(path: str, backend: str, order: list[bool]) -> list[str]:
+    """Save behind backward passes, of which some end before the first part; return what differs once it is loaded."""
+    models = [fsshard.wrap(TwoParts(), backend=backend, find_unused_parameters=True) for _ in range(2)]
+    optimizers = [fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01) for model in models]
+    for both in order:
+        models[0](batch(0), both).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    pending = models[0](batch(0), order[0])  # its backward comes later
+    fsshard.save(path, models[0], optimizers[0])
+    pending.backward()
+    fsshard.load(path, models[1], optimizers[1])
+    states = [(model.state_dict(), optimizer.state_dict()) for model, optimizer in zip(models, optimizers, strict=True)]
+    return [*differences(states[0][0], states[1][0]), *differences(states[0][1], states[1][1])]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "none"])
+def test_behind_a_backward_that_stops_before_a_unit(ranks: RankPool, tmp_path: Path, backend: str) -> None:
+    for world in (1, 2) if backend != "none" else (1,):
+        for number, order in enumerate(([True, False], [False], [False, True])):
+            path = tmp_path / f"{world}-{number}"
+            assert not any(ranks.run(job_stops_before_a_unit, world, str(path), backend, order))
+
+
+def job_lacks(path: str, whole: bool) -> str:
+    """A rank that forgets its part of a weight, or all of it, as a fault of an engine's would have it."""
+    model, _ = trained(net())
+    fsshard.save(path, model)
+    real = parts._add_model
+
+    def lacks(collected: Any, *rest: Any) -> None:
+        real(collected, *rest)
+        if whole or dist.get_rank():
+            del collected.parts["model/first.weight"]
+
+    with mock.patch.object(parts, "_add_model", lacks), pytest.raises(CheckpointError) as told:
+        fsshard.save(path, model)
+    fsshard.load(path, model)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_without_all_weights_is_an_error_of_the_save(ranks: RankPool, tmp_path: Path, whole: bool) -> None:
+    for told in ranks.run(job_lacks, 2, str(tmp_path / "last"), whole):
+        assert "the ranks do not hold all of model/first.weight; nothing was saved" in told
 
 
 # ------------------------------------------------------------------------------------------------ leaving

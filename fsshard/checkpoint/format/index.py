@@ -93,6 +93,13 @@ class TensorInfo(NamedTuple):
         return BY_NAME[self.dtype]
 
     @property
+    def is_whole(self) -> bool:
+        """Return whether the pieces cover all elements, in order."""
+        ends = [0, *(piece.stop for piece in self.pieces)]
+        in_a_row = [piece.start for piece in self.pieces] == ends[:-1] and ends == sorted(ends)
+        return in_a_row and ends[-1] == self.numel
+
+    @property
     def numel(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
@@ -325,8 +332,6 @@ def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry])
     for piece in info.pieces:
         if (piece.stop - piece.start) * info.kind.itemsize > files[piece.file].bytes:  # before anybody makes room
             raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
-    ends = [0, *(piece.stop for piece in info.pieces)]
-    in_a_row = [piece.start for piece in info.pieces] == ends[:-1] and ends == sorted(ends)
-    if not in_a_row or ends[-1] != info.numel or min(info.shape, default=0) < 0:
+    if not info.is_whole or min(info.shape, default=0) < 0:
         raise ValueError(f"tensors, {name!r:.100}: pieces overlap, leave a gap or do not end at {info.numel} elements")
     return info
