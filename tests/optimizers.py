@@ -183,6 +183,27 @@ class InSingle(Written):
         return size.to(parameter.dtype)
 
 
+class InBlocks(Written):
+    """A momentum in 8 bits, with one scale for each block of numbers, as 8-bit Adam keeps it."""
+
+    def __init__(self, params: Any, lr: float = 0.05, block: int = 256) -> None:
+        super().__init__(params, lr, block=block)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        state = self.state[parameter]
+        momentum = torch.zeros_like(parameter)
+        if state:
+            momentum = (state["bits"] * state["scales"]).view(-1)[: momentum.numel() * (1 + parameter.is_complex())]
+            momentum = torch.view_as_complex(momentum.view(-1, 2)) if parameter.is_complex() else momentum
+            momentum = momentum.view_as(parameter)
+        momentum.mul_(0.9).add_(parameter.grad)
+        numbers = (torch.view_as_real(momentum) if parameter.is_complex() else momentum).flatten()
+        blocks = nn.functional.pad(numbers, (0, -len(numbers) % group["block"])).view(-1, group["block"])
+        state["scales"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+        state["bits"] = (blocks / state["scales"]).round().to(torch.int8)
+        return momentum
+
+
 class NeedsGpu(Written):
     def step(self, closure: Any = None) -> Any:
         if not any(p.is_cuda for _, p in self.graded()):

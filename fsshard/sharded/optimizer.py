@@ -32,7 +32,7 @@ from fsshard.backends.whole import (
     states_at_rest,
     whole_owners,
 )
-from fsshard.comm.agreement import agree, check_alike, digest_of, exchange, raise_differences
+from fsshard.comm.agreement import agree, check_alike, digest_of, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.parameter_records import record_of
@@ -44,7 +44,12 @@ from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_opt
 from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
 from fsshard.sharded.contents import check_same_parameters
-from fsshard.sharded.optimizer_checks import WHOLE_TENSOR_OPTIMIZERS, OptimizerRequest, rank_independent_text
+from fsshard.sharded.optimizer_checks import (
+    WHOLE_TENSOR_OPTIMIZERS,
+    OptimizerRequest,
+    check_asked_alike,
+    rank_independent_text,
+)
 from fsshard.sharded.optimizer_matrices import See, take_see
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
@@ -485,9 +490,7 @@ def build_optimizer(
     with taking_part(group, "build_optimizer"):
         digests = exchange(group, prepare)
     (request,) = requests
-    if group is not None and len(set(digests)) > 1:
-        advice = "pass the same on every rank, since each updates a part of one model"
-        raise_differences(group, "build_optimizer", request.asked(), digests, advice)
+    check_asked_alike(group, request, digests)
     agree(group, lambda: request.check_separable(type(backend), backend.settings))
     return new_optimizer(model, request)
 

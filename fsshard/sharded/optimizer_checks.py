@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
-from fsshard.comm.agreement import described_tensor
+from fsshard.comm.agreement import described_tensor, raise_differences
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import unhooked_step
@@ -34,9 +36,14 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
     {"Adafactor", "DistributedShampoo", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
 )
 """Known to use the shape, a norm or a factorisation of each parameter."""
+BLOCKWISE = frozenset({"bitsandbytes", "torchao"})
+"""Packages whose 8-bit optimizers scale blocks of 64 to 2048 numbers, which a rank's part cuts elsewhere; on a CPU most
+of them cannot be tried."""
 BOUND = 1e-9
 """Largest difference between updates, of the largest update. In float64, and with cuts where torch's kernels begin a
 vector, what works number by number differs by a few roundings of 2e-16; another norm or mean moves one by 1e-3."""
+BOUND_WITHIN = 1e-4
+"""As :data:`BOUND`, where a vector is cut: kernels round the rest otherwise, by 6e-8 what computes in float32."""
 SCALES = (1.0, 1e-3)
 """Scales of the gradients of the two steps: norms of hundreds, which what clips does clip, then of tenths."""
 SHAPE = (160, 144)
@@ -147,17 +154,24 @@ class OptimizerRequest:
             try:
                 if self._agrees_on_parts(divides):
                     return
+                why = (
+                    "tried on small tensors, its step on a rank's part is not its step on the whole; if that is wrong: "
+                )
             except Exception as error:
-                if settings.is_first:
-                    warnings.warn(
-                        f"{name} could not be tried on small tensors ({type(error).__name__}: {error}), so it is "
-                        f"unknown whether it works under backend {backend.name!r}, whose ranks see parts of the "
-                        f"parameters. If it treats each element by itself, say so: {vouch}; otherwise use "
-                        "backend='ddp'",
-                        stacklevel=4,
-                    )
-                return
-            why = "tried on small tensors, its step on a rank's part is not its step on the whole; if that is wrong: "
+                packages = {base.__module__.partition(".")[0] for base in self.optimizer_class.__mro__}
+                if packages & BLOCKWISE and divides == "owners":
+                    return
+                if not packages & BLOCKWISE:
+                    if settings.is_first:
+                        warnings.warn(
+                            f"{name} could not be tried on small tensors ({type(error).__name__}: {error}), so it is "
+                            f"unknown whether it works under backend {backend.name!r}, whose ranks see parts of the "
+                            f"parameters. If it treats each element by itself, say so: {vouch}; otherwise use "
+                            "backend='ddp'",
+                            stacklevel=4,
+                        )
+                    return
+                why = "its blocks of numbers with a scale in common would be others on a rank's part; if it has none: "
             why += vouch
             if divides == "elements":
                 instead = "pass whole=True, if it needs no more than each parameter whole, or use backend='ddp'"
@@ -180,8 +194,9 @@ class OptimizerRequest:
                 dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
                 # As a matrix whether the first dim stands against the others, or the last two are taken. There of
                 # fewer numbers: the factors of Shampoo, for which the first dim stands, are of 1 by all the others.
-                shape = (*ones, *(AT_END if ones else SHAPE)) if at_end else (SHAPE[0], *ones, SHAPE[1])
-                shape = shape if dims > 1 else (SHAPE[0] * SHAPE[1],)
+                # Small ones are among them, since some keep blocks, or a number for all, below or from a size on.
+                shape = (*ones, *AT_END) if at_end else (SHAPE[0], *ones, SHAPE[1])
+                shape = shape if dims > 1 else (math.prod(shape),)
                 # The gradients have a direction in common: algorithms that look for one shall find it.
                 value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
                 gradients = [scale * (common + 0.5 * noise) for scale, noise in zip(SCALES, own, strict=True)]
@@ -221,7 +236,7 @@ class OptimizerRequest:
     def _agrees_on_parts(self, divides: str) -> bool:
         """Return whether ranks with parts compute what one with everything does, but for rounding. Raises what it does.
 
-        A part is some whole parameters; or a run of each, from a multiple of 64 numbers on, as a vector.
+        A part is some whole parameters; or a run of each, as a vector, which begins where no block of numbers does.
         """
         with _surroundings():
             samples, closure = self._samples(), False
@@ -237,13 +252,14 @@ class OptimizerRequest:
                 mine = slice(rank, None, 2) if divides == "owners" else slice(rank, None)
                 parts, wanted = samples[mine], whole[mine]
                 if divides == "elements":
-                    parts = [(group, stacked.flatten(1).chunk(2, -1)[rank]) for group, stacked in parts]
-                    wanted = [one.flatten().chunk(2)[rank] for one in wanted]
+                    parts = [(group, _cut(stacked.flatten(1), rank)) for group, stacked in parts]
+                    wanted = [_cut(one.flatten(), rank) for one in wanted]
                 try:
                     trained = self._trained(parts, closure)
                 except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
                     return False
-                if not all(map(_is_near, parts, wanted, trained)):
+                bound = BOUND_WITHIN if divides == "elements" and rank == 0 else BOUND
+                if not all(map(partial(_is_near, bound), parts, wanted, trained)):
                     return False
         return True
 
@@ -288,10 +304,19 @@ class OptimizerRequest:
 _Sample = tuple[int, Tensor]  # a small parameter: number of its group; value and gradient of each step, stacked
 
 
-def _is_near(sample: _Sample, wanted: Tensor, trained: Tensor) -> bool:
+def _cut(values: Tensor, rank: int) -> Tensor:
+    """Return a rank's run along the last dim.
+
+    One begins where torch's kernels begin a vector, but no block of 128 numbers or more; the other ends within a block.
+    """
+    middle = values.shape[-1] // 256 * 128 + 64
+    return values[..., middle:] if rank else values[..., : middle - 45]
+
+
+def _is_near(relative: float, sample: _Sample, wanted: Tensor, trained: Tensor) -> bool:
     """Return whether two results of training a sample differ by rounding at most."""
     moved, size = float((wanted - sample[1][0]).nan_to_num(0, 0, 0).abs().max()), float(sample[1][0].abs().max())
-    bound = BOUND * moved + 8 * torch.finfo(torch.float64).eps * (moved + size)
+    bound = relative * moved + 8 * torch.finfo(torch.float64).eps * (moved + size)
     return torch.allclose(wanted, trained, rtol=0, atol=bound, equal_nan=True)
 
 
@@ -324,3 +349,10 @@ def rank_independent_text(value: object) -> str:
     if isinstance(value, type) or inspect.isroutine(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return type(value).__name__
+
+
+def check_asked_alike(group: dist.ProcessGroup | None, request: OptimizerRequest, digests: Sequence[str]) -> None:
+    """Raise on every rank unless all ask for the same; a collective only where ``digests``, one a rank, differ."""
+    if group is not None and len(set(digests)) > 1:
+        advice = "pass the same on every rank, since each updates a part of one model"
+        raise_differences(group, "build_optimizer", request.asked(), digests, advice)

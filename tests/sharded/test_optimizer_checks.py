@@ -112,6 +112,38 @@ def test_what_an_algorithm_needs(optimizer_class: Any, needs: Any) -> None:
     assert agrees(optimizer_class) == needs
 
 
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 2048, 4096])
+def test_blocks_of_numbers_need_whole_parameters(block: int) -> None:
+    request = requested(written.InBlocks, block=block)
+    assert request._agrees_on_parts("owners") and not request._agrees_on_parts("elements")
+
+
+def job_packages() -> list[list[str]]:
+    """Build optimizers as packages of 8-bit ones name their modules, which are not installed here."""
+    model = fsshard.wrap(net(), backend="fsdp2")
+    whole = fsshard.wrap(net(), backend="fairscale")
+    found = []
+    for module in ("bitsandbytes.optim.adamw", "torchao.optim.adam"):
+        untried = type("AdamW8bit", (written.NeedsGpu,), {"__module__": module})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UnsupportedByBackend, match="its blocks of numbers with a scale in common") as told:
+                fsshard.build_optimizer(model, untried)
+            fsshard.build_optimizer(model, untried, whole=True)
+            fsshard.build_optimizer(whole, untried)
+            fsshard.build_optimizer(model, untried, separable=True)
+            tried = type("AdamWFp32", (written.MyLion,), {"__module__": module})
+            fsshard.build_optimizer(model, tried)
+        found.append([told.value.alternative, str(told.value)])
+    return found
+
+
+def test_packages_of_8_bit_optimizers_are_known_by_name(ranks: Any) -> None:
+    for found in ranks.run(job_packages, 2):
+        assert all(alternative == HERE for alternative, _ in found)
+        assert all("if it has none: fsshard.build_optimizer(model, AdamW8bit, ..., separable" in t for _, t in found)
+
+
 class OfFilters(written.Written):
     """Takes the mean from the gradients of filters, as Ranger does."""
 
