@@ -32,7 +32,7 @@ from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign
 from fsshard.checkpoint.models import choose_models, name_models, prefix
 from fsshard.checkpoint.reader import Reader
-from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
+from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
@@ -494,7 +494,6 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
                 log.warning("%s: %s does not accept the state that it had before: %s", first.call, what, error)
         raise
     _each(jobs, _Load.commit_memory)
-    seen_ordinal(first.reader.directory.parent, first.reader.index.ordinal)
 
 
 def _result(jobs: Sequence[_Load]) -> Loaded:

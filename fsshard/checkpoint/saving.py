@@ -265,7 +265,7 @@ class _Save:
         index = dataclasses.replace(
             parts.make_index(self.origin, self.collected, self.tensors, [trees for _, trees in written], self.alike),
             id=id,
-            ordinal=_next_ordinal(self.place.path.parent),
+            ordinal=newest_ordinal(self.place.path.parent) + 1,  # another job may have saved there meanwhile
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             files={rank_file(rank, len(written)): FileEntry(*file) for rank, (file, _) in enumerate(written)},
         )
@@ -273,20 +273,6 @@ class _Save:
         self.place.commit(partial)
         if self.keep is not None:
             self.place.retain(self.keep)
-
-
-_ordinals: dict[Path, int] = {}  # directory -> the highest ordinal that this process has seen or given there
-
-
-def _next_ordinal(directory: Path) -> int:
-    known = _ordinals.get(directory)
-    _ordinals[directory] = 1 + (newest_ordinal(directory) if known is None else known)
-    return _ordinals[directory]
-
-
-def seen_ordinal(directory: Path, ordinal: int) -> None:
-    """Let saves from here on come after that checkpoint."""
-    _ordinals[directory] = max(ordinal, _ordinals.get(directory, 0))
 
 
 class SaveHandle:

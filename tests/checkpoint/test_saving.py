@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
@@ -212,6 +213,28 @@ def job_kinds_of_tensors(folder: str) -> list[Any]:
 def test_ranks_keep_their_own_kinds_of_tensors(ranks: RankPool, tmp_path: Any) -> None:
     found = ranks.run(job_kinds_of_tensors, 2, str(tmp_path))
     assert found == [["torch.float32", [2, 3], "cpu"], ["torch.int32", [3, 2], "cpu"]]
+
+
+def job_two_jobs(folder: str) -> list[tuple[str, list[str]]]:
+    """Each rank is a job of its own, and they save in turns; return after each save the latest, and what is kept."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("jobs", "data"))
+    model = fsshard.wrap(net(), backend="fsdp2", device_mesh=mesh["data"], replicated={})
+    found = []
+    for number, job in enumerate([0, 0, 0, 1, 1, 0, 1, 0, 0], start=1):
+        if dist.get_rank() == job:
+            fsshard.save(f"{folder}/step-{number}", model, keep=2)
+        dist.barrier()
+        newest = fsshard.latest(folder)
+        found.append((newest.name, sorted(path.name for path in Path(folder).glob("step-*"))))
+        dist.barrier()
+    return found
+
+
+def test_two_jobs_that_save_into_one_folder(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(job_two_jobs, 2, str(tmp_path)):
+        for number, (newest, kept) in enumerate(found, start=1):
+            assert newest == f"step-{number}"
+            assert kept == [f"step-{n}" for n in (number - 1, number) if n]
 
 
 class TwoParts(nn.Module):
