@@ -139,6 +139,7 @@ def load(
         jobs[0].given = given
 
         def opened(kind: str | None, place: Path) -> str:
+            parts.check_places(scheduler, scaler, call)
             optimizers = parts.name_optimizers(models, optimizer, "fsshard.load", averages)
             for job in jobs:
                 job.optimizers = {name: its for name, its in optimizers.items() if its.model is job.model}

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import gather, raw_state_dict, state_divides, state_entry, state_of
@@ -519,6 +520,25 @@ def named_objects(scheduler: Any, scaler: Any, others: Mapping[str, Any]) -> dic
     """Return what is saved besides the model and its optimizers, by name; several with state as one object each."""
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None}
     return {name: as_one(value) for name, value in (given | dict(others)).items()}
+
+
+def check_places(scheduler: Any, scaler: Any, call: str) -> None:
+    """Raise unless what stands in the places of a scheduler and a scaler can be one. Local.
+
+    Raises:
+        ConfigurationError: names the keyword to use.
+    """
+    keywords = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", EMA: "ema"}
+    for place, value in (("scheduler", scheduler), ("scaler", scaler)):
+        keyword = next((keyword for kind, keyword in keywords.items() if isinstance(value, kind)), place)
+        if value is None or (keyword == place and hasattr(as_one(value), "state_dict")):
+            continue
+        if keyword == place:  # a number is most often that of the step
+            keyword = "step" if isinstance(value, int) else "NAME"
+        raise ConfigurationError(
+            f"{call}: expected something with state_dict() in the place of {place}, or None, got a "
+            f"{type(value).__name__}; pass it by name: {keyword}={value if isinstance(value, int) else '...'}"
+        )
 
 
 def take_averages(objects: dict[str, Any]) -> dict[str, EMA]:

@@ -109,6 +109,7 @@ def save(
     job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(models))
 
     def collected() -> parts.Collected:
+        parts.check_places(scheduler, scaler, call)
         _check_arguments(keep, only, Path(path).name, objects)
         for sharded in models.values():
             sharded.backend.reshard()

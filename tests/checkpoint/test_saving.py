@@ -103,6 +103,23 @@ def job_arguments(folder: str) -> dict[str, str]:
     fsshard.save(path, model, optimizer)
     ema = {name: parameter.detach() for name, parameter in model.named_parameters()}
     unknown: Any = model
+    scaler, rates = torch.amp.GradScaler("cpu"), ExponentialLR(optimizer, 0.9)
+    places = {
+        "got a int; pass it by name: step=3": (3,),
+        "got a dict; pass it by name: NAME=...": ({"step": 3},),
+        "got a GradScaler; pass it by name: scaler=...": (scaler,),
+        "in the place of scaler, or None, got a ExponentialLR; pass it by name: scheduler=...": (None, rates),
+        "in the place of scheduler, or None, got a EMA; pass it by name: ema=...": (fsshard.EMA(model),),
+    }
+    for text, given in places.items():
+        assert all(
+            text in refused(lambda given=given, call=call: call(path, model, optimizer, *given))
+            for call in (fsshard.save, fsshard.load)
+        )
+    fsshard.save(path, model, optimizer, rates, scaler, step=3, seen={"step": 3}, ema=fsshard.EMA(model))
+    found = fsshard.load(path, model, optimizer, rates, scaler)
+    assert found.state["step"] == 3 and found.state["seen"] == {"step": 3}
+    fsshard.save(path, model, optimizer)
     return {
         "a path first": refused(lambda: fsshard.save(unknown, path)),  # type: ignore[arg-type]
         "expected seconds": refused(lambda: fsshard.save(path, model, timeout="1")),  # type: ignore[arg-type]
