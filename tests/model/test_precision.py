@@ -23,6 +23,7 @@ from fsshard.model.precision import _cast, bf16_ready, check_buffers, check_prec
 from fsshard.planning.plan import plan
 from fsshard.planning.policies import Precision
 from tests.models import Spectral, batch, net
+from tests.parity.bare import average
 from tests.training_runs import DISTRIBUTED, Run, compare, ranks_of, train
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -357,3 +358,45 @@ def test_float16_without_scaler_warns_once(ranks: RankPool) -> None:
     for told in ranks.run(job_unscaled, 2, False):
         assert len(told) == 1 and "fsshard.GradScaler(model)" in told[0]
     assert ranks.run(job_unscaled, 2, True) == [[], []]
+
+
+def autocast_steps(model: Any, optimizer: Any, regions: int) -> list[float]:
+    """Train three steps within one region of autocast, or each in its own; gradients of bare models are averaged."""
+    losses = []
+    for _ in range(regions):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3 // regions):
+                loss = model(batch(len(losses))).square().mean()
+                loss.backward()
+                if not isinstance(model, fsshard.ShardedModule):
+                    average(model)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    return losses
+
+
+def job_steps_in_one_region() -> dict[str, tuple[bool, bool]]:
+    """Return of each engine whether it trains as bare replicas: a region a step, and one region for all."""
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    bare, found = {}, {}
+    for regions in (3, 1):
+        replica = layers()
+        bare[regions] = autocast_steps(replica, torch.optim.SGD(replica.parameters(), lr=0.5), regions)
+    for backend in DISTRIBUTED:
+        models = [fsshard.wrap(layers(), backend=backend) for _ in range(2)]
+        optimizers = [fsshard.build_optimizer(model, torch.optim.SGD, lr=0.5) for model in models]
+        alike = autocast_steps(models[0], optimizers[0], 3) == bare[3]
+        found[backend] = alike, autocast_steps(models[1], optimizers[1], 1) == bare[3 if backend == "fsdp" else 1]
+    assert bare[1] != bare[3], "torch keeps the casts of weights until a region ends"
+    return found
+
+
+def test_several_steps_in_one_region_of_autocast(ranks: RankPool) -> None:
+    """docs/precision.md says so: under ``fsdp`` weights are cast anew in each forward."""
+    for found in ranks.run(job_steps_in_one_region, 2):
+        assert found == dict.fromkeys(DISTRIBUTED, (True, True))
