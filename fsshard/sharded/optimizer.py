@@ -613,9 +613,10 @@ _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def refuse_foreign_optimizers(model: Any) -> None:
-    """Let a torch optimizer over replaced or engine-owned parameters raise at its step while ``model`` lives."""
+    """Let a torch optimizer over replaced or engine-owned parameters raise at its step while the bare module lives."""
     _seen.clear()
-    OPTIMIZER_STEP.keep_for(model, _refuse_foreign)
+    # Not while ``model`` lives: ``fsshard.wrap(module, backend="ddp")`` as a statement drops it at once.
+    OPTIMIZER_STEP.keep_for(model.module, _refuse_foreign)
 
 
 def _refuse_foreign(optimizer: Optimizer) -> None:

@@ -5,6 +5,7 @@ Tests fsshard/backends/reducer_arrivals.py too.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -220,6 +221,7 @@ def job_return_value(kept: bool, called: bool) -> tuple[list[str], bool]:
         model(batch(5))
     if not kept:
         model = module
+        gc.collect()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
