@@ -9,32 +9,23 @@ Imported by :mod:`fsshard.backends.fairscale` when that backend is used; the onl
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import fairscale
 import torch
 import torch.distributed as dist
 from fairscale.optim.oss import OSS
 
+from fsshard.oss.partition import packed
 from fsshard.oss.partitioned import PartitionedOptimizer, step_under_hooks_of_another
 
 
 class PatchedOSS(OSS, PartitionedOptimizer):
-    """OSS that packs evenly, keeps frozen layers equal on all ranks, and runs step hooks once."""
+    """OSS that aligns what it packs, keeps frozen layers equal on all ranks, and runs step hooks once."""
 
     about = f"FairScale {fairscale.__version__}, patched"
     step = step_under_hooks_of_another(OSS)  # ShardedOptimizer runs them
     _layout: list[tuple[int, bool]] | None = None
-
-    @property
-    def _per_device_params(self) -> Any:
-        # OSS packs smallest first and unaligned, so behind a parameter of odd size every complex view would fail
-        # ("Tensor must have a storage_offset divisible by 2"; any FNO with one output channel). Even sizes first.
-        per_device = OSS._per_device_params.fget(self)
-        for per_rank_params in per_device.values():
-            for parameters in per_rank_params:
-                parameters.sort(key=lambda p: (p.numel() & 1, p.numel()))
-        return per_device
 
     def refresh_trainable(self) -> None:
         # OSS moves parameters into its buffers after it has built the inner optimizer, and again whenever a
@@ -47,6 +38,8 @@ class PatchedOSS(OSS, PartitionedOptimizer):
     def _setup_flat_buffers(self) -> None:
         if self._layout != self._current_layout():
             super()._setup_flat_buffers()
+            for bucket in itertools.chain.from_iterable(by_rank.values() for by_rank in self.buckets.values()):
+                bucket.buffer = packed(bucket._params, bucket.buffer.dtype, bucket.buffer.device)
             self._layout = self._current_layout()
 
     def _current_layout(self) -> list[tuple[int, bool]]:

@@ -19,7 +19,7 @@ GLOBAL_OPTIMIZERS = frozenset({"LBFGS"})
 """Known to use inner products over all parameters (under FairScale's OSS: NaN)."""
 
 NOT_SYNCED = ("params", "param_names")  # what a group of one rank has for itself
-ALIGNMENT = 16  # elements: 64 bytes of float32, what torch's own allocator gives
+ALIGNMENT = 64  # bytes, of torch's own allocations on the CPU
 
 
 def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads: list[int]) -> None:
@@ -96,32 +96,32 @@ class ParameterBucket:
         self.buffers: dict[torch.dtype, Tensor] = {}
         self.parameters: list[Tensor] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            group = [parameter for parameter in parameters if parameter.dtype == dtype]
-            group.sort(key=lambda p: (-_alignment(p.numel()), p.numel()))
-            buffer = torch.empty(sum(p.numel() for p in group), dtype=dtype, device=device)
-            start = 0
-            for parameter in group:
-                view = torch.as_strided(buffer, parameter.shape, dense_strides(parameter), start)
-                view.copy_(parameter.detach())
-                parameter.data = view
-                self.parameters.append(parameter)
-                start += parameter.numel()
-            self.buffers[dtype] = buffer
+            group = sorted((p for p in parameters if p.dtype == dtype), key=Tensor.numel)
+            self.buffers[dtype] = packed(group, dtype, device)
+            self.parameters += group
         self.as_bytes = [as_bytes(buffer) for buffer in self.buffers.values()]
+
+
+@torch.no_grad()
+def packed(parameters: Iterable[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a buffer that has the parameters' values, and of which they are views from here on.
+
+    Each begins where memory of its own would. Products with a vector are rounded by its address (MKL, torch 2.13); and
+    behind a parameter of odd size a complex view fails: "Tensor must have a storage_offset divisible by 2".
+    """
+    parameters, step = list(parameters), ALIGNMENT // dtype.itemsize
+    buffer = torch.zeros(sum(-(-p.numel() // step) * step for p in parameters), dtype=dtype, device=device)
+    start = 0
+    for parameter in parameters:
+        view = torch.as_strided(buffer, parameter.shape, dense_strides(parameter), start)
+        parameter.data = view.copy_(parameter.detach())
+        start += -(-parameter.numel() // step) * step
+    return buffer
 
 
 def as_bytes(dense: Tensor) -> Tensor:
     """Return a dense tensor's memory as bytes, to be sent; gloo (torch 2.13) on 8-bit floats: "Invalid scalar type"."""
     return dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
-
-
-def _alignment(numel: int) -> int:
-    """Return the largest power of two, up to ``ALIGNMENT``, that divides ``numel``.
-
-    In falling order of it every parameter begins at a multiple of its own, without a gap. Packed by size, as FairScale
-    does, a complex view behind a parameter of odd size fails: "Tensor must have a storage_offset divisible by 2".
-    """
-    return min(numel & -numel, ALIGNMENT)
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:

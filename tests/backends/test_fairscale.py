@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from tests.on_ranks import on_ranks
-from tests.optimizers import average
+from tests.optimizers import MyMuon, average
 from tests.sets import often
 from tests.training_runs import differences
 
@@ -264,3 +264,50 @@ def test_a_parameter_has_one_optimizer(which: str) -> None:
     with pytest.raises(OptimizerError, match="Step the later one"):
         built[0].step()
     assert list(differences(bare.state_dict(), model.state_dict())) == []
+
+
+class Narrow(nn.Module):
+    """Weights of odd sizes, complex ones between them, and a last layer that multiplies with a vector."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.modes = nn.Parameter(torch.randn(width, width, dtype=torch.complex64) / width)
+        self.second = nn.Linear(width, width)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self.second((x.to(torch.complex64) @ self.modes).abs()).tanh())
+
+
+def narrow(width: int) -> Narrow:
+    torch.manual_seed(0)
+    return Narrow(width)
+
+
+def job_addresses(which: str, optimizer: Any, whole: bool) -> tuple[set[int], list[str]]:
+    """Return where weights begin, modulo 64 bytes, and what differs from replicas that are averaged by hand."""
+    found, places = [], set()
+    for width in (5, 10):
+        bare, model = narrow(width), fsshard.wrap(narrow(width), backend="fairscale", implementation=which)
+        mine = fsshard.build_optimizer(model, optimizer, whole=whole, lr=0.01)
+        theirs = optimizer(bare.parameters(), lr=0.01)
+        for step in range(4):
+            x = torch.rand(9, 3, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            for each in (bare, model):
+                (each(x) - 1).square().mean().backward()
+            average(bare)
+            for each in (theirs, mine):
+                each.step()
+                each.zero_grad()
+        places |= {entry.parameter.data_ptr() % 64 for entry in model.backend.all}
+        found += differences(bare.state_dict(), model.state_dict())
+    return places, found
+
+
+@pytest.mark.parametrize("which", ["real", "native"])
+@pytest.mark.parametrize(("optimizer", "whole"), [(MyMuon, True), (torch.optim.Adam, False)])
+def test_weights_lie_as_memory_of_their_own(ranks: Any, which: str, optimizer: Any, whole: bool) -> None:
+    """Products with a vector are rounded by its address."""
+    assert ranks.run(job_addresses, 2, which, optimizer, whole) == [({0}, [])] * 2

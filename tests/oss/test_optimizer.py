@@ -135,8 +135,9 @@ def test_parameters_become_views_of_buffers_and_keep_values_and_strides() -> Non
         assert torch.equal(p, q) and p.stride() == q.stride()
     torch.view_as_complex(model.pairs.detach())
     buckets = optimizer.buckets[torch.device("cpu")]
-    size = sum(buffer.numel() for bucket in buckets.values() for buffer in bucket.buffers.values())
-    assert sorted(buckets) == [0, 1] and size == sum(p.numel() for p in model.parameters())
+    size = sum(buffer.nbytes for bucket in buckets.values() for buffer in bucket.buffers.values())
+    assert sorted(buckets) == [0, 1] and size == sum(-(-p.nbytes // 64) * 64 for p in model.parameters())
+    assert all(p.data_ptr() % 64 == 0 for p in model.parameters() if p.numel())
 
 
 def moved(kind: str, change: str) -> Any:
