@@ -380,12 +380,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return (sums * weights).sum()
 
 
+def has_numbers(value: Tensor) -> bool:
+    """Return whether this rank has all numbers of a tensor, one by one in its memory."""
+    # Subclasses keep their numbers as they like: a DTensor has a part of them here, one of an estimate has none.
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    return is_plain and not (value.is_meta or value.is_nested or value.is_quantized)
+
+
 def described_tensor(value: Tensor) -> str:
     """Return a tensor's dtype and shape, and a digest of its numbers where this rank has all of them."""
     text = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    # Subclasses keep their numbers as they like: a DTensor has a part of them here, one of an estimate has none.
-    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
-    if value.is_meta or value.is_nested or value.is_quantized or not is_plain:
+    if not has_numbers(value):
         return text
     return f"{text} with digest {int(fingerprint(value)) & (2**48 - 1):012x}"
 

@@ -37,6 +37,7 @@ from fsshard.sharded.contents import ModelBuffers, check_same_parameters
 from fsshard.sharded.forward_methods import explain_forward_error
 from fsshard.sharded.grad_norm import norm_of
 from fsshard.sharded.parameters import ParameterViews
+from fsshard.sharded.same_inputs import SameInputs
 from fsshard.torch_private.autograd import current_graph_task_id
 
 
@@ -80,6 +81,7 @@ class ModelController:
         self._runs = False  # a forward is under way
         self._looks = LooksAtForwards()
         self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
+        self._same_inputs = SameInputs(backend)
         self._views = ParameterViews(backend)
         self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), settings.device)
         self._same_gradients: SameGradients | None = None
@@ -107,6 +109,8 @@ class ModelController:
             # behind, so that nothing is missed in between.
             if divided and looked_at and torch.is_grad_enabled():
                 self.step_counts.compare()
+            if looked_at and training and torch.is_grad_enabled() and backend.rank_weight is None:
+                self._same_inputs.look((args, kwargs))
             backend.before_forward(training=training)
             self.buffers.sync(then_differ=training or self.buffers.are_trained())
             if backend.engine.training != training:
