@@ -9,7 +9,7 @@ Imported by :mod:`fsshard.backends.fairscale` when that backend is used; the onl
 
 from __future__ import annotations
 
-import itertools
+from typing import Any
 
 import fairscale
 import torch
@@ -38,8 +38,11 @@ class PatchedOSS(OSS, PartitionedOptimizer):
     def _setup_flat_buffers(self) -> None:
         if self._layout != self._current_layout():
             super()._setup_flat_buffers()
-            for bucket in itertools.chain.from_iterable(by_rank.values() for by_rank in self.buckets.values()):
-                bucket.buffer = packed(bucket._params, bucket.buffer.dtype, bucket.buffer.device)
+            parts: dict[Any, list[Any]] = {}
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+                parts.setdefault((parameter.device, self.owner_of(parameter)), []).append(parameter)
+            for (device, rank), trained in parts.items():
+                self.buckets[device][rank].buffer = packed(trained, trained[0].dtype, device)
             self._layout = self._current_layout()
 
     def _current_layout(self) -> list[tuple[int, bool]]:

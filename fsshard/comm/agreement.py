@@ -323,16 +323,9 @@ def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) 
 
 
 def check_alike(group: dist.ProcessGroup | None, call: str, facts: Mapping[str, str], advice: str) -> None:
-    """Raise on every rank unless all have the same facts. Collective; for rare calls, which not all ranks may make.
+    """Raise RankMismatch on every rank unless all were given the same. Collective; for rare calls, which are met first.
 
-    Args:
-        group: the ranks; None is one alone.
-        call: in messages, as users write it.
-        facts: what this rank was given, as texts by name.
-        advice: in messages, what to do instead.
-
-    Raises:
-        RankMismatch: names what differs, and what two ranks have; or the rank that does not come.
+    ``facts`` are texts by name, ``call`` is as users write it, and ``advice`` says what to do instead.
     """
     digests = meet(group, call, digest_of(facts))
     if group is not None and len(set(digests)) > 1:

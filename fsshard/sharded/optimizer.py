@@ -269,18 +269,15 @@ class ShardedOptimizer(Optimizer):
                 yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, under this or another backend. Nothing changes if it does not fit.
-
-        Collective: every rank must be given the same.
+        """Load what :meth:`state_dict` gave, on every rank the same. Nothing changes if it does not fit. Collective.
 
         Raises:
             StateDictError: groups with other parameters, or state of another shape.
             RankMismatch: names what differs between the ranks.
         """
         settings = self.model.backend.settings
-        with taking_part(settings.group, "optimizer.load_state_dict()"):
-            facts = _facts(state_dict) if settings.all_ranks > 1 else {}
-            check_alike(settings.everyone, "optimizer.load_state_dict()", facts, "load the same on every rank")
+        facts = _facts(state_dict) if settings.all_ranks > 1 else {}
+        check_alike(settings.everyone, "optimizer.load_state_dict()", facts, "load the same on every rank")
         self.check_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             # Copies, as torch makes: a schedule writes into a learning rate that is a tensor.

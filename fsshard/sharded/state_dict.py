@@ -109,16 +109,13 @@ def check_given_alike(backend: Backend, state_dict: Mapping[str, Any] | None, fr
     """Raise RankMismatch on every rank unless all were given the same, before anything is read. Collective."""
     facts = {"broadcast_from_rank0": str(from_rank0)}
     if not from_rank0 and backend.settings.all_ranks > 1:
-        facts["the state dict"] = "a mapping" if isinstance(state_dict, Mapping) else f"a {type(state_dict).__name__}"
-        if isinstance(state_dict, Mapping):
-            facts |= {repr(key): _fact(backend, key, value) for key, value in state_dict.items()}
+        is_mapping = isinstance(state_dict, Mapping)
+        facts["the state dict"] = "a mapping" if is_mapping else f"a {type(state_dict).__name__}"
+        for key, value in state_dict.items() if state_dict is not None and is_mapping else ():
+            is_parameter = isinstance(value, Tensor) and key in backend.keys  # buffers may differ
+            facts[repr(key)] = described_tensor(value) if is_parameter else type(value).__name__
     advice = "load the same on every rank (start new layers from one seed), or pass broadcast_from_rank0=True"
     check_alike(backend.settings.everyone, "load_state_dict()", facts, advice)
-
-
-def _fact(backend: Backend, key: str, value: Any) -> str:
-    """Return a text that must be the same on every rank; of buffers, which may differ, the type alone."""
-    return described_tensor(value) if isinstance(value, Tensor) and key in backend.keys else type(value).__name__
 
 
 def load_whole(

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, read_index, says_ours
+from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, ordinal_in, read_index, says_ours
 from fsshard.checkpoint.format.tensors_file import open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
@@ -320,10 +320,10 @@ def _resolved(path: StrPath) -> Path:
 
 
 def newest_ordinal(directory: Path) -> int:
-    """Return the highest count of saves among the whole checkpoints in a directory; 0 where there is none."""
+    """Return the highest count of saves among the checkpoints in a directory, whole or not; 0 where there is none."""
     with _errors(f"list {directory}"):
         children = [child for child in directory.iterdir() if child.is_dir()] if directory.is_dir() else []
-    return next((ordinal for ordinal, *_ in _by_age(children)), 0)
+    return max(map(ordinal_in, children), default=0)
 
 
 def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[tuple[int, str, str, Path]]:

@@ -35,6 +35,7 @@ RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")  # the files of a chec
 STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
+_ORDINAL = re.compile(rb'"ordinal"\s*:\s*(\d{1,15})\b')
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
 
@@ -253,11 +254,21 @@ def sealed(value: Mapping[str, Any]) -> bytes:
 
 def says_ours(directory: str | os.PathLike[str]) -> bool:
     """Tell whether the index in a directory says at its beginning that it is fsshard's, of any version."""
+    return _HEAD.match(_beginning(directory)) is not None
+
+
+def ordinal_in(directory: str | os.PathLike[str]) -> int:
+    """Return the count of saves that the index in a directory begins with; 0 where there is none."""
+    found = _ORDINAL.search(_beginning(directory))
+    return int(found[1]) if found else 0
+
+
+def _beginning(directory: str | os.PathLike[str]) -> bytes:
     try:
         with os.fdopen(open_regular(Path(directory) / INDEX_FILE), "rb") as stream:
-            return _HEAD.match(stream.read(4096)) is not None
+            return stream.read(4096)
     except CorruptCheckpoint:  # there is none, or a link, a pipe or a folder of that name
-        return False
+        return b""
 
 
 def write_index(directory: str | os.PathLike[str], index: Index) -> None:

@@ -36,7 +36,7 @@ class Row:
 
 
 EQUAL, PLAIN = "equal to DDP", "equal to the plain module"
-EVEN = "parameters of even size come first"
+EVEN = "parameters are laid at 64 bytes each, as memory of their own"
 
 ROWS: dict[int, Row] = {
     1: Row("silent", "`optimizer.zero_grad()`, or `p.grad = None`: gradients of the step before are reduced", EQUAL),
