@@ -175,6 +175,10 @@ def _join(rank: int, device: str, store: Store, order: Order) -> None:
         timeout=timedelta(seconds=order.timeout),  # also for ranks that come late, which is no hang
         device_id=place,
     )
+    # A rank whose job raises at once destroys its group, at which one that has not connected to it yet fails, or waits.
+    connected = [f"connected/{other}" for other in range(order.world_size)]
+    store.set(connected[rank], "")
+    store.wait(connected, timedelta(seconds=order.timeout))
     set_timeout(timedelta(seconds=order.timeout * COLLECTIVE_SHARE))
 
 

@@ -15,6 +15,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fsshard
 from fsshard.comm import watchdog
 from fsshard.errors import LaunchError, RankFailed, RankHung, RankMismatch, UnsupportedByBackend
-from fsshard.launching import pool, supervisor
+from fsshard.launching import pool, pool_worker, supervisor
 from fsshard.launching.pool import RankPool
-from fsshard.launching.pool_worker import tell
+from fsshard.launching.pool_worker import Order, tell
 from tests.forked import ForkedPool, forking
 from tests.models import batch, net
 from tests.sets import often
@@ -42,13 +43,7 @@ class Pair(NamedTuple):
     right: int
 
 
-def connect() -> None:
-    """Let all ranks be connected: who is lost before that is missed at another place, or at another time."""
-    dist.barrier()
-
-
 def rank_zero_stops() -> None:
-    connect()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         raise KeyError("late")
@@ -96,7 +91,6 @@ def tensors() -> dict[str, Any]:
 
 
 def rank_one_raises_while_the_others_wait() -> None:
-    connect()
     if dist.get_rank() == 1:
         raise KeyError("missing piece")
     dist.all_reduce(torch.ones(1))
@@ -131,7 +125,6 @@ ENDS: dict[str, Callable[[], None]] = {
 
 
 def rank_one_ends(how: str) -> None:
-    connect()
     if dist.get_rank() == 1:
         ENDS[how]()
     dist.all_reduce(torch.ones(1))
@@ -217,7 +210,6 @@ def rank_zero_waits(kind: str, group: Any = None) -> None:
 
 def rank_zero_loses_the_other(kind: str) -> None:
     """Rank 1 raises where rank 0 waits for it."""
-    connect()
     rank_zero_waits(kind)
     assert dist.get_rank() == 1
     raise ValueError("gone")
@@ -305,6 +297,29 @@ def test_a_rank_that_raises_is_named_and_frees_the_others(ranks: RankPool) -> No
     # The pool goes on with the same processes.
     assert ranks.run(summed, 2, 0.0)[0].item() == 1.0
     assert pids(ranks)[: len(workers)] == workers
+
+
+def test_a_job_begins_when_all_ranks_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose job raises at once would leave one behind that has not connected to it yet."""
+    store, order, events = dist.HashStore(), Order(0, 2, b"", 60.0, (), None, b""), list[str]()
+
+    def connects_late(*_: Any, rank: int, **settings: Any) -> None:
+        if rank == 0:
+            store.wait(["connected/1"], timedelta(seconds=30))
+            events.append("rank 0 is connected")
+
+    def begin(rank: int) -> None:
+        pool_worker._join(rank, "cpu", store, order)
+        events.append("a job begins")
+
+    monkeypatch.setattr(dist, "init_process_group", connects_late)
+    monkeypatch.setattr(pool_worker, "set_timeout", lambda _: None)
+    threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert events == ["rank 0 is connected", "a job begins", "a job begins"]
 
 
 def test_errors_that_are_expected(ranks: RankPool) -> None:
