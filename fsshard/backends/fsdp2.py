@@ -30,7 +30,7 @@ from fsshard.backends.forward_guards import (
     written,
 )
 from fsshard.backends.fsdp2_gathers import ForwardPrefetch, KeptGathered, abandon, gather_ahead
-from fsshard.backends.part_guards import refuse_numbers_of_parts
+from fsshard.backends.part_guards import refuse_numbers_of_parts, refuse_parameter
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
@@ -204,6 +204,7 @@ class FSDP2Backend(TorchShardedBackend):
             # An empty tensor for each of thousands of ranks that gets nothing takes long in an estimate.
             with cut_by(_parts_of) if self.shard_group.size() > MANY_RANKS else contextlib.nullcontext():
                 fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
+            modules[name].__dict__["__deepcopy__"] = refuse_parameter  # torch's own is an AssertionError
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
                 for entry in (self.entries[parameter] for parameter in self.groups[name]):

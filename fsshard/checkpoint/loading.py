@@ -71,6 +71,13 @@ class Loaded:
     unexpected: tuple[str, ...]
     origin: Mapping[str, Any]
 
+    def __getitem__(self, name: str) -> Any:
+        """Return ``state[name]``."""
+        if name not in self.state:
+            known = ", ".join(map(repr, self.state)) or "nothing"
+            raise KeyError(f"{name!r} is not among what was saved beside the model and optimizer: {known}")
+        return self.state[name]
+
 
 def load(
     path: str | os.PathLike[str],

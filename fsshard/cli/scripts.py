@@ -41,6 +41,8 @@ def trace(
     first, stop = _numbers("--steps", steps, r"(\d*):(\d*)", "FIRST:STOP, for example 0:50")
     (kept,) = _numbers("--tensors", tensors, r"every=(\d+)", "every=N, for example every=100")
     last = int(stop) if stop else None
+    if last is not None and int(first or 0) >= last:
+        raise ConfigurationError(f"--steps {steps!r}: expected FIRST before STOP, for example 0:50")
     settings = Settings(every=every, first=int(first or 0), last=last, tensors=int(kept), state=state)
     if overwrite and list(folder.glob("rank*.jsonl")):
         shutil.rmtree(folder)

@@ -372,7 +372,10 @@ def _follow(shown: Any, stored: Tensor) -> bool:
         return False  # frozen since: autograd cannot make the view's node again, an internal assertion (torch 2.13)
     # When a parameter has been written in place, autograd makes a view of a view again from the offset that it had in
     # memory when it was made (torch 2.13): its gradient would go to other elements, or nowhere.
-    node = _GRAD_FN.__get__(shown)
+    try:
+        node = _GRAD_FN.__get__(shown)
+    except RuntimeError:  # the new memory is shorter than that offset
+        return False
     if node is None or not node.next_functions or not node.next_functions[0][0].next_functions:
         return True
     nn.Parameter.register_hook(shown, _refuse_gradient)

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -239,7 +238,7 @@ def init(
         threads: for ``torch.set_num_threads``. By default torch's own choice for one rank per machine or where
             ``OMP_NUM_THREADS`` is set, 1 for several ranks under gloo, and an equal share of the cores under nccl.
         device: where to compute; by default this rank's CUDA device under nccl and the CPU under gloo.
-        backend: the old name of ``process_group_backend``; deprecated.
+        backend: raises; an engine is named to :func:`fsshard.wrap`.
 
     Raises:
         LaunchError: a variable is missing or invalid, this machine lacks what was asked for, or nobody answers at
@@ -264,13 +263,14 @@ def init(
 
 
 def renamed_backend(process_group_backend: str | None, backend: str | None) -> str | None:
-    """Return the argument under its new name; warn if it was given under the old one, which wrap() has for engines."""
-    if backend is None:
-        return process_group_backend
-    warnings.warn(
-        f"backend={backend!r} is called process_group_backend={backend!r} now", DeprecationWarning, stacklevel=3
-    )
-    return backend
+    """Return the backend of the process group; raise where an engine's name was given here."""
+    if backend is not None:
+        raise LaunchError(
+            f"backend={backend!r}: expected the engine's name where a model is wrapped, "
+            f"fsshard.wrap(model, backend={backend!r}); what sends tensors is named here by "
+            "process_group_backend='gloo' or 'nccl'"
+        )
+    return process_group_backend
 
 
 @dataclass(frozen=True)

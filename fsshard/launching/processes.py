@@ -95,7 +95,7 @@ def launch(
         grace: seconds that spawned ranks have to save and to leave after this process gets SIGTERM, which SLURM,
             Kubernetes and torchrun send. The signal is passed on to each rank; ranks that are left after that time are
             killed. If all ranks return in time, so does this call.
-        backend: the old name of ``process_group_backend``; deprecated.
+        backend: raises; an engine is named to :func:`fsshard.wrap`.
 
     Returns:
         What ``fn`` returned: on rank 0 when spawned (it must be picklable), on this rank under a launcher. ``None``

@@ -32,7 +32,7 @@ nothing."""
 MODEL = frozenset(
     {"tp", "tensor", "tensor_parallel", "model", "model_parallel", "mp"}
     | {"cp", "context", "context_parallel", "sp", "sequence", "sequence_parallel", "ring", "ulysses"}
-    | {"domain", "domain_parallel", "spatial", "spatial_parallel"}
+    | {"domain", "domain_parallel", "spatial", "spatial_parallel", "dx", "dy", "dz"}
     | OTHER_MODULES
 )
 """Dimensions along which ranks share samples: each has a part of the model, or of every sample."""

@@ -112,6 +112,11 @@ class ShardedModule(nn.Module):
         except AttributeError:
             if name in ("module", "_fsshard"):
                 raise
+            if name.startswith("_ddp_"):  # the first thing that torch's DDP looks for
+                raise ModelError(
+                    "DistributedDataParallel(model): expected a bare model, got what fsshard.wrap returned, which "
+                    "trains on all ranks already; call it as it is, with backend='ddp' for DDP"
+                ) from None
             value = getattr(self.module, name)
         if name in self.backend.facts.needs_whole and self._fsshard.whole is None:
             return functools.partial(_refuse_on_parts, name, type(self.module).__name__)

@@ -465,7 +465,7 @@ def build_optimizer(
     from fsshard.sharded.module import ShardedModule
 
     if not isinstance(model, ShardedModule):
-        remedy = "wrap it first" if isinstance(model, nn.Module) else "pass the model; some of its parameters go second"
+        remedy = "wrap it first" if isinstance(model, nn.Module) else "pass the model; some of its parameters go third"
         raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; {remedy}")
     backend = model.backend
     requests: list[OptimizerRequest] = []
@@ -473,6 +473,7 @@ def build_optimizer(
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {_told(optimizer_class)}")
+        _check_settings(optimizer_class, param_groups, defaults)
         groups = [{"params": list(backend.entries)}] if param_groups is None else _resolved(model, param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
@@ -513,6 +514,25 @@ def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOpt
     optimizer = ShardedOptimizer(model, inner, request)
     model._fsshard.optimizers.add(optimizer)
     return optimizer
+
+
+def _check_settings(optimizer_class: type[Optimizer], param_groups: object, defaults: Mapping[str, Any]) -> None:
+    """Raise for a number in the place of parameters, and for a text where the class takes a number."""
+    name = optimizer_class.__name__
+    if isinstance(param_groups, (int, float)):
+        raise OptimizerError(
+            f"param_groups={param_groups!r}: expected parameters, their names or groups, got a number; settings go by "
+            f"name: build_optimizer(model, {name}, lr={param_groups!r})"
+        )
+    known = inspect.signature(optimizer_class.__init__).parameters
+    for key, value in defaults.items():
+        if isinstance(value, (list, tuple)) and any(isinstance(member, nn.Parameter) for member in value):
+            raise OptimizerError(
+                f"{key}=[...]: expected settings by name, got parameters; give them as a group of their own, with the "
+                "settings that the class reads there: [{'params': others}, {'params': these, ...}]"
+            )
+        if isinstance(value, str) and key in known and isinstance(known[key].default, (int, float)):
+            raise OptimizerError(f"{key}={value!r}: expected a number, got a str; write {key}=float({value!r})")
 
 
 def _told(given: object) -> str:

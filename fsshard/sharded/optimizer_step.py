@@ -165,11 +165,11 @@ class _View:
 
     def _as_at_rest(self, value: Any, local: Tensor) -> Any:
         """Return state as it lies at rest, of which a user may have put what ``p.data`` is like: ``zeros_like`` it."""
-        if not isinstance(value, Tensor) or not value.dim():
+        part: Tensor | None = getattr(value, LOCAL_TENSOR, None)
+        if part is None:
             return value
-        part: Tensor = getattr(value, LOCAL_TENSOR, value)
         is_complex = part.is_complex() and not local.is_complex()
-        if part.numel() * (1 + is_complex) == local.numel() and (part is not value or is_complex):
+        if part.numel() * (1 + is_complex) == local.numel():
             return self.entry.kind.to_stored(part).reshape(local.shape)
         return part
 
@@ -463,6 +463,9 @@ class _Shards:
             views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
             held: _Held = []
             if self.foreign:
+                for group in optimizer.param_groups:
+                    # A flat part without numbers has no gradient, for which many classes do not look.
+                    group["params"][:] = [parameter for parameter in group["params"] if parameter.numel()]
                 pieces = {id(piece) for view in views for piece in view.pieces}
                 held = [(p, p.data) for group in optimizer.param_groups for p in group["params"] if id(p) not in pieces]
         given = () if closure is None else (self._refreshing(optimizer, closure, views, held, groups),)

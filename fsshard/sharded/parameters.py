@@ -121,7 +121,8 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
         raise FsshardError(
             f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit. An optimizer that "
             "fsshard.build_optimizer(model, torch.optim.AdamW, ...) has made takes it for step() and zero_grad(); clip "
-            "with model.clip_grad_norm_(max_norm)"
+            "with model.clip_grad_norm_(max_norm); to change gradients number by number, or to clip their values, use "
+            "backend='fsdp2', 'fairscale' or 'ddp'"
         )
 
     @grad.setter

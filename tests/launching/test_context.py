@@ -66,9 +66,11 @@ def test_what_init_refuses(bare: pytest.MonkeyPatch) -> None:
         init(process_group_backend="nccl", device="cpu")
     with pytest.raises(LaunchError, match="device must be a CPU or a CUDA device"):
         init(device="meta")
-    with pytest.warns(DeprecationWarning, match="is called process_group_backend='mpi' now"):
-        with pytest.raises(LaunchError, match="process_group_backend must be 'gloo', 'nccl' or None, got 'mpi'"):
-            init(backend="mpi")
+    with pytest.raises(LaunchError, match="process_group_backend must be 'gloo', 'nccl' or None, got 'mpi'"):
+        init(process_group_backend="mpi")
+    for call in (init, lambda backend: launch(nested, 1, ["here"], backend=backend)):
+        with pytest.raises(LaunchError, match=r"backend='fsdp2': expected .* fsshard\.wrap\(model, backend='fsdp2'\)"):
+            call(backend="fsdp2")
     assert not dist.is_initialized()
     assert "RANK" not in os.environ
 

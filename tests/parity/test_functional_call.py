@@ -1,4 +1,4 @@
-"""Weights that a forward hands to its own parts (MAML, hypernetworks): as replicas averaged by hand, on all engines."""
+"""Forwards that hand weights to their own parts, or recompute these: as replicas averaged by hand, on all engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsshard
 from tests import by_hand
@@ -116,3 +117,36 @@ def test_raw_fsdp1_ignores_them() -> None:
 
     raw = FullyShardedDataParallel(Hyper(), use_orig_params=True, device_id=torch.device("cpu"))
     assert loss_of(raw, 0, 0).item() != loss_of(Hyper(), 0, 0).item()
+
+
+class Recomputed(nn.Module):
+    """Has parts that its own forward recomputes, as users write it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.last = nn.Linear(8, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.middle, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
+        return self.last(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@on_ranks()
+def test_parts_that_a_forward_recomputes_itself(backend: str, reentrant: bool) -> None:
+    for policy in (None, {nn.Sequential}):
+        model = fsshard.wrap(Recomputed(reentrant), backend=backend, auto_wrap_policy=policy)  # type: ignore[arg-type]
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        for step in range(3):
+            loss_of(model, dist.get_rank(), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bare = Recomputed(reentrant)
+        by_hand.train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), loss_of, steps=3, ranks=2)
+        saved = model.state_dict()
+        assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())

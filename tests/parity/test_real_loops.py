@@ -420,4 +420,5 @@ def job_frozen_backbone() -> int:
 
 
 def test_a_frozen_backbone_is_not_sent_at_each_step(ranks: Any) -> None:
-    assert max(ranks.run(job_frozen_backbone, 2)) <= 20  # the last layer
+    last_layer = 2 * 16  # numbers of two parameters, each at a multiple of 64 bytes
+    assert max(ranks.run(job_frozen_backbone, 2)) <= last_layer

@@ -75,7 +75,7 @@ def job_wrong_arguments() -> None:
     settings = "got an instance of Adam; pass the class and its settings: build_optimizer(model, Adam, lr=...)"
     for what, kind, text in (
         (bare, torch.optim.Adam, "got Net; wrap it first"),
-        (model.parameters(), torch.optim.Adam, "got generator; pass the model; some of its parameters go second"),
+        (model.parameters(), torch.optim.Adam, "got generator; pass the model; some of its parameters go third"),
         (model, torch.optim.Adam(model.parameters()), settings),
         (model, "Adam", "must be a torch.optim.Optimizer class, got 'Adam'"),
     ):

@@ -71,6 +71,8 @@ def import_checkpoint(
     need the model, and are loaded by ``fsshard.load``. ``trust_pickle``: unpickle what cannot be read otherwise.
     """
     source = Path(os.path.expanduser(source))
+    if not source.exists():
+        raise CheckpointError(f"{source}: expected a checkpoint, found no such file or folder")
     kind = foreign(source)
     if kind is None:
         raise CheckpointError(f"{source} is not a checkpoint of a known kind; known are: {', '.join(KINDS)}")

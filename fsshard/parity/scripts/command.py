@@ -33,6 +33,8 @@ def run(command: Sequence[str], folder: str | Path, settings: Settings | None = 
         ConfigurationError: no such program, the folder holds a record, or a setting has no meaning.
     """
     folder, settings = Path(folder).absolute(), settings or Settings()
+    if folder.is_file():
+        raise ConfigurationError(f"expected a folder for the record, got the file {folder}; name another place")
     check_new(folder)
     if not command or shutil.which(command[0]) is None:
         raise ConfigurationError(
