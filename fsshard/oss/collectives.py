@@ -70,6 +70,13 @@ def runs(tensors: Iterable[Tensor], elements: int = 0) -> Iterator[list[Tensor]]
 # ------------------------------------------------------------------------------------------------ means
 
 
+def as_dense(gradient: Tensor) -> Tensor:
+    """Return the gradient, or a dense tensor of a sparse one's numbers."""
+    # DDP coalesces it, which adds up the numbers of an index in another order than to_dense does (torch 2.13).
+    gradient = gradient.coalesce() if gradient.is_sparse else gradient
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective."""
     # They are added up in their own dtype: a mean that they were added to would be rounded once more in another.
@@ -77,7 +84,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
     for run in (run for same in by_dtype for run in runs(same)):
         parts = []
         for parameter in run:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else as_dense(parameter.grad.detach())
             parts.append(gradient.resolve_conj().reshape(-1))
         flat = torch.cat(parts)
         real = torch.view_as_real(flat) if flat.is_complex() else flat

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsshard.comm.watchdog import seen_waiting
 from fsshard.complex_params.pairs import real_dtype
+from fsshard.oss.collectives import as_dense
 from fsshard.oss.partition import dense_strides
 from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
 
@@ -135,7 +136,7 @@ class GradientBucket:
                 view.zero_()
                 continue
             into.append(view)
-            gradients.append(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+            gradients.append(as_dense(gradient))
         if into:
             foreach_copy_(into, gradients if self._reduce_dtype is None else self._parts_of_mean(gradients))
 
@@ -182,7 +183,7 @@ class GradientBucket:
         if gradient is None:
             gradient = torch.zeros_like(parameter)
         elif gradient.layout is not torch.strided or gradient.requires_grad or gradient.is_conj():
-            gradient = gradient.detach().to_dense().resolve_conj().clone()
+            gradient = as_dense(gradient.detach()).resolve_conj().clone()
         parameter.grad = gradient
         return gradient
 

@@ -307,19 +307,22 @@ def train_mixed(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
 
 
 class Words(nn.Module):
-    """A sparse embedding, of which ranks use different rows."""
+    """A sparse embedding, of which ranks use different rows: each once, or some several times, in different places."""
 
-    def __init__(self) -> None:
+    def __init__(self, once: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.once = once
         self.words, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.words((x.flatten().abs() * 7).long() % 20))
+        rows = (x.flatten().abs() * 7).long() % 20
+        rows = rows.unique() if self.once else rows
+        return self.out(self.words(rows) * x.flatten()[: len(rows), None])
 
 
-def train_sparse(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
-    return train(kind, Words(), 3, micro_batches, settings={"optim": torch.optim.SGD, "lr": 0.1}, **kw)
+def train_sparse(kind: str, micro_batches: int, once: bool, **kw: Any) -> list[Tensor]:
+    return train(kind, Words(once), 3, micro_batches, settings={"optim": torch.optim.SGD, "lr": 10.0}, **kw)
 
 
 def train_normalized(kind: str, eval_between: bool, **kw: Any) -> list[Tensor]:

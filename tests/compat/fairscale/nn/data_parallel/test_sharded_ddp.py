@@ -89,7 +89,8 @@ EQUAL = [
     *cases(trainings.train_branching, USED, pytest.mark.fairscale_row(19)),
     *cases(trainings.train_mixed, [1, 2], pytest.mark.fairscale_row(21)),
     *cases(trainings.train_mixed, [2], pytest.mark.fairscale_row(21), reference="hand"),
-    *cases(trainings.train_sparse, [1, 2], pytest.mark.fairscale_row(27)),
+    # In a second backward DDP adds a row's gradients one by one to the first's mean, which its owner alone has here.
+    *cases(trainings.train_sparse, [(1, False), (2, True)], pytest.mark.fairscale_row(27)),
     *cases(trainings.train_large, itertools.product(("s!z", "ns!z"), (0, 1, 100, 2**23))),  # any size of buckets
     *cases(trainings.train_normalized, BOTH),
 ]
@@ -275,7 +276,7 @@ def test_thawing_a_layer_that_still_has_a_mean() -> None:
 def test_row_21_27_raw_refuses_several_dtypes_and_sparse_gradients() -> None:
     module = Mixed()
     assert "Different types for the bucket" in str(refusal(lambda: build("real", module)[0](batch(0))))
-    wrapped, _ = build("real", Words(), reduce_buffer_size=0)
+    wrapped, _ = build("real", Words(once=False), reduce_buffer_size=0)
     assert "NotImplementedError" in str(refusal(lambda: wrapped(torch.tensor([1, 2])).sum().backward()))
 
 
