@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from fsshard import errors
-from fsshard.comm.stores import answer_within, check_not_inherited, timeout_of
+from fsshard.comm.stores import answer_within, check_not_destroyed, check_not_inherited, timeout_of
 from fsshard.comm.watchdog import Watchdog, done_soon, hold_until_done, meet
 from fsshard.errors import CheckpointError, FsshardError, RankMismatch
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base, broadcast_coalesced
@@ -60,6 +60,7 @@ class Channel:
         if group is None:
             return cls(None)
         check_not_inherited(group, "saving, loading or exporting a wrapped model")
+        check_not_destroyed(group, "saving, loading or exporting a wrapped model")
         channel = _channels.get(group)
         if channel is None:
             channel = _channels[group] = cls(group)

@@ -186,6 +186,15 @@ _owners: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Group -> the process that has used it first; ``wrap`` and each meeting of ranks do."""
 
 
+def check_not_destroyed(group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise LaunchError where the process group is gone; ``what`` was called, as users write it."""
+    if group is not None and not dist.is_initialized():
+        raise LaunchError(
+            f"{what}: expected the process group of the model, which was destroyed; call this before "
+            "torch.distributed.destroy_process_group()"
+        )
+
+
 def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
     """Raise LaunchError in a forked process, where a collective waits forever; ``what`` was called, as users write it.
 

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from fsshard.comm.stacks import location_of_this_rank
-from fsshard.comm.stores import check_not_inherited, own_store, timeout_of
+from fsshard.comm.stores import check_not_destroyed, check_not_inherited, own_store, timeout_of
 from fsshard.errors import FsshardError, RankMismatch
 from fsshard.torch_private.c10d import all_groups, collectives
 
@@ -90,9 +90,11 @@ def speaks_of_a_lost_rank(error: BaseException) -> bool:
 def taking_part(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """Context around collectives of ours: they raise at once where they would hang, and name the rank that they lose.
 
-    ``what`` was called, as users write it. A forked process raises LaunchError; RankMismatch names who is lost.
+    ``what`` was called, as users write it. A forked process, and one whose process group is destroyed, raises
+    LaunchError; RankMismatch names who is lost.
     """
     check_not_inherited(group, what)
+    check_not_destroyed(group, what)
     watchdog = Watchdog.of_job()
     if watchdog is not None:
         watchdog.go_on()
@@ -301,6 +303,7 @@ def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list
     ``what`` was called, as users write it. RankMismatch names a rank that has ended, or waits in another collective, or
     did not come within the group's time limit.
     """
+    check_not_destroyed(group, what)
     if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
         return [note]
     limit, ranks = timeout_of(group), _ranks_of(group)

@@ -33,7 +33,7 @@ from fsshard.backends.whole import (
     whole_owners,
 )
 from fsshard.comm.agreement import agree, check_alike, digest_of, exchange
-from fsshard.comm.watchdog import taking_part
+from fsshard.comm.watchdog import meet, taking_part
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.shown import stored_of
@@ -258,7 +258,10 @@ class ShardedOptimizer(Optimizer):
             ``{"state": {name: {key: tensor or value}}, "param_groups": [{..., "params": [names]}]}`` with the original
             names, shapes and (complex) dtypes, the same under every backend.
         """
-        keep = self.model.backend.settings.is_first or not rank0_only
+        settings = self.model.backend.settings
+        if self.model.backend.facts.divides != "nothing":  # rank 0 alone would wait for the others
+            meet(settings.everyone, "optimizer.state_dict()")
+        keep = settings.is_first or not rank0_only
         state = {name: whole for name, whole in self.iterate_state() if keep and whole}
         return {"state": state, "param_groups": groups_by_name(self)} if keep else {}
 

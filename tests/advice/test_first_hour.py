@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
-from fsshard.errors import CheckpointError, ConfigurationError, ModelError, OptimizerError
+from fsshard.errors import CheckpointError, ConfigurationError, LaunchError, ModelError, OptimizerError, RankFailed
 from tests.advice.following import is_right, plain, refused
 from tests.on_ranks import on_ranks
 from tests.sharded.training import ALL
@@ -170,3 +170,39 @@ def test_gradients_that_have_no_shape_on_a_rank() -> None:
         nn.utils.clip_grad_value_(each.parameters(), 0.1)
     for shard, whole in zip(model.parameters(), bare.parameters(), strict=True):
         assert torch.equal(shard.grad.full_tensor(), whole.grad)  # type: ignore[union-attr]
+
+
+def case_destroyed(ctx: Any, call: str, folder: str) -> str:
+    model = fsshard.wrap(plain(), backend="fsdp2")
+    optimizer = fsshard.build_optimizer(model, AdamW)
+    calls = {
+        "save": lambda: fsshard.save(folder, model, optimizer),
+        "load": lambda: fsshard.load(folder, model),
+        "state_dict": model.state_dict,
+        "optimizer.state_dict": optimizer.state_dict,
+    }
+    calls[call]()
+    dist.barrier()
+    dist.destroy_process_group()
+    with refused("call this before torch.distributed.destroy_process_group()", LaunchError):
+        calls[call]()
+    return "refused"
+
+
+def test_calls_behind_the_end_of_the_process_group(tmp_path: Path) -> None:
+    for call in ("save", "load", "state_dict", "optimizer.state_dict"):
+        assert fsshard.launch(case_destroyed, 1, (call, str(tmp_path / "one"))) == "refused"
+
+
+def train_and_save_on_rank_0(ctx: Any) -> None:
+    model = fsshard.wrap(plain(), backend="fsdp2")
+    optimizer = fsshard.build_optimizer(model, AdamW)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if ctx.rank == 0:
+        optimizer.state_dict()
+
+
+def test_an_optimizers_state_on_one_rank_alone() -> None:
+    with refused("All ranks must call optimizer.state_dict() equally often", RankFailed):
+        fsshard.launch(train_and_save_on_rank_0, 2)
