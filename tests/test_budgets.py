@@ -20,7 +20,7 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
     "fsshard + compat": 51_734,
-    "tests": 57_600,
+    "tests": 57_900,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 130

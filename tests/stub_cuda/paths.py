@@ -25,6 +25,7 @@ from fsshard.checkpoint.staging import Staging
 from fsshard.model import host_copies
 from fsshard.sharded import module as sharded_module
 from fsshard.sharded.averages import KEY
+from fsshard.sharded.controller import controller_of
 from fsshard.simulation.fakes import Fakes, fake_ranks
 from fsshard.torch_private.patching import replaced
 
@@ -55,7 +56,7 @@ Look = Callable[[Any, Any], None]
 def train(look: Look | None = None, **settings: Any) -> None:
     """Two steps, with clipping and a loss scale."""
     model = fsshard.wrap(net(), **settings)
-    model.simulate()
+    controller_of(model).simulate()
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
     scaler = fsshard.GradScaler(model, enabled=settings.get("mixed_precision") == "fp16")
     for _ in range(2):
@@ -102,7 +103,7 @@ def faked(**settings: Any) -> None:
             module = net()
         with fakes.wrapping(module):
             model = fsshard.wrap(module, **settings)
-        model.simulate()
+        controller_of(model).simulate()
         optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
         for _ in range(2):
             model(torch.randn(4, 16, device=HERE)).square().mean().backward()

@@ -256,6 +256,7 @@ def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(dist, "broadcast", collective)
     monkeypatch.setattr(dist, "all_to_all_single", collective)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     group = mock.Mock(**{"size.return_value": 2, "rank.return_value": 0})
     gather = Gather()
     whole, given, total = gather.allocate([8], dtype=torch.float32, device=CPU), torch.ones(8), torch.empty(4)
