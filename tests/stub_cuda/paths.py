@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint.parts import collect
 from fsshard.checkpoint.staging import Staging
+from fsshard.comm import agreement
 from fsshard.model import host_copies
 from fsshard.sharded import module as sharded_module
 from fsshard.sharded.averages import KEY
@@ -202,7 +203,9 @@ def cuda_ranks() -> Iterator[None]:
     init = dist.init_process_group
     with (
         replaced(dist, "init_process_group", lambda _, **settings: init("cuda:fake", **settings)),
-        replaced(sharded_module, "meet", lambda group, what, note="": [note]),  # the other ranks never come
+        # The other ranks never come.
+        replaced(sharded_module, "meet", lambda group, what, note="": [note]),
+        replaced(agreement, "meet", lambda group, what, note="": [note]),
         fake_ranks(RANK, RANKS, "nccl"),
     ):
         yield
