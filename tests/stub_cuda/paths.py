@@ -22,9 +22,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint.parts import collect
 from fsshard.checkpoint.staging import Staging
-from fsshard.comm import agreement
+from fsshard.comm.watchdog import Meeting, Watchdog
 from fsshard.model import host_copies
-from fsshard.sharded import module as sharded_module
 from fsshard.sharded.averages import KEY
 from fsshard.sharded.controller import controller_of
 from fsshard.simulation.fakes import Fakes, fake_ranks
@@ -204,8 +203,7 @@ def cuda_ranks() -> Iterator[None]:
     with (
         replaced(dist, "init_process_group", lambda _, **settings: init("cuda:fake", **settings)),
         # The other ranks never come.
-        replaced(sharded_module, "meet", lambda group, what, note="": [note]),
-        replaced(agreement, "meet", lambda group, what, note="": [note]),
+        replaced(Watchdog, "meet", lambda _, group, what, note, limit: Meeting("", {RANK: note}, {}, late=False)),
         fake_ranks(RANK, RANKS, "nccl"),
     ):
         yield
