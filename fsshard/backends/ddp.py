@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsshard.backends.base import Backend
+from fsshard.backends.ddp_hooks import BucketSums, reduce_bucket, reduce_fake
 from fsshard.backends.facts import EngineFacts, Tunable
 from fsshard.backends.reducer_arrivals import Arrivals, ReplicatedModel
 from fsshard.backends.registry import register_backend
@@ -70,14 +70,20 @@ class DDPBackend(Backend):
 
     def _hook(self) -> tuple[Any, Callable[..., Any]] | None:
         """Return the user's hook with its state, or ours where torch's own reduction would not do."""
-        reduce_dtypes = self._reduce_dtypes()
         if self._users_hook is not None:
             return self._users_hook
-        if any(reduce_dtypes.values()):
-            return (self.settings.group, reduce_dtypes), _reduce_narrow
+        group = self.settings.group
+        if group is None:
+            return None
+        reduce_dtypes = self._reduce_dtypes()
+        if dist.get_backend(group) == "fake":
+            # By itself DDP's reducer asserts that an all_reduce has a future (comm.cpp, torch 2.13).
+            return BucketSums(group, reduce_dtypes), reduce_fake
         owners = (slot.owner for entry in self.all for slot in entry.slots if entry.parameter.requires_grad)
-        if any(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse for owner in owners):
-            return self.settings.group, _reduce_sparse
+        has_sparse = any(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse for owner in owners)
+        # DDP itself adds up in an order that depends on where a number lies in its bucket; of two ranks there is one.
+        if group.size() > 2 or has_sparse or any(reduce_dtypes.values()):
+            return BucketSums(group, reduce_dtypes), reduce_bucket
         return None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -178,12 +184,9 @@ class DDPBackend(Backend):
         self.engine = self.module
 
     def simulate(self) -> None:
-        # By itself DDP's reducer asserts that an all_reduce has a future (comm.cpp), and before the second step it
-        # reads from memory in which order the gradients were ready (torch 2.13).
+        # By itself DDP's reducer reads from memory, before the second step, in which order gradients were ready (2.13).
         engine: Any = self.engine
         if isinstance(engine, torch.nn.parallel.DistributedDataParallel):
-            if self._hook() is None:
-                engine.register_comm_hook(self.settings.group, _reduce_fake)
             setattr(engine, "reducer", SteadyReducer(engine.reducer))  # noqa: B010  # typed as a Reducer
 
     @contextlib.contextmanager
@@ -193,54 +196,3 @@ class DDPBackend(Backend):
                 yield
         else:
             yield
-
-
-def _reduce_narrow(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in narrower dtypes: divided first, so that the sum does not overflow."""
-    group, reduce_dtypes = state
-    whole = bucket.buffer()
-    asked = [reduce_dtypes.get(parameter) for parameter in bucket.parameters()]
-    if len(set(asked)) < 2:
-        parts = {asked[0]: [whole]}
-    else:  # fp32 units among others; ranks must meet in one order
-        parts = {reduce_dtype: [] for reduce_dtype in sorted(set(asked), key=str)}
-        for reduce_dtype, gradient in zip(asked, bucket.gradients(), strict=True):
-            parts[reduce_dtype].append(gradient)
-    futures: list[torch.futures.Future[Any]] = []
-    for reduce_dtype, wide in parts.items():
-        narrow = wide[0] if len(wide) == 1 else torch.cat([gradient.reshape(-1) for gradient in wide])
-        narrow = narrow.to(reduce_dtype or narrow.dtype).div_(group.size())
-        future = dist.all_reduce(narrow, group=group, async_op=True).get_future()
-        futures.append(future.then(functools.partial(_put_into, wide, narrow)))
-    return torch.futures.collect_all(futures).then(lambda _: whole)
-
-
-def _reduce_sparse(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average as DDP does, but for sparse gradients."""
-    # DDP divides these in place, where their values can be the very memory of the gradient that the rest of the
-    # backward reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
-    size, whole = dist.get_world_size(state), bucket.buffer()
-    divided = whole.mul_(1 / size) if whole.layout is torch.strided else whole / size
-    future: Any = dist.all_reduce(divided, group=state, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
-
-
-def _put_into(wide: list[Tensor], narrow: Tensor, _: Any) -> None:
-    if len(wide) == 1:
-        wide[0].copy_(narrow)
-        return
-    for gradient, part in zip(wide, narrow.split([gradient.numel() for gradient in wide]), strict=True):
-        gradient.copy_(part.view(gradient.shape))
-
-
-def _reduce_fake(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    buffer = bucket.buffer()
-    dist.all_reduce(buffer, group=group)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future
-
-
-# DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).
-for _hook in (_reduce_narrow, _reduce_sparse, _reduce_fake):
-    _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})

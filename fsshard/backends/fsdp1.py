@@ -30,6 +30,7 @@ from fsshard.backends.forward_guards import (
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
+from fsshard.comm import tree
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.shard_tensors import FlatShard
@@ -50,7 +51,6 @@ from fsshard.torch_private.fsdp1 import (
     WRAPPED,
     abandon,
     be_idle,
-    divide_factors,
     drop_whole,
     even_shards,
     free_with_its_handle,
@@ -190,10 +190,10 @@ class FSDP1Backend(TorchShardedBackend):
             **settings.options,
         )
         shards = unit.process_group
-        if settings.device.type == "cpu" and shards.size() > 1:
-            # gloo's collectives raise on the ranks that are left when one dies, in backward from inside of FSDP1's
-            # hooks (torch 2.13); NCCL's never raise there, and overlap on streams of FSDP1's own.
-            reduce_by(unit, functools.partial(_reduce, settings, shards, divide_factors(unit)))
+        # gloo's collectives raise on the ranks that are left when one dies, in backward from inside of FSDP1's hooks
+        # (torch 2.13). NCCL's never raise there; of two ranks it adds up in the one order that there is.
+        if shards.size() > 1 and (settings.device.type == "cpu" or settings.world_size > 2):
+            reduce_by(unit, functools.partial(_reduce, settings, shards))
         return unit  # type: ignore[no-any-return]
 
     def _layout(self, root: nn.Module) -> None:
@@ -560,18 +560,14 @@ def _arrives(passes: weakref.ref[_DerivativePasses], handle: Any) -> Callable[[T
     return arrives
 
 
-def _reduce(
-    settings: Settings, shards: dist.ProcessGroup, factors: tuple[float, float], gradient: Tensor, output: Tensor
-) -> None:
-    """Reduce a unit's gradient as FSDP1 itself does (torch 2.13), and name the rank that this has lost."""
+def _reduce(settings: Settings, shards: dist.ProcessGroup, gradient: Tensor, output: Tensor) -> None:
+    """Reduce a unit's gradient to this rank's part of the mean, and name the rank that this has lost."""
     with taking_part(settings.group, "FSDP's gradient reduction, in backward"):
-        if factors[0] > 1:
-            gradient.div_(factors[0])
-        dist.reduce_scatter_single(output, gradient, group=shards)
+        # FSDP1 itself divides before and after, by the root of the number of ranks (torch 2.13).
+        tree.reduce_scatter(output, gradient, shards, 1.0 / shards.size())
         if settings.sharding_strategy in HYBRIDS:
-            dist.all_reduce(output, group=settings.mesh.get_group(0))
-        if factors[1] > 1:
-            output.div_(factors[1])
+            replicas = settings.mesh.get_group(0)
+            tree.all_reduce(output, replicas, 1.0 / replicas.size())
 
 
 def _forward_behind(prepare: Callable[[], None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -211,16 +211,16 @@ class FSDP2Backend(TorchShardedBackend):
                     attributes = attributes_of(entry.parameter)
                     entry.parameter = entry.slots[0].parameter
                     entry.parameter.__dict__.update(attributes)
+        self._add_in_one_order()
         self._adopt(modules)
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))
         self._watch()
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
         if self._fast:
-            from fsshard.comm.gloo.collectives import Gather, Reduce
+            from fsshard.comm.gloo.collectives import Gather
 
             for unit in self._units:
                 unit.set_custom_all_gather(Gather())
-                unit.set_custom_reduce_scatter(Reduce())
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
         elif self.shard_group.size() > 1:
@@ -236,6 +236,23 @@ class FSDP2Backend(TorchShardedBackend):
                 continue
             old, entry.parameter = entry.parameter, store_as_pairs(entry.slots)
             mark_stale(old, _stale(entry))
+
+    def _add_in_one_order(self) -> None:
+        """Let gradients be reduced in the order of :mod:`fsshard.comm.tree`."""
+        if self.shard_group.size() == 1 or not self.settings.options.get("fast_collectives", True):
+            return
+        if not self._fast and self.settings.world_size == 2:
+            return  # a sum of two has one order
+        from fsshard.comm.unit_reduction import Reduce
+
+        assert self.mesh is not None
+        replicas = self.mesh.get_group(0) if self.mesh.ndim > 1 else None
+        for unit in self._units:
+            unit.set_custom_reduce_scatter(Reduce(replicas))
+            # Each rank's part is divided before anything is added, as under DDP. FSDP2 by itself divides float16 before
+            # and after, by the root of the number of ranks (torch 2.13).
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
     def _on_gloo(self) -> bool:
         group = self.shard_group

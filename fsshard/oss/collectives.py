@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.comm import watchdog
+from fsshard.comm import tree, watchdog
 from fsshard.comm.agreement import broadcast_tensors
 from fsshard.errors import NotTogether, RankMismatch
 from fsshard.torch_private.c10d import device_types
@@ -88,8 +88,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
             parts.append(gradient.resolve_conj().reshape(-1))
         flat = torch.cat(parts)
         real = torch.view_as_real(flat) if flat.is_complex() else flat
-        real.mul_(1.0 / group.size())
-        dist.all_reduce(real, group=group)
+        tree.all_reduce(real.view(-1), group, 1.0 / group.size())
         for parameter, mean in zip(run, flat.split([p.numel() for p in run]), strict=True):
             if parameter.grad is None or parameter.grad.layout is not torch.strided or parameter.grad.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsshard.comm import tree
 from fsshard.comm.watchdog import seen_waiting
 from fsshard.complex_params.pairs import real_dtype
 from fsshard.oss.collectives import as_dense
@@ -80,6 +81,7 @@ class GradientBucket:
     ) -> None:
         self.indices, self.group = indices, group
         self.rank, self.world_size = group.rank(), group.size()
+        self._scale = 1.0 / self.world_size
         self.waiting = len(indices)
         self._rounds_first = rounds_first
         self._reduce_dtype = reduce_dtype  # in which dtype gradients travel and are added up; None is their own
@@ -144,7 +146,7 @@ class GradientBucket:
         """Return this rank's gradients divided by the number of ranks, in the dtype in which they are added up."""
         # FairScale's reduce_fp16 divides and then rounds. DDP's own hooks round and then divide, which differs where a
         # part is subnormal in float16, or too large for it before it is divided.
-        scale = 1.0 / self.world_size
+        scale = self._scale
         if self._rounds_first:
             return list(foreach_mul([gradient.to(self._reduce_dtype) for gradient in gradients], scale))
         return [gradient.to(self._reduce_dtype) for gradient in foreach_mul(gradients, scale)]
@@ -188,8 +190,7 @@ class GradientBucket:
         return gradient
 
     def _add(self, chosen: list[int], local: list[Tensor], means: dict[int, Tensor]) -> None:
-        """Add as DDP does: each rank's sum times 1/N, in the order of ranks."""
-        scale = 1.0 / self.world_size
+        """Add each rank's sum times 1/N, in the order of :mod:`fsshard.comm.tree`."""
         # Without no_sync a second backward adds to a mean that all ranks have under DDP; here its owner alone has it,
         # and adds it to the part of each rank.
         if means:
@@ -197,19 +198,19 @@ class GradientBucket:
             for parts in (own_parts, *([received[i] for i in means] for received in self._parts)):
                 foreach_add_(parts, list(means.values()))
         for numbers in self._numbers:
-            numbers.mul_(scale)
+            numbers.mul_(self._scale)
         own = [torch.view_as_real(g) if g.is_complex() else g for g in local]
-        foreach_mul_(own, scale)
+        foreach_mul_(own, self._scale)
         for views in self._sums(chosen):
             foreach_add_(own, [torch.view_as_real(v) if v.is_complex() else v for v in views])
 
     def _sums(self, chosen: list[int]) -> Iterator[list[Tensor]]:
-        """Yield the other ranks' parts of the chosen parameters, to be added one after the other."""
-        lower = [range(self.rank)] if self.rank else []  # those of lower ranks are added up before this rank's own
-        for first, *rest in [*lower, *([r] for r in range(self.rank, self.world_size - 1))]:
-            for other in rest:
-                self._numbers[first].add_(self._numbers[other])
-            yield [self._parts[first][i] for i in chosen]
+        """Yield sums of other ranks' parts of the chosen parameters, to be added to the own part in turn."""
+        for block in tree.siblings(self.rank, self.world_size):
+            # What this rank has received lacks its own place.
+            places = [rank if rank < self.rank else rank - 1 for rank in block]
+            tree.add_up([self._numbers[place] for place in places])
+            yield [self._parts[places[0]][i] for i in chosen]
 
     def _add_in_reduce_dtype(self, chosen: list[int], local: list[Tensor], means: dict[int, Tensor]) -> None:
         own = self._parts_of_mean(local)

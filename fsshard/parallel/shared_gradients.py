@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.comm import tree
 from fsshard.complex_params.layouts import Shared
 from fsshard.errors import GradientError
 from fsshard.planning.entries import Entry
@@ -37,7 +38,7 @@ class _Sum(NamedTuple):
     parts: Sequence[_Part]
     gradients: Sequence[Tensor | None]
     flat: Tensor
-    work: Any
+    reduction: tree.AllReduce
 
     def with_gradients(self) -> list[tuple[_Part, Tensor | None]]:
         """Each part with this rank's gradient."""
@@ -116,11 +117,11 @@ class SharedGradients:
         values = [self._value(part).reshape(-1) for part in parts]
         there = values[0].new_tensor([gradient is not None for gradient in gradients])
         flat = torch.cat([*values, there]).to(self._device or values[0].device)
-        return _Sum(parts, gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
+        return _Sum(parts, gradients, flat, tree.AllReduce(flat, group))
 
     def _end(self, begun: _Sum) -> tuple[Sequence[_Part], Tensor]:
         """Put the sums where the gradients are; the parts, and how many ranks have a gradient of each."""
-        begun.work.wait()
+        begun.reduction.wait()
         sizes = [part.entry.local().numel() if grad is None else grad.numel() for part, grad in begun.with_gradients()]
         *sums, counts = begun.flat.split([*sizes, len(begun.parts)])
         for (part, gradient), total in zip(begun.with_gradients(), sums, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import BATCH_BYTES
+from fsshard.comm import tree
 from fsshard.comm.agreement import batches, exchange
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.sharded.grad_norm import bounded
@@ -110,14 +111,8 @@ def _part_of_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of the mean of ``flat``, padded to as many elements on every rank. Collective."""
     ranks = group.size()
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
-    arrived = torch.empty_like(flat)
-    # Not a reduce-scatter: gloo's is an all-reduce, and adds in an order that depends on where a number lies, where
-    # engines lay them differently. Divided first and added in the order of ranks, as DDP does on two.
-    dist.all_to_all_single(arrived, flat, group=group)
-    first, *others = arrived.mul_(1 / ranks).view(ranks, -1)
-    mean: Tensor = first.clone()  # the others' memory goes
-    for part in others:
-        mean.add_(part)
+    mean = flat.new_empty(flat.numel() // ranks)
+    tree.reduce_scatter(mean, flat, group, 1.0 / ranks)
     return mean
 
 

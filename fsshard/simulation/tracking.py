@@ -256,7 +256,7 @@ class Tracker(TorchDispatchMode):
         """Count a collective, and mark what it sends."""
         self.collectives.append(collective)
         sent = [tensor for tensor in collective.tensors if tensor.is_floating_point()]
-        if self._phase == "backward" and "reduce" in collective.kind:
+        if self._phase == "backward" and ("reduce" in collective.kind or collective.kind == "all_to_all"):
             self.mark(sent, "gradients")
         elif self._phase != "step" and collective.kind == "all_gather":
             self.mark(sent, "gathered units")

@@ -183,7 +183,8 @@ def test_a_model_of_one_unit_is_there_once_in_forward() -> None:
         changes={},
         backend="fsdp2",
         mesh=(4,),
-        settings={"auto_wrap_policy": None},
+        # The reduction of gradients in one order needs more memory than this forward.
+        settings={"auto_wrap_policy": None, "fast_collectives": False},
         device="cuda",
     )
     with as_the_engine_does():

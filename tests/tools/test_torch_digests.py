@@ -129,6 +129,9 @@ def test_a_digest_that_stays_is_recorded_once_and_notes_are_kept(site: Path, tmp
 
 def test_who_rests_on_an_area_is_found() -> None:
     assert "fsshard/backends/fsdp2.py" in users_of("fsdp2") and "fsshard/backends/ddp.py" not in users_of("fsdp2")
-    assert users_of("fsdp2_collectives") == ["fsshard/comm/gloo/collectives.py"]
+    assert users_of("fsdp2_collectives") == [
+        "fsshard/comm/gloo/collectives.py",
+        "fsshard/comm/unit_reduction.py",
+    ]
     for area in sorted({entry.area for entry in registry.everything()}):
         assert users_of(area), f"nobody uses {area}"

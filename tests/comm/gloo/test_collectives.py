@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.backends.whole import gather_grads
-from fsshard.comm.gloo.collectives import Gather, Reduce, _Broadcasts
+from fsshard.comm.gloo.collectives import Gather, _Broadcasts
+from fsshard.comm.unit_reduction import Reduce
 from fsshard.errors import RankFailed
 from tests.training_runs import Run, compare, differences
 

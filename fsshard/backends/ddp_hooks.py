@@ -1,0 +1,174 @@
+"""Hooks that average DDP's buckets in the order of :mod:`fsshard.comm.tree`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.comm import tree
+
+TensorFuture = torch.futures.Future[Tensor]
+
+
+class BucketSums:
+    """The state of :func:`reduce_bucket`: how gradients are sent, and the bucket that is on its way.
+
+    Args:
+        group: the ranks.
+        reduce_dtypes: by parameter the dtype in which its gradient is sent and added up; None is its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
+        self.group = group
+        self.reduce_dtypes = reduce_dtypes
+        self._begun: list[_PartOfBucket] = []
+        self._future: TensorFuture | None = None
+        self._bucket: Tensor | None = None
+
+    def begin(self, parts: list[_PartOfBucket], bucket: Tensor) -> TensorFuture:
+        """Send a bucket; return the future of its mean."""
+        self._begun = parts
+        self._bucket = bucket
+        self._future = TensorFuture(devices=[bucket.device] if bucket.is_cuda else None)
+        for part in parts:
+            part.begin(self.group)
+        return self._future
+
+    def go_on(self) -> None:
+        """Add up the bucket that has been sent, and gather its sums."""
+        # One bucket at a time needs its memory twice. It was on its way while the gradients of the next were computed.
+        future, bucket = self._future, self._bucket
+        self._future = self._bucket = None
+        if future is None or bucket is None:
+            return
+        gathered = [part.add() for part in self._begun]
+        torch.futures.collect_all(gathered).then(functools.partial(_finish, self._begun, bucket, future))
+        self._begun = []
+
+    def drop(self) -> None:
+        """Forget a bucket of a backward that broke off."""
+        self._future = self._bucket = None
+        self._begun = []
+
+
+def _finish(parts: list[_PartOfBucket], bucket: Tensor, future: TensorFuture, gathered: Any) -> None:
+    try:
+        gathered.wait()
+        for part in parts:
+            part.end()
+    except Exception as error:  # of a collective: DDP raises what its future holds
+        future.set_exception(error)  # type: ignore[arg-type]
+        return
+    future.set_result(bucket)
+
+
+class _PartOfBucket:
+    """Gradients of one bucket that are sent in one dtype.
+
+    Args:
+        gradients: views of the bucket, or the whole of it.
+        reduce_dtype: None for their own.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], reduce_dtype: torch.dtype | None) -> None:
+        self._gradients = gradients
+        self._dtype = reduce_dtype or gradients[0].dtype
+        self._sum: tree.AllReduce | None = None
+
+    def sent(self) -> Tensor:
+        """Return what this rank sends."""
+        if len(self._gradients) == 1:
+            return self._gradients[0].to(self._dtype)
+        return torch.cat([gradient.reshape(-1) for gradient in self._gradients]).to(self._dtype)
+
+    def begin(self, group: dist.ProcessGroup) -> None:
+        # Divided first, so that a sum in float16 does not overflow.
+        self._sum = tree.AllReduce(self.sent(), group, 1.0 / group.size())
+
+    def add(self) -> torch.futures.Future[Any]:
+        assert self._sum is not None
+        return self._sum.add().get_future()
+
+    def end(self) -> None:
+        assert self._sum is not None
+        sums = self._sum.end()
+        if len(self._gradients) == 1:
+            if sums is not self._gradients[0]:
+                self._gradients[0].copy_(sums)
+            return
+        sizes = [gradient.numel() for gradient in self._gradients]
+        for gradient, part in zip(self._gradients, sums.split(sizes), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def reduce_bucket(state: BucketSums, bucket: dist.GradBucket) -> TensorFuture:
+    """Average a bucket over the ranks."""
+    if bucket.index() == 0:
+        state.drop()
+    state.go_on()
+    whole = bucket.buffer()
+    if whole.layout is not torch.strided:
+        done = TensorFuture()
+        done.set_result(_mean_of_sparse(whole, state.group))
+        return done
+    future = state.begin(_parts(state, bucket), whole)
+    if bucket.is_last():
+        state.go_on()
+    return future
+
+
+def _parts(state: BucketSums, bucket: dist.GradBucket) -> list[_PartOfBucket]:
+    """Return what is sent together: all of a bucket, or where it has fp32 units among others, each dtype by itself."""
+    asked = [state.reduce_dtypes.get(cast(nn.Parameter, parameter)) for parameter in bucket.parameters()]
+    if len(set(asked)) == 1:
+        return [_PartOfBucket([bucket.buffer()], asked[0])]
+    gradients: dict[torch.dtype | None, list[Tensor]] = {}
+    for reduce_dtype, gradient in zip(asked, bucket.gradients(), strict=True):
+        gradients.setdefault(reduce_dtype, []).append(gradient)
+    # Ranks meet in one order.
+    return [_PartOfBucket(gradients[dtype], dtype) for dtype in sorted(gradients, key=str)]
+
+
+def _mean_of_sparse(given: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean of sparse gradients, which may have other indices on each rank."""
+    # DDP divides these in place, where their values can be the very memory of the gradient that the rest of the
+    # backward reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
+    mine = given.coalesce()
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=given.device)
+    counts[group.rank()] = mine._nnz()
+    dist.all_reduce(counts, group=group)
+    numbers = [int(count) for count in counts.tolist()]
+    most = max(numbers)
+    indices, values = mine.indices(), mine.values() * (1.0 / group.size())
+    sent_indices = indices.new_zeros(most, len(indices))
+    sent_indices[: len(values)] = indices.T
+    sent_values = values.new_zeros(most, *values.shape[1:])
+    sent_values[: len(values)] = values
+    all_indices = [torch.empty_like(sent_indices) for _ in numbers]
+    all_values = [torch.empty_like(sent_values) for _ in numbers]
+    dist.all_gather(all_indices, sent_indices, group=group)
+    dist.all_gather(all_values, sent_values, group=group)
+    parts = [
+        torch.sparse_coo_tensor(places[:count].T, rows[:count], given.shape, is_coalesced=True)
+        for places, rows, count in zip(all_indices, all_values, numbers, strict=True)
+    ]
+    return tree.add_up(parts).coalesce()
+
+
+def reduce_fake(state: BucketSums, bucket: dist.GradBucket) -> TensorFuture:
+    """Send and receive as :func:`reduce_bucket` does, where there are no other ranks and no numbers."""
+    for part in _parts(state, bucket):
+        tree.all_reduce(part.sent(), state.group)
+    future = TensorFuture()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).
+for _hook in (reduce_bucket, reduce_fake):
+    _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": TensorFuture})

@@ -1,0 +1,145 @@
+"""One order of adding over ranks: an aligned binary tree, the same in every engine and for every bucket.
+
+``N`` ranks are split at the largest power of two below ``N``, and each part again: ``(0 + 1) + (2 + 3)`` of four,
+``((0 + 1) + (2 + 3)) + (4 + 5)`` of six. Each rank's gradient is multiplied by ``1 / N`` before it is added, as DDP
+does. Where replicas are sharded within, the means over shards are averaged again in the same way. A sum of two has one
+order, so that two ranks compute what torch computes, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.comm.lending import lend, let_go
+
+PIECE_BYTES = 32 * 2**20
+"""Bytes that a rank sends at once in a reduce-scatter, which needs as much memory for what arrives."""
+
+
+def split(size: int) -> int:
+    """Return how many of ``size`` > 1 neighbours are added up on the left: the largest power of two below it."""
+    return 1 << (size - 1).bit_length() - 1
+
+
+def siblings(rank: int, size: int) -> list[range]:
+    """Return the blocks of ranks whose sums are added to that of ``rank``, one after the other, up to the whole."""
+    low, high = 0, size
+    blocks: list[range] = []
+    while high - low > 1:
+        middle = low + split(high - low)
+        if rank < middle:
+            blocks.append(range(middle, high))
+            high = middle
+        else:
+            blocks.append(range(low, middle))
+            low = middle
+    blocks.reverse()
+    return blocks
+
+
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of ranks in order, or of a block of them; it is written into the first one."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = split(len(parts))
+    return add_up(parts[:middle]).add_(add_up(parts[middle:]))
+
+
+def add_scaled(output: Tensor, arrived: Tensor, size: int, scale: float) -> None:
+    """Add up the ``size`` parts of ``arrived``, which is overwritten, each times ``scale``, into ``output``."""
+    if scale != 1.0:
+        arrived.mul_(scale)
+    parts = arrived.view(size, -1).unbind()
+    middle = split(size)
+    torch.add(add_up(parts[:middle]), add_up(parts[middle:]), out=output.view(-1))
+
+
+class AllReduce:
+    """A sum over ranks that has begun: an all-to-all, sums of what arrives, and an all-gather.
+
+    Each rank sends as many bytes as in a ring, and needs as much memory again until :meth:`add` has returned. All
+    ranks begin their sums, and go on with them, in the same order.
+
+    Args:
+        flat: a contiguous tensor of one dimension, in which the sum will be.
+        group: the ranks.
+        scale: what each rank's numbers are multiplied by first: ``1 / group.size()`` for a mean.
+    """
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
+        self._flat = flat
+        self._group = group
+        self._scale = scale
+        self._gathered = flat
+        ranks = group.size()
+        if ranks <= 2:
+            # A sum of two has one order.
+            if scale != 1.0:
+                flat.mul_(scale)
+            self._arrived: Tensor | None = None
+            self._work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
+            return
+        self._chunk = -(-flat.numel() // ranks)
+        # Behind the last whole chunk there is a shorter one, or none.
+        sizes = [max(0, min(self._chunk, flat.numel() - rank * self._chunk)) for rank in range(ranks)]
+        self._size = sizes[group.rank()]
+        own = [self._size] * ranks
+        self._arrived = flat.new_empty(ranks * self._size)
+        self._work = dist.all_to_all_single(self._arrived, flat, own, sizes, group=group, async_op=True)
+
+    def add(self) -> dist.Work:
+        """Add up what has arrived and begin to gather the sums; they are there after its ``wait`` and :meth:`end`."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            return self._work
+        self._work.wait()
+        total = self._flat.new_zeros(self._chunk)
+        if self._size:
+            add_scaled(total[: self._size], arrived, self._group.size(), self._scale)
+        del arrived
+        if self._chunk * self._group.size() != self._flat.numel():
+            self._gathered = self._flat.new_empty(self._chunk * self._group.size())
+        self._work = dist.all_gather_single(self._gathered, total, group=self._group, async_op=True)
+        return self._work
+
+    def end(self) -> Tensor:
+        """Put the sums, which have been gathered, into ``flat``, and return it."""
+        if self._gathered is not self._flat:
+            self._flat.copy_(self._gathered[: self._flat.numel()])
+        return self._flat
+
+    def wait(self) -> Tensor:
+        """Return ``flat`` with the sums."""
+        self.add().wait()
+        return self.end()
+
+
+def all_reduce(flat: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> Tensor:
+    """Put the sum of ``scale * flat`` over the ranks into ``flat``, and return it. Collective."""
+    return AllReduce(flat, group, scale).wait()
+
+
+def reduce_scatter(output: Tensor, given: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
+    """Put this rank's part of the sum of ``scale * given`` over the ranks into ``output``. Collective.
+
+    Args:
+        output: contiguous, of ``given.numel() / group.size()`` numbers.
+        given: contiguous; its parts, one after the other, are those of the ranks.
+        group: the ranks, at least two.
+        scale: ``1 / group.size()`` for a mean.
+    """
+    ranks = group.size()
+    rows = given.view(ranks, -1)
+    total = output.view(-1)
+    step = max(1, PIECE_BYTES // (ranks * given.itemsize))
+    for begin in range(0, len(total), step):
+        piece = rows[:, begin : begin + step].contiguous()
+        arrived = torch.empty_like(piece)
+        lent = lend(arrived, piece)
+        dist.all_to_all_single(lent[0], lent[1], group=group)
+        let_go(lent)
+        add_scaled(total[begin : begin + step], arrived, ranks, scale)
