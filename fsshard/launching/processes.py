@@ -77,6 +77,7 @@ def launch(
     timeout: float | timedelta | None = None,
     threads: int | None = None,
     grace: float = 30.0,
+    oversubscribe: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Run ``fn(context, *args)`` on every rank.
@@ -95,6 +96,7 @@ def launch(
         grace: seconds that spawned ranks have to save and to leave after this process gets SIGTERM, which SLURM,
             Kubernetes and torchrun send. The signal is passed on to each rank; ranks that are left after that time are
             killed. If all ranks return in time, so does this call.
+        oversubscribe: start more ranks than this machine has CPU cores, as a test of many ranks does; they take turns.
         backend: raises; an engine is named to :func:`fsshard.wrap`.
 
     Returns:
@@ -118,7 +120,7 @@ def launch(
         raise LaunchError(f"grace must be a number of seconds, at least 0, got {grace!r}")
     sizes = running_sizes()
     if sizes is None:
-        return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend), settings, grace)
+        return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend, oversubscribe), settings, grace)
     if nprocs is not None and nprocs not in sizes:
         raise LaunchError(
             f"launch(nprocs={nprocs}), but a job of WORLD_SIZE={sizes[0]} (LOCAL_WORLD_SIZE={sizes[1]}) is already "
@@ -136,7 +138,7 @@ def launch(
     return run()
 
 
-def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
+def _fitting_nprocs(nprocs: int | None, backend: str | None, oversubscribe: bool) -> int:
     """Return the number of processes to spawn, if this machine can hold it."""
     devices = cuda_devices()
     if backend == "nccl" and not devices:
@@ -152,10 +154,10 @@ def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
             )
         return wanted
     wanted, limit = nprocs or 1, max(4, cores())
-    if wanted > limit:
+    if wanted > limit and not oversubscribe:
         raise LaunchError(
             f"nprocs={wanted}, but this machine has {cores()} CPU cores and at most {limit} ranks are started on "
-            f"them; pass nprocs={limit} or less"
+            f"them; pass nprocs={limit} or less, or oversubscribe=True to let them take turns"
         )
     return wanted
 

@@ -24,6 +24,8 @@ from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe
 
+IN_TREE = ("none", "ddp", "fairscale", "fsdp", "fsdp2")
+"""Backends that by themselves add up over ranks in the order of :mod:`fsshard.comm.tree`."""
 ORDERS = 8
 """Draws of a whole training that runs freely."""
 DRAWS = 32
@@ -45,13 +47,16 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def reduction_roundings(world_size: int, reductions: int = 1) -> int:
+def reduction_roundings(world_size: int, reductions: int = 1, *, aligned: bool = False) -> int:
     """Return how many roundings an order of the mean over ranks commits at most; 0 where all orders agree.
 
-    ``reductions`` are those whose results are added (accumulation without ``no_sync``).
+    Args:
+        world_size: the ranks.
+        reductions: those whose results are added (accumulation without ``no_sync``).
+        aligned: both sides add up over ranks in the order of :mod:`fsshard.comm.tree`.
     """
     # One rank reduces nothing, and its sums run in the order of the batches; two summands have one order only.
-    if world_size == 1 or (world_size == 2 and reductions == 1):
+    if world_size == 1 or (reductions == 1 and (world_size == 2 or aligned)):
         return 0
     # Division by N is exact where N is a power of two; elsewhere engines divide before, after, or both.
     divisions = 0 if world_size & (world_size - 1) == 0 else 2 * reductions

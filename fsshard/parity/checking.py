@@ -16,7 +16,14 @@ from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import NotComparable, measure, reduction_bound, reduction_roundings, underflow
 from fsshard.parity.comparing import Found, StepComparison, all_batches
-from fsshard.parity.engine import WrappedEngine, bare_optimizer, check_seen_as_they_are, norm_dtype, total_norm
+from fsshard.parity.engine import (
+    WrappedEngine,
+    adds_in_tree,
+    bare_optimizer,
+    check_seen_as_they_are,
+    norm_dtype,
+    total_norm,
+)
 from fsshard.parity.one_process import perturbed
 from fsshard.parity.report import Difference, RankStep, difference, worst_of
 from fsshard.parity.sketch import Sketch, real_view, sketch
@@ -78,7 +85,7 @@ def _rounding(run: Training, step: int) -> Rounding:
         rounding = measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
     elif reduction_roundings(world_size, run.recipe.accumulate):  # else no engine can add in another order
         found, counts = run.magnitudes(step)
-        rounding = Rounding(reductions=counts)
+        rounding = Rounding(reductions=counts, aligned=adds_in_tree(run.engine))
         magnitudes = {n: value for n, value in found.items() if reduction_roundings(world_size, counts[n])}
     write_tensors(run.job.folder, step, "magnitude", magnitudes.items())
     return rounding
@@ -222,8 +229,12 @@ class _RunComparison(StepComparison):
         if self.regrouped:
             return 0.0 if self.again else float(self.rounding.gradients.get(name, 0.0))
         world_size = self.run.job.world_size
+        aligned = self.rounding.aligned and adds_in_tree(self.run.engine)
+        reductions = self.rounding.reductions.get(name, 1)
+        roundings = reduction_roundings(world_size, reductions, aligned=aligned)
+        if aligned and not roundings:
+            return 0.0
         least = underflow(gradient.dtype, world_size, self.run.recipe.accumulate)
-        roundings = reduction_roundings(world_size, self.rounding.reductions.get(name, 1))
         if roundings and name in self.magnitudes:
             return reduction_bound(self.magnitudes[name], roundings) + least
         return least

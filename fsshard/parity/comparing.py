@@ -17,7 +17,7 @@ import torch
 
 from fsshard.backends import backend_names
 from fsshard.errors import RecipeError
-from fsshard.parity.bounds import ORDERS, measured_bound
+from fsshard.parity.bounds import IN_TREE, ORDERS, measured_bound
 from fsshard.parity.one_process import first_difference
 from fsshard.parity.report import (
     QUANTITIES,
@@ -159,8 +159,12 @@ def freedom(before: Trace, now: Trace) -> str:
     if not known or sides[0] != sides[1]:
         return "everything"
     # Two summands have one order only; where gradients are reduced more than once there are more summands.
-    one_order = now.world_size <= 2 and now.recipe.get("accumulate") == "1"
-    return "nothing" if one_order or before.backend == now.backend else "sum over ranks"
+    recorded = before.ranks[0].rounding
+    aligned = bool(recorded) and recorded[0].aligned and now.backend in IN_TREE
+    one_order = now.world_size <= 2 or aligned
+    if before.backend == now.backend or (one_order and now.recipe.get("accumulate") == "1"):
+        return "nothing"
+    return "sum over ranks"
 
 
 def compare_traces(

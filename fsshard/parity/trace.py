@@ -53,11 +53,13 @@ class Rounding:
         loss: for the loss.
         gradients: by name, for all elements of a tensor.
         reductions: by name, how many reductions make up the gradient.
+        aligned: the engine adds up over ranks in the order of :mod:`fsshard.comm.tree`.
     """
 
     loss: float = 0.0
     gradients: dict[str, float] = field(default_factory=dict)
     reductions: dict[str, int] = field(default_factory=dict)
+    aligned: bool = False
 
 
 @dataclass(kw_only=True)
