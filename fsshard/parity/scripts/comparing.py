@@ -14,13 +14,15 @@ from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
 from fsshard.parity.report import Cell, Difference, StepReport, difference
-from fsshard.parity.scripts.causes import causes, ranks_apart
+from fsshard.parity.scripts.causes import DECIDING as FACTS
+from fsshard.parity.scripts.causes import LOSSES, averages, causes, first, ranks_apart
+from fsshard.parity.scripts.facts import COPY
 from fsshard.parity.scripts.store import ScriptTrace, in_model, read_tensor, tensor_file
 from fsshard.parity.sketch import Sketch
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
 
 DECIDING = ("initial weight", "weight", "state", "buffer")
-"""Quantities that make the verdict: trainings with the same weights after each step are the same training."""
+"""Quantities whose numbers make the verdict, beside what :mod:`fsshard.parity.scripts.causes` calls deciding."""
 HINT = (
     "hint: if this may be rounding alone, as of sums in another order, runs of the old script that are rounded "
     "otherwise bound it; record it with fsshard trace --repeat 8"
@@ -38,6 +40,7 @@ class ScriptReport:
     causes: list[str]  # what else differs, up to the first step whose weights do; of a same training what does in vain
     renamed: dict[str, str]  # parameters of the old script -> their names in the new one
     report: ParityReport  # all differences, as of any comparison
+    looked_at: str = ""  # what the verdict is over, and what it is not
     hint: str = ""  # how to find out whether it is rounding, if nothing else is known to differ
 
     @property
@@ -52,10 +55,10 @@ class ScriptReport:
     def __str__(self) -> str:
         moved = [f"renamed: {old} is {new} now" for old, new in self.renamed.items()]
         moved[4:] = [f"renamed: {len(moved) - 4} more"] if len(moved) > 4 else []  # all are in to_json()
-        word = "also different" if self.ok else "before that"
+        word = "before that" if self.report.cells[0].verdict == "different" else "also different"
         found = [f"{word}: {cause}" for cause in self.causes]
         changed = [f"environment: {change}" for change in self.report.changes]
-        return "\n".join([self.sentence, *found, *moved, *changed, *filter(None, [self.hint])])
+        return "\n".join([self.sentence, *found, *moved, *changed, *filter(None, [self.looked_at, self.hint])])
 
 
 def compare_scripts(
@@ -102,9 +105,11 @@ def compare_scripts(
     called = [*now.initial]
     _rename(now, _in_the_order_of(before, now))
     theirs = {other: name for name, other in matched_names(first_and_last(before), first_and_last(now)).items()}
-    _rename(now, lambda name: theirs.get(name, name))
+    _rename(now, _moving(theirs))
     renamed = {name: other for name, other in zip(now.initial, called, strict=True) if name != other}
-    found = _report(before, now, steps, weighed, _compared(before, now, draws, steps, renamed), renamed)
+    cell = _compared(before, now, draws, steps, renamed)
+    found = _report(before, now, steps, weighed, cell, renamed, rounds=bool(draws))
+    found.looked_at = _looked_at(before, now, weighed)
     if not (found.ok or draws or exactly or found.causes) and found.report.cells[0].first_divergence is not None:
         found.hint = HINT
     return found
@@ -164,11 +169,17 @@ Sides = Mapping[str, tuple[Sketch, Sketch]]
 def matched_names(old: Sides, new: Sides) -> dict[str, str]:
     """Return the names of the old script's parameters in the new one.
 
-    By name; the others by equal bits before the first step and after the last, then before the first, in the models'
-    order where several are equal (biases of zeros); and what is left by shape, if no two have the same.
+    By name, but in modules of which a parameter begins with other bits than that of the same name; the others by equal
+    bits before the first step and after the last, then before the first, in the models' order where several are equal
+    (biases of zeros); then by name; and what is left by shape, if no two have the same.
     """
-    found = {name: name for name in old if name in new}
+    both = [name for name in old if name in new]
+    other = {name.rpartition(".")[0] for name in both if old[name][0].digest != new[name][0].digest}
+    found = {name: name for name in both if name.rpartition(".")[0] not in other}
     for depth in (2, 1, 0):
+        if not depth:
+            left = [name for name in both if name not in found and name not in found.values()]
+            found |= {name: name for name in left}
         alike: list[dict[Any, list[str]]] = [{}, {}]
         for side, taken, kinds in ((old, found.keys(), alike[0]), (new, {*found.values()}, alike[1])):
             for name, sketches in side.items():
@@ -176,9 +187,33 @@ def matched_names(old: Sides, new: Sides) -> dict[str, str]:
                     kinds.setdefault((sketches[0].shape, *(one.digest for one in sketches[:depth])), []).append(name)
         for kind, names in alike[0].items():
             others = alike[1].get(kind, [])
+            if {*names} == {*others}:
+                others = names
             if len(names) == len(others) and (depth or len(names) == 1):
                 found |= zip(names, others, strict=True)
     return {name: found[name] for name in old if name in found}
+
+
+def _moving(theirs: Mapping[str, str]) -> Callable[[str], str]:
+    """Return how names of parameters, buffers and modules move, if the new script's parameters are called so."""
+    modules: dict[str, str] = {}
+    for name, other in theirs.items():
+        paths = [["", *one.split(".")[:-1]] for one in (name, other)]  # the model itself has no name
+        while len(paths[0]) and len(paths[1]):
+            modules.setdefault(".".join(paths[0][1:]), ".".join(paths[1][1:]))
+            if paths[0].pop() != paths[1].pop():
+                break
+
+    def moved(name: str) -> str:
+        if name.startswith(COPY):
+            return name
+        above, below = name, ""
+        while above and above not in modules:
+            above, _, last = above.rpartition(".")
+            below = f".{last}{below}"
+        return theirs.get(name) or (modules.get(above, above) + below).removeprefix(".")
+
+    return moved
 
 
 def _in_the_order_of(old: ScriptTrace, new: ScriptTrace) -> Callable[[str], str]:
@@ -215,22 +250,30 @@ def _rename(trace: ScriptTrace, renamed: Callable[[str], str]) -> None:
         for record in rank.steps.values():
             record.gradients = all_of(record.gradients)
             record.sketches = {quantity: all_of(one) for quantity, one in record.sketches.items()}
+            record.facts = {kind: all_of(one) for kind, one in record.facts.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 
 
 def _report(
-    before: ScriptTrace, now: ScriptTrace, steps: list[int], weighed: list[int], cell: Cell, renamed: dict[str, str]
+    before: ScriptTrace,
+    now: ScriptTrace,
+    steps: list[int],
+    weighed: list[int],
+    cell: Cell,
+    renamed: dict[str, str],
+    *,
+    rounds: bool,
 ) -> ScriptReport:
-    first, sides = cell.first_divergence, f"{before.folder.name} and {now.folder.name}"
+    parting, sides = cell.first_divergence, f"{before.folder.name} and {now.folder.name}"
     sizes = [*dict.fromkeys(len(one.ranks) for one in (before, now))]
     sides_on = f"{sides} on {' and '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
     count = f"{len(weighed)} step{'s' * (len(weighed) != 1)}"
     verdict, until = cell.verdict, max(steps)
-    if verdict == "different" and first is not None:
-        sentence, until = f"NOT the same training: {sides_on} part at {first}.", first.step
-    elif missing := _missing(before, now, weighed):
+    if verdict == "different" and parting is not None:
+        sentence, until = f"NOT the same training: {sides_on} part at {parting}.", parting.step
+    elif missing := _missing(before, now, weighed) or _unlike(before, now, steps, cell if rounds else None):
         verdict, sentence = "different", f"NOT shown to be the same training: {missing}; {count} agree."
     else:
         if len(weighed) < len(steps):
@@ -242,7 +285,7 @@ def _report(
     report = ParityReport(recipe=now.folder.name, reference=before.folder.name, steps=len(steps), cells=[cell])
     report.changes = changes(before.ranks[0].header.environment, now.ranks[0].header.environment)
     told = causes(before, now, [n for n in steps if n <= until], same=cell.verdict != "different")
-    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, causes=[*told], renamed=renamed, report=report)
+    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, causes=told, renamed=renamed, report=report)
 
 
 def _missing(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:
@@ -254,6 +297,8 @@ def _missing(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:
     if before.steps != now.steps:
         counts = [f"{len(one.steps)} steps ({one.steps[0]} to {one.steps[-1]})" for one in sides]
         return f"{before.folder.name} has recorded {counts[0]}, {now.folder.name} {counts[1]}"
+    if uneven := _uneven(before, now):
+        return uneven
     # On other numbers of ranks rank 0 speaks for all.
     apart = [next(ranks_apart(one, weighed), "") for one in sides]
     if len(before.ranks) != len(now.ranks) and bool(apart[0]) != bool(apart[1]):
@@ -262,3 +307,56 @@ def _missing(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:
     if all(one.digest == last[name].digest for name, one in before.initial.items() if name in last):
         return "no step has changed a weight: does the optimizer have the model's parameters, and a learning rate?"
     return ""
+
+
+def _uneven(before: ScriptTrace, now: ScriptTrace) -> str:
+    """Return what differs in the steps that some ranks have alone; "" if nothing does."""
+    common, sides = {*before.steps}, (before, now)
+    alone = [[sorted(rank.steps.keys() - common) for rank in one.ranks] for one in sides]
+    if len(alone[0]) != len(alone[1]):
+        uneven = [one.folder.name for one, steps in zip(sides, alone, strict=True) if any(steps)]
+        return f"the ranks of {uneven[0]} have not all recorded the same steps" if uneven else ""
+    for rank, (steps, others) in enumerate(zip(*alone, strict=True)):
+        if steps != others:
+            counts = [len(one.ranks[rank].steps) for one in sides]
+            names = [one.folder.name for one in sides]
+            return f"rank {rank} has recorded {counts[0]} steps of {names[0]}, {counts[1]} of {names[1]}"
+        if steps:
+            old, new = (replace(one, ranks=[one.ranks[rank]], repeats=[]) for one in sides)
+            parting = _compared(old, new, [], steps, {}).first_divergence
+            if said := str(parting or "") or _unlike(old, new, steps, None):
+                return f"in the steps that rank {rank} has alone: {said}"
+    return ""
+
+
+def _unlike(before: ScriptTrace, now: ScriptTrace, steps: list[int], rounded: Cell | None) -> str:
+    """Return what differs although the weights do not; "" if nothing does.
+
+    ``rounded`` has the differences of losses that may round, as weights may.
+    """
+    for tell in (*FACTS, *([LOSSES] if rounded is None else [])):
+        if said := first(tell, before, now, steps):
+            return f"step {said[0]}: {said[1]}"
+    for number, step in zip(steps, rounded.steps if rounded else (), strict=False):
+        for loss in step.differences.get("loss", {}).values():
+            if loss.verdict == "different":
+                return f"step {number}: loss {loss.expected} -> {loss.got}, more than rounding does"
+    return averages(before, now)
+
+
+def _looked_at(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:
+    """Return in a line what the verdict is over, and what it is not."""
+    one = before.ranks[0]
+    engines = ", ".join(dict.fromkeys(model.engine for model in one.models))
+    optimizers = {str(group.get("optimizer", "?")) for record in one.steps.values() for group in record.groups}
+    last = [side.ranks[0].steps[weighed[-1]] for side in (before, now)]
+    buffers = len(last[0].sketches.get("buffer", {}))
+    seen = f"{engines} with {len(one.initial)} parameters and {buffers} buffers, {', '.join(sorted(optimizers))}"
+    unseen = ["what is in no model or optimizer", "changes after the last step"]
+    if not all(record.sketches.get("state") for record in last):
+        unseen.append("optimizer states (--state)")
+    if len(before.ranks) != len(now.ranks):
+        unseen.append("values of buffers")
+    if not all(record.facts.get("member") for record in last):
+        unseen.append("which parameters are stepped")
+    return f"looked at: {seen}, losses, settings, modes, layers; not: {', '.join(unseen)}"

@@ -12,9 +12,10 @@ import itertools
 import os
 import sys
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves
 from fsshard.parity.one_process import cuda_states, perturbed
-from fsshard.parity.scripts import store
+from fsshard.parity.scripts import facts, store
 from fsshard.parity.scripts.store import Model, Record, Samples, in_model
 from fsshard.parity.sketch import Sketch, digest, real_view, sketch, sketch_digest
 from fsshard.parity.trace import INITIAL, commit_in, environment
-from fsshard.parity.whole import Whole, prefix_of, steps_itself, user_names, whole_state, whole_tensors
+from fsshard.parity.whole import Whole, prefix_of, steps_itself, whole_state, whole_tensors
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
@@ -75,16 +78,25 @@ class Recorder:
 
     def __init__(self, folder: str | Path, settings: Settings) -> None:
         self._folder, self._settings = Path(folder).absolute(), settings
-        self._models: list[nn.Module] = []  # in the order of their first forwards
-        self._known: set[int] = set()  # ids of modules that are, or are in, one of them
+        self._models: list[nn.Module] = []  # that are trained, in the order of their first forwards
+        self._called: list[weakref.ref[nn.Module]] = []  # that may be: a script may only count their FLOPs
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that are, or are in, one of both
+        self._entrances: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that the script itself has called first
         self.process = 0  # that records; 0 before start() and after stop()
         self._depth = self._backwards = 0
-        self._stepping: list[Any] = []  # optimizers: one may step another, as FairScale's OSS does
+        self._simulated = False  # the forward that is running computes no numbers
+        # Optimizers, with the frames of their steps: one may step another, as FairScale's OSS does, or itself.
+        self._stepping: list[tuple[Any, Any]] = []
         self._steps = 0  # of optimizers so far
         self._new: list[Model] = []  # since the last record
         self._losses: list[Tensor] = []
+        self._modes: dict[int, str] = {}  # by the id of a module that was called, since the last record
+        self._outputs: dict[int, str] = {}  # dtypes, of the same
+        self._states: dict[str, str] = {}  # by parameter: whether the optimizer had a state before its step
         self._samples: list[Samples] = []
         self._last_record: Record | None = None
+        self._written: Record | None = None  # the last one
+        self._facts_before: facts.Facts = {}  # of the one that was written before it
         self._file: Path | None = None  # a script may call a model before it joins a process group
         self._stack, self._rounding = contextlib.ExitStack(), contextlib.ExitStack()
         self._draws = torch.Generator().manual_seed(settings.draw) if settings.draw else None
@@ -112,7 +124,8 @@ class Recorder:
 
     def end(self, reason: str) -> None:
         """Record no more, and say so: a comparison must not take what is missing for equal."""
-        self.stop()
+        self._round(False)
+        self.process = 0  # the hooks stay until stop(): torch may be running through them
         store.note_end(self._folder, reason)
         print(f"fsshard: the record ends here, the training goes on: {reason}", file=sys.stderr)
 
@@ -120,24 +133,29 @@ class Recorder:
 
     @_shielded
     def forward_begins(self, module: nn.Module, arguments: Any) -> None:
-        """Note a model that is new, with its weights before the first step."""
+        """Note a model that is new."""
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
             # A module below a known one is called alone where an activation is recomputed.
-            if id(module) not in self._known and any(p.requires_grad for p in module.parameters()):
+            known = module in self._known
+            self._simulated = facts.simulated(arguments) or (not known and facts.is_simulated(module))
+            if self._simulated:
+                return
+            if not known and any(parameter.requires_grad for parameter in module.parameters()):
                 self._add(module)
-            self._round(id(module) in self._known)
+            self._round(module in self._known)
 
     def _add(self, module: nn.Module) -> None:
+        self._entrances.add(module)
+        module = facts.outermost(module)
+        if any(module is one for one in self._models):
+            return
         inner = {id(module), *map(id, module.modules())}  # ShardedModule.modules() are the user's alone
-        self._models = [one for one in self._models if id(one) not in inner]
-        self._models.append(module)
-        self._known |= inner
-        engine = dict(module.named_children()).get(COMPILED, module)  # what torch.compile has compiled
-        layers = Counter(repr(one) for one in module.modules() if next(one.children(), None) is None)
-        sketches = self._sketches(len(self._models) - 1, INITIAL)
-        weights = {name: one for quantity, name, one in sketches if quantity == "weight"}
-        self._new.append(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
+        self._called = [one for one in self._called if id(one()) not in inner]
+        self._called.append(weakref.ref(module))
+        self._known.update([module, *module.modules()])
+        if facts.running_step() is not None:  # a closure's forward, and the step changes weights after it
+            self._take_on(None, at_once=True)
         if steps_itself(module):
             kind: Any = type(module)
             self._stack.enter_context(replaced(kind, "step", self._outer(kind.step)))
@@ -149,8 +167,45 @@ class Recorder:
         self._depth -= 1
         # Keywords and output; of a forward that has raised torch 2.13 hands no keywords over, and None.
         *keywords, output = others
-        if self._depth == 0 and torch.is_grad_enabled() and keywords and any(module is one for one in self._models):
+        if self._simulated or self._backwards or not torch.is_grad_enabled() or not keywords:
+            return
+        self._modes[id(module)] = facts.mode_of(module)
+        self._outputs[id(module)] = facts.dtype_of(output)
+        if self._depth == 0 and module in self._entrances:
             self._samples.append(samples_of([arguments, keywords], _computed(module, output)))
+
+    def _take_on(self, optimizer: Any, *, at_once: bool = False) -> None:
+        """Record what is trained from here on, with the weights before the first step. Collective.
+
+        ``at_once`` takes on all models that were called, whether or not they have gradients yet.
+        """
+        groups = getattr(optimizer, "param_groups", ())
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        waiting, self._called = self._called, []
+        for reference in waiting:
+            model = reference()
+            if model is None:
+                continue
+            # A model that was only called, as to materialise lazy layers, may be trained later.
+            by_engine = isinstance(model, ShardedModule) or steps_itself(model)
+            if at_once or by_engine or any(one.grad is not None or id(one) in stepped for one in model.parameters()):
+                self._take_on_model(model)
+            else:
+                self._called.append(reference)
+        known = {id(parameter) for model in self._models for parameter in model.parameters()}
+        by_engine = isinstance(optimizer, ShardedOptimizer) or any(map(steps_itself, self._models))
+        if self._models and not at_once and not by_engine and not stepped <= known:
+            self._take_on_model(facts.OnlyInOptimizer(optimizer, known))
+
+    def _take_on_model(self, module: nn.Module) -> None:
+        inner = {id(module), *map(id, module.modules())}
+        self._models = [one for one in self._models if id(one) not in inner]
+        self._models.append(module)
+        engine = dict(module.named_children()).get(COMPILED, module)  # what torch.compile has compiled
+        layers = Counter(repr(one) for one in module.modules() if next(one.children(), None) is None)
+        sketches = self._sketches(len(self._models) - 1, INITIAL)
+        weights = {name: one for quantity, name, one in sketches if quantity == "weight"}
+        self._new.append(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
 
     # ------------------------------------------------------------------------------------------------------- backward
 
@@ -158,9 +213,10 @@ class Recorder:
         """Return ``torch.autograd.backward``, which ``Tensor.backward`` calls, that notes losses."""
 
         def backward(tensors: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not self._backwards:  # one within another one is that of a recomputed block
+            if not self._backwards and self.process:  # one within another one is that of a recomputed block
                 given = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-                self._losses += [one.detach().clone() for one in given if one.numel() == 1]
+                losses = [one for one in given if one.numel() == 1 and not facts.simulated(one)]
+                self._losses += [one.detach().clone() for one in losses]
             self._backwards += 1
             try:
                 return original(tensors, *arguments, **keywords)
@@ -183,18 +239,29 @@ class Recorder:
     @disable_dynamo
     @_shielded
     def _step_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        if optimizer in self._stepping:  # its last step has raised
-            del self._stepping[self._stepping.index(optimizer) :]
-        self._stepping.append(optimizer)
+        frame = facts.running_step()
+        place = next((k for k, (one, _) in enumerate(self._stepping) if one is optimizer), None)
+        # A step may call itself, as that of a subclass does; else the last one has raised.
+        if place is not None and not facts.is_below(self._stepping[place][1], frame):
+            del self._stepping[place:]
+        if not self._stepping:
+            self._take_on(optimizer)
+        state = getattr(optimizer, "state", {})
+        names = {id(parameter): name for name, parameter in facts.names_of(self._models)}
+        for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
+            if name := names.get(id(parameter)):
+                self._states[name] = self._states.get(name) or ("there" if state.get(parameter) else "")
+        self._stepping.append((optimizer, frame))
 
     @disable_dynamo
     @_shielded
     def _step_ended(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        if optimizer in self._stepping:  # else the first forward, with which recording began, was in it: a closure
-            self._stepping.remove(optimizer)
+        if any(one is optimizer for one, _ in self._stepping):
+            # The innermost. Not there: the first forward, with which recording began, was in this step: a closure.
+            del self._stepping[max(k for k, (one, _) in enumerate(self._stepping) if one is optimizer) :]
         self._steps += 1
         if not self._stepping:
-            self._record(optimizer, _groups(optimizer))
+            self._record(optimizer, facts.groups_of(optimizer))
 
     def _outer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``step`` of GradScaler or of DeepSpeed's engine, so that one record is written after it."""
@@ -207,32 +274,43 @@ class Recorder:
                 optimizer = outer.optimizer
             else:
                 return original(outer, *arguments, **keywords)
-            groups, steps, depth = _groups(optimizer), self._steps, len(self._stepping)  # a scheduler may step in it
-            self._stepping.append(outer)
+            groups, steps, depth = facts.groups_of(optimizer), self._steps, len(self._stepping)  # a scheduler steps too
+            if not depth:
+                self._before_outer(optimizer)
+            self._stepping.append((outer, None))
             try:
                 found = original(outer, *arguments, **keywords)
             finally:
                 del self._stepping[depth:]
             if not depth:
-                self._record(optimizer, groups, skipped=self._steps == steps)
+                self._record(optimizer, groups, skipped=self._steps == steps, scaler=outer)
             return found
 
         return step
 
     @_shielded
-    def _record(self, optimizer: Any, groups: list[dict[str, Any]], *, skipped: bool = False) -> None:
+    def _before_outer(self, optimizer: Any) -> None:
+        self._take_on(optimizer)
+
+    @_shielded
+    def _record(
+        self, optimizer: Any, groups: list[dict[str, Any]], *, skipped: bool = False, scaler: Any = None
+    ) -> None:
         """Write a step, or what a further optimizer has added to it."""
         self._round(False)
+        self._take_on(optimizer)  # what only a closure has made known
         record, settings = self._last_record, self._settings
         if not self._models:
             return
-        if record is not None and not self._samples and not self._losses:
-            record.groups, record.skipped = record.groups + groups, record.skipped or skipped
-        else:
-            losses = [float(_asked(loss, "full_tensor").real) for loss in self._losses]
+        if not (record is not None and not self._samples and not self._losses):
+            # What backward was called on is scaled, if a scaler makes the step; its scale is a power of two.
+            scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else 1.0
+            losses = [float(_asked(loss, "full_tensor").real) / scale for loss in self._losses]
             number = 0 if record is None else record.step + 1
-            record = Record(step=number, losses=losses, samples=self._samples, groups=groups, skipped=skipped)
+            record = Record(step=number, losses=losses, samples=self._samples, groups=[], skipped=False)
             self._losses, self._samples, self._last_record = [], [], record
+        self._note_facts(record, optimizer)
+        record.groups, record.skipped = record.groups + groups, record.skipped or skipped
         if record.step < settings.first or (settings.last is not None and record.step >= settings.last):
             return
         # torch's alone: what others draw is in the samples, and a script that never seeds them has others in each run
@@ -243,17 +321,40 @@ class Recorder:
             for place in range(len(self._models)):
                 for quantity, name, one in self._sketches(place, record.step, optimizer):
                     record.sketches[quantity][in_model(place, name)] = one
+            if record.step & (record.step - 1) == 0:  # looking through all objects costs some ten milliseconds
+                copies = [*facts.copies_of(self._models)]
+                record.sketches["buffer"] |= {name: sketch(value) for name, value in copies}
         self._write(record)
+
+    def _note_facts(self, record: Record, optimizer: Any) -> None:
+        """Note of each parameter and module what it is in this step, whatever its numbers are."""
+        parameters = dict(facts.names_of(self._models))
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        found = record.facts
+        members = found.setdefault("member", {})
+        for number, group in enumerate(facts.members_of(optimizer, names), len(record.groups)):
+            members |= dict.fromkeys(group, str(number))
+        found["trained"] = dict(facts.trained_of(self._models))
+        found["state"] = found.get("state", {}) | self._states
+        modes, outputs = found.setdefault("mode", {}), found.setdefault("output", {})
+        modules = dict(facts.modules_of(self._models))
+        for path, module in modules.items():
+            if id(module) in self._modes:
+                modes[path], outputs[path] = self._modes[id(module)], self._outputs[id(module)]
+            else:  # it was not called, or within what torch.compile has compiled
+                modes.setdefault(path, facts.mode_of(module))
+        if record.step % self._settings.every == 0:
+            found["layer"] = facts.layers_of(modules)
+        self._modes, self._outputs, self._states = {}, {}, {}
 
     def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
         """Yield squared norms of what this rank has of gradients: in float32, which is cheap and enough for a hint."""
-        for place, model in enumerate(self._models):
-            for name, parameter in user_names(model, prefix_of(model)):
-                if (gradient := parameter.grad) is not None:
-                    local = _asked(gradient.detach(), "to_local")
-                    numbers = local.coalesce().values() if local.is_sparse else local
-                    norm = float(torch.linalg.vector_norm(numbers))
-                    yield in_model(place, name), (norm * norm, local.numel())
+        for name, parameter in facts.names_of(self._models):
+            if (gradient := parameter.grad) is not None:
+                local = _asked(gradient.detach(), "to_local")
+                numbers = local.coalesce().values() if local.is_sparse else local
+                norm = float(torch.linalg.vector_norm(numbers))
+                yield name, (norm * norm, local.numel())
 
     def _sketches(self, place: int, step: int, optimizer: Any = None) -> Iterator[tuple[str, str, Sketch]]:
         """Yield quantity, name and sketch; keep the tensors where that is asked for. Collective."""
@@ -293,7 +394,11 @@ class Recorder:
             except FileExistsError:
                 return self.end(f"another process has trained as rank {rank}, and one record is of one training")
         record.models, self._new = record.models + self._new, []
-        store.append(self._file, record)
+        if self._written is not record:
+            # Of what does not change a line is written once.
+            self._facts_before, self._written = self._written.facts if self._written else {}, record
+        changed = {kind: one for kind, one in record.facts.items() if one != self._facts_before.get(kind)}
+        store.append(self._file, replace(record, facts=changed))
 
 
 def _rank() -> tuple[int, int]:
@@ -315,12 +420,6 @@ def _asked(value: Any, method: str) -> Any:
     return getattr(value, method)() if hasattr(value, method) else value
 
 
-def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what an optimizer's groups say, such as learning rates."""
-    groups = getattr(optimizer, "param_groups", ())
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
 def samples_of(given: Any, computed: str = "") -> Samples:
     """Return digests of a forward's arguments: of all, and of the samples that lie along dim 0 of all tensors."""
     arrays = [array for leaf in leaves(given) if is_array(leaf) for array in _arrays(leaf)]
@@ -331,7 +430,14 @@ def samples_of(given: Any, computed: str = "") -> Samples:
     total = sum(int.from_bytes(row, "little") for row in found) % 2**128
     kinds = [(str(array.dtype), tuple(array.shape)) for array in arrays]
     everything = digest([kinds, b"".join(found)] if rows else arrays)
-    return Samples(digest=everything, rows=rows, total=f"{total:032x}", computed=computed)
+    arguments: dict[str, str] = {}
+    positional, keywords = given
+    for number, argument in enumerate([*positional, *keywords]):
+        # What a batch holds by name counts as if it were handed over so.
+        for name, value in argument.items() if isinstance(argument, Mapping) else [(str(number), argument)]:
+            if tensors := [array for leaf in leaves(value) if is_array(leaf) for array in _arrays(leaf)]:
+                arguments[str(name)] = digest(tensors)[:16]
+    return Samples(digest=everything, rows=rows, total=f"{total:032x}", arguments=arguments, computed=computed)
 
 
 def _arrays(leaf: Any) -> list[Tensor]:

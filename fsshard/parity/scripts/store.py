@@ -51,6 +51,8 @@ class Samples:
     digest: str  # of all tensors
     rows: int  # samples, along dim 0 of all tensors; 0 if there is no such thing
     total: str  # sum of the samples' digests, whatever their order
+    # Digest of each argument by its name or number; older records have none.
+    arguments: dict[str, str] = field(default_factory=dict, metadata={"optional": True})
     computed: str  # dtype of the output, with the autocast that was on, and whether the model was in training mode
 
 
@@ -64,6 +66,8 @@ class Record:
     groups: list[dict[str, Any]]  # of the optimizers: such as the learning rate; what is not plain as a text
     skipped: bool  # a scaler left the step out
     models: list[Model] = field(default_factory=list)  # that are new since the record before
+    # What parameters and modules are, by kind and name, as facts.py reads it; a file has the kinds that have changed.
+    facts: dict[str, dict[str, str]] = field(default_factory=dict, metadata={"optional": True})
     random: str = ""  # digest of the random generators' state after the step
     gradients: dict[str, tuple[float, int]] = field(default_factory=dict)  # squared norm, elements of this rank's part
     # "weight", "buffer" and "state", whole; as gradients at every so many steps
@@ -222,6 +226,9 @@ def _read_rank(file: Path) -> RankRecord:
             raise TraceError(file, f"line {number}", f"this is no JSON ({error}); {_RECORD_AGAIN}") from error
     if not headers:
         raise TraceError(file, "", f"the file is empty; {_RECORD_AGAIN}")
+    facts: dict[str, dict[str, str]] = {}
+    for record in steps.values():
+        facts = record.facts = facts | record.facts
     models = [model for record in steps.values() for model in record.models]
     return RankRecord(header=headers[0], models=models, steps=steps)
 

@@ -167,7 +167,7 @@ def test_another_precision(recorded: Recorded) -> None:
 def test_another_seed_and_dropout(recorded: Recorded) -> None:
     assert "initial weight of first.weight" in against(recorded, "seed").sentence
     found = against(recorded, "dropout")
-    assert found.causes[0].startswith("layers: Dropout(p=0.0, inplace=False) 2 -> 0, Dropout(p=0.1")
+    assert found.causes[0].startswith("step 0: layers: Dropout(p=0.0, inplace=False) 2 -> 0, Dropout(p=0.1")
 
 
 def test_a_layer_of_another_name(recorded: Recorded) -> None:
@@ -227,7 +227,7 @@ def job_gan(folder: Path, steps: int = 2) -> None:
 def test_several_models_optimizers_and_accumulation(ranks: Any, tmp_path: Path) -> None:
     ranks.run(job_gan, 1, tmp_path / "gan")
     (rank,) = ScriptTrace.load(tmp_path / "gan").ranks
-    assert [model.engine for model in rank.models] == ["Linear", "Sequential"]
+    assert [model.engine for model in rank.models] == ["Linear", "Sequential", "OnlyInOptimizer"]
     assert [len(step.losses) for step in rank.steps.values()] == [1, 2, 1, 2]
     assert [[group["lr"] for group in step.groups] for step in rank.steps.values()] == [[0.1], [0.1, 0.5]] * 2
     assert [*rank.steps[0].weights] == ["weight", "bias", "model1.0.weight", "model1.0.bias"]
