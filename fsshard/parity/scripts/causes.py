@@ -111,12 +111,12 @@ def _samples(old: Sequence[Record], new: Sequence[Record]) -> str:
     if totals[0] == totals[1] and all(sample.rows for side in sides for sample in side):
         divided = [[len(of_rank) for of_rank in side] for side in digests]  # among ranks and batches
         return "the ranks were given the same samples in another order" if divided[0] == divided[1] else ""
-    if counts[0] != counts[1]:
-        return f"the ranks were given {counts[1]} samples, by the old script {counts[0]}"
     rank = next((rank for rank, (a, b) in enumerate(zip(*digests, strict=False)) if a != b), 0)
     arguments = [side[rank].samples[0].arguments if side[rank].samples else {} for side in (old, new)]
     if said := _arguments(*arguments):
         return f"rank {rank} was given {said}; the other arguments are equal"
+    if counts[0] != counts[1]:
+        return f"the ranks were given {counts[1]} samples, by the old script {counts[0]}"
     if any(record.losses for record in old) and not _losses(old, new):
         return ""  # Lightning's forward takes the targets, too
     return f"rank {rank} was given other samples (another sampler, seed or preparation of data?)"
@@ -163,6 +163,8 @@ def _settings_of(old: Record, new: Record) -> str:
         whole = [name for name, number in members.items() if number in numbers and name in before and name in now]
         key, _, change = said.partition(" ")
         of = f"group {', '.join(sorted(numbers))}" if len(whole) <= len(names) else _few(names)
+        if all(before[name] in new.groups and before[name] != now[name] in old.groups for name in names):
+            of = f"{_few(names)} (moved to another group)"
         told.append(f"{key} of {of} {change}")
     return _few(told)
 
@@ -274,10 +276,15 @@ def _states(old: Ranks, new: Ranks) -> str:
         with_state = {name for record in side for name, one in record.facts.get("state", {}).items() if one}
         sides.append((known, with_state))
     (known, before), (also_known, now) = sides
-    both = known & also_known
-    lost, new_ones = sorted(both & before - now), sorted(both & now - before)
-    said = [f"lost the optimizer's state of {_few(lost)}"] if lost else []
-    return "; ".join(said + ([f"has an optimizer's state of {_few(new_ones)} only now"] if new_ones else []))
+    for one, other, side in ((before, now, "new"), (now, before, "old")):
+        # Another class has another state, or none.
+        if lost := sorted(known & also_known & one - other if _kinds(old[0]) == _kinds(new[0]) else ()):
+            return f"the {side} script has lost the optimizer's state of {_few(lost)}, or never had it"
+    return ""
+
+
+def _kinds(record: Record) -> set[Any]:
+    return {group.get("optimizer") for group in record.groups}
 
 
 def _broadcast(old: Ranks, new: Ranks) -> str:
@@ -305,12 +312,13 @@ def _backwards(old: Sequence[Record], new: Sequence[Record]) -> str:
 
 def _gradients(old: Ranks, new: Ranks) -> str:
     """Compare norms of gradients as the optimizer has left them."""
-    before, now = (_norms(side) for side in (old, new))
+    # One of zeros tells as little as none.
+    before, now = ({name: norm for name, norm in _norms(side).items() if norm} for side in (old, new))
     for names, side in ((before.keys() - now, "old"), (now.keys() - before, "new")):
         both = sorted(name for name in names if name in old[0].weights and name in new[0].weights)
         if both and before and now:
             return f"gradients in the {side} script alone: {_few(both)}"
-    ratios = {name: now[name] / before[name] for name in before if before[name] and now.get(name)}
+    ratios = {name: now[name] / before[name] for name in before if name in now}
     apart = [name for name, ratio in ratios.items() if abs(ratio - 1) > APART]
     if not apart:
         return ""
@@ -378,8 +386,9 @@ def _few(names: Sequence[Any], most: int = 4) -> str:
 
 
 modes = _fact("mode", "mode")
+counts = _fact("count", "number")
 outputs = _fact("output", "dtype of the output")
-DECIDING: tuple[Tell, ...] = (_settings, _members, _skipped, _layers, modes, outputs, _buffers)
+DECIDING: tuple[Tell, ...] = (_settings, _members, counts, _skipped, _layers, modes, outputs, _buffers)
 """What is never different of the same training, whatever the weights are."""
 LOSSES: Tell = _losses
 """The same of losses, which may round where weights may."""

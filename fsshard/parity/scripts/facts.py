@@ -161,14 +161,15 @@ def copies_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     That are modules, and lists and dicts of tensors.
     """
     own = {id(one) for model in models for one in model.modules()}
-    parameters = [one for model in models for one in model.parameters()]
-    held = {*map(id, parameters), *(id(parameter.grad) for _, parameter in names_of(models))}
+    held = {id(parameter) for model in models for parameter in model.parameters()}
+    held |= {id(parameter.grad) for _, parameter in names_of(models)}
     shapes = [_shapes(model.parameters()) for model in models]
+    if not next(_alike(shapes, own, held), None):
+        return
+    gc.collect()  # what a script has dropped is no copy that it keeps
     numbers: Counter[str] = Counter()
-    for one in gc.get_objects():
-        named = _tensors_in(one) if id(one) not in own else {}
-        plain = all(type(value) in (Tensor, nn.Parameter) and id(value) not in held for value in named.values())
-        if not named or not plain or simulated(named) or _shapes(named.values()) not in shapes:
+    for one, named in [*_alike(shapes, own, held)]:
+        if id(one) in own:
             continue
         if isinstance(one, nn.Module):
             own.update(map(id, one.modules()))  # an average's own module is no further copy
@@ -179,20 +180,32 @@ def copies_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             yield f"{COPY} {numbers[kind]} of the weights in a {kind}, {name}", value.detach()
 
 
+def _alike(shapes: list[Any], own: set[int], held: set[int]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield objects with their tensors, if those have the shapes of a model's parameters and are others."""
+    kinds = {dict, list, *_subclasses(nn.Module)}
+    # Most of a process's objects are dicts and lists, and few of those hold tensors.
+    for one in [one for one in gc.get_objects() if type(one) in kinds]:
+        if type(one) is dict:
+            named = one if one and type(next(iter(one.values()))) is Tensor else {}
+        elif type(one) is list:
+            named = dict(enumerate(one)) if one and type(one[0]) is Tensor else {}
+        else:
+            named = dict(one.named_parameters()) if id(one) not in own else {}
+        if not named or not all(isinstance(value, Tensor) for value in named.values()) or simulated(named):
+            continue
+        others = all(type(value) in (Tensor, nn.Parameter) and id(value) not in held for value in named.values())
+        if others and _shapes(named.values()) in shapes and (len(named) > 1 or type(one) not in (dict, list)):
+            yield one, {str(name): value for name, value in named.items()}
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for one in type.__subclasses__(kind):
+        yield from _subclasses(one)
+
+
 def _shapes(tensors: Iterable[Tensor]) -> list[Any]:
     return [(one.shape, one.dtype) for one in tensors]
-
-
-def _tensors_in(one: Any) -> dict[str, Any]:
-    """Return parameters of a module, or the tensors of a list or dict that holds nothing else."""
-    if issubclass(type(one), nn.Module):
-        return dict(one.named_parameters())
-    if type(one) not in (dict, list) or len(one) < 2:
-        return {}
-    items = one if type(one) is dict else dict(enumerate(one))
-    if any(type(value) is not Tensor for value in items.values()):
-        return {}
-    return {str(name): value for name, value in items.items()}
 
 
 def mode_of(module: nn.Module) -> str:

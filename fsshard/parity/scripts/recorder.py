@@ -89,11 +89,13 @@ class Recorder:
         self._stepping: list[tuple[Any, Any]] = []
         self._steps = 0  # of optimizers so far
         self._new: list[Model] = []  # since the last record
-        self._losses: list[Tensor] = []
+        # Losses and samples, each with the module that was called last: if that is gone, it was only tried.
+        self._losses: list[tuple[Tensor, weakref.ref[nn.Module]]] = []
         self._modes: dict[int, str] = {}  # by the id of a module that was called, since the last record
         self._outputs: dict[int, str] = {}  # dtypes, of the same
         self._states: dict[str, str] = {}  # by parameter: whether the optimizer had a state before its step
-        self._samples: list[Samples] = []
+        self._samples: list[tuple[Samples, weakref.ref[nn.Module]]] = []
+        self._entered: weakref.ref[nn.Module] = weakref.ref(nn.Module())  # which is gone
         self._last_record: Record | None = None
         self._written: Record | None = None  # the last one
         self._facts_before: facts.Facts = {}  # of the one that was written before it
@@ -144,6 +146,8 @@ class Recorder:
             if not known and any(parameter.requires_grad for parameter in module.parameters()):
                 self._add(module)
             self._round(module in self._known)
+            if module in self._known:
+                self._entered = weakref.ref(module)
 
     def _add(self, module: nn.Module) -> None:
         self._entrances.add(module)
@@ -172,7 +176,8 @@ class Recorder:
         self._modes[id(module)] = facts.mode_of(module)
         self._outputs[id(module)] = facts.dtype_of(output)
         if self._depth == 0 and module in self._entrances:
-            self._samples.append(samples_of([arguments, keywords], _computed(module, output)))
+            samples = samples_of([arguments, keywords], _computed(module, output))
+            self._samples.append((samples, weakref.ref(module)))
 
     def _take_on(self, optimizer: Any, *, at_once: bool = False) -> None:
         """Record what is trained from here on, with the weights before the first step. Collective.
@@ -216,7 +221,7 @@ class Recorder:
             if not self._backwards and self.process:  # one within another one is that of a recomputed block
                 given = [tensors] if isinstance(tensors, Tensor) else [*tensors]
                 losses = [one for one in given if one.numel() == 1 and not facts.simulated(one)]
-                self._losses += [one.detach().clone() for one in losses]
+                self._losses += [(one.detach().clone(), self._entered) for one in losses]
             self._backwards += 1
             try:
                 return original(tensors, *arguments, **keywords)
@@ -305,9 +310,11 @@ class Recorder:
         if not (record is not None and not self._samples and not self._losses):
             # What backward was called on is scaled, if a scaler makes the step; its scale is a power of two.
             scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else 1.0
-            losses = [float(_asked(loss, "full_tensor").real) / scale for loss in self._losses]
+            kept = [loss for loss, module in self._losses if module() is not None]
+            losses = [float(_asked(loss, "full_tensor").real) / scale for loss in kept]
+            samples = [one for one, module in self._samples if module() is not None]
             number = 0 if record is None else record.step + 1
-            record = Record(step=number, losses=losses, samples=self._samples, groups=[], skipped=False)
+            record = Record(step=number, losses=losses, samples=samples, groups=[], skipped=False)
             self._losses, self._samples, self._last_record = [], [], record
         self._note_facts(record, optimizer)
         record.groups, record.skipped = record.groups + groups, record.skipped or skipped
@@ -321,7 +328,9 @@ class Recorder:
             for place in range(len(self._models)):
                 for quantity, name, one in self._sketches(place, record.step, optimizer):
                     record.sketches[quantity][in_model(place, name)] = one
-            if record.step & (record.step - 1) == 0:  # looking through all objects costs some ten milliseconds
+            if (
+                record.step and record.step & (record.step - 1) == 0
+            ):  # looking through all objects costs some ten milliseconds
                 copies = [*facts.copies_of(self._models)]
                 record.sketches["buffer"] |= {name: sketch(value) for name, value in copies}
         self._write(record)
@@ -335,7 +344,9 @@ class Recorder:
         for number, group in enumerate(facts.members_of(optimizer, names), len(record.groups)):
             members |= dict.fromkeys(group, str(number))
         found["trained"] = dict(facts.trained_of(self._models))
-        found["state"] = found.get("state", {}) | self._states
+        found["state"] = self._states | found.get("state", {})
+        made = found.setdefault("count", {"optimizer steps": "0"})
+        made["optimizer steps"] = str(int(made["optimizer steps"]) + 1)
         modes, outputs = found.setdefault("mode", {}), found.setdefault("output", {})
         modules = dict(facts.modules_of(self._models))
         for path, module in modules.items():
