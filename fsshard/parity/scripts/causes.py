@@ -145,12 +145,23 @@ def _groups(old: Ranks, new: Ranks) -> str:
     return "" if known or counts[0] == counts[1] else f"groups of parameters {counts[0]} -> {counts[1]}"
 
 
-def _settings(old: Ranks, new: Ranks) -> str:
-    """Compare what the optimizers' groups say of each parameter, rank by rank."""
-    return next((said for a, b in zip(old, new, strict=False) if (said := _settings_of(a, b))), "")
+def _of_any_rank(tell: Callable[[Record, Record], str]) -> Tell:
+    """Return what says what ``tell`` does of the first rank of which it says anything."""
+
+    def told(old: Ranks, new: Ranks) -> str:
+        for rank, (before, now) in enumerate(zip(old, new, strict=False)):
+            if said := tell(before, now):
+                return f"{said} (on rank {rank})" if rank else said
+        return ""
+
+    return told
 
 
-def _settings_of(old: Record, new: Record) -> str:
+@_of_any_rank
+def _settings(old: Record, new: Record) -> str:
+    """Compare what the optimizers' groups say of each parameter."""
+    if (old.groups, old.facts) == (new.groups, new.facts):
+        return ""
     apart: dict[str, list[str]] = {}  # what differs -> parameters, or groups where these are not known
     before, now = (_by_parameter(side) for side in (old, new))
     for name in [name for name in before if name in now]:
@@ -191,7 +202,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=SAME) or one != one != other
+        return math.isclose(one, other, rel_tol=SAME) or repr(one) == repr(other)
     return bool(one == other)
 
 
@@ -201,26 +212,28 @@ def _stepped(record: Record) -> set[str]:
     return {name for name in record.facts.get("member", {}) if trained.get(name) != "frozen"}
 
 
-def _members(old: Ranks, new: Ranks) -> str:
+@_of_any_rank
+def _members(old: Record, new: Record) -> str:
     """Compare which parameters are stepped."""
-    if not all(side[0].facts.get("member") for side in (old, new)):
+    if not (old.facts.get("member") and new.facts.get("member")):
         return ""
-    before, now = (_stepped(side[0]) for side in (old, new))
+    before, now = _stepped(old), _stepped(new)
     said = []
-    for names, record, word in ((before - now, new[0], "no longer"), (now - before, old[0], "only now")):
-        frozen = [name for name in names if record.facts.get("trained", {}).get(name) == "frozen"]
-        for those, why in ((frozen, "frozen"), (names - {*frozen}, "in no group of an optimizer")):
+    for names, record, side in ((before - now, new, "new"), (now - before, old, "old")):
+        frozen = {name for name in names if record.facts.get("trained", {}).get(name) == "frozen"}
+        for those, why in ((frozen, "frozen"), (names - frozen, "in no group of an optimizer")):
             if those:
-                side = "in the new script" if word == "no longer" else "in the old script"
-                said.append(f"{_few(sorted(those))} {'is' if len(those) == 1 else 'are'} {why} {side}")
+                are = "is" if len(those) == 1 else "are"
+                said.append(f"{_few(sorted(those))} {are} {why} in the {side} script")
     return "; ".join(said)
 
 
 def _fact(kind: str, words: str) -> Tell:
     """Return what compares a kind of fact by names that both scripts have."""
 
-    def tell(old: Ranks, new: Ranks) -> str:
-        before, now = (side[0].facts.get(kind, {}) for side in (old, new))
+    @_of_any_rank
+    def tell(old: Record, new: Record) -> str:
+        before, now = old.facts.get(kind, {}), new.facts.get(kind, {})
         apart: dict[str, list[str]] = {}
         for name in before.keys() & now.keys():
             if before[name] != now[name] and before[name] and now[name]:
@@ -230,9 +243,10 @@ def _fact(kind: str, words: str) -> Tell:
     return tell
 
 
-def _layers(old: Ranks, new: Ranks) -> str:
+@_of_any_rank
+def _layers(old: Record, new: Record) -> str:
     """Compare the layers by their paths, those of other paths by their number."""
-    before, now = (side[0].facts.get("layer", {}) for side in (old, new))
+    before, now = old.facts.get("layer", {}), new.facts.get("layer", {})
     if not before or not now:
         return ""
     apart = [name for name in before if before[name] != now.get(name)]
@@ -242,13 +256,14 @@ def _layers(old: Ranks, new: Ranks) -> str:
     return f"layers: {counts or _few(moved)}" if counts or moved else ""
 
 
-def _buffers(old: Ranks, new: Ranks) -> str:
+@_of_any_rank
+def _buffers(old: Record, new: Record) -> str:
     """Compare which buffers there are; see :func:`averages` for copies of the weights."""
-    if not (old[0].weights and new[0].weights):
+    if not (old.weights and new.weights):
         return ""
     said = []
     for one, other, side in ((old, new, "old"), (new, old, "new")):
-        names = one[0].sketches.get("buffer", {}).keys() - other[0].sketches.get("buffer", {})
+        names = one.sketches.get("buffer", {}).keys() - other.sketches.get("buffer", {})
         if only := sorted(name for name in names if not name.startswith(COPY)):
             said.append(f"buffers of the {side} script alone: {_few(only)}")
     return "; ".join(said)
@@ -276,10 +291,10 @@ def _states(old: Ranks, new: Ranks) -> str:
         with_state = {name for record in side for name, one in record.facts.get("state", {}).items() if one}
         sides.append((known, with_state))
     (known, before), (also_known, now) = sides
-    for one, other, side in ((before, now, "new"), (now, before, "old")):
+    for had, has, name in ((before, now, "new"), (now, before, "old")):
         # Another class has another state, or none.
-        if lost := sorted(known & also_known & one - other if _kinds(old[0]) == _kinds(new[0]) else ()):
-            return f"the {side} script has lost the optimizer's state of {_few(lost)}, or never had it"
+        if lost := sorted(known & also_known & had - has if _kinds(old[0]) == _kinds(new[0]) else ()):
+            return f"the {name} script has lost the optimizer's state of {_few(lost)}, or never had it"
     return ""
 
 
@@ -300,8 +315,9 @@ def _broadcast(old: Ranks, new: Ranks) -> str:
     return f"buffers of rank {rank} alone differ (broadcast_buffers=False in one of the two?): {_few(names)}"
 
 
-def _skipped(old: Sequence[Record], new: Sequence[Record]) -> str:
-    sides = ["left out by the scaler" if side[0].skipped else "made" for side in (old, new)]
+@_of_any_rank
+def _skipped(old: Record, new: Record) -> str:
+    sides = ["left out by the scaler" if side.skipped else "made" for side in (old, new)]
     return "" if sides[0] == sides[1] else f"the step was {sides[0]} -> {sides[1]}"
 
 

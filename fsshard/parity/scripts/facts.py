@@ -184,7 +184,8 @@ def _alike(shapes: list[Any], own: set[int], held: set[int]) -> Iterator[tuple[A
     """Yield objects with their tensors, if those have the shapes of a model's parameters and are others."""
     kinds = {dict, list, *_subclasses(nn.Module)}
     # Most of a process's objects are dicts and lists, and few of those hold tensors.
-    for one in [one for one in gc.get_objects() if type(one) in kinds]:
+    objects: list[Any] = [each for each in gc.get_objects() if type(each) in kinds]
+    for one in objects:
         if type(one) is dict:
             named = one if one and type(next(iter(one.values()))) is Tensor else {}
         elif type(one) is list:
