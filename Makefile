@@ -141,6 +141,11 @@ bench: $(READY)
 parity: $(READY)
 	$(BIN)/python -m tests.parity.matrix $(MATRIX) --table docs/parity.md
 
+# Changes that fsshard compare finds, and pairs that it calls the same: docs/reference/planted.md. Five minutes.
+.PHONY: planted
+planted: $(READY)
+	$(BIN)/python -W ignore -m tests.parity.scripts.planted --table docs/reference/planted.md
+
 # This CPU's table in docs/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
 .PHONY: machines
 machines: $(READY)

@@ -182,7 +182,7 @@ def copies_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 def _alike(shapes: list[Any], own: set[int], held: set[int]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield objects with their tensors, if those have the shapes of a model's parameters and are others."""
-    kinds = {dict, list, *_subclasses(nn.Module)}
+    kinds: set[Any] = {dict, list, *_subclasses(nn.Module)}
     # Most of a process's objects are dicts and lists, and few of those hold tensors.
     objects: list[Any] = [each for each in gc.get_objects() if type(each) in kinds]
     for one in objects:
@@ -201,7 +201,8 @@ def _alike(shapes: list[Any], own: set[int], held: set[int]) -> Iterator[tuple[A
 
 def _subclasses(kind: type) -> Iterator[type]:
     yield kind
-    for one in type.__subclasses__(kind):
+    below: list[type] = type.__subclasses__(kind)
+    for one in below:
         yield from _subclasses(one)
 
 

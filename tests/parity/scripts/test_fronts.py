@@ -38,7 +38,7 @@ def test_engines_and_trainers_of_others(recorded: Recorded, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert said.count("on 2 ranks have equal weights to the last bit, 4 parameters in 4 steps.") == 2
     assert ("renamed" in said) == (name == "lightning")
-    assert said.count("also different: step") == said.count("groups of parameters") == 2 * (name == "transformers")
+    assert "also different" not in said  # transformers has two groups, of the same settings
 
 
 FAULTS = {
@@ -68,4 +68,4 @@ def test_a_renamed_layer(recorded: Recorded, capsys: pytest.CaptureFixture[str])
     assert main(["compare", str(right), str(renamed)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "have equal weights to the last bit" in said[0]
-    assert said[1:] == ["renamed: last.weight is head.weight now", "renamed: last.bias is head.bias now"]
+    assert said[1:-1] == ["renamed: last.weight is head.weight now", "renamed: last.bias is head.bias now"]
