@@ -300,3 +300,16 @@ def test_without_equal_bits_one_shape_is_enough_and_two_are_not() -> None:
     wide = sketch(torch.ones(5))
     assert matched_names({"a": (ONE, ONE), "w": (wide, wide)}, {"b": (TWO, TWO)}) == {"a": "b"}
     assert matched_names({"a": (ONE, ONE), "b": (ZERO, ZERO)}, {"c": (TWO, TWO), "d": (TWO, TWO)}) == {}
+
+
+def test_steps_that_one_rank_has_alone(tmp_path: Path) -> None:
+    """They are compared with the same ones of the other script, and must be there."""
+    for name, steps, late in (("old", 4, ONE), ("same", 4, ONE), ("other", 4, TWO), ("more", 5, ONE)):
+        file = script(tmp_path / name, size=2) / "rank1.jsonl"
+        for number in range(3, steps):
+            append(file, dataclasses.replace(STEP, step=number, sketches={**STEP.sketches, "weight": {"w": late}}))
+    old, same, other, more = (tmp_path / name for name in ("old", "same", "other", "more"))
+    assert compare_scripts(old, same).ok
+    told = "in the steps that rank 1 has alone: step 3, weight of w"
+    assert told in compare_scripts(old, other).sentence
+    assert "rank 1 has recorded 4 steps of old, 5 of more" in compare_scripts(old, more).sentence
