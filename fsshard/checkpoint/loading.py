@@ -90,6 +90,7 @@ def load(
     verify: bool = False,
     rng: bool = True,
     trust_pickle: bool = False,
+    key: str | None = None,
     timeout: float = parts.TIMEOUT,
     **objects: Any,
 ) -> Loaded:
@@ -97,7 +98,7 @@ def load(
 
     Other programs' checkpoints are recognised and read the same way, by slices: a safetensors file, a directory of the
     Hugging Face Hub or of ``torch.distributed.checkpoint``, a file of ``torch.save`` (of DDP, FairScale, or plain
-    torch), a folder of neuraloperator's trainer.
+    torch), a folder of DeepSpeed's ZeRO or of neuraloperator's trainer.
 
     A checkpoint of ``save(..., only="trainable")`` leaves weights as they are that were frozen when it was saved, and
     are frozen now: give the model its weights first.
@@ -120,6 +121,7 @@ def load(
             rank r, and additional ranks are seeded from the last saved one's.
         trust_pickle: unpickle another program's checkpoint if it cannot be read otherwise; this runs any code in it.
             fsshard's own checkpoints are never unpickled.
+        key: the place of the model's state dict in another program's checkpoint where several fit: ``"student"``.
         timeout: seconds to wait for ranks that do not call this.
         **objects: an :class:`fsshard.EMA`, and what has ``load_state_dict``, that was saved under that name.
 
@@ -131,11 +133,13 @@ def load(
     path, call = parts.check_call(
         "fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle
     )
+    if key is not None and not isinstance(key, str):
+        raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
     models = name_models(model, "fsshard.load")
     channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
     wait_for_saves()
     given = parts.named_objects(scheduler, scaler, objects)
-    called = parts.as_called(call, models, optimizer, given, strict=strict, verify=verify, rng=rng)
+    called = parts.as_called(call, models, optimizer, given, strict=strict, verify=verify, rng=rng, key=key)
     channel.arrive(called, timeout, call)
     averages = parts.take_averages(given)
     with ExitStack() as until_done:
@@ -151,12 +155,14 @@ def load(
             for job in jobs:
                 job.optimizers = {name: its for name, its in optimizers.items() if its.model is job.model}
             if kind is None:  # it is ours
+                if key is not None:
+                    raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
                 reader: Reader | ForeignReader = until_done.enter_context(Reader(place))
             elif any(models):
                 raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
             else:
                 reader = until_done.enter_context(ForeignReader(place, kind, trust_pickle=trust_pickle))
-                reader.add_for(jobs[0].model, jobs[0].optimizers, strict=strict)
+                reader.add_for(jobs[0].model, jobs[0].optimizers, key, strict=strict)
             reader.check_headers()  # from here on all files are open, and no save takes them away
             chosen = choose_models(reader.index, models, call)
             for job in jobs:

@@ -105,7 +105,8 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="A safetensors or .pt file, or a Hugging Face, DCP or neuraloperator directory."
+            metavar="SOURCE",
+            help="A safetensors or .pt file, or a Hugging Face, DCP, DeepSpeed or neuraloperator directory.",
         ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="Checkpoint to write.")],
@@ -116,11 +117,12 @@ def import_(
         ),
     ] = False,
     optimizer: Annotated[bool, typer.Option(help="Import optimizer states, too.")] = True,
+    key: Annotated[str | None, typer.Option(help="Place of the state dict, where there are several.")] = None,
 ) -> None:
     """Convert another program's checkpoint SOURCE into one of fsshard at DESTINATION."""
     from fsshard.checkpoint.interop.importing import import_checkpoint
 
-    print(import_checkpoint(source, destination, trust_pickle=trust_pickle, optimizer=optimizer))
+    print(import_checkpoint(source, destination, trust_pickle=trust_pickle, optimizer=optimizer, key=key))
 
 
 # ------------------------------------------------------------------------------------------------ what it costs

@@ -309,7 +309,11 @@ class _Export:
             if self.format == "torch":  # whose optimizers number the parameters in the order of the groups
                 number: Any = {name: at for at, name in enumerate(names)}
                 state = {number[name]: item for name, item in state.items()}
-                groups = [{**group, "params": [number[name] for name in group["params"]]} for group in groups]
+                for group in groups:
+                    # As torch's optimizers over named parameters write them. New text, so that the file's bytes do not
+                    # tell whether the model's keys were the same objects.
+                    group["param_names"] = [name.encode().decode() for name in group["params"]]
+                    group["params"] = [number[name] for name in group["params"]]
             value = {"model": value, "optimizer": {"state": state, "param_groups": groups}}
         if self.format == "torch":
             self._replaced([name], "")

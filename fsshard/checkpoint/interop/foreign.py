@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -17,13 +18,19 @@ from torch import Tensor, nn
 
 from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Range
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
+from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
+from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-KINDS = ("safetensors", "hf", "torch", "dcp", "neuralop")
+log = logging.getLogger("fsshard")
+KINDS = ("safetensors", "hf", "torch", "dcp", "deepspeed", "neuralop")
 
 MAX_INDEX = 100_000_000
 HF_INDEXES = re.compile(r".+\.(safetensors|bin)\.index\.json")
 HF_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+HF_PARTS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt")
+"""What the Trainer of transformers and Accelerate's save_state put beside the weights."""
+STATE_FILES = (".pt", ".pth", ".bin", ".pkl", ".safetensors", ".ckpt")
 NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"
@@ -34,8 +41,9 @@ Tree = dict[Any, Any]  # dicts and lists of values and tensors, as they were sav
 def foreign(path: str | os.PathLike[str]) -> str | None:
     """Tell the kind of a checkpoint that fsshard did not write, by names and first bytes; nothing is unpickled.
 
-    ``"safetensors"`` and ``"torch"`` are files; ``"hf"``, ``"dcp"`` and ``"neuralop"`` directories, as on the Hugging
-    Face Hub, of ``torch.distributed.checkpoint`` and of neuraloperator's trainer. None: ours, or not known.
+    ``"safetensors"`` and ``"torch"`` are files; ``"hf"``, ``"dcp"``, ``"deepspeed"`` and ``"neuralop"`` directories, as
+    on the Hugging Face Hub, of ``torch.distributed.checkpoint``, of ZeRO and of neuraloperator's trainer. None: ours,
+    or not known.
     """
     try:
         path = Path(path)
@@ -54,6 +62,8 @@ def _kind_of_directory(path: Path) -> str | None:
         return "dcp"
     if any((path / name / INDEX_FILE).is_file() for name in names):
         return None  # checkpoints of ours, and what was exported next to them
+    if zero_folder(path) is not None:
+        return "deepspeed"
     if any(name in HF_FILES or HF_INDEXES.fullmatch(name) for name in names) or len(_single_file(names)) == 1:
         return "hf"
     return "neuralop" if any(name.endswith(NEURALOP_MODEL) for name in names) else None
@@ -71,6 +81,18 @@ def _kind_of_file(path: Path) -> str | None:
     ):
         return "safetensors"
     return "torch" if head.startswith((ZIP, PICKLE)) else None
+
+
+def unknown(path: Path) -> str:
+    """Return what is at a path of no known kind, in one line: names, and what below them can be read."""
+    names = sorted(os.listdir(path)) if path.is_dir() else ["a file"]
+    below = [each for each in sorted([*path.glob("*"), *path.glob("*/*")]) if foreign(each)]
+    folders = [each for each in below if each.is_dir()]
+    inside = f"; pass one of those in it: {', '.join(map(str, (folders or below)[:5]))}" if below else ""
+    return (
+        f"{path} (with {', '.join(names[:8]) or 'nothing in it'}) is not a checkpoint of a known kind, which are: "
+        f"{', '.join(KINDS)}{inside}"
+    )
 
 
 def awaited(dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
@@ -92,7 +114,8 @@ def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) ->
             return _safetensors(path, files, tied), tied
         if kind == "hf":
             return _hf(path, files, tied, trust_pickle), tied
-        return {"torch": _unpickled, "dcp": _dcp, "neuralop": _neuralop}[kind](path, trust_pickle), tied
+        readers = {"torch": _unpickled, "dcp": _dcp, "deepspeed": _deepspeed, "neuralop": _neuralop}
+        return readers[kind](path, trust_pickle), tied
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -111,7 +134,8 @@ def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) 
     names, tree = {entry.name for entry in os.scandir(path)}, Tree()
     indexes = sorted((name for name in names if HF_INDEXES.fullmatch(name)), key=lambda name: ".bin." in name)
     where = _weight_map(path / indexes[0]) if indexes else {}
-    for name in dict.fromkeys(where.values()) or [n for n in (*HF_FILES, *_single_file(names)) if n in names][:1]:
+    weights = [*dict.fromkeys(where.values())] or [n for n in (*HF_FILES, *_single_file(names)) if n in names][:1]
+    for name in weights:
         safe = name.endswith(".safetensors")
         part = _safetensors(path / name, files, tied) if safe else _unpickled(path / name, trust_pickle)
         if both := tree.keys() & part.keys():
@@ -119,7 +143,17 @@ def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) 
         tree |= part
     if absent := sorted(where.keys() - tree.keys() - tied.keys()):
         raise CorruptCheckpoint(f"{path / indexes[0]} lists tensors that its files lack: {', '.join(absent[:5])}")
-    return tree
+    beside = [name for name in HF_PARTS if name in names]
+    _tell_what_is_left(path, names - set(beside) - set(weights))
+    if not beside:
+        return tree
+    return {"model": tree} | {name.partition(".")[0]: _unpickled(path / name, trust_pickle) for name in beside}
+
+
+def _tell_what_is_left(path: Path, names: set[str]) -> None:
+    left = [name for name in names if name.endswith(STATE_FILES) and not name.startswith("pytorch_model")]
+    if left:
+        log.warning("%s: not read are %s", path, ", ".join(sorted(left)))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -144,15 +178,18 @@ def _neuralop(path: Path, trust_pickle: bool) -> Tree:
     return tree | ({"epoch": manifest["epoch"]} if "epoch" in manifest else {})
 
 
+def _deepspeed(path: Path, trust_pickle: bool) -> Tree:
+    folder = zero_folder(path)
+    assert folder is not None
+    names = set(os.listdir(path))
+    _tell_what_is_left(path, names if folder != path else set())
+    return read_zero(folder, partial(_unpickled, trust_pickle=trust_pickle), awaited)
+
+
 def _dcp(path: Path, trust_pickle: bool) -> Tree:
-    if not trust_pickle:
-        raise CheckpointError(
-            f"{path} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle: reading it runs "
-            "whatever code is in it. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
-        )
     from fsshard.checkpoint.interop.torch_formats import DcpDirectory
 
-    return DcpDirectory(path).tree(awaited)
+    return DcpDirectory(path, trust_pickle).tree(awaited)
 
 
 def _unpickled(path: Path, trust_pickle: bool) -> Tree:
@@ -167,17 +204,16 @@ def _unpickled(path: Path, trust_pickle: bool) -> Tree:
             with zipfile.ZipFile(path) as archive:
                 if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                     raise CorruptCheckpoint(f"{path}: a compressed archive, which could unfold without end")
+        options: dict[str, Any] = {"map_location": "cpu", "mmap": zipped}
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path)) if zipped else []
+        stand_ins: list[Any] = [(stand_in(name), name) for name in names if stand_in(name)]
         try:
-            value = torch.load(os.fspath(path), weights_only=True, map_location="cpu", mmap=zipped)
+            with torch.serialization.safe_globals(stand_ins):
+                value = torch.load(os.fspath(path), weights_only=True, **options)
         except pickle.UnpicklingError as error:
             if not trust_pickle:
-                unknown = re.search(r"GLOBAL ([\w.]+)", str(error))
-                reason = unknown[1] if unknown else str(error).strip()[-200:]
-                raise CheckpointError(
-                    f"{path} holds more than tensors and plain values ({reason}): reading it runs whatever "
-                    "code the file asks for. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
-                ) from None
-            value = torch.load(os.fspath(path), weights_only=False, map_location="cpu", mmap=zipped)
+                raise needs_trust(path, error) from None
+            value = torch.load(os.fspath(path), weights_only=False, pickle_module=UNPICKLING, **options)
         value = value.state_dict() if isinstance(value, nn.Module) else value
     except CheckpointError:
         raise

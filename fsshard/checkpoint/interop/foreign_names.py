@@ -43,23 +43,44 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise StateDictError(f"a {type(state).__name__} (expected a model's state dict, on every rank)")
-    variants, keys = list(unprefixed(state)), model.backend.keys
-    flat = [key for key in variants[0] if key.rpartition(".")[2].startswith("flat_param")]
+    flat = [clean_path(key) for key in state if key.rpartition(".")[2].startswith("flat_param")]
     if flat:
         raise StateDictError("a rank's flat shards (put them together with join_model_shards first)", unexpected=flat)
-    expected = set(model.backend.key_order)
-    plain = max(variants, key=lambda each: len(expected & set(each)))
+    keys = model.backend.keys
+    _, plain = best_names(model.backend.key_order, state)
     given = {keys[key]: value for key, value in plain.items() if key in keys}
     return {**plain, **{key: given[name] for key, name in keys.items() if key not in plain and name in given}}
 
 
-def unprefixed(state: State) -> Iterator[dict[str, Any]]:
-    """Yield a state dict with ever fewer of the prefixes of wrappers (DDP of ShardedDDP has two)."""
+def best_names(expected: Iterable[str], state: State) -> tuple[str, dict[str, Any]]:
+    """Return a state dict with as much of what its names begin with alike taken off as fits a model best, and that.
+
+    Where the model's names begin alike and the state dict's do not, that is put before them.
+    """
+    expected = set(expected)
+    variants = list(unprefixed(state, ""))
+    first = {key.partition(".")[0] for key in expected}
+    if len(first) == 1:
+        variants.append(("", {f"{min(first)}.{key}": value for key, value in variants[0][1].items()}))
+    return max(variants, key=lambda each: len(expected & each[1].keys()))
+
+
+def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what was taken off the names of a state dict, and the rest: ever more (DDP of ShardedDDP has two).
+
+    Taken off is ``prefix``, or if that is empty whatever all names begin with.
+    """
     state = {clean_path(key): value for key, value in state.items()}
-    yield state
-    while state and all(key.startswith(PREFIX) or key == NEURALOP_ARGUMENTS for key in state):
-        state = {key.removeprefix(PREFIX): value for key, value in state.items()}
-        yield state
+    taken = ""
+    yield taken, state
+    while True:
+        names = [key for key in state if key != NEURALOP_ARGUMENTS]
+        common = {key.partition(".")[0] + "." for key in names}
+        if len(common) != 1 or (prefix or min(common)) != min(common) or not all("." in key for key in names):
+            return
+        taken += min(common)
+        state = {key.removeprefix(min(common)): value for key, value in state.items()}
+        yield taken, state
 
 
 def whole_state(optimizer: ShardedOptimizer, states: Any, names: Names | None, *, strict: bool) -> dict[str, Any]:
@@ -83,6 +104,9 @@ def whole_state(optimizer: ShardedOptimizer, states: Any, names: Names | None, *
             item = state.get(number)
             if item:  # FairScale's load_state_dict leaves {} for what another rank owns
                 by_name[name] = {key: _one_value(name, key, value) for key, value in item.items()}
+    lost = [number for each in states for number, item in each["state"].items() if item]
+    if lost and not by_name:
+        raise StateDictError("optimizer state of which no group has the parameters", unexpected=map(str, lost))
     if strict:
         _check_complete(optimizer, by_name)
     hyper = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for _, group in groups]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import torch
@@ -32,8 +33,15 @@ from fsshard.checkpoint.format.index import (
 )
 from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
 from fsshard.checkpoint.format.tree import encode
-from fsshard.checkpoint.interop.foreign import KINDS, READER, foreign, open_tree
-from fsshard.checkpoint.interop.foreign_names import clean_path, known_names, plain_names, unprefixed, whole_state
+from fsshard.checkpoint.interop.foreign import READER, foreign, open_tree, unknown
+from fsshard.checkpoint.interop.foreign_names import (
+    best_names,
+    clean_path,
+    known_names,
+    plain_names,
+    unprefixed,
+    whole_state,
+)
 from fsshard.checkpoint.parts import class_name
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
@@ -41,6 +49,7 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
+log = logging.getLogger("fsshard")
 UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say
 FILE = rank_file(0, 1)
 DEPTH = 4  # of a state dict in the tree, at the most
@@ -64,20 +73,23 @@ def import_checkpoint(
     *,
     trust_pickle: bool = False,
     optimizer: bool = True,
+    key: str | None = None,
 ) -> Path:
     """Convert another program's checkpoint, of any kind that :func:`foreign` knows, to one of fsshard. In one process.
 
     Optimizer states come along unless ``optimizer`` is False, and must name their parameters: those that number them
     need the model, and are loaded by ``fsshard.load``. ``trust_pickle``: unpickle what cannot be read otherwise.
+    ``key``: the place of the state dict, where there are several, as ``"student"`` or ``"nets.student"``; or what the
+    names of the wanted weights begin with in one.
     """
     source = Path(os.path.expanduser(source))
     if not source.exists():
         raise CheckpointError(f"{source}: expected a checkpoint, found no such file or folder")
     kind = foreign(source)
     if kind is None:
-        raise CheckpointError(f"{source} is not a checkpoint of a known kind; known are: {', '.join(KINDS)}")
+        raise CheckpointError(unknown(source))
     with ForeignReader(source, kind, trust_pickle=trust_pickle) as reader:
-        reader.add_model()
+        reader.add_model(key=key)
         if optimizer:
             reader.add_named_optimizers()
         reader.add_objects()
@@ -110,6 +122,7 @@ class ForeignReader(TensorReader):
         self.optimizers: dict[str, OptimizerInfo] = {}  # with what of the state is no tensor
         self.objects: dict[str, Any] = {}  # whatever else
         self._model_place: Place = ()
+        self._prefix = ""  # before every name of the state dict, and taken off
         self._optimizer_nodes = {place: node for place, node in _mappings(self._tree) if _is_optimizer(node)}
 
     def __exit__(self, *_: object) -> None:
@@ -145,48 +158,103 @@ class ForeignReader(TensorReader):
             return self._values[key]
         if type(node) in (list, tuple):
             return type(node)(self.tree(item) for item in node)
+        if isinstance(node, PurePath):
+            return str(node)
         return {key: self.tree(item) for key, item in node.items()} if isinstance(node, dict) else node
 
-    def add_for(self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], *, strict: bool) -> None:
+    def add_for(
+        self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], key: str | None, *, strict: bool
+    ) -> None:
         """Add all, by a model's names; ``strict`` raises where trainable parameters lack state that others have."""
-        self.add_model(model)
+        self.add_model(model, key)
         self.add_optimizers_for(optimizers, strict)
         self.add_objects()
         self.make_index()
 
-    def add_model(self, model: ShardedModule | None = None) -> None:
-        """Add the state dict in the tree that fits the model best, under the model's keys.
-
-        Without a model: the one that scripts call so, or the largest.
-        """
+    def add_model(self, model: ShardedModule | None = None, key: str | None = None) -> None:
+        """Add the state dict at ``key``, or the only one that fits, under the model's keys or without one its own."""
         expected = set(model.backend.key_order) if model is not None else set()
-        candidates = [
-            (place, node)
-            for place, node in _mappings(self._tree)
-            if not any(place[: len(outer)] == outer for outer in self._optimizer_nodes)
-            and all(isinstance(key, str) for key in node)
-        ]
-
-        def fitness(candidate: tuple[Place, dict[str, Any]]) -> tuple[int, bool, int]:
-            place, node = candidate
-            shared = max(len(expected & set(each)) for each in unprefixed(node))
-            return shared, bool(place) and place[-1] in MODEL_KEYS, 0 if expected else _count_tensors(node)
-
-        best = max(candidates, key=fitness, default=None)
-        if best is None or (model is None and not _count_tensors(best[1])):
-            raise CheckpointError(f"{self.directory} has no state dict of a model")
-        self._model_place, state = best
-        *_, plain = unprefixed(state) if model is None else [plain_names(model, state)]
+        self._model_place, state = self._at(key) if key is not None else self._only_one(expected)
+        self._check_numbers(key, state)
+        if model is None:
+            *_, (self._prefix, plain) = unprefixed(state)
+            *_, (common, _) = unprefixed(plain, "")
+            if common:
+                option = f"--key {_dotted((*self._model_place, common[:-1]))}"
+                log.warning("%s: %r begins every name; %s takes it off", self.directory, common, option)
+        else:
+            self._prefix, _ = best_names(expected, state)
+            plain = plain_names(model, state)
+            if self._prefix.replace("module.", ""):
+                log.warning("%s: %r, which begins every name, is taken off", self.directory, self._prefix)
         by_memory: dict[Any, str] = {}  # what was saved over the same memory shares a tensor
-        for key, value in plain.items():
+        for name, value in plain.items():
             if isinstance(value, Tensor):
-                name = self.keys[key] = by_memory.setdefault(_memory_of(value), f"model/{key}")
-                self.tensors.setdefault(name, value)
-            elif key != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
-                self.keys[key], self.extra[key] = None, value
-        for key, first in self._tied.items() if model is None else ():
+                tensor = self.keys[name] = by_memory.setdefault(_memory_of(value), f"model/{name}")
+                self.tensors.setdefault(tensor, value)
+            elif name != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
+                self.keys[name], self.extra[name] = None, value
+        for name, first in self._tied.items() if model is None else ():
             if self.keys.get(first) is not None:
-                self.keys.setdefault(key, self.keys[first])
+                self.keys.setdefault(name, self.keys[first])
+
+    def _state_dicts(self) -> dict[Place, dict[str, Any]]:
+        """Return by place what can be a state dict: dicts of tensors by text, and of nested ones the largest."""
+        places: dict[Place, dict[str, Any]] = {}
+        for place, node in _mappings(self._tree):
+            of_optimizer = any(place[: len(outer)] == outer for outer in self._optimizer_nodes)
+            if not of_optimizer and _count_tensors(node) and all(isinstance(key, str) for key in node):
+                places[place] = node
+        sizes = {place: _count_tensors(node) for place, node in places.items()}
+        for outer in list(sizes):
+            for inner in [each for each in places if len(each) > len(outer) and each[: len(outer)] == outer]:
+                places.pop(inner if sizes[inner] <= sizes[outer] else outer, None)
+        return places
+
+    def _only_one(self, expected: set[str]) -> tuple[Place, dict[str, Any]]:
+        """Return the state dict that has most of the expected keys, or without any the only one; raise if several."""
+        places = self._state_dicts()
+        if not places and not expected:
+            raise CheckpointError(f"{self.directory} has no state dict of a model")
+        shared = {place: len(expected & best_names(expected, node)[1].keys()) for place, node in places.items()}
+        best = [place for place in places if shared[place] == max(shared.values())]
+        named = [place for place in best if place and place[-1] in MODEL_KEYS]
+        chosen = named if len(named) == 1 else best
+        if len(best) > 1:
+            what = ", ".join(f"{_dotted(place)!r} ({_count_tensors(places[place])} tensors)" for place in best)
+            option = f"--key {_dotted(best[-1])} of `fsshard import`, key={_dotted(best[-1])!r} in code"
+            if len(chosen) > 1:
+                raise CheckpointError(f"{self.directory} has several state dicts: {what}; choose one: {option}")
+            log.warning("%s: of %s %r is read as the model; another: %s", self.directory, what, *chosen[0][-1:], option)
+        return (chosen[0], places[chosen[0]]) if chosen else ((), self._tree)
+
+    def _at(self, key: str) -> tuple[Place, dict[str, Any]]:
+        """Return the state dict at a place, or that part of one whose names begin with the rest of the place."""
+        for place, node in _mappings(self._tree):
+            outer = _dotted(place)
+            if key == outer:
+                return place, node
+            begin = key.removeprefix(f"{outer}.") + "."
+            inside = {name: value for name, value in node.items() if str(name).startswith(begin)}
+            if inside and (not outer or key.startswith(f"{outer}.")):
+                log.warning("%s: of %d values of %r, %d are read", self.directory, len(node), outer, len(inside))
+                return place, {name.removeprefix(begin): value for name, value in inside.items()}
+        known = ", ".join(repr(_dotted(place)) for place in self._state_dicts()) or "none"
+        raise CheckpointError(
+            f"{self.directory}: expected key= (--key) of one of its state dicts: {known}; got {key!r}"
+        )
+
+    def _check_numbers(self, key: str | None, state: Mapping[str, Any]) -> None:
+        """Raise for one file of several that DeepSpeed wrote, and where all tensors are empty."""
+        one_of_several = self._kind == "torch" and "ds_version" in self._tree and self._tree.get("param_shapes", True)
+        if one_of_several and key is None:
+            raise CheckpointError(
+                f"{self.directory} is one file of a DeepSpeed checkpoint, whose numbers are in *_optim_states.pt; pass "
+                f"their folder, {self.directory.absolute().parent}"
+            )
+        sizes = [value.numel() for value in state.values() if isinstance(value, Tensor)]
+        if sizes and not any(sizes):
+            raise CheckpointError(f"{self.directory}: all {len(sizes)} tensors are empty, their numbers are elsewhere")
 
     def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
         """Add the state of each optimizer, by the names of the model's parameters."""
@@ -201,10 +269,20 @@ class ForeignReader(TensorReader):
                 )
             by_name = dict(zip(optimizers, nodes.values(), strict=True))
         for name, optimizer in optimizers.items():
-            node = by_name[name] if _is_nested(by_name[name]) else _unflattened(optimizer, by_name[name])
+            node = by_name[name]
+            if not _is_nested(node):
+                node = _unflattened(optimizer, node, self._prefix)
             _check_class(self.directory, optimizer, node["param_groups"])
-            state = whole_state(optimizer, node, None, strict=strict)
+            members = [self._own_names(group) for group in node["param_groups"]]
+            told = all(isinstance(member, str) for each in members for member in each)
+            names = [known_names(optimizer, each) for each in members] if told else None
+            state = whole_state(optimizer, node, names, strict=strict)
             self._put_optimizer(name, class_name(optimizer.optimizer_class), state["param_groups"], state["state"])
+
+    def _own_names(self, group: Mapping[str, Any]) -> list[Any]:
+        """Return the names of a group's parameters as the model's are read, or their numbers."""
+        names = list(group.get("param_names", group["params"]))
+        return [clean_path(each).removeprefix(self._prefix) if isinstance(each, str) else each for each in names]
 
     def _put_optimizer(self, name: str, kind: str, groups: list[Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         small: dict[str, dict[str, Any]] = {parameter: {} for parameter in state}
@@ -220,7 +298,9 @@ class ForeignReader(TensorReader):
         """Add optimizer states that name their parameters, where there is no model to say what numbers mean."""
         for place, node in self._optimizer_nodes.items():
             name = str(place[-1]).replace("/", ".") if place else "optimizer"
-            if not _is_nested(node) or not all(isinstance(m, str) for g in node["param_groups"] for m in _members(g)):
+            if not _is_nested(node) or not all(
+                isinstance(m, str) for g in node["param_groups"] for m in self._own_names(g)
+            ):
                 raise CheckpointError(
                     f"{self.directory}: the optimizer state {name!r} numbers its parameters, and only the model knows "
                     "which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
@@ -229,17 +309,16 @@ class ForeignReader(TensorReader):
             groups: list[Any] = []
             state: dict[str, Any] = {}
             for group in node["param_groups"]:
-                members = [clean_path(member) for member in _members(group)]
+                members = self._own_names(group)
                 groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
                 state |= {m: node["state"].get(n, {}) for n, m in zip(group["params"], members, strict=True)}
             self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
 
     def add_objects(self) -> None:
         """Add what comes besides the model's state dict and the optimizers' states."""
-        taken = {place[0] for place in (self._model_place, *self._optimizer_nodes) if place}
-        for key, value in self._tree.items() if self._model_place else ():
-            if key not in taken:
-                self.objects[OBJECTS.get(str(key), str(key))] = value
+        if self._model_place:
+            rest = _without(self._tree, [self._model_place, *self._optimizer_nodes])
+            self.objects |= {OBJECTS.get(str(key), str(key)): value for key, value in rest.items()}
 
     def encode_values(self) -> None:
         """Put trees in place of values; their tensors join the others, the same memory once."""
@@ -258,7 +337,12 @@ class ForeignReader(TensorReader):
             groups[:] = [tree(group, f"groups/{name}") for group in groups]
             for parameter, item in state.items():
                 state[parameter] = {k: tree(value, f"state/{name}/{parameter}/{k}") for k, value in item.items()}
-        self.objects = {name: tree(value, f"objects/{name}") for name, value in self.objects.items()}
+        for name, value in list(self.objects.items()):
+            try:
+                self.objects[name] = tree(value, f"objects/{name}")
+            except CheckpointError as error:  # objects of somebody's classes; the model and its optimizers have none
+                log.warning("%s: %r is left out: %s", self.directory, name, error)
+                del self.objects[name]
 
     def make_index(self) -> Index:
         """Make the index over all that was added."""
@@ -298,6 +382,24 @@ def _mappings(node: Any, place: Place = ()) -> Iterator[tuple[Place, dict[Any, A
                 yield from _mappings(value, (*place, key))
 
 
+def _without(node: Any, places: Sequence[Place]) -> Any:
+    """Return a node without what is at some places below it, and without containers that this leaves empty."""
+    if not places:
+        return node
+    rest: dict[Any, Any] = {}
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        below = [place[1:] for place in places if place[0] == key]
+        if () not in below:
+            kept = _without(value, below)
+            if kept or not below:
+                rest[key] = kept
+    return rest if isinstance(node, dict) else list(rest.values())
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
 def _memory_of(tensor: Tensor) -> Any:
     """Return a key that differs between tensors of a tree which show other memory, or the same in another way."""
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
@@ -321,7 +423,7 @@ def _is_nested(node: Mapping[Any, Any]) -> bool:
     return isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
 
 
-def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any]) -> dict[str, Any]:
+def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in node.items():
@@ -329,15 +431,12 @@ def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any]) -> dict[s
         name, _, key = rest.rpartition(".")
         (state if kind == "state" else groups).setdefault(name, {})[key] = value
     held = {name for group in groups_by_name(optimizer) for name in group["params"]}
-    ours = zip(groups.items(), known_names(optimizer, groups), strict=True)
+    names = [clean_path(name).removeprefix(prefix) for name in groups]
+    ours = zip(groups.items(), known_names(optimizer, names), strict=True)
     return {
         "state": state,
         "param_groups": [{**hyper, "params": [name]} for (name, hyper), known in ours if known in held],
     }
-
-
-def _members(group: Mapping[str, Any]) -> list[Any]:
-    return list(group.get("param_names", group["params"]))
 
 
 def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:

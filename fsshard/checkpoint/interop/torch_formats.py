@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsshard.checkpoint.format.index import Range, TensorInfo
-from fsshard.checkpoint.format.tensors_file import dtype_name
+from fsshard.checkpoint.format.tensors_file import dtype_name, open_regular
+from fsshard.checkpoint.interop.pickles import needs_trust, stand_in
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.torch_private.patching import replaced
@@ -212,22 +213,61 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, .
             yield (start, *(0,) * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:])
 
 
-class DcpDirectory:
-    """A DCP checkpoint that is trusted: its ``.metadata`` is unpickled."""
+PLAIN: dict[str, Any] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": getattr(torch.serialization, "_get_layout"),  # noqa: B009
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+}
+OF_DCP = {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "_StorageInfo"}
+OF_DCP |= {"TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"}
+"""What DCP writes into ``.metadata``, none of which runs code of the file."""
 
-    def __init__(self, path: Path) -> None:
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._own: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        plain = PLAIN.get(f"{module}.{name}") or stand_in(f"{module}.{name}")
+        if plain is not None:
+            return plain
+        if not module.startswith("torch.distributed.checkpoint.") or name not in OF_DCP:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        known = super().find_class(module, name)
+        if name.startswith("_MEM"):  # an enum, of which there is no other class
+            return known
+        # A pickle can set attributes of classes, too: those of a class that is dropped with it.
+        return self._own.setdefault(name, type(name, (known,), {}))
+
+
+class DcpDirectory:
+    """A DCP checkpoint; if it is not ``trusted``, only plain values in it are unpickled."""
+
+    def __init__(self, path: Path, trusted: bool) -> None:
         self._path = path
+        self._trusted = trusted
         self._reader = dcp.FileSystemReader(path)
-        with self._faults():
-            self._metadata: meta.Metadata = self._reader.read_metadata()
+        with self._faults(), os.fdopen(open_regular(path / ".metadata", follow=True), "rb") as stream:
+            unpickler = pickle.Unpickler(stream) if trusted else _MetadataUnpickler(stream)
+            self._metadata: meta.Metadata = unpickler.load()
+            places = {}
+            for index, place in self._metadata.storage_data.items():
+                places[meta.MetadataIndex(index.fqn, index.offset, index.index)] = place
+                if os.path.basename(place.relative_path) != place.relative_path:
+                    raise CorruptCheckpoint(f"{path}: has pieces in {place.relative_path!r}, which is not in it")
+            self._metadata.storage_data = places
             self._reader.set_up_storage_reader(self._metadata, True)
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
         try:
             yield
-        except CorruptCheckpoint:
+        except CheckpointError:
             raise
+        except pickle.UnpicklingError as error:
+            raise needs_trust(self._path, error) from None
         except Exception as error:  # whatever unpickling, torch.load and DCP's own asserts raise
             raise CorruptCheckpoint(f"{self._path}: {type(error).__name__}: {error}") from error
 
@@ -251,6 +291,7 @@ class DcpDirectory:
     def _read_bytes(self, name: str) -> Any:
         index, none = meta.MetadataIndex(name), torch.Size((0,))
         item, planner = plans.ReadItem(plans.LoadItemType.BYTE_IO, index, none, index, none, none), _Target(None)
+        planner.trusted = self._trusted
         self._reader.read_data(plans.LoadPlan([item]), planner).wait()
         return planner.value
 
@@ -280,11 +321,12 @@ class _Target(DefaultLoadPlanner):
     def __init__(self, target: Tensor | None) -> None:
         super().__init__()
         self._target = target
+        self.trusted = False
         self.value: Any = None
 
     def load_bytes(self, read_item: plans.ReadItem, value: io.BytesIO) -> None:
-        """Unpickle: the directory is trusted."""
-        self.value = torch.load(value, map_location="cpu", weights_only=False)
+        """Unpickle a value that is no tensor."""
+        self.value = torch.load(value, map_location="cpu", weights_only=not self.trusted)
 
     def resolve_tensor(self, read_item: plans.ReadItem) -> Tensor:
         """Return the place of a piece."""
@@ -299,10 +341,16 @@ class _Target(DefaultLoadPlanner):
 
 
 def _listed(node: Any) -> Any:
-    """Turn dicts whose keys are 0, 1, ... into lists, which DCP takes apart like dicts."""
+    """Turn dicts whose keys are 0, 1, ... into lists, which DCP takes apart like dicts.
+
+    Not an optimizer's state, in which numbers stand for parameters, and which DCP writes as text.
+    """
     if not isinstance(node, dict):
         return node
     values = {key: _listed(value) for key, value in node.items()}
+    if "param_groups" in values and isinstance(values.get("state"), dict):
+        state = values["state"].items()
+        values["state"] = {int(key) if str(key).isdecimal() else key: item for key, item in state}
     if values and all(type(key) is int for key in values) and sorted(values) == list(range(len(values))):
         return [values[index] for index in range(len(values))]
     return values
