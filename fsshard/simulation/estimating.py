@@ -188,7 +188,7 @@ def default_loss(model: Any, batch: Any) -> Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    parts = [tensor.abs().square().mean() for tensor in grad_tensors(output)]
+    parts = [(each.abs() if each.is_complex() else each).square().mean() for each in grad_tensors(output)]
     if not parts:
         raise ConfigurationError("the model's output takes no gradient; pass loss=, (model, batch) -> scalar")
     return functools.reduce(torch.add, parts)

@@ -249,6 +249,14 @@ def test_a_module_on_many_ranks_and_nothing_is_left_behind() -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_the_loss_of_a_bare_module_is_the_mean_square() -> None:
+    """And keeps no more than that for its backward."""
+    module, batch = nn.Linear(8, 4096), torch.randn(64, 8)
+    given = estimate(module, batch=batch, loss=lambda model, batch: model(batch).square().mean())
+    assert estimate(module, batch=batch).peak == given.peak
+
+
+@pytest.mark.usefixtures("here")
 def test_a_plan_is_its_model_without_activations() -> None:
     module = Net(1024)
     whole = estimate(module, backend="fsdp2", world_size=4, batch=BATCH, device="cuda")
