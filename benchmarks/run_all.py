@@ -205,6 +205,15 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         minutes=2,
     ),
     Benchmark(
+        name="eight-models",
+        title="Eight models of others",
+        command="benchmarks/eight_models.py --limit 1",
+        shows="Plans that `fsshard.tune` finds for models that are not among the recipes, followed on two ranks; their "
+        "peaks against live storages, counted by hand.",
+        target="peak within 2% or inside the interval, nothing that is advised raises",
+        minutes=4.5,
+    ),
+    Benchmark(
         name="activations",
         title="Activations kept for backward",
         command="benchmarks/activation_memory.py",

@@ -102,6 +102,9 @@ class _ZeroFolder:
                 module[name] = self._cut(fragments, tuple(shape), 0)
         for name, other in dict(first.get("shared_params") or {}).items():
             module[name] = module[other]
+        lost = [name for name, value in module.items() if self._zero3 and not value.numel()]
+        if lost:  # saved with exclude_frozen_parameters
+            raise ValueError(f"no file has the numbers of {', '.join(lost[:5])}")
         rest = {key: value for key, value in first.items() if key not in OWN and value is not None}
         return {"module": module, "optimizer": {"state": state, "param_groups": groups}, **rest}
 

@@ -107,6 +107,13 @@ def tensor_parallel(path: Path) -> Path:
     return saved(copied(path, "zero1") / "global_step3" / "mp_rank_01_model_states.pt", {}).parents[1]
 
 
+def without_frozen(path: Path) -> Path:
+    """As ``save_checkpoint(exclude_frozen_parameters=True)`` may leave it."""
+    for file in copied(path, "zero3").glob("*/*model_states.pt"):
+        saved(file, {**torch.load(file, weights_only=True), "frozen_param_shapes": None})
+    return path / "zero3"
+
+
 ZERO3_FILE = OTHERS / "zero3/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"
 RANK1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -120,6 +127,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         "all 9 tensors are empty",
     ),
     "a rank is missing": (lambda path: copied(path, "zero2", RANK1), "files of 2 ranks, found 1"),
+    "frozen weights are missing": (without_frozen, r"no file has the numbers of 3\.weight"),
     "tensor parallel": (tensor_parallel, r"zero_to_fp32\.py"),
     "Accelerate's folder": (
         accelerate,
