@@ -28,8 +28,9 @@ from fsshard.backends.whole import (
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
+from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE
 from fsshard.checkpoint.format.tensors_file import dtype_name
-from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign
+from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
 from fsshard.checkpoint.models import choose_models, name_models, prefix
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import wait_for_saves
@@ -185,6 +186,11 @@ def _open_together(channel: Channel, path: str, opened: Callable[[str | None, Pa
     def choose() -> list[Any]:
         """Return the kind of another program's checkpoint, or None; the path; what tells it from the next there."""
         kind, seen = foreign(path), identity(path)
+        names = os.listdir(path) if kind is None and os.path.isdir(path) else []
+        if names and not any(name == INDEX_FILE or RANK_FILE.fullmatch(name) for name in names):
+            told = unknown(Path(path))
+            if "; pass one of" in told:
+                raise CheckpointError(told)
         return [kind, path if kind else str(resolve(path)), seen]
 
     # One rank chooses, so that a save in another job cannot give ranks different ones.

@@ -85,12 +85,13 @@ def _kind_of_file(path: Path) -> str | None:
 
 def unknown(path: Path) -> str:
     """Return what is at a path of no known kind, in one line: names, and what below them can be read."""
-    names = sorted(os.listdir(path)) if path.is_dir() else ["a file"]
-    below = [each for each in sorted([*path.glob("*"), *path.glob("*/*")]) if foreign(each)]
+    names = ", ".join(sorted(os.listdir(path))[:8] or ["nothing"]) if path.is_dir() else ""
+    inner = sorted([*path.glob("*"), *path.glob("*/*")])
+    below = [each for each in inner if foreign(each) and not RANK_FILE.fullmatch(each.name)]
     folders = [each for each in below if each.is_dir()]
     inside = f"; pass one of those in it: {', '.join(map(str, (folders or below)[:5]))}" if below else ""
     return (
-        f"{path} (with {', '.join(names[:8]) or 'nothing in it'}) is not a checkpoint of a known kind, which are: "
+        f"{path} ({f'with {names}' if names else 'a file'}) is not a checkpoint of a known kind, which are: "
         f"{', '.join(KINDS)}{inside}"
     )
 

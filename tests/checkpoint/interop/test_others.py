@@ -143,6 +143,9 @@ def test_is_refused(tmp_path: Path, what: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         import_checkpoint(make(tmp_path), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+    if make is accelerate:
+        with pytest.raises(CheckpointError, match=text):
+            loaded(tmp_path / "checkpoint_0")
 
 
 def loaded(path: Path, *, optimizer: bool = False, **options: Any) -> tuple[dict[str, Any], Any]:
