@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 51_734,
+    "fsshard + compat": 51_948,
     "tests": 57_900,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
