@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.averages import EMA
     from fsshard.sharded.grad_scaler import GradScaler
+    from fsshard.sharded.gradient_leaves import leaf_samples
     from fsshard.sharded.join import Joined, join
     from fsshard.sharded.module import ShardedModule, clip_grad_norm_, register_forward_method
     from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
@@ -105,6 +106,7 @@ __all__ = [
     "join",
     "latest",
     "launch",
+    "leaf_samples",
     "load",
     "lora",
     "plan",
@@ -136,6 +138,7 @@ _NAMES = {
     "planning.policies": "Checkpointing Precision",
     "sharded.averages": "EMA",
     "sharded.grad_scaler": "GradScaler",
+    "sharded.gradient_leaves": "leaf_samples",
     "sharded.join": "Joined join",
     "sharded.reports": "MemoryReport",
     "sharded.module": "ShardedModule clip_grad_norm_ register_forward_method",

@@ -36,6 +36,7 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.contents import ModelBuffers, check_same_parameters
 from fsshard.sharded.forward_methods import explain_forward_error
 from fsshard.sharded.grad_norm import norm_of
+from fsshard.sharded.gradient_leaves import LeafLoops
 from fsshard.sharded.parameters import ParameterViews
 from fsshard.sharded.same_inputs import SameInputs
 from fsshard.torch_private.autograd import current_graph_task_id
@@ -60,6 +61,7 @@ class ModelController:
         step_counts: compares between ranks how many steps each optimizer took.
         optimizers: those that were built over the model and are still used.
         requested_state_dict: the config that torch's ``FSDP.state_dict_type`` was given.
+        leaf_loops: loops over the micro-batches of a step, of ``model.leaves``.
     """
 
     def __init__(self, backend: Backend, *, broadcast_buffers: bool, buffer_dtypes: Mapping[str, torch.dtype]) -> None:
@@ -72,6 +74,7 @@ class ModelController:
         self.step_counts = StepCounts(settings.group, settings.device)
         self.optimizers = weakref.WeakSet[Any]()
         self.requested_state_dict: Any = None
+        self.leaf_loops = LeafLoops(weakref.proxy(self))
         # Names of what has memory and no values yet, of a model from the meta device.
         self._unfilled: set[str] = set() if settings.source is None else settings.source.unfilled
         self._silenced = 0  # how many no_sync contexts are open
@@ -287,6 +290,7 @@ class ModelController:
         """Drop the gradients of ``entries``, or zero them."""
         entries = list(entries)
         self.backend.zero_grad(entries, set_to_none=set_to_none)
+        self.leaf_loops.drop()
         if self.local_gradients:
             self.local_gradients.difference_update(entry.name for entry in entries)
 
@@ -296,6 +300,11 @@ class ModelController:
         Raises:
             OptimizerError: every backward pass since they were dropped ran under :meth:`no_sync`.
         """
+        self.leaf_loops.check_complete("a step or a norm of gradients")
+        self.finish_backward(entries)
+
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        """Make gradients final, those within a loop over leaves, too. Collective."""
         entries = list(entries)
         self.check_synchronised(entries)
         self.backend.finish_backward(entries)

@@ -25,6 +25,7 @@ from fsshard.sharded.contents import check_same_parameters
 from fsshard.sharded.controller import ModelController
 from fsshard.sharded.forward_methods import ForwardMethod
 from fsshard.sharded.grad_norm import clip_by_norm
+from fsshard.sharded.gradient_leaves import check_leaves
 from fsshard.sharded.parameters import refuse_hooks
 from fsshard.sharded.reports import MemoryReport, explain, memory_report
 from fsshard.sharded.state_dict import asked_for, gather_state_dict, load_whole
@@ -176,6 +177,31 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates local gradients; the first backward after it reduces them all."""
         return self._fsshard.no_sync()
+
+    def leaves(self, count: int, *, seed: int | None = None) -> Iterator[int]:
+        """Yield this rank's micro-batches of a step that has the same bits on any number of ranks. Collective.
+
+        ``for leaf in model.leaves(8): loss_fn(model(batch_of(step, leaf))).backward()`` leaves the mean over all 8
+        leaves' gradients, added up in one order, on 1, 2, 4 or 8 ranks. Random numbers are those of the leaf: torch's
+        generators are seeded for each, and put back after the loop. After every second leaf gradients are reduced;
+        sums of earlier ones are kept beside them, at most log2(leaves of a rank) - 1.
+
+        Args:
+            count: leaves of a step, over all ranks: a power of two that the number of ranks divides.
+            seed: of the step's random numbers; None draws one from rank 0's generator.
+
+        Yields:
+            The leaf's number, from 0 to ``count - 1``: it says which samples these are
+            (:func:`fsshard.leaf_samples`), whatever the rank.
+
+        Raises:
+            ConfigurationError: ``count`` is no power of two, or not divisible by the number of ranks.
+            RankMismatch: the ranks ask for different numbers of leaves.
+            OptimizerError: there are gradients already, or another loop is under way.
+            ModelError: the forward writes buffers, such as running statistics.
+        """
+        check_leaves(count, self.backend.settings.world_size)
+        return self._fsshard.leaf_loops.run(count, seed)
 
     @property
     def require_backward_grad_sync(self) -> bool:

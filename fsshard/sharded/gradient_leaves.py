@@ -1,0 +1,239 @@
+"""One step of several micro-batches ("leaves") that has the same bits on any number of ranks.
+
+Gradients of the leaves are added up in one aligned binary tree, whoever holds them: pairs of leaves on a rank, those of
+the ranks as in :mod:`fsshard.comm.tree`, and the sums of such rounds here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.backends.base import Backend
+from fsshard.comm.watchdog import taking_part
+from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
+
+LOOKS = 2
+"""Loops in which buffers are compared before and after."""
+
+
+class LeafLoops:
+    """The loops over leaves of one model; at most one is under way.
+
+    Args:
+        controller: of the model.
+    """
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+        self._under_way = ""  # the call, while its gradients are not complete
+        self._runs = False  # within the loop: not so where it was left early
+        self._looks = LOOKS
+
+    def check_complete(self, what: str) -> None:
+        """Raise OptimizerError while a loop has not come to its end."""
+        if self._under_way:
+            raise OptimizerError(
+                f"{what} within `for leaf in {self._under_way}`, or behind a loop that was left early: its gradients "
+                "are not complete; let the loop end first, or drop them with optimizer.zero_grad()"
+            )
+
+    def drop(self) -> None:
+        """Forget a loop whose gradients are dropped; raise OptimizerError within one."""
+        if self._runs:
+            raise OptimizerError(
+                f"zero_grad() within `for leaf in {self._under_way}` would drop gradients of this step; call it before "
+                "or after the loop"
+            )
+        self._under_way = ""
+
+    def run(self, leaves: int, seed: int | None) -> Iterator[int]:
+        """Yield this rank's leaves of one step, and leave the mean of all ranks' gradients. Collective."""
+        controller = self._controller
+        backend: Backend = controller.backend
+        call = f"model.leaves({leaves})"
+        self.check_complete(call)
+        seed = _agreed(backend, leaves, seed, call)
+        for entry in backend.all:
+            gradient = entry.grad()
+            if gradient is not None and bool(gradient.any()):
+                raise OptimizerError(f"{call}: there are gradients already; call optimizer.zero_grad() before the loop")
+        self._under_way = call
+        self._runs = True
+        try:
+            with _restored_random(backend.settings.device), self._unchanged_buffers(backend, call):
+                yield from self._rounds(leaves, seed)
+        finally:
+            self._runs = False
+        self._under_way = ""
+
+    def _rounds(self, leaves: int, seed: int) -> Iterator[int]:
+        """Yield this rank's leaves, and add up the gradients of each round of two per rank."""
+        controller = self._controller
+        backend: Backend = controller.backend
+        ranks = backend.settings.world_size
+        own = leaves // ranks
+        # A rank has two neighbouring leaves of each round, whose sum has one order.
+        pair = min(own, 2)
+        sums = _PartialSums(backend)
+        for begin in range(0, leaves, pair * ranks):
+            if begin:
+                sums.set_aside()
+            last = begin + pair * (backend.settings.rank + 1) - 1
+            if pair == 2:
+                _seed_leaf(seed, last - 1)
+                with controller.no_sync():
+                    yield last - 1
+            _seed_leaf(seed, last)
+            yield last
+            controller.finish_backward(backend.all)
+        sums.complete(1.0 / own)
+
+    @contextlib.contextmanager
+    def _unchanged_buffers(self, backend: Backend, call: str) -> Iterator[None]:
+        """Raise where a forward writes buffers, which would be those of the leaves that rank 0 happens to have."""
+        if not self._looks:
+            yield
+            return
+        self._looks -= 1
+        before = {name: buffer.clone() for name, buffer in backend.module.named_buffers()}
+        yield
+        after = dict(backend.module.named_buffers())
+        changed = [name for name, value in before.items() if name in after and not torch.equal(value, after[name])]
+        if changed:
+            raise ModelError(
+                f"{call}: the forward writes {', '.join(changed[:3])}, and what is written would depend on how leaves "
+                "are divided among ranks; use layers without running statistics (GroupNorm, LayerNorm, or "
+                "track_running_stats=False), or keep those in evaluation mode"
+            )
+
+
+class _PartialSums:
+    """Sums over complete rounds of leaves: one for each size, a power of two, at most log2(rounds) at once."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._entries = [entry for entry in backend.all if entry.parameter.requires_grad]
+        self._backend = backend
+        self._kept: list[tuple[int, list[Tensor | None]]] = []
+
+    @torch.no_grad()
+    def set_aside(self) -> None:
+        """Take the gradients of a round out of ``grad``, which is zero after it."""
+        rounds = 1
+        total = [None if (gradient := entry.grad()) is None else gradient.clone() for entry in self._entries]
+        # Zeros, not None: a parameter that no later leaf reaches keeps what it has.
+        self._backend.zero_grad(self._entries, set_to_none=False)
+        while self._kept and self._kept[-1][0] == rounds:
+            _, earlier = self._kept.pop()
+            total = [_added(one, other) for one, other in zip(earlier, total, strict=True)]
+            rounds *= 2
+        self._kept.append((rounds, total))
+
+    @torch.no_grad()
+    def complete(self, scale: float) -> None:
+        """Add the sums of earlier rounds to the gradients, and multiply them by ``scale``, a power of two."""
+        while self._kept:
+            _, earlier = self._kept.pop()
+            for entry, value in zip(self._entries, earlier, strict=True):
+                gradient = entry.grad()
+                if gradient is not None and value is not None:
+                    gradient.add_(value)
+        if scale == 1.0:
+            return
+        for entry in self._entries:
+            gradient = entry.grad()
+            if gradient is not None:
+                gradient.mul_(scale)
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other)
+
+
+def check_leaves(leaves: object, ranks: int) -> None:
+    """Raise ConfigurationError unless a step of so many leaves has one tree on this number of ranks."""
+    if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1:
+        raise ConfigurationError(f"model.leaves({leaves!r}): expected a number of micro-batches, such as 8")
+    if leaves & (leaves - 1):
+        lower = 1 << leaves.bit_length() - 1
+        raise ConfigurationError(
+            f"model.leaves({leaves}): expected a power of two, since other numbers have no tree that all numbers of "
+            f"ranks share; use {lower} or {2 * lower}"
+        )
+    if ranks > leaves or leaves % ranks:
+        raise ConfigurationError(
+            f"model.leaves({leaves}): {ranks} ranks cannot share {leaves} leaves evenly; start a number of ranks that "
+            f"divides {leaves}, or use more leaves"
+        )
+
+
+def _agreed(backend: Backend, leaves: int, seed: int | None, call: str) -> int:
+    """Return the seed of this step, rank 0's, or raise on every rank where they ask for other leaves. Collective."""
+    group = backend.settings.group
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    if group is None or group.size() == 1:
+        return seed
+    told = torch.tensor([leaves, seed], dtype=torch.int64, device=backend.settings.device)
+    answers = told.new_empty(group.size() * 2)
+    with taking_part(group, call):
+        dist.all_gather_single(answers, told, group=group)
+    counts = answers.view(-1, 2)[:, 0].tolist()
+    if len(set(counts)) > 1:
+        listed = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+        raise RankMismatch(f"model.leaves: expected as many leaves on every rank, got {listed}")
+    return int(answers[1])
+
+
+def _seed_leaf(seed: int, leaf: int) -> None:
+    """Let random numbers from now on be those of a leaf, on whatever rank it is."""
+    digest = hashlib.sha256(f"{seed} {leaf}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@contextlib.contextmanager
+def _restored_random(device: torch.device) -> Iterator[None]:
+    """Put torch's random generators back behind it."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+def leaf_samples(length: int, size: int, *, leaves: int, step: int, leaf: int, seed: int | None = 0) -> list[int]:
+    """Return which samples a leaf of a step has: the same on any number of ranks, and none twice in an epoch.
+
+    Args:
+        length: samples of the data set.
+        size: samples of a leaf.
+        leaves: of a step, as for ``model.leaves``.
+        step: counted from 0 over all epochs. That is all that a resumed training has to know.
+        leaf: what ``model.leaves`` yields.
+        seed: of each epoch's order, together with the epoch's number; None for the order of the data set.
+
+    Returns:
+        ``size`` indices. What is left at an epoch's end and does not fill a step is left out.
+
+    Raises:
+        ConfigurationError: the data set has fewer samples than a step needs.
+    """
+    steps = length // (leaves * size)
+    if steps < 1:
+        raise ConfigurationError(
+            f"leaf_samples: {leaves} leaves of {size} samples need more than the {length} there are"
+        )
+    epoch, place = divmod(step, steps)
+    begin = (place * leaves + leaf) * size
+    if seed is None:
+        return list(range(begin, begin + size))
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(length, generator=generator)
+    indices: list[int] = order[begin : begin + size].tolist()
+    return indices
