@@ -267,6 +267,11 @@ RUN: dict[str, Shown] = {
         needs="neuralop",
     ),
     "docs/proof.md 1": Shown(1, PARITY, ASKS_FOR_PARITY),
+    "docs/same-bits.md 0": Shown(
+        2,
+        f"{WRAPPED}\ndata, steps = torch.randn(64, 4), 2\nloss_fn = torch.Tensor.mean",
+        "assert model.state_dict()",
+    ),
     "docs/uneven.md 0": Shown(
         2,
         f"{WRAPPED}\nloader = [(torch.randn(2, 4), torch.randn(2, 4))] * (1 + dist.get_rank())\n"

@@ -70,6 +70,7 @@ NAMES = [
     "trace",
     "tune",
     "untensorfy",
+    "leaf_samples",
     "wait_for_saves",
     "wrap",
 ]

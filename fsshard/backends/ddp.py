@@ -34,6 +34,7 @@ class DDPBackend(Backend):
         is_reference=True,
         strategies=("NO_SHARD",),
         hooks_outputs=True,
+        adds_in_tree=True,
         tunable=Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}}),
         option_names=("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"),
     )

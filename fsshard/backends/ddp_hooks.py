@@ -140,7 +140,7 @@ def _mean_of_sparse(given: Tensor, group: dist.ProcessGroup) -> Tensor:
     # backward reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
     mine = given.coalesce()
     counts = torch.zeros(group.size(), dtype=torch.int64, device=given.device)
-    counts[group.rank()] = mine._nnz()
+    counts[group.rank()] = len(mine.values())
     dist.all_reduce(counts, group=group)
     numbers = [int(count) for count in counts.tolist()]
     most = max(numbers)

@@ -62,6 +62,7 @@ class EngineFacts:
         stores_contiguous: it holds contiguous parameters only, or permutes others.
         marks_unit_inputs: it puts an autograd node at the inputs of each unit by itself.
         hooks_outputs: it learns of a backward by the outputs of the forward.
+        adds_in_tree: gradients are added up over ranks in the order of :mod:`fsshard.comm.tree`.
         has_dtensors: parts are DTensors, which torch.distributed.checkpoint knows.
         shards_integers: it divides integer parameters, too.
         keeps_grad_dtype: gradients of real parameters have the dtype that ``Tensor.grad_dtype`` asks for.
@@ -78,6 +79,7 @@ class EngineFacts:
     stores_contiguous: bool = False
     marks_unit_inputs: bool = False
     hooks_outputs: bool = False
+    adds_in_tree: bool = False
     has_dtensors: bool = False
     shards_integers: bool = False
     keeps_grad_dtype: bool = False

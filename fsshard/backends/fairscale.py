@@ -47,6 +47,7 @@ class FairScaleBackend(Backend):
         strategies=KEEP_GATHERED,  # ZeRO-2: gradients and optimizer state
         option_names=("implementation",),
         divides="owners",
+        adds_in_tree=True,
         stores_contiguous=True,  # OSS packs with view(-1)
     )
 

@@ -23,6 +23,7 @@ class SingleBackend(Backend):
         one_process=True,
         is_reference=True,
         keeps_grad_dtype=True,
+        adds_in_tree=True,
         strategies=("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"),  # the same, on one process
     )
 

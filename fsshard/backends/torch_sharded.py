@@ -23,6 +23,7 @@ DIVIDED = EngineFacts(
     strategies=("FULL_SHARD", "SHARD_GRAD_OP", *HYBRIDS),
     needs_whole=OWN_FILES,
     hooks_outputs=True,
+    adds_in_tree=True,
     shards_integers=True,  # frozen ones, in a unit of their own
 )
 

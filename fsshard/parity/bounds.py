@@ -24,8 +24,6 @@ from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe
 
-IN_TREE = ("none", "ddp", "fairscale", "fsdp", "fsdp2")
-"""Backends that by themselves add up over ranks in the order of :mod:`fsshard.comm.tree`."""
 ORDERS = 8
 """Draws of a whole training that runs freely."""
 DRAWS = 32

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 
 from fsshard.backends import backend_names
+from fsshard.backends.registry import backend_class
 from fsshard.errors import RecipeError
-from fsshard.parity.bounds import IN_TREE, ORDERS, measured_bound
+from fsshard.parity.bounds import ORDERS, measured_bound
 from fsshard.parity.one_process import first_difference
 from fsshard.parity.report import (
     QUANTITIES,
@@ -160,11 +161,16 @@ def freedom(before: Trace, now: Trace) -> str:
         return "everything"
     # Two summands have one order only; where gradients are reduced more than once there are more summands.
     recorded = before.ranks[0].rounding
-    aligned = bool(recorded) and recorded[0].aligned and now.backend in IN_TREE
+    aligned = bool(recorded) and recorded[0].aligned and _adds_in_tree(now.backend)
     one_order = now.world_size <= 2 or aligned
     if before.backend == now.backend or (one_order and now.recipe.get("accumulate") == "1"):
         return "nothing"
     return "sum over ranks"
+
+
+def _adds_in_tree(name: str) -> bool:
+    """Tell of an engine's name in a report, which has its options, too, whether the engine has the order of ranks."""
+    return name in backend_names() and backend_class(name).facts.adds_in_tree
 
 
 def compare_traces(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsshard.backends.whole import gather_grads, owned
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.model.activation_checkpointing import checkpoint_blocks
-from fsshard.parity.bounds import IN_TREE, NotComparable
+from fsshard.parity.bounds import NotComparable
 from fsshard.parity.whole import whole_state, whole_tensors, whole_weights
 from fsshard.recipes.recipe import Recipe
 from fsshard.sharded.controller import controller_of
@@ -292,5 +292,5 @@ def adds_in_tree(engine: Engine) -> bool:
     if not isinstance(engine, WrappedEngine):
         return False
     backend = engine.model.backend
-    # Torch's own collectives have an order of their own, and so may backends of the user.
-    return backend.name in IN_TREE and backend.settings.options.get("fast_collectives", True)
+    # torch's own collectives have an order of their own, and so may backends of the user.
+    return backend.facts.adds_in_tree and backend.settings.options.get("fast_collectives", True)

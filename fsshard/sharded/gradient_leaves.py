@@ -227,7 +227,7 @@ def leaf_samples(length: int, size: int, *, leaves: int, step: int, leaf: int, s
     steps = length // (leaves * size)
     if steps < 1:
         raise ConfigurationError(
-            f"leaf_samples: {leaves} leaves of {size} samples need more than the {length} there are"
+            f"leaf_samples: {leaves} leaves of {size} samples need more than the {length} samples there are"
         )
     epoch, place = divmod(step, steps)
     begin = (place * leaves + leaf) * size

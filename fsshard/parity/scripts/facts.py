@@ -21,6 +21,7 @@ from fsshard.parity.whole import prefix_of, user_names
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.torch_private.fake_tensors import FakeTensor
+from fsshard.torch_private.fsdp1 import FLAT_NAME
 
 ENGINES = ("fsshard.", "fairscale.", "torch.distributed.", "accelerate.", "lightning.", "pytorch_lightning.")
 """Libraries whose optimizers only hand on what another one, which they hold, does."""
@@ -101,7 +102,7 @@ def names_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield all models' parameters by the user's names, but flat ones, which have none."""
     for place, model in enumerate(models):
         for name, parameter in user_names(model, prefix_of(model)):
-            if not name.endswith("_flat_param"):
+            if not name.endswith(FLAT_NAME):
                 yield in_model(place, name), parameter
 
 

@@ -484,7 +484,13 @@ def row(what: str, cause: str, found: ScriptReport) -> tuple[str, bool]:
     parting = found.report.cells[0].first_divergence
     where = f"step {parting.step}, {parting.quantity}" if parting else "equal weights"
     told = (found.causes or [found.sentence.partition(": ")[2]])[0]
-    return f"| {what} | {where} | {told} |", bool(said)
+    return f"| {what} | {_short(where)} | {_short(told)} |", bool(said)
+
+
+def _short(cell: str) -> str:
+    """Return at most 24 words: on a phone a longer cell is a column of single words."""
+    words = cell.split()
+    return cell if len(words) <= 25 else f"{' '.join(words[:24])} …"
 
 
 def main() -> int:

@@ -1,4 +1,7 @@
-"""Some of the planted changes and equal pairs, each time; all of them by ``make planted``."""
+"""Some of the planted changes and equal pairs, each time; all of them by ``make planted``.
+
+They rest on fsshard/parity/scripts/facts.py.
+"""
 
 from __future__ import annotations
 

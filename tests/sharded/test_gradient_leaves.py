@@ -1,0 +1,256 @@
+"""model.leaves: one step of several micro-batches, against a serial loop of torch alone."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
+from tests.models import Spectral
+
+LEAVES = 8
+STEPS = 3
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {"backend": "ddp"},
+    "fsdp": {"backend": "fsdp"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fairscale": {"backend": "fairscale", "implementation": "native"},
+}
+
+
+class Net(nn.Module):
+    """Complex weights, and noise if it is asked for."""
+
+    def __init__(self, noise: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.spectral, self.last = nn.Linear(9, 11), Spectral(11), nn.Linear(11, 5)
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        if self.noise:
+            y = nn.functional.dropout(y, 0.25) + 0.1 * torch.randn_like(y)
+        return self.last(self.spectral(y))
+
+
+DATA = torch.randn(100, 9, generator=torch.Generator().manual_seed(1))
+
+
+def samples(step: int, leaf: int, leaves: int = LEAVES) -> Tensor:
+    return DATA[fsshard.leaf_samples(len(DATA), 3, leaves=leaves, step=step, leaf=leaf)]
+
+
+def digest(weights: dict[str, Tensor]) -> str:
+    whole = hashlib.sha256()
+    for name in sorted(weights):
+        value = weights[name].detach()
+        whole.update((torch.view_as_real(value) if value.is_complex() else value).contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def by_hand() -> str:
+    """Add up the leaves' gradients in a tree, with nothing of fsshard but the samples' numbers."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        sums: list[list[Tensor]] = []
+        for leaf in range(LEAVES):
+            optimizer.zero_grad()
+            model(samples(step, leaf)).square().mean().backward()
+            sums.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        while len(sums) > 1:
+            pairs = zip(sums[::2], sums[1::2], strict=True)
+            sums = [[one + other for one, other in zip(*pair, strict=True)] for pair in pairs]
+        for parameter, total in zip(model.parameters(), sums[0], strict=True):
+            parameter.grad = total / LEAVES
+        optimizer.step()
+    return digest(model.state_dict())
+
+
+def train(model: Any, optimizer: Any, steps: range, **settings: Any) -> list[int]:
+    """Train, and return the leaves that this rank had."""
+    had = []
+    for step in steps:
+        for leaf in model.leaves(LEAVES, **settings):
+            had.append(leaf)
+            model(samples(step, leaf)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return had
+
+
+def job_trained(settings: dict[str, Any], noise: bool, steps: tuple[int, int], folder: str) -> tuple[str, list[int]]:
+    """Go on from ``folder`` if it holds a checkpoint, and save there."""
+    model = fsshard.wrap(Net(noise), **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
+    if folder and steps[0]:
+        fsshard.load(folder, model, optimizer)
+    had = train(model, optimizer, range(*steps))
+    if folder:
+        fsshard.save(folder, model, optimizer)
+    return digest(model.state_dict()), had
+
+
+def test_one_process_has_the_bits_of_the_serial_loop(ranks: Any) -> None:
+    found, had = ranks.run(job_trained, 1, {"backend": "none"}, False, (0, STEPS), "")[0]
+    assert had == [*range(LEAVES)] * STEPS
+    assert found == by_hand()
+
+
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_engines_have_them_on_any_number_of_ranks(ranks: Any, engine: str, size: int) -> None:
+    expected = by_hand()
+    answers = ranks.run(job_trained, size, ENGINES[engine], False, (0, STEPS), "")
+    for found, _ in answers:
+        assert found == expected
+    everyone = sorted(leaf for _, had in answers for leaf in had)
+    assert everyone == sorted([*range(LEAVES)] * STEPS), "each leaf once a step"
+
+
+def test_random_numbers_are_those_of_the_leaf(ranks: Any) -> None:
+    alone, _ = ranks.run(job_trained, 1, {"backend": "none"}, True, (0, STEPS), "")[0]
+    assert alone != by_hand()
+    for engine, size in (("fsdp2", 4), ("fairscale", 2)):
+        for found, _ in ranks.run(job_trained, size, ENGINES[engine], True, (0, STEPS), ""):
+            assert found == alone
+
+
+def test_a_training_moves_between_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
+    """Two ranks, then four, then one, under another engine each time; noise included."""
+    folder = str(tmp_path / "last")
+    stayed, _ = ranks.run(job_trained, 1, {"backend": "none"}, True, (0, 6), "")[0]
+    ranks.run(job_trained, 2, ENGINES["fairscale"], True, (0, 2), folder)
+    ranks.run(job_trained, 4, ENGINES["fsdp2"], True, (2, 4), folder)
+    moved, _ = ranks.run(job_trained, 1, {"backend": "none"}, True, (4, 6), folder)[0]
+    assert moved == stayed
+
+
+def job_random_generators_are_put_back() -> None:
+    model = fsshard.wrap(Net(True), backend="none")
+    torch.manual_seed(3)
+    for leaf in model.leaves(4, seed=5):
+        model(samples(0, leaf, 4)).mean().backward()
+    after = torch.randn(3)
+    torch.manual_seed(3)
+    torch.randint(2**62, ())  # not drawn where a seed is given
+    assert not torch.equal(after, torch.randn(3))
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.randn(3))
+
+
+def test_random_generators_are_put_back(ranks: Any) -> None:
+    ranks.run(job_random_generators_are_put_back, 1)
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def job_numbers_without_a_tree_are_refused() -> None:
+    model = fsshard.wrap(Net(), backend="none")
+    with pytest.raises(ConfigurationError, match=r"expected a power of two.*use 4 or 8"):
+        model.leaves(6)
+    with pytest.raises(ConfigurationError, match="expected a number of micro-batches"):
+        model.leaves(0)
+
+
+def test_numbers_without_a_tree_are_refused(ranks: Any) -> None:
+    ranks.run(job_numbers_without_a_tree_are_refused, 1)
+
+
+def job_refused() -> list[str]:
+    model = fsshard.wrap(Net(), backend="ddp")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    told = []
+    for leaves in (2, 8 if dist.get_rank() else 16):
+        try:
+            for leaf in model.leaves(leaves):
+                model(samples(0, leaf, 16)).mean().backward()
+        except (ConfigurationError, RankMismatch) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    for leaf in model.leaves(4):
+        model(samples(0, leaf)).mean().backward()
+    optimizer.step()
+    return told
+
+
+def test_ranks_that_do_not_fit_are_told_on_every_rank(ranks: Any) -> None:
+    for uneven, other in ranks.run(job_refused, 4):
+        assert uneven.startswith("ConfigurationError") and "4 ranks cannot share 2 leaves evenly" in uneven
+        assert other.startswith("RankMismatch") and "rank 0 16, rank 1 8" in other
+
+
+def job_a_step_in_the_middle_and_a_loop_that_was_left() -> None:
+    model = fsshard.wrap(Net(), backend="none")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for leaf in model.leaves(4):
+        model(samples(0, leaf, 4)).mean().backward()
+        if leaf == 1:
+            with pytest.raises(OptimizerError, match=r"within `for leaf in model.leaves\(4\)`"):
+                optimizer.step()
+            with pytest.raises(OptimizerError, match="would drop gradients of this step"):
+                optimizer.zero_grad()
+            break
+    with pytest.raises(OptimizerError, match="behind a loop that was left early"):
+        optimizer.step()
+    with pytest.raises(OptimizerError, match="behind a loop that was left early"):
+        model.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    train(model, optimizer, range(1))
+
+
+def test_a_step_in_the_middle_and_a_loop_that_was_left(ranks: Any) -> None:
+    ranks.run(job_a_step_in_the_middle_and_a_loop_that_was_left, 1)
+
+
+def job_gradients_of_before_are_not_mixed_in() -> None:
+    model = fsshard.wrap(Net(), backend="none")
+    model(samples(0, 0)).mean().backward()
+    with pytest.raises(OptimizerError, match=r"call optimizer.zero_grad\(\) before the loop"):
+        next(model.leaves(4))
+
+
+def test_gradients_of_before_are_not_mixed_in(ranks: Any) -> None:
+    ranks.run(job_gradients_of_before_are_not_mixed_in, 1)
+
+
+def job_buffers_that_a_forward_writes_are_refused() -> None:
+    model = fsshard.wrap(nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4)), backend="none")
+
+    def step() -> None:
+        for leaf in model.leaves(2):
+            model(samples(0, leaf, 2)).mean().backward()
+
+    with pytest.raises(ModelError, match=r"the forward writes 1.running_mean.*GroupNorm"):
+        step()
+    model.zero_grad()
+    model.module[1].eval()
+    step()
+
+
+def test_buffers_that_a_forward_writes_are_refused(ranks: Any) -> None:
+    ranks.run(job_buffers_that_a_forward_writes_are_refused, 1)
+
+
+def test_samples_of_an_epoch_come_once() -> None:
+    seen = [
+        index
+        for step in range(4)
+        for leaf in range(LEAVES)
+        for index in fsshard.leaf_samples(100, 3, leaves=LEAVES, step=step, leaf=leaf)
+    ]
+    assert len(seen) == len({*seen}) == 96
+    again = fsshard.leaf_samples(100, 3, leaves=LEAVES, step=4, leaf=0)
+    assert again != fsshard.leaf_samples(100, 3, leaves=LEAVES, step=0, leaf=0), "another order in the next epoch"
+    assert fsshard.leaf_samples(100, 3, leaves=LEAVES, step=1, leaf=2, seed=None) == [30, 31, 32]
+    with pytest.raises(ConfigurationError, match="need more than the 10 samples"):
+        fsshard.leaf_samples(10, 3, leaves=8, step=0, leaf=0)
