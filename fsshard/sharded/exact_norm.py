@@ -1,0 +1,75 @@
+"""A 2-norm that does not depend on how gradients are divided among ranks, where a sum in float64 may be too coarse.
+
+Two ways of dividing the numbers among ranks add up squares in different orders, so that their float64 sums can differ
+in the last bits. The norm is rounded to float32 afterwards, which hides that, except where the sum lies so near to the
+middle between two float32 numbers that the difference decides. There all squares are added up exactly, as integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LEVEL_BITS = 40
+"""Bits of a square, relative to the largest one, that are added up together: sums of 2^22 of them fit an int64."""
+LEVELS = 3
+"""Levels of bits. What is smaller than 2^-120 of the largest square is left out."""
+WORD = 2**31
+"""Sums of several chunks are sent as two words, each of which fits an int64 for any number of ranks."""
+
+
+def is_settled(power: float, summands: int) -> bool:
+    """Return whether every order of the float64 sum gives the same float32 norm.
+
+    Args:
+        power: the sum of squares, in some order.
+        summands: the most numbers that are added one after the other on the way to it.
+    """
+    if not math.isfinite(power) or power == 0.0:
+        return True
+    # A sum of n numbers that are not negative is within n u of the exact one in any order (Higham, Accuracy and
+    # Stability of Numerical Algorithms, 2nd ed., section 4.2), and rounding to float32 is monotonous.
+    error = (summands + 8) * 2.0**-53
+    low, high = math.sqrt(power * (1 - error)), math.sqrt(power * (1 + error))
+    return bool(torch.tensor(low).float() == torch.tensor(high).float())
+
+
+def exact_power(chunks: Iterable[Tensor], groups: Sequence[dist.ProcessGroup]) -> Fraction:
+    """Return the sum of squares of float32 numbers, of ``chunks`` here and on all ranks of ``groups``. Collective."""
+    parts = [chunk.double() for chunk in chunks if chunk.numel()]
+    top = torch.stack([part.abs().max() for part in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    if not float(top):
+        return Fraction(0)
+    exponent = 2 * math.frexp(float(top))[1]  # all squares are below 2 to the power of it
+    sums = [0] * LEVELS
+    for part in parts:
+        left = part.square() * 2.0 ** (LEVEL_BITS - exponent)
+        for level in range(LEVELS):
+            whole = left.floor()
+            sums[level] += int(whole.long().sum())
+            left = (left - whole) * 2.0**LEVEL_BITS
+    words = torch.tensor([word for total in sums for word in divmod(total, WORD)], dtype=torch.int64)
+    for group in groups:
+        dist.all_reduce(words, group=group)
+    power = Fraction(0)
+    for level, (high, low) in enumerate(words.view(LEVELS, 2).tolist()):
+        power += Fraction(high * WORD + low) * Fraction(2) ** (exponent - LEVEL_BITS * (level + 1))
+    return power
+
+
+def rounded_root(power: Fraction) -> Tensor:
+    """Return the float32 number next to the square root of ``power``: 0-dim."""
+    root = torch.tensor(math.sqrt(power)).float()
+    for toward in (-math.inf, math.inf):
+        neighbour = torch.nextafter(root, torch.tensor(toward))
+        middle = (Fraction(float(root)) + Fraction(float(neighbour))) / 2
+        if (power - middle**2 > 0) == (toward > 0):
+            return neighbour
+    return root
