@@ -55,7 +55,9 @@ class PatientStore:
         """Return the values of those keys that a rank has set. Waits for nothing."""
 
         def found() -> dict[str, bytes]:
-            there = list(keys) if self._store.check(list(keys)) else [k for k in keys if self._store.check([k])]
+            there = list(keys)
+            if not self._store.check(there):
+                there = [key for key in keys if len(keys) > 1 and self._store.check([key])]
             return dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
 
         return self._ask(found) if keys else {}

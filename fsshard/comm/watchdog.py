@@ -507,8 +507,9 @@ class Watchdog:
         """Leave a note, wait for those of the other ranks of the group, and return what came of it.
 
         The same calls in the same order on all ranks of the group, one thread at a time. Under
-        ``meet/<group>/<number>/`` each rank writes its note; the first that sees all, or finds that one will not come,
-        writes down ``outcome`` for all. So a rank that comes at the last moment finds the same as the others.
+        ``meet/<group>/<number>/`` each rank writes its note and counts itself; the last one, or the first that finds
+        that a rank will not come, writes down ``outcome`` for all. So a rank that comes at the last moment finds the
+        same as the others, and what a rank asks of the store does not depend on how many there are.
         """
         if group not in self._meetings:
             # torch numbers groups anew after some were destroyed, so that a name can come twice.
@@ -519,9 +520,12 @@ class Watchdog:
         place = f"{prefix}/{number}"
         keys, outcome = [f"{place}/{rank}" for rank in range(group.size())], f"{place}/outcome"
         self.store.set(keys[group.rank()], note)
+        is_last = self.store.add(f"{place}/count", 1) == len(keys)
         main = threading.current_thread() is threading.main_thread()
         with seen_waiting(group, what, meets=True) if main else nullcontext():
-            missing, late = self._await_notes(keys, outcome, _Questions(self, _ranks_of(group), what), timeout)
+            missing, late = {}, False
+            if not is_last:
+                missing, late = self._await_outcome(keys, outcome, _Questions(self, _ranks_of(group), what), timeout)
         if self.store.get(outcome) is None and self.store.add(f"{place}/decided", 1) == 1:
             texts = self.store.get_all(keys)
             notes = {rank: texts[key].decode() for rank, key in enumerate(keys) if key in texts}
@@ -532,22 +536,29 @@ class Watchdog:
         *texts_by_rank, late = json.loads(self.store.get(outcome) or b"")
         notes, missing = ({int(rank): text for rank, text in texts.items()} for texts in texts_by_rank)
         if not missing:  # all have come here, and so are done with the one before
-            for key in (str(group.rank()), *(("decided", "outcome") if group.rank() == 0 else ())):
+            for key in (str(group.rank()), *(("count", "decided", "outcome") if group.rank() == 0 else ())):
                 with suppress(NotImplementedError):  # by a store of files
                     self.store.delete_key(f"{prefix}/{number - 1}/{key}")
         return Meeting(place, notes, missing, late)
 
-    def _await_notes(
+    def _await_outcome(
         self, keys: Sequence[str], outcome: str, questions: _Questions, timeout: float
     ) -> tuple[dict[int, str], bool]:
         """Return why ranks will not come, and whether time ran out; nothing if all are there, or one has decided."""
         began, pause, next_look, ranks = time.monotonic(), SHORTEST, FIRST_QUESTION, questions.ranks
         while True:
-            there = self.store.get_all([*keys, outcome])
-            missing = [rank for rank, key in enumerate(keys) if key not in there]
-            if not missing or outcome in there:
+            if self.store.get(outcome) is not None:
                 return {}, False
             waited = time.monotonic() - began
+            if waited <= min(timeout, next_look, questions.next):
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                continue
+            # Somebody is late: only now is it asked who.
+            there = self.store.get_all(keys)
+            missing = [rank for rank, key in enumerate(keys) if key not in there]
+            if not missing:
+                return {}, False
             if waited > timeout:
                 return dict.fromkeys(missing, f"did not come within {timeout:g} s"), True
             reasons: Mapping[int, str] = {}
