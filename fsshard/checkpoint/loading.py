@@ -164,7 +164,8 @@ def load(
             else:
                 reader = until_done.enter_context(ForeignReader(place, kind, trust_pickle=trust_pickle))
                 reader.add_for(jobs[0].model, jobs[0].optimizers, key, strict=strict)
-            reader.check_headers()  # from here on all files are open, and no save takes them away
+            # From here on all files are open, if there are not too many, and no save takes them away.
+            reader.check_headers(channel.rank, channel.size)
             chosen = choose_models(reader.index, models, call)
             for job in jobs:
                 job.reader = copy.copy(reader)  # over the same open files

@@ -58,6 +58,10 @@ class TensorReader(ABC):
         return Item(key, info.kind, info.shape, lambda: self.chunks(name))
 
 
+MOST_OPEN = 64
+"""Files that a process keeps open. A load that needs more opens them again, and notices if a save has replaced them."""
+
+
 class PieceReader(TensorReader):
     """Reads tensors whose pieces the index lists."""
 
@@ -79,7 +83,7 @@ class Reader(PieceReader):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.index = read_index(directory)
-        self._files: dict[str, TensorsFile] = {}
+        self._files: dict[str, TensorsFile] = {}  # the one that was opened last comes last
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Reader:
@@ -101,6 +105,8 @@ class Reader(PieceReader):
 
     def _open(self, name: str) -> TensorsFile:
         if name not in self._files:
+            if len(self._files) >= MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
             file = TensorsFile(self.directory / name, expected_bytes=self.index.files[name].bytes)
             self._files[name] = file
             if file.metadata.get("checkpoint") != self.index.id:
@@ -110,18 +116,33 @@ class Reader(PieceReader):
                 )
         return self._files[name]
 
-    def check_headers(self) -> None:
-        """Raise a CorruptCheckpoint, which names the file and the tensor, unless every piece lies as the index says."""
+    def check_headers(self, rank: int = 0, ranks: int = 1) -> None:
+        """Raise a CorruptCheckpoint, which names the file and the tensor, unless every piece lies as the index says.
+
+        Of more files than are kept open, those of every ``ranks``-th alone, from the ``rank``-th on: a thousand ranks
+        that open a thousand files each are a burden for a parallel file system.
+        """
+        files = sorted(self.index.files)
+        share = files if len(files) <= MOST_OPEN else files[rank::ranks]
+        # File by file, so that none is opened twice.
+        pieces: dict[str, list[tuple[str, Piece]]] = {file: [] for file in share}
         for name, info in self.index.tensors.items():
-            stored = STORED[info.kind]
             for piece in info.pieces:
-                entry = self._open(piece.file).entries.get(piece.key)
-                want = (stored.dtype, (piece.stop - piece.start) * stored.lanes)
-                if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
-                    raise CorruptCheckpoint(
-                        f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of "
-                        f"{printable(name)}, which the index expects; was the file exchanged?"
-                    )
+                if piece.file in pieces:
+                    pieces[piece.file].append((name, piece))
+        for file, expected in pieces.items():
+            for name, piece in expected:
+                self._check_piece(file, name, piece)
+
+    def _check_piece(self, file: str, name: str, piece: Piece) -> None:
+        stored = STORED[self.index.tensors[name].kind]
+        entry = self._open(file).entries.get(piece.key)
+        want = (stored.dtype, (piece.stop - piece.start) * stored.lanes)
+        if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
+            raise CorruptCheckpoint(
+                f"{self.directory / file} does not hold elements {piece.start} to {piece.stop} of "
+                f"{printable(name)}, which the index expects; was the file exchanged?"
+            )
 
     def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
         """Compare checksums of every ``ranks``-th file, from the ``rank``-th on; the error names files and tensors."""

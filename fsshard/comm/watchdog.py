@@ -523,7 +523,8 @@ class Watchdog:
         is_last = self.store.add(f"{place}/count", 1) == len(keys)
         main = threading.current_thread() is threading.main_thread()
         with seen_waiting(group, what, meets=True) if main else nullcontext():
-            missing, late = {}, False
+            missing: dict[int, str] = {}
+            late = False
             if not is_last:
                 missing, late = self._await_outcome(keys, outcome, _Questions(self, _ranks_of(group), what), timeout)
         if self.store.get(outcome) is None and self.store.add(f"{place}/decided", 1) == 1:

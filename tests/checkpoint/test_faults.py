@@ -373,10 +373,10 @@ def test_a_load_that_fails_has_changed_nothing(ranks: RankPool, folder: Path) ->
 def job_dies_while_it_opens(path: str) -> Outcome:
     run, opening = trained(), loading.Reader.check_headers
 
-    def dies(reader: Any) -> None:
+    def dies(reader: Any, *share: int) -> None:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        opening(reader)
+        opening(reader, *share)
 
     with mock.patch.object(loading.Reader, "check_headers", dies):
         return outcome(lambda: run.load(path))

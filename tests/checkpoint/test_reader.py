@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import fsshard
-from fsshard.checkpoint import loading, reader
+from fsshard.checkpoint import loading, parts, reader
+from fsshard.checkpoint.format import index as index_module
+from fsshard.checkpoint.format.index import Index, ModelInfo, Origin, piece_key, rank_file, write_index
+from fsshard.checkpoint.format.tensors_file import Item, write
+from fsshard.checkpoint.reader import Reader
+from fsshard.errors import CheckpointError
 from tests.models import net
 
 
@@ -62,3 +69,50 @@ def test_a_load_reads_one_whole_checkpoint_while_it_is_replaced(ranks: Any, tmp_
     for found in ranks.run(job_replaced, 2, tmp_path):
         assert found[:2] == [[2.0]] * 2, "files that are not open yet are gone: the new one is read"
         assert found[2] == [1.0], "all files are open, whatever has their names"
+
+
+# ------------------------------------------------------------------------------------------------ of many ranks
+
+
+def of_ranks(folder: Path, ranks: int) -> None:
+    """Write a checkpoint of one tensor, of which each of ``ranks`` has saved one number."""
+    tables: Any = [{"model/w": ["float32", [ranks], rank, rank + 1]} for rank in range(ranks)]
+    tensors, written = parts.divide(tables, "save")
+    files = {}
+    for rank in range(ranks):
+        begin, end = written[rank]["model/w"]
+        key = piece_key("model/w", ranks, (begin, end))
+        item = Item(key, torch.float32, (end - begin,), torch.arange(begin, end, dtype=torch.float32))
+        name = rank_file(rank, ranks)
+        files[name] = write(folder / name, [item], {"format": "pt", "checkpoint": "ab"})
+    origin = Origin("0", "0", "fsdp2", ranks)
+    time = "2026-11-28T00:00:00.000+00:00"
+    write_index(folder, Index("ab", 1, time, origin, files, tensors, ModelInfo({"w": "model/w"}, {}, {})))
+
+
+def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 files, where 128 may be open in all: a rank reads all of them, or checks its share."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    of_ranks(tmp_path, 300)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (here + 80, before[1]))
+    try:
+        with Reader(tmp_path) as opened_checkpoint:
+            opened_checkpoint.check_headers()
+            assert torch.equal(opened_checkpoint.read("model/w", (0, 300)), torch.arange(300.0))
+            opened: list[str] = []
+            with monkeypatch.context() as patch:
+                real = opened_checkpoint._open
+                patch.setattr(opened_checkpoint, "_open", lambda name: opened.append(name) or real(name))
+                opened_checkpoint.check_headers(3, 100)
+            assert opened == [rank_file(rank, 300) for rank in (3, 103, 203)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_index_that_would_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_BYTES", 400)
+    with pytest.raises(CheckpointError, match="at most 400 are read; save fewer tensors together"):
+        of_ranks(tmp_path, 4)
+    assert not (tmp_path / "index.json").exists()

@@ -272,9 +272,19 @@ def _beginning(directory: str | os.PathLike[str]) -> bytes:
 
 
 def write_index(directory: str | os.PathLike[str], index: Index) -> None:
-    """Write the index into a directory that has none, through to the disk."""
+    """Write the index into a directory that has none, through to the disk.
+
+    Raises:
+        CheckpointError: it is longer than :func:`read_index` takes: the checkpoint could never be loaded.
+    """
+    data = index.to_json()
+    if len(data) >= MAX_BYTES:
+        raise CheckpointError(
+            f"{directory}: the index of this checkpoint has {len(data):,} bytes, and at most {MAX_BYTES:,} are read; "
+            "save fewer tensors together (several models in several checkpoints), or from fewer ranks"
+        )
     with new_file(Path(directory) / INDEX_FILE) as stream:
-        stream.write(memoryview(index.to_json()))
+        stream.write(memoryview(data))
 
 
 def check_files(directory: str | os.PathLike[str], index: Index) -> None:
