@@ -27,6 +27,9 @@ class StepCounts:
         # Per optimizer its steps and its groups' learning rates. Kept here and not with the optimizers, which one
         # rank's garbage collector may take earlier than another's.
         self._taken: list[tuple[int, list[float]]] = []
+        # On a GPU the host would wait for all that was begun: there an answer is read at the next comparison.
+        self._reads_later = device.type == "cuda"
+        self._unread: Tensor | None = None
 
     def new_optimizer(self) -> int:
         """Return a number for another optimizer, under which it reports its steps."""
@@ -53,6 +56,10 @@ class StepCounts:
         with disable_current_modes():
             both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+            if self._reads_later:
+                both, self._unread = self._unread, both
+            if both is None:
+                return
             largest, smallest = both.tolist()
         if largest != -smallest:
             first, *others = per_rank(self._group, self._taken)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsshard
+from fsshard.backends.step_counts import StepCounts
 from fsshard.errors import RankMismatch
 from tests.models import batch, net
 
@@ -65,3 +66,26 @@ def test_replicas_are_compared_before_they_are_saved(ranks: Any) -> None:
     """DDP's forwards are each rank's own, as those of raw DDP are; a state dict is everybody's."""
     for error in ranks.run_expecting_errors(job_steps, 2, "ddp", "state dict"):
         assert isinstance(error, RankMismatch)
+
+
+def job_reads_later() -> list[str]:
+    counts = StepCounts(dist.group.WORLD, torch.device("cpu"))
+    counts._reads_later = True
+    number = counts.new_optimizer()
+    told = []
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            counts.took_step(number, [{"lr": 0.1}])
+        try:
+            counts.compare()
+            told.append("")
+        except RankMismatch as error:
+            told.append(str(error))
+            break
+    return told
+
+
+def test_on_a_gpu_a_comparison_is_read_at_the_next(ranks: Any) -> None:
+    """Whose answer is there by then: the host does not wait."""
+    for told in ranks.run(job_reads_later, 2):
+        assert told[0] == "" and "expected optimizer.step() on every rank" in told[1]
