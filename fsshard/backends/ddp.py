@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsshard.backends.base import Backend
@@ -40,6 +39,7 @@ class DDPBackend(Backend):
     )
     _arrivals: Arrivals | None = None
     _replicated: ReplicatedModel | None = None
+    _simulated = False  # the other ranks are not there
     _users_hook: tuple[object, Callable[..., Any]] | None = None  # (state, hook)
 
     def shard(self) -> nn.Module:
@@ -77,7 +77,7 @@ class DDPBackend(Backend):
         if group is None:
             return None
         reduce_dtypes = self._reduce_dtypes()
-        if dist.get_backend(group) == "fake":
+        if self._simulated:
             # By itself DDP's reducer asserts that an all_reduce has a future (comm.cpp, torch 2.13).
             return BucketSums(group, reduce_dtypes), reduce_fake
         owners = (slot.owner for entry in self.all for slot in entry.slots if entry.parameter.requires_grad)
@@ -185,6 +185,8 @@ class DDPBackend(Backend):
         self.engine = self.module
 
     def simulate(self) -> None:
+        self._simulated = True
+        self.engine = self.shard()
         # By itself DDP's reducer reads from memory, before the second step, in which order gradients were ready (2.13).
         engine: Any = self.engine
         if isinstance(engine, torch.nn.parallel.DistributedDataParallel):

@@ -162,10 +162,11 @@ def _mean_of_sparse(given: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def reduce_fake(state: BucketSums, bucket: dist.GradBucket) -> TensorFuture:
     """Send and receive as :func:`reduce_bucket` does, where there are no other ranks and no numbers."""
+    buffer = bucket.buffer()
     for part in _parts(state, bucket):
         tree.all_reduce(part.sent(), state.group)
-    future = TensorFuture()
-    future.set_result(bucket.buffer())
+    future: TensorFuture = torch.futures.Future()
+    future.set_result(buffer)
     return future
 
 

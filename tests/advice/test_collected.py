@@ -28,6 +28,7 @@ ELSEWHERE = {
     "call install() before the first import of fairscale, or run:": "compat/test_redirect.py",
     "wrap it first: model = fsshard.wrap(model, backend=...)": "compat/test_neuralop.py",
     "use bf16=True": "compat/transformers/test_trainer.py",
+    "Pass trust_pickle=True (--trust-pickle) if you know who wrote it": "checkpoint/interop/test_others.py",
     "pass overwrite=True (--overwrite) to replace it": "checkpoint/interop/test_exporting.py",
     "or a size that its mesh dimension divides": "parallel/test_dtensors.py",
     "register it with persistent=False if it can be made anew": "parallel/test_replicas.py",

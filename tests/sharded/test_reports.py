@@ -194,7 +194,7 @@ def test_a_folder_for_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 KINDS = {
     "ddp": {"all_reduce"},
     "fairscale": {"all_to_all", "broadcast"},
-    "fsdp": {"all_gather", "reduce_scatter"},
+    "fsdp": {"all_gather", "all_to_all"},
     "fsdp2": {"all_gather", "reduce_scatter", "broadcast", "all_to_all"},  # the latter in place of them, on gloo
 }
 """Names of the collectives that carry parameters and gradients; others agree on flags."""
