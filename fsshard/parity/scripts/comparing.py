@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fsshard.errors import ConfigurationError
 from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
-from fsshard.parity.report import Cell, Difference, StepReport, difference
-from fsshard.parity.scripts.causes import DECIDING as FACTS
-from fsshard.parity.scripts.causes import LOSSES, averages, causes, first, ranks_apart
-from fsshard.parity.scripts.facts import COPY
-from fsshard.parity.scripts.store import ScriptTrace, in_model, read_tensor, tensor_file
+from fsshard.parity.report import Cell, Difference, Divergence, StepReport, difference
+from fsshard.parity.scripts.causes import averages, causes, first, ranks_apart
+from fsshard.parity.scripts.names import align_names
+from fsshard.parity.scripts.step_causes import FACTS, changes, digests, losses
+from fsshard.parity.scripts.store import Record, ScriptTrace, read_tensor, tensor_file
 from fsshard.parity.sketch import Sketch
-from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, changes
+from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace
+from fsshard.parity.trace import changes as changes_of_environment
 
 DECIDING = ("initial weight", "weight", "state", "buffer")
-"""Quantities whose numbers make the verdict, beside what :mod:`fsshard.parity.scripts.causes` calls deciding."""
+"""Quantities whose numbers make the verdict, beside the facts of step_causes.py."""
 HINT = (
     "hint: if this may be rounding alone, as of sums in another order, runs of the old script that are rounded "
     "otherwise bound it; record it with fsshard trace --repeat 8"
 )
 LEAST_REPEATS = 4  # the largest distance among fewer runs says too little about the next one's
+Sketches = dict[str, dict[str, Sketch]]
+MOST_RENAMED = 4  # lines of names that moved
 
 
 @dataclass(kw_only=True)
@@ -53,16 +54,50 @@ class ScriptReport:
         return json.dumps({**plain(self, str), "ok": self.ok}, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
+        when = "before that" if self.report.cells[0].verdict == "different" else "also different"
+        lines = [self.sentence]
+        lines += [f"{when}: {cause}" for cause in self.causes]
         moved = [f"renamed: {old} is {new} now" for old, new in self.renamed.items()]
-        moved[4:] = [f"renamed: {len(moved) - 4} more"] if len(moved) > 4 else []  # all are in to_json()
-        word = "before that" if self.report.cells[0].verdict == "different" else "also different"
-        found = [f"{word}: {cause}" for cause in self.causes]
-        changed = [f"environment: {change}" for change in self.report.changes]
-        return "\n".join([self.sentence, *found, *moved, *changed, *filter(None, [self.looked_at, self.hint])])
+        lines += moved[:MOST_RENAMED]
+        if len(moved) > MOST_RENAMED:  # all are in to_json()
+            lines.append(f"renamed: {len(moved) - MOST_RENAMED} more")
+        lines += [f"environment: {change}" for change in self.report.changes]
+        lines += filter(None, [self.looked_at, self.hint])
+        return "\n".join(lines)
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """Two records, and the steps that both have."""
+
+    old: ScriptTrace
+    new: ScriptTrace
+    steps: list[int]
+    weighed: list[int]  # of those the ones at which both have weights
+
+    @property
+    def sides(self) -> tuple[ScriptTrace, ScriptTrace]:
+        """Return the old record and the new one."""
+        return self.old, self.new
+
+    @property
+    def last(self) -> tuple[Record, Record]:
+        """Return rank 0's records of the last step at which both have weights."""
+        number = self.weighed[-1]
+        return self.old.at(number)[0], self.new.at(number)[0]
+
+    @property
+    def same_ranks(self) -> bool:
+        """Return whether both were recorded on as many ranks."""
+        return len(self.old.ranks) == len(self.new.ranks)
 
 
 def compare_scripts(
-    old: str | Path, new: str | Path, *, repeats: Sequence[str | Path] = (), exactly: bool = False
+    old: str | Path,
+    new: str | Path,
+    *,
+    repeats: Sequence[str | Path] = (),
+    exactly: bool = False,
 ) -> ScriptReport:
     """Compare two folders of ``fsshard trace``.
 
@@ -77,286 +112,286 @@ def compare_scripts(
         TraceError: a folder is no record.
         ConfigurationError: there are too few repeats, or no step that both have recorded.
     """
-    before, now = ScriptTrace.load(old), ScriptTrace.load(new)
+    before = ScriptTrace.load(old)
     draws = [] if exactly else [*before.repeats, *map(ScriptTrace.load, repeats)]
     if 0 < len(draws) < LEAST_REPEATS:
         raise ConfigurationError(
             f"expected at least {LEAST_REPEATS} repeats of the old script, got {len(draws)}; record them: fsshard "
             "trace --repeat 8"
         )
-    steps = [number for number in before.steps if number in now.steps]
-    weighed = [n for n in steps if all(one.ranks[0].steps[n].weights for one in (before, now))]
-    if not weighed:
-        raise ConfigurationError(
-            f"{before.folder} and {now.folder} have no step in common at which weights are recorded; record both with "
-            "the same --steps and --every"
-        )
-    for draw in draws:
-        if not before.recorded(steps) <= draw.recorded(steps):
-            raise ConfigurationError(
-                f"{draw.folder} is no repeat of {before.folder}, which has other ranks, steps or quantities; record "
-                "both on as many ranks, with the same --steps, --every and --state"
-            )
-
-    def first_and_last(one: ScriptTrace) -> Sides:
-        last = one.ranks[0].steps[weighed[-1]].weights
-        return {name: (first, last.get(name, first)) for name, first in one.initial.items()}
-
-    called = [*now.initial]
-    _rename(now, _in_the_order_of(before, now))
-    theirs = {other: name for name, other in matched_names(first_and_last(before), first_and_last(now)).items()}
-    _rename(now, _moving(theirs))
-    renamed = {name: other for name, other in zip(now.initial, called, strict=True) if name != other}
-    cell = _compared(before, now, draws, steps, renamed)
-    found = _report(before, now, steps, weighed, cell, renamed, rounds=bool(draws))
-    found.looked_at = _looked_at(before, now, weighed)
-    if not (found.ok or draws or exactly or found.causes) and found.report.cells[0].first_divergence is not None:
+    pair = _pair(before, ScriptTrace.load(new))
+    _check_repeats(pair, draws)
+    renamed = align_names(pair.old, pair.new, pair.weighed[-1])
+    cell = _compared(pair, draws, renamed)
+    found = _report(pair, cell, renamed, rounds=bool(draws))
+    # Weights that are apart may be so by rounding, if nothing else is known to differ.
+    if not found.ok and not found.causes and not draws and not exactly and cell.first_divergence is not None:
         found.hint = HINT
     return found
 
 
-def _compared(
-    before: ScriptTrace, now: ScriptTrace, draws: Sequence[ScriptTrace], steps: list[int], renamed: Mapping[str, str]
-) -> Cell:
+def _pair(old: ScriptTrace, new: ScriptTrace) -> Pair:
+    steps = [number for number in old.steps if number in new.steps]
+    weighed = []
+    for number in steps:
+        if old.at(number)[0].weights and new.at(number)[0].weights:
+            weighed.append(number)
+    if not weighed:
+        raise ConfigurationError(
+            f"{old.folder} and {new.folder} have no step in common at which weights are recorded; record both with "
+            "the same --steps and --every"
+        )
+    return Pair(old=old, new=new, steps=steps, weighed=weighed)
+
+
+def _check_repeats(pair: Pair, draws: Sequence[ScriptTrace]) -> None:
+    """Raise unless the repeats have recorded what the old script has."""
+    for draw in draws:
+        if not pair.old.recorded(pair.steps) <= draw.recorded(pair.steps):
+            raise ConfigurationError(
+                f"{draw.folder} is no repeat of {pair.old.folder}, which has other ranks, steps or quantities; record "
+                "both on as many ranks, with the same --steps, --every and --state"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: dict[str, str]) -> Cell:
     """Return the verdict on all steps, by the comparator of recorded trainings."""
-    regrouped = len(before.ranks) != len(now.ranks)
-    sides = [before, now, *([before, *draws] if draws else [])]
-    old, new, *drawn = (_as_trace(one, (before, now), steps) for one in sides)
-    found = compare_traces(old, new, regrouped=regrouped, draws=[one.ranks for one in drawn], exactly=not draws)
-    cell = cell_of([_without(step, lambda quantity, d: quantity not in DECIDING) for step in found], old.parameters)
-    # thousands of parameters in thousands of steps are equal
-    cell.steps = [_without(step, lambda quantity, d: d.verdict == "exact") for step in found]
-    cell.backend, cell.world_size = now.folder.name, len(now.ranks)
-    first = cell.first_divergence
-    if first is not None:
-        number = INITIAL if first.quantity == "initial weight" else steps[first.step]
-        named = ((before, first.name), (now, renamed.get(first.name, first.name)))
-        files = [tensor_file(one.folder, number, name) for one, name in named]
-        if all(file.is_file() for file in files):
-            exact = difference(*map(read_tensor, files), rank=first.rank)
-            first = replace(first, difference=replace(exact, verdict=first.difference.verdict))
-        cell.first_divergence = replace(first, step=steps[first.step])
+    old = _as_trace(pair.old, pair)
+    new = _as_trace(pair.new, pair)
+    # The old script's own run is one of those whose distances bound what rounding does.
+    drawn = [old.ranks] if draws else []
+    drawn += [_as_trace(draw, pair).ranks for draw in draws]
+    reports = compare_traces(old, new, regrouped=not pair.same_ranks, draws=drawn, exactly=not draws)
+    decisive = [_with(report, lambda quantity, _: quantity in DECIDING) for report in reports]
+    cell = cell_of(decisive, old.parameters)
+    # Thousands of parameters in thousands of steps are equal.
+    cell.steps = [_with(report, lambda _, difference: difference.verdict != "exact") for report in reports]
+    cell.backend = pair.new.name
+    cell.world_size = len(pair.new.ranks)
+    if cell.first_divergence is not None:
+        cell.first_divergence = _in_script(cell.first_divergence, pair, renamed)
     return cell
 
 
-def _without(step: StepReport, drops: Callable[[str, Difference], bool]) -> StepReport:
-    kept = {q: {name: d for name, d in of.items() if not drops(q, d)} for q, of in step.differences.items()}
-    return replace(step, differences=kept)
+def _with(report: StepReport, keeps: Callable[[str, Difference], bool]) -> StepReport:
+    """Return the report with some of its differences alone."""
+    kept: dict[str, dict[str, Difference]] = {}
+    for quantity, differences in report.differences.items():
+        kept[quantity] = {name: one for name, one in differences.items() if keeps(quantity, one)}
+    return replace(report, differences=kept)
 
 
-def _as_trace(one: ScriptTrace, sides: Sequence[ScriptTrace], steps: list[int]) -> Trace:
+def _in_script(parting: Divergence, pair: Pair, renamed: dict[str, str]) -> Divergence:
+    """Return it by the script's own number of the step, and with the elements, where tensors are kept."""
+    step = pair.steps[parting.step]
+    kept_at = INITIAL if parting.quantity == "initial weight" else step
+    old_file = tensor_file(pair.old.folder, kept_at, parting.name)
+    new_file = tensor_file(pair.new.folder, kept_at, renamed.get(parting.name, parting.name))
+    if not old_file.is_file() or not new_file.is_file():
+        return replace(parting, step=step)
+    exact = difference(read_tensor(old_file), read_tensor(new_file), rank=parting.rank)
+    exact = replace(exact, verdict=parting.difference.verdict)
+    return replace(parting, step=step, difference=exact)
+
+
+def _as_trace(one: ScriptTrace, pair: Pair) -> Trace:
     """Return the steps as those of a recorded training, with what both sides have recorded."""
-    header, ranks = one.ranks[0].header, [RankTrace(initial=rank.initial) for rank in one.ranks]
-    for number in steps:
-        both = [side.ranks[0].steps[number].sketches for side in sides]
-        for rank, trace in zip(one.ranks, ranks, strict=True):
-            record = rank.steps[number]
-            sketches = {q: record.sketches[q] for q in both[0] if all(side.get(q) for side in both)}
-            if "buffer" in sketches:  # one that a forward makes, or an engine keeps otherwise, decides nothing
-                shared = both[0]["buffer"].keys() & both[1]["buffer"]
-                sketches["buffer"] = {name: each for name, each in sketches["buffer"].items() if name in shared}
-            trace.steps.append(Step(batches=[], loss=sum(record.losses), norm=0.0, sketches=sketches))
-    told: dict[str, Any] = {name: getattr(header, name) for name in ("environment", "commit", "device", "world_size")}
-    return Trace(**told, recipe={}, backend=one.folder.name, detail="digests", parameters=[*one.initial], ranks=ranks)
+    header = one.ranks[0].header
+    ranks = [RankTrace(initial=rank.initial) for rank in one.ranks]
+    for number in pair.steps:
+        for record, trace in zip(one.at(number), ranks, strict=True):
+            sketches = _shared_sketches(record.sketches, pair, number)
+            step = Step(batches=[], loss=sum(record.losses), norm=0.0, sketches=sketches)
+            trace.steps.append(step)
+    return Trace(
+        environment=header.environment,
+        commit=header.commit,
+        device=header.device,
+        world_size=header.world_size,
+        recipe={},
+        backend=one.name,
+        detail="digests",
+        parameters=[*one.initial],
+        ranks=ranks,
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- names
-
-Sides = Mapping[str, tuple[Sketch, Sketch]]
-"""Name -> a parameter before the first step, and after the last."""
-
-
-def matched_names(old: Sides, new: Sides) -> dict[str, str]:
-    """Return the names of the old script's parameters in the new one.
-
-    By name, but in modules of which a parameter begins with other bits than that of the same name; the others by equal
-    bits before the first step and after the last, then before the first, in the models' order where several are equal
-    (biases of zeros); then by name; and what is left by shape, if no two have the same.
-    """
-    both = [name for name in old if name in new]
-    other = {name.rpartition(".")[0] for name in both if old[name][0].digest != new[name][0].digest}
-    found = {name: name for name in both if name.rpartition(".")[0] not in other}
-    for depth in (2, 1, 0):
-        if not depth:
-            left = [name for name in both if name not in found and name not in found.values()]
-            found |= {name: name for name in left}
-        alike: list[dict[Any, list[str]]] = [{}, {}]
-        for side, taken, kinds in ((old, found.keys(), alike[0]), (new, {*found.values()}, alike[1])):
-            for name, sketches in side.items():
-                if name not in taken:
-                    kinds.setdefault((sketches[0].shape, *(one.digest for one in sketches[:depth])), []).append(name)
-        for kind, names in alike[0].items():
-            others = alike[1].get(kind, [])
-            if {*names} == {*others}:
-                others = names
-            if len(names) == len(others) and (depth or len(names) == 1):
-                found |= zip(names, others, strict=True)
-    return {name: found[name] for name in old if name in found}
-
-
-def _moving(theirs: Mapping[str, str]) -> Callable[[str], str]:
-    """Return how names of parameters, buffers and modules move, if the new script's parameters are called so."""
-    modules: dict[str, str] = {}
-    for name, other in theirs.items():
-        paths = [["", *one.split(".")[:-1]] for one in (name, other)]  # the model itself has no name
-        while len(paths[0]) and len(paths[1]):
-            modules.setdefault(".".join(paths[0][1:]), ".".join(paths[1][1:]))
-            if paths[0].pop() != paths[1].pop():
-                break
-
-    def moved(name: str) -> str:
-        if name.startswith(COPY):
-            return name
-        above, below = name, ""
-        while above and above not in modules:
-            above, _, last = above.rpartition(".")
-            below = f".{last}{below}"
-        return theirs.get(name) or (modules.get(above, above) + below).removeprefix(".")
-
-    return moved
-
-
-def _in_the_order_of(old: ScriptTrace, new: ScriptTrace) -> Callable[[str], str]:
-    """Return how the new script's parameters are named if it calls those models first that the old one does."""
-    sides = [[model.weights for model in one.ranks[0].models] for one in (new, old)]
-    pairs, places = itertools.product(*(range(len(side)) for side in sides)), dict[int, int]()
-    # Pairs of models that have most in common first; of those with as much the first ones.
-    for place, other in sorted(pairs, key=lambda pair: _common(sides[0][pair[0]], sides[1][pair[1]]), reverse=True):
-        if place not in places and other not in places.values():
-            places[place] = other
-    free = (number for number in itertools.count() if number not in places.values())
-    order = [places[place] if place in places else next(free) for place in range(len(sides[0]))]
-
-    def renamed(name: str) -> str:
-        place = next((k for k in range(1, len(order)) if name.startswith(in_model(k, ""))), 0)
-        return in_model(order[place], name.removeprefix(in_model(place, "")))
-
-    return renamed
-
-
-def _common(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> list[int]:
-    """Return how many parameters of the same name have equal bits, and how many the same shape."""
-    pairs = [(one[name], other[name]) for name in one if name in other]
-    return [sum(a.digest == b.digest for a, b in pairs), sum(a.shape == b.shape for a, b in pairs)]
-
-
-def _rename(trace: ScriptTrace, renamed: Callable[[str], str]) -> None:
-    def all_of(named: Mapping[str, Any]) -> dict[str, Any]:
-        parts = ((name.partition(": "), one) for name, one in named.items())  # of a state "parameter: key"
-        return {renamed(name) + colon + key: one for (name, colon, key), one in parts}
-
-    for rank in trace.ranks:
-        rank.initial = all_of(rank.initial)
-        for record in rank.steps.values():
-            record.gradients = all_of(record.gradients)
-            record.sketches = {quantity: all_of(one) for quantity, one in record.sketches.items()}
-            record.facts = {kind: all_of(one) for kind, one in record.facts.items()}
+def _shared_sketches(sketches: Sketches, pair: Pair, number: int) -> Sketches:
+    """Return those of quantities that rank 0 of both scripts has recorded."""
+    old = pair.old.at(number)[0]
+    new = pair.new.at(number)[0]
+    shared = {}
+    for quantity in old.sketches:
+        if old.sketches[quantity] and new.sketches.get(quantity):
+            shared[quantity] = sketches[quantity]
+    if "buffer" in shared:
+        # One that a forward makes, or an engine keeps otherwise, decides nothing.
+        names = old.buffers.keys() & new.buffers.keys()
+        shared["buffer"] = {name: one for name, one in sketches["buffer"].items() if name in names}
+    return shared
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def _report(
-    before: ScriptTrace,
-    now: ScriptTrace,
-    steps: list[int],
-    weighed: list[int],
-    cell: Cell,
-    renamed: dict[str, str],
-    *,
-    rounds: bool,
-) -> ScriptReport:
-    parting, sides = cell.first_divergence, f"{before.folder.name} and {now.folder.name}"
-    sizes = [*dict.fromkeys(len(one.ranks) for one in (before, now))]
-    sides_on = f"{sides} on {' and '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
-    count = f"{len(weighed)} step{'s' * (len(weighed) != 1)}"
-    verdict, until = cell.verdict, max(steps)
-    if verdict == "different" and parting is not None:
-        sentence, until = f"NOT the same training: {sides_on} part at {parting}.", parting.step
-    elif missing := _missing(before, now, weighed) or _unlike(before, now, steps, cell if rounds else None):
-        verdict, sentence = "different", f"NOT shown to be the same training: {missing}; {count} agree."
-    else:
-        if len(weighed) < len(steps):
-            count = f"{len(weighed)} of {len(steps)} steps; nothing is shown of weights after step {weighed[-1]}"
-        how = "to the last bit" if verdict == "exact" else "within what rounding does to the old script"
-        states = all(one.ranks[0].steps[weighed[-1]].sketches.get("state") for one in (before, now))
-        what, parameters = "weights and optimizer states" if states else "weights", f"{len(before.initial)} parameters"
-        sentence = f"The same training: {sides_on} have equal {what} {how}, {parameters} in {count}."
-    report = ParityReport(recipe=now.folder.name, reference=before.folder.name, steps=len(steps), cells=[cell])
-    report.changes = changes(before.ranks[0].header.environment, now.ranks[0].header.environment)
-    told = causes(before, now, [n for n in steps if n <= until], same=cell.verdict != "different")
-    return ScriptReport(sentence=sentence, verdict=verdict, steps=steps, causes=told, renamed=renamed, report=report)
+def _report(pair: Pair, cell: Cell, renamed: dict[str, str], *, rounds: bool) -> ScriptReport:
+    report = ParityReport(
+        recipe=pair.new.name,
+        reference=pair.old.name,
+        steps=len(pair.steps),
+        cells=[cell],
+    )
+    environments = [one.ranks[0].header.environment for one in pair.sides]
+    report.changes = changes_of_environment(*environments)
+    verdict, sentence = _verdict(pair, cell, rounds)
+    until = pair.steps[-1]
+    if cell.verdict == "different" and cell.first_divergence is not None:
+        until = cell.first_divergence.step
+    compared = [number for number in pair.steps if number <= until]
+    return ScriptReport(
+        sentence=sentence,
+        verdict=verdict,
+        steps=pair.steps,
+        causes=causes(pair.old, pair.new, compared, same=cell.verdict != "different"),
+        renamed=renamed,
+        report=report,
+        looked_at=_looked_at(pair),
+    )
 
 
-def _missing(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:
+def _verdict(pair: Pair, cell: Cell, rounds: bool) -> tuple[str, str]:
+    """Return the verdict, and the sentence for it."""
+    names = f"{pair.old.name} and {pair.new.name} on {_ranks(pair)}"
+    if cell.verdict == "different" and cell.first_divergence is not None:
+        return "different", f"NOT the same training: {names} part at {cell.first_divergence}."
+    count = _plural(len(pair.weighed), "step")
+    missing = _missing(pair) or _unlike(pair, cell if rounds else None)
+    if missing:
+        return "different", f"NOT shown to be the same training: {missing}; {count} agree."
+    if len(pair.weighed) < len(pair.steps):
+        after = f"nothing is shown of weights after step {pair.weighed[-1]}"
+        count = f"{len(pair.weighed)} of {len(pair.steps)} steps; {after}"
+    what = "weights and optimizer states" if _have_states(pair) else "weights"
+    how = "to the last bit" if cell.verdict == "exact" else "within what rounding does to the old script"
+    parameters = f"{len(pair.old.initial)} parameters"
+    return cell.verdict, f"The same training: {names} have equal {what} {how}, {parameters} in {count}."
+
+
+def _have_states(pair: Pair) -> bool:
+    return all(record.sketches.get("state") for record in pair.last)
+
+
+def _ranks(pair: Pair) -> str:
+    if pair.same_ranks:
+        return _plural(len(pair.old.ranks), "rank")
+    return f"{len(pair.old.ranks)} and {len(pair.new.ranks)} ranks"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _missing(pair: Pair) -> str:
     """Return why equal weights do not show that it is the same training; "" if they do."""
-    sides = (before, now)
-    for one in sides:
+    for one in pair.sides:
         if one.ended:
-            return f"the record of {one.folder.name} ended while it went on ({one.ended[0]})"
-    if before.steps != now.steps:
-        counts = [f"{len(one.steps)} steps ({one.steps[0]} to {one.steps[-1]})" for one in sides]
-        return f"{before.folder.name} has recorded {counts[0]}, {now.folder.name} {counts[1]}"
-    if uneven := _uneven(before, now):
+            return f"the record of {one.name} ended while it went on ({one.ended[0]})"
+    if pair.old.steps != pair.new.steps:
+        return f"{pair.old.name} has recorded {_steps(pair.old)}, {pair.new.name} {_steps(pair.new)}"
+    uneven = _uneven(pair)
+    if uneven:
         return uneven
-    # On other numbers of ranks rank 0 speaks for all.
-    apart = [next(ranks_apart(one, weighed), "") for one in sides]
-    if len(before.ranks) != len(now.ranks) and bool(apart[0]) != bool(apart[1]):
-        return apart[0] or apart[1]
-    last = before.ranks[0].steps[weighed[-1]].weights
-    if all(one.digest == last[name].digest for name, one in before.initial.items() if name in last):
+    if not pair.same_ranks:
+        # Rank 0 speaks for all.
+        apart = [ranks_apart(one, pair.weighed) for one in pair.sides]
+        if any(apart) and not all(apart):
+            return "".join(apart)
+    last = digests(pair.last[0].weights)
+    if not changes(digests(pair.old.initial), last):
         return "no step has changed a weight: does the optimizer have the model's parameters, and a learning rate?"
     return ""
 
 
-def _uneven(before: ScriptTrace, now: ScriptTrace) -> str:
+def _steps(one: ScriptTrace) -> str:
+    return f"{len(one.steps)} steps ({one.steps[0]} to {one.steps[-1]})"
+
+
+def _uneven(pair: Pair) -> str:
     """Return what differs in the steps that some ranks have alone; "" if nothing does."""
-    common, sides = {*before.steps}, (before, now)
-    alone = [[sorted(rank.steps.keys() - common) for rank in one.ranks] for one in sides]
-    if len(alone[0]) != len(alone[1]):
-        uneven = [one.folder.name for one, steps in zip(sides, alone, strict=True) if any(steps)]
-        return f"the ranks of {uneven[0]} have not all recorded the same steps" if uneven else ""
-    for rank, (steps, others) in enumerate(zip(*alone, strict=True)):
-        if steps != others:
-            counts = [len(one.ranks[rank].steps) for one in sides]
-            names = [one.folder.name for one in sides]
-            return f"rank {rank} has recorded {counts[0]} steps of {names[0]}, {counts[1]} of {names[1]}"
-        if steps:
-            old, new = (replace(one, ranks=[one.ranks[rank]], repeats=[]) for one in sides)
-            parting = _compared(old, new, [], steps, {}).first_divergence
-            if said := str(parting or "") or _unlike(old, new, steps, None):
-                return f"in the steps that rank {rank} has alone: {said}"
+    if not pair.same_ranks:
+        for one in pair.sides:
+            if any(_steps_alone(one, rank) for rank in range(len(one.ranks))):
+                return f"the ranks of {one.name} have not all recorded the same steps"
+        return ""
+    for rank in range(len(pair.old.ranks)):
+        words = _uneven_on(pair, rank)
+        if words:
+            return words
     return ""
 
 
-def _unlike(before: ScriptTrace, now: ScriptTrace, steps: list[int], rounded: Cell | None) -> str:
+def _steps_alone(one: ScriptTrace, rank: int) -> list[int]:
+    """Return the steps that a rank has and not all others do."""
+    return sorted(one.ranks[rank].steps.keys() - {*one.steps})
+
+
+def _uneven_on(pair: Pair, rank: int) -> str:
+    old, new = (replace(one, ranks=[one.ranks[rank]], repeats=[]) for one in pair.sides)
+    steps = _steps_alone(pair.old, rank)
+    if steps != _steps_alone(pair.new, rank):
+        counts = [len(one.steps) for one in (old, new)]
+        return f"rank {rank} has recorded {counts[0]} steps of {old.name}, {counts[1]} of {new.name}"
+    if not steps:
+        return ""
+    alone = Pair(old=old, new=new, steps=steps, weighed=steps)
+    words = str(_compared(alone, [], {}).first_divergence or "") or _unlike(alone, None)
+    return words and f"in the steps that rank {rank} has alone: {words}"
+
+
+def _unlike(pair: Pair, rounded: Cell | None) -> str:
     """Return what differs although the weights do not; "" if nothing does.
 
     ``rounded`` has the differences of losses that may round, as weights may.
     """
-    for tell in (*FACTS, *([LOSSES] if rounded is None else [])):
-        if said := first(tell, before, now, steps):
-            return f"step {said[0]}: {said[1]}"
-    for number, step in zip(steps, rounded.steps if rounded else (), strict=False):
+    compared = FACTS if rounded else (*FACTS, losses)
+    for tell in compared:
+        step, words = first(tell, pair.old, pair.new, pair.steps)
+        if words:
+            return f"step {step}: {words}"
+    if rounded:
+        words = _unlike_loss(pair, rounded)
+        if words:
+            return words
+    return averages(pair.old, pair.new)
+
+
+def _unlike_loss(pair: Pair, rounded: Cell) -> str:
+    """Return of which step the loss differs by more than rounding; "" if none does."""
+    for number, step in zip(pair.steps, rounded.steps, strict=False):
         for loss in step.differences.get("loss", {}).values():
             if loss.verdict == "different":
                 return f"step {number}: loss {loss.expected} -> {loss.got}, more than rounding does"
-    return averages(before, now)
+    return ""
 
 
-def _looked_at(before: ScriptTrace, now: ScriptTrace, weighed: list[int]) -> str:
+def _looked_at(pair: Pair) -> str:
     """Return in a line what the verdict is over, and what it is not."""
-    one = before.ranks[0]
-    engines = ", ".join(dict.fromkeys(model.engine for model in one.models))
-    optimizers = {str(group.get("optimizer", "?")) for record in one.steps.values() for group in record.groups}
-    last = [side.ranks[0].steps[weighed[-1]] for side in (before, now)]
-    buffers = len(last[0].sketches.get("buffer", {}))
-    seen = f"{engines} with {len(one.initial)} parameters and {buffers} buffers, {', '.join(sorted(optimizers))}"
+    rank = pair.old.ranks[0]
+    engines = dict.fromkeys(model.engine for model in rank.models)
+    optimizers: set[str] = set()
+    for record in rank.steps.values():
+        optimizers.update(str(group.get("optimizer", "?")) for group in record.groups)
     unseen = ["what is in no model or optimizer", "changes after the last step"]
-    if not all(record.sketches.get("state") for record in last):
+    if not _have_states(pair):
         unseen.append("optimizer states (--state)")
-    if len(before.ranks) != len(now.ranks):
+    if not pair.same_ranks:
         unseen.append("values of buffers")
-    if not all(record.facts.get("member") for record in last):
+    if not all(record.fact("member") for record in pair.last):
         unseen.append("which parameters are stepped")
-    return f"looked at: {seen}, losses, settings, modes, layers; not: {', '.join(unseen)}"
+    buffers = len(pair.last[0].buffers)
+    model = f"{', '.join(engines)} with {len(rank.initial)} parameters and {buffers} buffers"
+    seen = f"{model}, {', '.join(sorted(optimizers))}, losses, settings, modes, layers"
+    return f"looked at: {seen}; not: {', '.join(unseen)}"

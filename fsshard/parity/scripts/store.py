@@ -78,6 +78,15 @@ class Record:
         """Sketches of whole weights by name; empty where they are not recorded."""
         return self.sketches.get("weight", {})
 
+    @property
+    def buffers(self) -> dict[str, Sketch]:
+        """Sketches of buffers by name, and of copies of the weights."""
+        return self.sketches.get("buffer", {})
+
+    def fact(self, kind: str) -> dict[str, str]:
+        """Return the facts of a kind by name; none of an older record, which has not got the kind."""
+        return self.facts.get(kind, {})
+
 
 def in_model(place: int, name: str) -> str:
     """Return the name among the parameters of all models: of all but the first with the model's number before it."""
@@ -177,6 +186,11 @@ class ScriptTrace:
         return found
 
     @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+    @property
     def steps(self) -> list[int]:
         """Numbers of the steps that all ranks have recorded."""
         return sorted(set.intersection(*(set(one.steps) for one in self.ranks)))
@@ -185,6 +199,10 @@ class ScriptTrace:
     def initial(self) -> dict[str, Sketch]:
         """Sketches of rank 0's weights before the first step, of all models."""
         return self.ranks[0].initial
+
+    def at(self, step: int) -> list[Record]:
+        """Return the records of a step, rank by rank."""
+        return [rank.steps[step] for rank in self.ranks]
 
     def recorded(self, steps: list[int]) -> set[tuple[int, int, str]]:
         """Return of which rank, step and quantity there are sketches."""

@@ -1,6 +1,6 @@
 """Verdicts, names and causes of made-up records; those of real trainings are in test_recorder.py.
 
-Tests fsshard/parity/scripts/causes.py too.
+Tests fsshard/parity/scripts/causes.py, fsshard/parity/scripts/step_causes.py and fsshard/parity/scripts/names.py too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fsshard.errors import ConfigurationError
-from fsshard.parity.scripts.comparing import compare_scripts, matched_names
+from fsshard.parity.scripts.comparing import compare_scripts
+from fsshard.parity.scripts.names import matched_names
 from fsshard.parity.scripts.recorder import check_new
 from fsshard.parity.scripts.store import (
     Model,

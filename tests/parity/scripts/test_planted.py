@@ -1,6 +1,6 @@
 """Some of the planted changes and equal pairs, each time; all of them by ``make planted``.
 
-They rest on fsshard/parity/scripts/facts.py.
+Tests fsshard/parity/scripts/gradient_norms.py and fsshard/parity/scripts/facts.py too.
 """
 
 from __future__ import annotations

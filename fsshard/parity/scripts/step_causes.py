@@ -1,0 +1,451 @@
+"""Says in words what is different in one step of two scripts.
+
+Each function is given the records of all ranks, of the old script and of the new one; "" says that nothing differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fsshard.parity.scripts.facts import COPY
+from fsshard.parity.scripts.store import Record, Samples
+from fsshard.parity.sketch import Sketch
+
+Ranks = Sequence[Record]
+Tell = Callable[[Ranks, Ranks], str]
+Settings = Mapping[str, Any]
+Texts = Mapping[str, str]
+Names = list[str]
+
+SAME = 1e-12
+"""Relative difference of two settings that a schedule's own arithmetic, in float64, explains."""
+SAME_LOSS = 1e-6
+"""Relative difference of two losses that another order of their sums explains."""
+KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings that say by which kernels an optimizer computes, and not what."""
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+
+
+def few(names: Iterable[Any], most: int = 4) -> str:
+    """Return the first names in words, and how many more there are."""
+    words = [*map(str, names)]
+    shown = ", ".join(words[:most])
+    if len(words) > most:
+        shown += f" and {len(words) - most} more"
+    return shown
+
+
+def alone(what: str, old: Collection[str], new: Collection[str]) -> Names:
+    """Return in words, which begin with ``what``, the names that one script has alone."""
+    found = []
+    of_old = [name for name in old if name not in new]
+    of_new = [name for name in new if name not in old]
+    if of_old:
+        found.append(f"{what} the old script alone: {few(of_old)}")
+    if of_new:
+        found.append(f"{what} the new script alone: {few(of_new)}")
+    return found
+
+
+def arrow(what: str, old: Any, new: Any) -> str:
+    """Return in words what was, and what is now; "" if that is the same."""
+    if old == new:
+        return ""
+    return f"{what} {old} -> {new}"
+
+
+def changed_counts(old: Counter[str], new: Counter[str]) -> str:
+    """Return in words of which kinds there is another number."""
+    words = []
+    for kind in old | new:
+        words.append(arrow(kind, old[kind], new[kind]))
+    return few(filter(None, words))
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Return what both have by the same name and that differs: "old value -> new value" by name."""
+    changed = {}
+    for name, value in old.items():
+        if name in new and new[name] != value:
+            changed[name] = f"{value} -> {new[name]}"
+    return changed
+
+
+def digests(sketches: Mapping[str, Sketch]) -> dict[str, str]:
+    """Return the digests by name."""
+    return {name: sketch.digest for name, sketch in sketches.items()}
+
+
+def per_rank(tell: Callable[[Record, Record], str]) -> Tell:
+    """Decorator for what compares the records of one rank: return what it says of the first rank that differs."""
+
+    def tell_of_ranks(old: Ranks, new: Ranks) -> str:
+        for rank, records in enumerate(zip(old, new, strict=False)):
+            words = tell(*records)
+            if words and rank > 0:
+                return f"{words} (on rank {rank})"
+            if words:
+                return words
+        return ""
+
+    return tell_of_ranks
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+def samples(old: Ranks, new: Ranks) -> str:
+    """Compare what models were given: rank by rank, and as one set."""
+    before = [_digests(record) for record in old]
+    now = [_digests(record) for record in new]
+    if before == now:
+        return ""
+    old_rows, old_total = _all_samples(old)
+    new_rows, new_total = _all_samples(new)
+    if old_total is not None and old_total == new_total:
+        if [*map(len, before)] == [*map(len, now)]:
+            return "the ranks were given the same samples in another order"
+        return ""  # divided otherwise among ranks or batches, which is no cause
+    rank = _first_difference(before, now)
+    words = _changed_arguments(_arguments(old[rank]), _arguments(new[rank]))
+    if words:
+        return f"rank {rank} was given {words}; the other arguments are equal"
+    if old_rows != new_rows:
+        return f"the ranks were given {new_rows} samples, by the old script {old_rows}"
+    if _has_losses(old) and not losses(old, new):
+        return ""  # Lightning's forward takes the targets, too
+    return f"rank {rank} was given other samples (another sampler, seed or preparation of data?)"
+
+
+def _first_difference(old: list[Names], new: list[Names]) -> int:
+    """Return the first rank of which two lists differ; 0 if one is longer, and that is all."""
+    for rank, digests_of_rank in enumerate(zip(old, new, strict=False)):
+        before, now = digests_of_rank
+        if before != now:
+            return rank
+    return 0
+
+
+def _digests(record: Record) -> Names:
+    return [batch.digest for batch in record.samples]
+
+
+def _all_samples(ranks: Ranks) -> tuple[int, int | None]:
+    """Return how many samples the ranks were given, and the sum of their digests; None if some are not in rows."""
+    rows = 0
+    total = 0
+    complete = True
+    for batch in _batches(ranks):
+        rows += batch.rows
+        total += int(batch.total, 16)
+        if not batch.rows:
+            complete = False
+    if not complete:
+        return rows, None
+    return rows, total % 2**128
+
+
+def _batches(ranks: Ranks) -> Iterator[Samples]:
+    for record in ranks:
+        yield from record.samples
+
+
+def _arguments(record: Record) -> Texts:
+    if not record.samples:
+        return {}
+    return record.samples[0].arguments
+
+
+def _changed_arguments(old: Texts, new: Texts) -> str:
+    """Return which arguments of a forward differ, if others do not."""
+    changed = changes(old, new)
+    shared = old.keys() & new.keys()
+    if len(changed) == len(shared):
+        return ""
+    words = [f"another argument {name}" for name in changed]
+    for name in old:
+        if name not in new:
+            words.append(f"no argument {name}")
+    for name in new:
+        if name not in old:
+            words.append(f"an argument {name} more")
+    return few(words)
+
+
+def computed(old: Ranks, new: Ranks) -> str:
+    """Compare the dtypes and modes that models have computed in."""
+    return arrow("models put out", _computed(old), _computed(new))
+
+
+def _computed(ranks: Ranks) -> str:
+    kinds = {batch.computed for batch in _batches(ranks)}
+    return " and ".join(sorted(kinds))
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+
+
+def groups(old: Ranks, new: Ranks) -> str:
+    """Compare the numbers of groups, where it is not known which parameter is in which."""
+    before = old[0]
+    now = new[0]
+    if before.fact("member") and now.fact("member"):
+        return ""
+    return arrow("groups of parameters", len(before.groups), len(now.groups))
+
+
+@per_rank
+def settings(old: Record, new: Record) -> str:
+    """Compare what the optimizers' groups say of each parameter."""
+    if old.groups == new.groups and old.facts == new.facts:
+        return ""
+    before = _settings_by_name(old)
+    now = _settings_by_name(new)
+    shared = [name for name in before if name in now]
+    changed: dict[tuple[str, str], Names] = {}  # a setting and its values -> the parameters, or groups
+    for name in shared:
+        for change in _changed_settings(before[name], now[name]):
+            changed.setdefault(change, []).append(name)
+    words = []
+    for (key, values), names in changed.items():
+        owner = _owner(names, shared, old.fact("member"))
+        # The settings that they had are those of another group now.
+        if all(before[name] in new.groups and now[name] in old.groups for name in names):
+            owner = f"{few(names)} (moved to another group)"
+        words.append(f"{key} of {owner} {values}")
+    return few(words)
+
+
+def _owner(names: Names, shared: Names, group_of: Texts) -> str:
+    """Return in words whose setting has changed: whole groups by their numbers, else parameters by name."""
+    numbers = {group_of.get(name, name) for name in names}
+    in_groups = [name for name in shared if group_of.get(name) in numbers]
+    if len(in_groups) > len(names):
+        return few(names)
+    return f"group {', '.join(sorted(numbers))}"
+
+
+def _settings_by_name(record: Record) -> dict[str, Settings]:
+    """Return settings by parameter that is stepped, or by group where those are not known."""
+    group_of = record.fact("member")
+    if not group_of:
+        return {str(number): group for number, group in enumerate(record.groups)}
+    found: dict[str, Settings] = {}
+    for name in _stepped(record):
+        number = int(group_of[name])
+        found[name] = record.groups[number]
+    return found
+
+
+def _changed_settings(old: Settings, new: Settings) -> Iterator[tuple[str, str]]:
+    """Yield settings that both have and that differ: another release, or another class, has further ones."""
+    shared = old.keys() & new.keys() - KERNELS
+    keys = sorted(shared)
+    if old.get("optimizer") != new.get("optimizer"):
+        keys = ["optimizer", "lr"]  # another class has other defaults
+    for key in keys:
+        if key in shared and not _equal(old[key], new[key]):
+            yield key, f"{old[key]} -> {new[key]}"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if repr(one) == repr(other):
+        return True  # NaN, too
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=SAME)
+    return bool(one == other)
+
+
+def _stepped(record: Record) -> Names:
+    """Return the parameters that optimizers step; a frozen one is not, though a group may have it."""
+    trained = record.fact("trained")
+    stepped = []
+    for name in record.fact("member"):
+        if trained.get(name) != "frozen":
+            stepped.append(name)
+    return stepped
+
+
+@per_rank
+def members(old: Record, new: Record) -> str:
+    """Compare which parameters are stepped."""
+    if not old.fact("member") or not new.fact("member"):
+        return ""
+    before = {*_stepped(old)}
+    now = {*_stepped(new)}
+    words = [*_not_stepped(before - now, new, "new")]
+    words += _not_stepped(now - before, old, "old")
+    return "; ".join(words)
+
+
+def _not_stepped(names: set[str], record: Record, side: str) -> Iterator[str]:
+    """Yield in words why no optimizer steps some parameters."""
+    reasons: dict[str, Names] = {}
+    trained = record.fact("trained")
+    for name in sorted(names):
+        reason = "frozen" if trained.get(name) == "frozen" else "in no group of an optimizer"
+        reasons.setdefault(reason, []).append(name)
+    for reason, unstepped in sorted(reasons.items()):
+        verb = "is" if len(unstepped) == 1 else "are"
+        yield f"{few(unstepped)} {verb} {reason} in the {side} script"
+
+
+def states(old: Ranks, new: Ranks) -> str:
+    """Compare of which parameters the optimizer has a state before its step; each rank may have that of some."""
+    if _classes(old[0]) != _classes(new[0]):
+        return ""  # another class has another state, or none
+    changed = changes(_has_state(old), _has_state(new))
+    for change, side in (("True -> False", "new"), ("False -> True", "old")):
+        lost = sorted(name for name in changed if changed[name] == change)
+        if lost:
+            return f"the {side} script has lost the optimizer's state of {few(lost)}, or never had it"
+    return ""
+
+
+def _has_state(ranks: Ranks) -> dict[str, bool]:
+    """Return of each parameter whether any rank has a state."""
+    exists: dict[str, bool] = {}
+    for record in ranks:
+        for name, state in record.fact("state").items():
+            exists[name] = exists.get(name, False) or state != ""
+    return exists
+
+
+def _classes(record: Record) -> set[Any]:
+    return {group.get("optimizer") for group in record.groups}
+
+
+@per_rank
+def skipped(old: Record, new: Record) -> str:
+    """Compare whether a scaler has left out the step."""
+    words = {True: "left out by the scaler", False: "made"}
+    return arrow("the step was", words[old.skipped], words[new.skipped])
+
+
+# ------------------------------------------------------------------------------------------------- modules and buffers
+
+
+def compare_fact(kind: str, words: str) -> Tell:
+    """Return what compares a kind of fact by names that both scripts have."""
+
+    @per_rank
+    def tell(old: Record, new: Record) -> str:
+        before = _known(old.fact(kind))
+        now = _known(new.fact(kind))
+        names_of_change: dict[str, Names] = {}
+        for name, change in changes(before, now).items():
+            names_of_change.setdefault(change, []).append(name or "the model itself")
+        found = []
+        for change, names in names_of_change.items():
+            found.append(f"{words} of {few(sorted(names))} {change}")
+        return few(found)
+
+    return tell
+
+
+def _known(facts: Texts) -> Texts:
+    """Return facts but those that nothing is known of, such as the dtype of an output without tensors."""
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+@per_rank
+def layers(old: Record, new: Record) -> str:
+    """Compare the layers by their paths, those of other paths by their number."""
+    before = old.fact("layer")
+    now = new.fact("layer")
+    if not before or not now:
+        return ""
+    of_old = Counter(kind for path, kind in before.items() if now.get(path) != kind)
+    of_new = Counter(kind for path, kind in now.items() if before.get(path) != kind)
+    words = changed_counts(of_old, of_new)
+    if not words:  # of each kind there are as many, at other paths
+        words = few(changes(before, now).values())
+    return words and f"layers: {words}"
+
+
+@per_rank
+def buffers(old: Record, new: Record) -> str:
+    """Compare which buffers there are, but copies of the weights, which are compared over all steps."""
+    if not old.weights or not new.weights:
+        return ""
+    return "; ".join(alone("buffers of", _buffers(old), _buffers(new)))
+
+
+def _buffers(record: Record) -> Names:
+    return sorted(name for name in record.buffers if not name.startswith(COPY))
+
+
+def broadcast(old: Ranks, new: Ranks) -> str:
+    """Look for buffers that are not broadcast: they differ on other ranks than rank 0 alone."""
+    if len(old) != len(new):
+        return ""
+    for rank, record in enumerate(old):
+        changed = changes(digests(record.buffers), digests(new[rank].buffers))
+        if changed and rank == 0:
+            return ""
+        if changed:
+            names = few(sorted(changed))
+            return f"buffers of rank {rank} alone differ (broadcast_buffers=False in one of the two?): {names}"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------- losses, random numbers
+
+
+def backwards(old: Ranks, new: Ranks) -> str:
+    """Compare the numbers of backward passes."""
+    before = old[0].losses
+    now = new[0].losses
+    return arrow("backward passes", len(before), len(now))
+
+
+def losses(old: Ranks, new: Ranks) -> str:
+    """Compare sums of a step's losses, of each rank or, on another number of ranks, their means."""
+    if not _has_losses(old) or not _has_losses(new):
+        return ""  # one of them calls no backward that is known of
+    before = [sum(record.losses) for record in old]
+    now = [sum(record.losses) for record in new]
+    if len(old) != len(new):
+        before = [sum(before) / len(old)]
+        now = [sum(now) / len(new)]
+    for one, other in zip(before, now, strict=True):
+        if math.isnan(one) and math.isnan(other):
+            continue
+        if not math.isclose(one, other, rel_tol=SAME_LOSS):
+            return f"loss {one!r} -> {other!r}"
+    return ""
+
+
+def _has_losses(ranks: Ranks) -> bool:
+    return any(record.losses for record in ranks)
+
+
+def random(old: Ranks, new: Ranks) -> str:
+    """Compare the states of the random generators."""
+    if len(old) != len(new):
+        return ""
+    for before, now in zip(old, new, strict=True):
+        if before.random != now.random:
+            return "other random numbers have been drawn (dropout, shuffling or augmentation in one of the two?)"
+    return ""
+
+
+modes = compare_fact("mode", "mode")
+counts = compare_fact("count", "number")
+outputs = compare_fact("output", "dtype of the output")
+FACTS: tuple[Tell, ...] = (
+    settings,
+    members,
+    counts,
+    skipped,
+    layers,
+    modes,
+    outputs,
+    buffers,
+)
+"""What is never different of the same training, whatever the weights are."""
