@@ -5,10 +5,8 @@ Everything is by the user's names, whatever engine holds the model; nothing here
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -38,8 +36,7 @@ def outermost(module: nn.Module) -> nn.Module:
     found = module
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        owner: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        owner = _first_argument(frame)
         # By its type: a proxy's __class__ may run the user's code.
         if issubclass(type(owner), nn.Module) and any(one is found for one in owner.modules()):
             found = owner
@@ -47,12 +44,23 @@ def outermost(module: nn.Module) -> nn.Module:
     return found
 
 
+def _first_argument(frame: FrameType) -> Any:
+    """Return the first argument of the function that is running, which is ``self`` of a method."""
+    code = frame.f_code
+    if not code.co_argcount:
+        return None
+    name = code.co_varnames[0]
+    return frame.f_locals.get(name)
+
+
 def running_step() -> FrameType | None:
     """Return the frame in which an optimizer's step is running, the innermost one; None outside of steps."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith("optim/optimizer.py"):
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("optim/optimizer.py"):
+            return frame
         frame = frame.f_back
-    return frame
+    return None
 
 
 def is_below(frame: FrameType | None, below: FrameType | None) -> bool:
@@ -62,21 +70,32 @@ def is_below(frame: FrameType | None, below: FrameType | None) -> bool:
     return frame is not None and below is frame
 
 
-def simulated(*given: Any) -> bool:
+def simulated(values: Any) -> bool:
     """Return whether a tensor has no numbers: FLOPs and memory are counted on such before the training."""
-    return any(one.is_meta or isinstance(one, FakeTensor) for one in leaves(given) if isinstance(one, Tensor))
+    return any(map(_is_simulated, leaves(values)))
+
+
+def _is_simulated(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor):
+        return False
+    return leaf.is_meta or isinstance(leaf, FakeTensor)
 
 
 def is_simulated(module: nn.Module) -> bool:
     """Return whether a model has no numbers; fsshard's shows parameters that are cut on the meta device."""
-    return not isinstance(module, ShardedModule) and simulated([*module.parameters()])
+    if isinstance(module, ShardedModule):
+        return False
+    return simulated([*module.parameters()])
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """Return what an optimizer's groups say, such as learning rates, and its class."""
-    groups = [{"optimizer": class_of(optimizer)} for _ in getattr(optimizer, "param_groups", ())]
-    for told, group in zip(groups, getattr(optimizer, "param_groups", ()), strict=True):
-        told |= {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    groups = []
+    for group in getattr(optimizer, "param_groups", ()):
+        settings = {"optimizer": class_of(optimizer), **group}
+        settings.pop("params", None)
+        settings.pop("param_names", None)
+        groups.append(settings)
     return groups
 
 
@@ -84,18 +103,25 @@ def class_of(optimizer: Any) -> str:
     """Return the name of the class that computes, below what engines put around it."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.optimizer_class.__name__
-    within = getattr(optimizer, "optim", getattr(optimizer, "optimizer", None))
-    if type(optimizer).__module__.startswith(ENGINES) and hasattr(within, "param_groups"):
-        return class_of(within)
-    return type(optimizer).__name__
+    cls = type(optimizer)
+    if cls.__module__.startswith(ENGINES):
+        inner = getattr(optimizer, "optim", getattr(optimizer, "optimizer", None))
+        if hasattr(inner, "param_groups"):
+            return class_of(inner)
+    return cls.__name__
 
 
 def members_of(optimizer: Any, names: Mapping[int, str]) -> list[list[str]]:
     """Return names of the parameters of each group; no groups if a parameter has no name."""
     if isinstance(optimizer, ShardedOptimizer):
         return [group["params"] for group in groups_by_name(optimizer)]
-    groups = [[names.get(id(one), "") for one in group["params"]] for group in getattr(optimizer, "param_groups", ())]
-    return groups if all(map(all, groups)) else []
+    groups = []
+    for group in getattr(optimizer, "param_groups", ()):
+        members = [names.get(id(parameter), "") for parameter in group["params"]]
+        if not all(members):
+            return []
+        groups.append(members)
+    return groups
 
 
 def names_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -106,13 +132,26 @@ def names_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
                 yield in_model(place, name), parameter
 
 
+def names_by_id(models: Sequence[nn.Module]) -> dict[int, str]:
+    """Return the user's name of each parameter by its id."""
+    return {id(parameter): name for name, parameter in names_of(models)}
+
+
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yield what an optimizer steps."""
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from group["params"]
+
+
 def trained_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
     """Yield of each parameter by its name whether it is trained or frozen."""
+    parameters = [*names_of(models)]
     for place, model in enumerate(models):
-        own = model.named_parameters() if isinstance(model, ShardedModule) else ()
-        for name, parameter in own:
-            yield in_model(place, name), "trained" if parameter.requires_grad else "frozen"
-    for name, parameter in names_of(models):
+        if not isinstance(model, ShardedModule):
+            continue
+        for name, parameter in model.named_parameters():
+            parameters.append((in_model(place, name), parameter))
+    for name, parameter in parameters:
         yield name, "trained" if parameter.requires_grad else "frozen"
 
 
@@ -143,72 +182,23 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return by its path how each module without children prints: torch's with their settings, others by class."""
     found = {}
     for path, module in modules.items():
-        kind = f"{type(module).__module__}.{type(module).__name__}"
-        if next(module.children(), None) is None and not kind.startswith(OUTSIDE):
-            shown = repr(module) if kind.startswith("torch.nn.") and "Parameter" not in kind else ""
-            found[path] = own_class(module) + (shown.removeprefix(type(module).__name__) or "()")
+        cls = type(module)
+        kind = f"{cls.__module__}.{cls.__name__}"
+        if [*module.children()] or kind.startswith(OUTSIDE):
+            continue
+        settings = ""
+        if kind.startswith("torch.nn.") and "Parameter" not in kind:
+            settings = repr(module).removeprefix(cls.__name__)
+        found[path] = own_class(module) + (settings or "()")
     return found
 
 
 def own_class(module: nn.Module) -> str:
     """Return the name of the user's class; FSDP2 makes one called ``FSDP...`` of it (torch 2.13)."""
-    cls = type(module)
-    return cls.__mro__[2].__name__ if cls.__mro__[1].__name__ == "FSDPModule" else cls.__name__
-
-
-def copies_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights and buffers of all that is as large as a model and is none, such as averages of its weights.
-
-    That are modules, and lists and dicts of tensors.
-    """
-    own = {id(one) for model in models for one in model.modules()}
-    held = {id(parameter) for model in models for parameter in model.parameters()}
-    held |= {id(parameter.grad) for _, parameter in names_of(models)}
-    shapes = [_shapes(model.parameters()) for model in models]
-    if not next(_alike(shapes, own, held), None):
-        return
-    gc.collect()  # what a script has dropped is no copy that it keeps
-    numbers: Counter[str] = Counter()
-    for one, named in [*_alike(shapes, own, held)]:
-        if id(one) in own:
-            continue
-        if isinstance(one, nn.Module):
-            own.update(map(id, one.modules()))  # an average's own module is no further copy
-            named |= dict(one.named_buffers())
-        kind = type(one).__name__
-        numbers[kind] += 1
-        for name, value in named.items():
-            yield f"{COPY} {numbers[kind]} of the weights in a {kind}, {name}", value.detach()
-
-
-def _alike(shapes: list[Any], own: set[int], held: set[int]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield objects with their tensors, if those have the shapes of a model's parameters and are others."""
-    kinds: set[Any] = {dict, list, *_subclasses(nn.Module)}
-    # Most of a process's objects are dicts and lists, and few of those hold tensors.
-    objects: list[Any] = [each for each in gc.get_objects() if type(each) in kinds]
-    for one in objects:
-        if type(one) is dict:
-            named = one if one and type(next(iter(one.values()))) is Tensor else {}
-        elif type(one) is list:
-            named = dict(enumerate(one)) if one and type(one[0]) is Tensor else {}
-        else:
-            named = dict(one.named_parameters()) if id(one) not in own else {}
-        if not named or not all(isinstance(value, Tensor) for value in named.values()) or simulated(named):
-            continue
-        others = all(type(value) in (Tensor, nn.Parameter) and id(value) not in held for value in named.values())
-        if others and _shapes(named.values()) in shapes and (len(named) > 1 or type(one) not in (dict, list)):
-            yield one, {str(name): value for name, value in named.items()}
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    below: list[type] = type.__subclasses__(kind)
-    for one in below:
-        yield from _subclasses(one)
-
-
-def _shapes(tensors: Iterable[Tensor]) -> list[Any]:
-    return [(one.shape, one.dtype) for one in tensors]
+    cls, base, *others = type(module).__mro__
+    if base.__name__ == "FSDPModule":
+        cls = others[0]
+    return cls.__name__
 
 
 def mode_of(module: nn.Module) -> str:
@@ -218,5 +208,7 @@ def mode_of(module: nn.Module) -> str:
 
 def dtype_of(output: Any) -> str:
     """Return the dtype of the first tensor in a module's output; "" without one."""
-    tensors = (leaf for leaf in leaves(output) if isinstance(leaf, Tensor))
-    return next((str(one.dtype).removeprefix("torch.") for one in tensors), "")
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor):
+            return str(leaf.dtype).removeprefix("torch.")
+    return ""

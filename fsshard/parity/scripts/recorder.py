@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import itertools
 import os
 import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,11 +24,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsshard.errors import ConfigurationError
-from fsshard.nested import is_array, leaves
 from fsshard.parity.one_process import cuda_states, perturbed
 from fsshard.parity.scripts import facts, store
+from fsshard.parity.scripts.copies import copies_of
+from fsshard.parity.scripts.samples import asked, computed_by, samples_of
 from fsshard.parity.scripts.store import Model, Record, Samples, in_model
-from fsshard.parity.sketch import Sketch, digest, real_view, sketch, sketch_digest
+from fsshard.parity.sketch import Sketch, digest, sketch, sketch_digest
 from fsshard.parity.trace import INITIAL, commit_in, environment
 from fsshard.parity.whole import Whole, prefix_of, steps_itself, whole_state, whole_tensors
 from fsshard.sharded.module import ShardedModule
@@ -39,6 +37,10 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
+
+Reference = weakref.ref[nn.Module]
+Noted = dict[int, str]
+"""Something of each module by its id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +64,10 @@ def _shielded(hook: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(hook)
     def shielded(recorder: Recorder, *arguments: Any, **keywords: Any) -> None:
-        # A hook must not become a part of a graph; a recorder without process is stopped, or that of a fork's parent.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or recorder.process != os.getpid():
-            return
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return  # a hook must not become a part of a graph
+        if recorder.process != os.getpid():
+            return  # it is stopped, or that of a fork's parent
         try:
             hook(recorder, *arguments, **keywords)
         except Exception as error:
@@ -73,50 +76,71 @@ def _shielded(hook: Callable[..., None]) -> Callable[..., None]:
     return shielded
 
 
+@dataclass
+class Notes:
+    """What hooks have noted since the last record.
+
+    Losses and samples are noted with the module that was called last: if that is gone, it was only tried.
+    """
+
+    losses: list[tuple[Tensor, Reference]] = field(default_factory=list)
+    samples: list[tuple[Samples, Reference]] = field(default_factory=list)
+    modes: Noted = field(default_factory=dict)  # of modules that were called
+    outputs: Noted = field(default_factory=dict)  # dtypes, of the same
+    states: dict[str, str] = field(default_factory=dict)  # by parameter: whether there was one before the step
+
+
 class Recorder:
     """Hooks of one process, between :meth:`start` and :meth:`stop`, which write a file per rank into ``folder``."""
 
     def __init__(self, folder: str | Path, settings: Settings) -> None:
-        self._folder, self._settings = Path(folder).absolute(), settings
+        self._folder = Path(folder).absolute()
+        self._settings = settings
+        self.process = 0  # that records; 0 before start() and after stop()
         self._models: list[nn.Module] = []  # that are trained, in the order of their first forwards
-        self._called: list[weakref.ref[nn.Module]] = []  # that may be: a script may only count their FLOPs
+        self._called: list[Reference] = []  # that may be: a script may only count their FLOPs
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that are, or are in, one of both
         self._entrances: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that the script itself has called first
-        self.process = 0  # that records; 0 before start() and after stop()
-        self._depth = self._backwards = 0
+        self._entered: Reference = weakref.ref(nn.Module())  # the one called last; so far one that is gone
+        self._forwards = 0  # that are running, one within the other
+        self._backwards = 0  # the same
         self._simulated = False  # the forward that is running computes no numbers
         # Optimizers, with the frames of their steps: one may step another, as FairScale's OSS does, or itself.
         self._stepping: list[tuple[Any, Any]] = []
         self._steps = 0  # of optimizers so far
+        self._notes = Notes()
         self._new: list[Model] = []  # since the last record
-        # Losses and samples, each with the module that was called last: if that is gone, it was only tried.
-        self._losses: list[tuple[Tensor, weakref.ref[nn.Module]]] = []
-        self._modes: dict[int, str] = {}  # by the id of a module that was called, since the last record
-        self._outputs: dict[int, str] = {}  # dtypes, of the same
-        self._states: dict[str, str] = {}  # by parameter: whether the optimizer had a state before its step
-        self._samples: list[tuple[Samples, weakref.ref[nn.Module]]] = []
-        self._entered: weakref.ref[nn.Module] = weakref.ref(nn.Module())  # which is gone
         self._last_record: Record | None = None
         self._written: Record | None = None  # the last one
         self._facts_before: facts.Facts = {}  # of the one that was written before it
+        self._copies: dict[str, Sketch] | None = None  # of the weights, in the last record; None: not looked for
         self._file: Path | None = None  # a script may call a model before it joins a process group
-        self._stack, self._rounding = contextlib.ExitStack(), contextlib.ExitStack()
-        self._draws = torch.Generator().manual_seed(settings.draw) if settings.draw else None
+        self._stack = contextlib.ExitStack()
+        self._rounding = contextlib.ExitStack()
+        self._draws: torch.Generator | None = None
+        if settings.draw:
+            self._draws = torch.Generator().manual_seed(settings.draw)
 
     def start(self) -> None:
         """Install the hooks."""
         self.process = os.getpid()
         # torch.compile: the hooks of what it compiles are called beside those of its own module, which counts here.
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-        for handle in (
+        handles = [
             register_module_forward_pre_hook(self.forward_begins),
             register_module_forward_hook(self._forward_ended, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ended),
-        ):
+        ]
+        for handle in handles:
             self._stack.callback(handle.remove)
-        self._stack.enter_context(replaced(torch.autograd, "backward", self._backward(torch.autograd.backward)))
-        self._stack.enter_context(replaced(torch.amp.GradScaler, "step", self._outer(torch.amp.GradScaler.step)))
+        self._replace(torch.autograd, "backward", self._backward)
+        self._replace(torch.amp.GradScaler, "step", self._outer)
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap a function of torch's until :meth:`stop`."""
+        wrapped = wrap(getattr(owner, name))
+        self._stack.enter_context(replaced(owner, name, wrapped))
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -136,70 +160,76 @@ class Recorder:
     @_shielded
     def forward_begins(self, module: nn.Module, arguments: Any) -> None:
         """Note a model that is new."""
-        self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled():
-            # A module below a known one is called alone where an activation is recomputed.
-            known = module in self._known
-            self._simulated = facts.simulated(arguments) or (not known and facts.is_simulated(module))
-            if self._simulated:
-                return
-            if not known and any(parameter.requires_grad for parameter in module.parameters()):
-                self._add(module)
-            self._round(module in self._known)
-            if module in self._known:
-                self._entered = weakref.ref(module)
+        self._forwards += 1
+        if self._forwards > 1 or not torch.is_grad_enabled():
+            return
+        # A module below a known one is called alone where an activation is recomputed.
+        known = module in self._known
+        self._simulated = facts.simulated(arguments) or (not known and facts.is_simulated(module))
+        if self._simulated:
+            return
+        if not known and any(parameter.requires_grad for parameter in module.parameters()):
+            self._add(module)
+        known = module in self._known
+        self._round(known)
+        if known:
+            self._entered = weakref.ref(module)
 
     def _add(self, module: nn.Module) -> None:
         self._entrances.add(module)
         module = facts.outermost(module)
         if any(module is one for one in self._models):
             return
-        inner = {id(module), *map(id, module.modules())}  # ShardedModule.modules() are the user's alone
+        modules = [module, *module.modules()]  # ShardedModule.modules() are the user's alone
+        inner = {*map(id, modules)}
         self._called = [one for one in self._called if id(one()) not in inner]
         self._called.append(weakref.ref(module))
-        self._known.update([module, *module.modules()])
+        self._known.update(modules)
         if facts.running_step() is not None:  # a closure's forward, and the step changes weights after it
             self._take_on(None, at_once=True)
         if steps_itself(module):
-            kind: Any = type(module)
-            self._stack.enter_context(replaced(kind, "step", self._outer(kind.step)))
+            self._replace(type(module), "step", self._outer)
 
     @_shielded
     def _forward_ended(self, module: nn.Module, arguments: Any, *others: Any) -> None:
-        if self._depth == 0:  # it was called before recording began: with the first forward that is differentiated
-            return
-        self._depth -= 1
+        if self._forwards == 0:
+            return  # it was called before recording began: with the first forward that is differentiated
+        self._forwards -= 1
         # Keywords and output; of a forward that has raised torch 2.13 hands no keywords over, and None.
-        *keywords, output = others
-        if self._simulated or self._backwards or not torch.is_grad_enabled() or not keywords:
+        if len(others) < 2 or self._simulated or self._backwards or not torch.is_grad_enabled():
             return
-        self._modes[id(module)] = facts.mode_of(module)
-        self._outputs[id(module)] = facts.dtype_of(output)
-        if self._depth == 0 and module in self._entrances:
-            samples = samples_of([arguments, keywords], _computed(module, output))
-            self._samples.append((samples, weakref.ref(module)))
+        keywords, output = others
+        self._notes.modes[id(module)] = facts.mode_of(module)
+        self._notes.outputs[id(module)] = facts.dtype_of(output)
+        if self._forwards == 0 and module in self._entrances:
+            samples = samples_of(arguments, keywords, computed_by(module, output))
+            self._notes.samples.append((samples, weakref.ref(module)))
 
     def _take_on(self, optimizer: Any, *, at_once: bool = False) -> None:
         """Record what is trained from here on, with the weights before the first step. Collective.
 
         ``at_once`` takes on all models that were called, whether or not they have gradients yet.
         """
-        groups = getattr(optimizer, "param_groups", ())
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
-        waiting, self._called = self._called, []
+        stepped = {id(parameter) for parameter in facts.parameters_of(optimizer)}
+        waiting = self._called
+        self._called = []
         for reference in waiting:
             model = reference()
             if model is None:
                 continue
-            # A model that was only called, as to materialise lazy layers, may be trained later.
-            by_engine = isinstance(model, ShardedModule) or steps_itself(model)
-            if at_once or by_engine or any(one.grad is not None or id(one) in stepped for one in model.parameters()):
+            if at_once or _is_trained(model, stepped):
                 self._take_on_model(model)
-            else:
+            else:  # it was only called, as to materialise lazy layers, and may be trained later
                 self._called.append(reference)
-        known = {id(parameter) for model in self._models for parameter in model.parameters()}
-        by_engine = isinstance(optimizer, ShardedOptimizer) or any(map(steps_itself, self._models))
-        if self._models and not at_once and not by_engine and not stepped <= known:
+        if not self._models or at_once:
+            return
+        # Engines have the parameters of their optimizers in another place than the model.
+        if isinstance(optimizer, ShardedOptimizer) or any(map(steps_itself, self._models)):
+            return
+        known: set[int] = set()
+        for model in self._models:
+            known.update(map(id, model.parameters()))
+        if not stepped <= known:
             self._take_on_model(facts.OnlyInOptimizer(optimizer, known))
 
     def _take_on_model(self, module: nn.Module) -> None:
@@ -208,9 +238,12 @@ class Recorder:
         self._models.append(module)
         engine = dict(module.named_children()).get(COMPILED, module)  # what torch.compile has compiled
         layers = Counter(repr(one) for one in module.modules() if next(one.children(), None) is None)
-        sketches = self._sketches(len(self._models) - 1, INITIAL)
-        weights = {name: one for quantity, name, one in sketches if quantity == "weight"}
-        self._new.append(Model(engine=type(engine).__name__, layers=dict(layers), weights=weights))
+        weights = {}
+        for quantity, name, sketched in self._sketches(len(self._models) - 1, INITIAL):
+            if quantity == "weight":
+                weights[name] = sketched
+        model = Model(engine=type(engine).__name__, layers=dict(layers), weights=weights)
+        self._new.append(model)
 
     # ------------------------------------------------------------------------------------------------------- backward
 
@@ -219,9 +252,7 @@ class Recorder:
 
         def backward(tensors: Any, *arguments: Any, **keywords: Any) -> Any:
             if not self._backwards and self.process:  # one within another one is that of a recomputed block
-                given = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-                losses = [one for one in given if one.numel() == 1 and not facts.simulated(one)]
-                self._losses += [(one.detach().clone(), self._entered) for one in losses]
+                self._note_losses([tensors] if isinstance(tensors, Tensor) else tensors)
             self._backwards += 1
             try:
                 return original(tensors, *arguments, **keywords)
@@ -231,6 +262,11 @@ class Recorder:
                     self._round(False)
 
         return backward
+
+    def _note_losses(self, tensors: Iterable[Tensor]) -> None:
+        for loss in tensors:
+            if loss.numel() == 1 and not facts.simulated(loss):
+                self._notes.losses.append((loss.detach().clone(), self._entered))
 
     def _round(self, on: bool) -> None:
         """Round otherwise from here on, or no more, if this run is a draw: within forward, loss and backward."""
@@ -245,25 +281,34 @@ class Recorder:
     @_shielded
     def _step_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         frame = facts.running_step()
-        place = next((k for k, (one, _) in enumerate(self._stepping) if one is optimizer), None)
         # A step may call itself, as that of a subclass does; else the last one has raised.
-        if place is not None and not facts.is_below(self._stepping[place][1], frame):
-            del self._stepping[place:]
+        for place, (one, its_frame) in enumerate(self._stepping):
+            if one is optimizer:
+                if not facts.is_below(its_frame, frame):
+                    del self._stepping[place:]
+                break
         if not self._stepping:
             self._take_on(optimizer)
-        state = getattr(optimizer, "state", {})
-        names = {id(parameter): name for name, parameter in facts.names_of(self._models)}
-        for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
-            if name := names.get(id(parameter)):
-                self._states[name] = self._states.get(name) or ("there" if state.get(parameter) else "")
+        self._note_states(optimizer)
         self._stepping.append((optimizer, frame))
+
+    def _note_states(self, optimizer: Any) -> None:
+        states = getattr(optimizer, "state", {})
+        names = facts.names_by_id(self._models)
+        noted = self._notes.states
+        for parameter in facts.parameters_of(optimizer):
+            name = names.get(id(parameter))
+            if name:
+                noted[name] = noted.get(name) or ("there" if states.get(parameter) else "")
 
     @disable_dynamo
     @_shielded
     def _step_ended(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        if any(one is optimizer for one, _ in self._stepping):
-            # The innermost. Not there: the first forward, with which recording began, was in this step: a closure.
-            del self._stepping[max(k for k, (one, _) in enumerate(self._stepping) if one is optimizer) :]
+        # The innermost. Not there: the first forward, with which recording began, was in this step: a closure.
+        for place in reversed(range(len(self._stepping))):
+            if self._stepping[place][0] is optimizer:
+                del self._stepping[place:]
+                break
         self._steps += 1
         if not self._stepping:
             self._record(optimizer, facts.groups_of(optimizer))
@@ -272,24 +317,22 @@ class Recorder:
         """Wrap ``step`` of GradScaler or of DeepSpeed's engine, so that one record is written after it."""
 
         def step(outer: Any, *arguments: Any, **keywords: Any) -> Any:
-            ends_step = getattr(outer, "is_gradient_accumulation_boundary", None)
-            if ends_step is None:  # GradScaler, which may leave out the step of what it is given
-                (optimizer, *_) = [*arguments, *keywords.values()]
-            elif ends_step():  # DeepSpeed's engine, whose optimizer steps before the weights are gathered
-                optimizer = outer.optimizer
-            else:
+            optimizer = _optimizer_of(outer, *arguments, **keywords)
+            if optimizer is None:
                 return original(outer, *arguments, **keywords)
-            groups, steps, depth = facts.groups_of(optimizer), self._steps, len(self._stepping)  # a scheduler steps too
-            if not depth:
+            groups = facts.groups_of(optimizer)  # before a scheduler steps too
+            steps = self._steps
+            depth = len(self._stepping)
+            if depth == 0:
                 self._before_outer(optimizer)
             self._stepping.append((outer, None))
             try:
-                found = original(outer, *arguments, **keywords)
+                result = original(outer, *arguments, **keywords)
             finally:
                 del self._stepping[depth:]
-            if not depth:
+            if depth == 0:
                 self._record(optimizer, groups, skipped=self._steps == steps, scaler=outer)
-            return found
+            return result
 
         return step
 
@@ -297,171 +340,202 @@ class Recorder:
     def _before_outer(self, optimizer: Any) -> None:
         self._take_on(optimizer)
 
+    # --------------------------------------------------------------------------------------------------------- record
+
     @_shielded
     def _record(
-        self, optimizer: Any, groups: list[dict[str, Any]], *, skipped: bool = False, scaler: Any = None
+        self,
+        optimizer: Any,
+        groups: list[dict[str, Any]],
+        *,
+        skipped: bool = False,
+        scaler: Any = None,
     ) -> None:
         """Write a step, or what a further optimizer has added to it."""
         self._round(False)
         self._take_on(optimizer)  # what only a closure has made known
-        record, settings = self._last_record, self._settings
         if not self._models:
             return
-        if not (record is not None and not self._samples and not self._losses):
-            # What backward was called on is scaled, if a scaler makes the step; its scale is a power of two.
-            scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else 1.0
-            kept = [loss for loss, module in self._losses if module() is not None]
-            losses = [float(_asked(loss, "full_tensor").real) / scale for loss in kept]
-            samples = [one for one, module in self._samples if module() is not None]
-            number = 0 if record is None else record.step + 1
-            record = Record(step=number, losses=losses, samples=samples, groups=[], skipped=False)
-            self._losses, self._samples, self._last_record = [], [], record
-        self._note_facts(record, optimizer)
-        record.groups, record.skipped = record.groups + groups, record.skipped or skipped
+        notes = self._notes
+        self._notes = Notes()
+        record = self._last_record
+        if record is None or notes.samples or notes.losses:
+            record = self._new_record(notes, scaler)
+        self._note_facts(record, optimizer, notes)
+        record.groups = record.groups + groups
+        record.skipped = record.skipped or skipped
+        settings = self._settings
         if record.step < settings.first or (settings.last is not None and record.step >= settings.last):
             return
         # torch's alone: what others draw is in the samples, and a script that never seeds them has others in each run
         record.random = digest([torch.get_rng_state(), *cuda_states()])
-        if record.step % settings.every == 0 or (settings.tensors and record.step % settings.tensors == 0):
-            record.gradients = dict(self._gradients())
-            record.sketches = {"weight": {}, "buffer": {}, "state": record.sketches.get("state", {})}
-            for place in range(len(self._models)):
-                for quantity, name, one in self._sketches(place, record.step, optimizer):
-                    record.sketches[quantity][in_model(place, name)] = one
-            if (
-                record.step and record.step & (record.step - 1) == 0
-            ):  # looking through all objects costs some ten milliseconds
-                copies = [*facts.copies_of(self._models)]
-                record.sketches["buffer"] |= {name: sketch(value) for name, value in copies}
+        if _is_due(record.step, settings.every) or _is_due(record.step, settings.tensors):
+            self._note_numbers(record, optimizer)
         self._write(record)
 
-    def _note_facts(self, record: Record, optimizer: Any) -> None:
+    def _new_record(self, notes: Notes, scaler: Any) -> Record:
+        """Return the record of a new step, with its losses and samples."""
+        scale = 1.0
+        if isinstance(scaler, torch.amp.GradScaler):
+            # What backward was called on is scaled, if a scaler makes the step; its scale is a power of two.
+            scale = scaler.get_scale()
+        losses = []
+        for loss, module in notes.losses:
+            if module() is not None:
+                losses.append(float(asked(loss, "full_tensor").real) / scale)
+        samples = [one for one, module in notes.samples if module() is not None]
+        number = 0
+        if self._last_record is not None:
+            number = self._last_record.step + 1
+        self._last_record = Record(step=number, losses=losses, samples=samples, groups=[], skipped=False)
+        self._copies = None
+        return self._last_record
+
+    def _note_facts(self, record: Record, optimizer: Any, notes: Notes) -> None:
         """Note of each parameter and module what it is in this step, whatever its numbers are."""
-        parameters = dict(facts.names_of(self._models))
-        names = {id(parameter): name for name, parameter in parameters.items()}
         found = record.facts
         members = found.setdefault("member", {})
+        names = facts.names_by_id(self._models)
         for number, group in enumerate(facts.members_of(optimizer, names), len(record.groups)):
             members |= dict.fromkeys(group, str(number))
         found["trained"] = dict(facts.trained_of(self._models))
-        found["state"] = self._states | found.get("state", {})
-        made = found.setdefault("count", {"optimizer steps": "0"})
-        made["optimizer steps"] = str(int(made["optimizer steps"]) + 1)
-        modes, outputs = found.setdefault("mode", {}), found.setdefault("output", {})
+        found["state"] = notes.states | record.fact("state")
+        steps = int(record.fact("count").get("optimizer steps", 0))
+        found["count"] = {"optimizer steps": str(steps + 1)}
+        modes = found.setdefault("mode", {})
+        outputs = found.setdefault("output", {})
         modules = dict(facts.modules_of(self._models))
         for path, module in modules.items():
-            if id(module) in self._modes:
-                modes[path], outputs[path] = self._modes[id(module)], self._outputs[id(module)]
+            if id(module) in notes.modes:
+                modes[path] = notes.modes[id(module)]
+                outputs[path] = notes.outputs[id(module)]
             else:  # it was not called, or within what torch.compile has compiled
                 modes.setdefault(path, facts.mode_of(module))
-        if record.step % self._settings.every == 0:
+        if _is_due(record.step, self._settings.every):
             found["layer"] = facts.layers_of(modules)
-        self._modes, self._outputs, self._states = {}, {}, {}
+
+    def _note_numbers(self, record: Record, optimizer: Any) -> None:
+        """Note gradients, weights, buffers and states. Collective."""
+        record.gradients = dict(self._gradients())
+        record.sketches = {"weight": {}, "buffer": {}, "state": record.sketches.get("state", {})}
+        for place in range(len(self._models)):
+            for quantity, name, sketched in self._sketches(place, record.step, optimizer):
+                record.sketches[quantity][in_model(place, name)] = sketched
+        if self._copies is None:  # else another optimizer of the same step has looked for them
+            self._copies = {}
+            if self._looks_for_copies(record.step):
+                self._copies = {name: sketch(value) for name, value in copies_of(self._models)}
+        record.buffers.update(self._copies)
+
+    def _looks_for_copies(self, step: int) -> bool:
+        """Return whether to look through all objects, which takes some ten milliseconds: at a few steps alone."""
+        number, rest = divmod(step, self._settings.every)
+        return rest == 0 and number > 0 and number & (number - 1) == 0  # 1, 2, 4, 8, ...
 
     def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
         """Yield squared norms of what this rank has of gradients: in float32, which is cheap and enough for a hint."""
         for name, parameter in facts.names_of(self._models):
-            if (gradient := parameter.grad) is not None:
-                local = _asked(gradient.detach(), "to_local")
-                numbers = local.coalesce().values() if local.is_sparse else local
-                norm = float(torch.linalg.vector_norm(numbers))
-                yield name, (norm * norm, local.numel())
+            if parameter.grad is None:
+                continue
+            local = asked(parameter.grad.detach(), "to_local")
+            numbers = local.coalesce().values() if local.is_sparse else local
+            norm = float(torch.linalg.vector_norm(numbers))
+            yield name, (norm * norm, local.numel())
 
     def _sketches(self, place: int, step: int, optimizer: Any = None) -> Iterator[tuple[str, str, Sketch]]:
         """Yield quantity, name and sketch; keep the tensors where that is asked for. Collective."""
         # Of copies that all ranks have gathered one rank makes the sketch, of replicas each rank its digest at least.
-        (rank, size), model = _rank(), self._models[place]
-        prefix, every = prefix_of(model), self._settings.tensors
-        states = whole_state(model, optimizer, prefix) if self._settings.state and optimizer is not None else ()
-        of_state = (  # which keeps no tensor itself
-            Whole(f"{name}: {key}", state.pop(key), None, "state")
-            for name, state in states
-            for key in [key for key, value in state.items() if isinstance(value, Tensor)]
-        )
-        for number, whole in enumerate(itertools.chain(whole_tensors(model, prefix), of_state)):
+        rank, size = rank_and_size()
+        for number, whole in enumerate(self._whole(self._models[place], optimizer)):
             holders = whole.ranks or range(size)
-            mine = holders[number % len(holders)] == rank
-            if mine or whole.quantity != "weight":  # replicas' buffers may differ, and FairScale's state is its owner's
+            is_own = holders[number % len(holders)] == rank
+            if is_own or whole.quantity != "weight":
+                # Replicas' buffers may differ, and FairScale's state is its owner's.
                 yield whole.quantity, whole.name, sketch(whole.value)
             elif whole.ranks is None:
                 yield whole.quantity, whole.name, store.digest_alone(sketch_digest(whole.value))
-            if mine and whole.quantity != "state" and every and step % every == 0:
-                store.write_tensor(store.tensor_file(self._folder, step, in_model(place, whole.name)), whole.value)
+            if is_own and whole.quantity != "state" and _is_due(step, self._settings.tensors):
+                file = store.tensor_file(self._folder, step, in_model(place, whole.name))
+                store.write_tensor(file, whole.value)
             del whole.value  # before the next one is gathered
 
+    def _whole(self, model: nn.Module, optimizer: Any) -> Iterator[Whole]:
+        """Yield a model's tensors, and with an optimizer those of its state if that is asked for. Collective."""
+        prefix = prefix_of(model)
+        yield from whole_tensors(model, prefix)
+        if not self._settings.state or optimizer is None:
+            return
+        for name, state in whole_state(model, optimizer, prefix):
+            tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
+            for key in tensors:
+                yield Whole(f"{name}: {key}", state.pop(key), None, "state")  # and keep none here
+
     def _write(self, record: Record) -> None:
-        if self._file is None:
-            (rank, size), script = _rank(), Path(sys.argv[0]).resolve()
-            device = next((p.device.type for p in self._models[0].parameters()), "cpu")
-            told: dict[str, Any] = {
-                "command": sys.argv,
-                "device": device,
-                "commit": commit_in(script.parent) if rank == 0 else "",
-            }
-            header = store.Header(rank=rank, world_size=size, environment=environment(device), **told)
-            self._file = self._folder / f"rank{rank}.jsonl"
-            try:
-                store.append(self._file, header)
-            except FileExistsError:
-                return self.end(f"another process has trained as rank {rank}, and one record is of one training")
-        record.models, self._new = record.models + self._new, []
+        if self._file is None and not self._begin_file():
+            return
+        record.models = record.models + self._new
+        self._new = []
         if self._written is not record:
-            # Of what does not change a line is written once.
-            self._facts_before, self._written = self._written.facts if self._written else {}, record
-        changed = {kind: one for kind, one in record.facts.items() if one != self._facts_before.get(kind)}
+            if self._written is not None:
+                self._facts_before = self._written.facts
+            self._written = record
+        changed = {}  # what does not change is written once
+        for kind, named in record.facts.items():
+            if named != self._facts_before.get(kind):
+                changed[kind] = named
+        assert self._file is not None
         store.append(self._file, replace(record, facts=changed))
 
+    def _begin_file(self) -> bool:
+        """Write the header; end the record, and return False, if another process has."""
+        rank, size = rank_and_size()
+        parameter = next(self._models[0].parameters(), None)
+        device = "cpu" if parameter is None else parameter.device.type
+        folder = Path(sys.argv[0]).resolve().parent
+        header = store.Header(
+            rank=rank,
+            world_size=size,
+            command=sys.argv,
+            commit=commit_in(folder) if rank == 0 else "",
+            device=device,
+            environment=environment(device),
+        )
+        self._file = self._folder / f"rank{rank}.jsonl"
+        try:
+            store.append(self._file, header)
+        except FileExistsError:
+            self.end(f"another process has trained as rank {rank}, and one record is of one training")
+            return False
+        return True
 
-def _rank() -> tuple[int, int]:
+
+def _is_due(step: int, every: int) -> bool:
+    """Return whether a step is one of every so many; never if that is 0."""
+    return every > 0 and step % every == 0
+
+
+def _is_trained(model: nn.Module, stepped: set[int]) -> bool:
+    """Return whether a model has gradients, or an optimizer steps its parameters; an engine hides both."""
+    if isinstance(model, ShardedModule) or steps_itself(model):
+        return True
+    return any(one.grad is not None or id(one) in stepped for one in model.parameters())
+
+
+def _optimizer_of(outer: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Return the optimizer that a scaler or DeepSpeed's engine is about to step; None if it only accumulates."""
+    ends_step = getattr(outer, "is_gradient_accumulation_boundary", None)
+    if ends_step is None:  # GradScaler, which may leave out the step of what it is given
+        return [*arguments, *keywords.values()][0]
+    if ends_step():  # DeepSpeed's engine, whose optimizer steps before the weights are gathered
+        return outer.optimizer
+    return None
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and how many there are, as the group or the launcher says."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _computed(module: nn.Module, output: Any) -> str:
-    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "nothing"
-    device = tensors[0].device.type if tensors else "cpu"
-    autocast = f", autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else ""
-    return f"{dtype}{autocast}{'' if module.training else ', in evaluation mode'}"
-
-
-def _asked(value: Any, method: str) -> Any:
-    """Return what a DTensor's method gives, or any other value itself."""
-    return getattr(value, method)() if hasattr(value, method) else value
-
-
-def samples_of(given: Any, computed: str = "") -> Samples:
-    """Return digests of a forward's arguments: of all, and of the samples that lie along dim 0 of all tensors."""
-    arrays = [array for leaf in leaves(given) if is_array(leaf) for array in _arrays(leaf)]
-    sizes = {array.shape[0] for array in arrays}
-    rows = sizes.pop() if len(sizes) == 1 and all(array.numel() for array in arrays) else 0
-    parts = [array.contiguous().reshape(rows, -1).view(torch.uint8).numpy() for array in arrays] if rows else []
-    found = [hashlib.blake2b(row, digest_size=16).digest() for row in (np.concatenate(parts, 1) if rows else ())]
-    total = sum(int.from_bytes(row, "little") for row in found) % 2**128
-    kinds = [(str(array.dtype), tuple(array.shape)) for array in arrays]
-    everything = digest([kinds, b"".join(found)] if rows else arrays)
-    arguments: dict[str, str] = {}
-    positional, keywords = given
-    for number, argument in enumerate([*positional, *keywords]):
-        # What a batch holds by name counts as if it were handed over so.
-        for name, value in argument.items() if isinstance(argument, Mapping) else [(str(number), argument)]:
-            if tensors := [array for leaf in leaves(value) if is_array(leaf) for array in _arrays(leaf)]:
-                arguments[str(name)] = digest(tensors)[:16]
-    return Samples(digest=everything, rows=rows, total=f"{total:032x}", arguments=arguments, computed=computed)
-
-
-def _arrays(leaf: Any) -> list[Tensor]:
-    """Return an argument as real, dense tensors on the CPU; none for an array of texts or objects."""
-    if isinstance(leaf, Tensor):
-        value = _asked(leaf, "to_local").detach()
-        if value.is_nested:
-            return [array for part in value.unbind() for array in _arrays(part)]
-        if value.layout is not torch.strided:
-            value = value.to_sparse().coalesce()
-            return [value.indices().cpu(), *_arrays(value.values())]
-        return [real_view(value).resolve_neg().cpu()]
-    return [real_view(torch.as_tensor(leaf))] if leaf.dtype.kind in "biufc" else []
 
 
 # --------------------------------------------------------------------------------------------------- for one's own code
@@ -469,7 +543,12 @@ def _arrays(leaf: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def trace(
-    folder: str | Path, *, every: int = 1, steps: slice | range | None = None, tensors: int = 0, state: bool = False
+    folder: str | Path,
+    *,
+    every: int = 1,
+    steps: slice | range | None = None,
+    tensors: int = 0,
+    state: bool = False,
 ) -> Iterator[Path]:
     """Record every optimizer step that is made within, as ``fsshard trace`` records a script.
 
@@ -486,9 +565,11 @@ def trace(
     Raises:
         ConfigurationError: ``folder`` holds a record already, or ``every`` is not positive.
     """
-    first, last = (0, None) if steps is None else (steps.start or 0, steps.stop)
-    recorder = Recorder(folder, Settings(every=every, first=first, last=last, tensors=tensors, state=state))
-    check_new(Path(folder), _rank()[0])
+    settings = Settings(every=every, tensors=tensors, state=state)
+    if steps is not None:
+        settings = replace(settings, first=steps.start or 0, last=steps.stop)
+    recorder = Recorder(folder, settings)
+    check_new(Path(folder), rank_and_size()[0])
     recorder.start()
     try:
         yield Path(folder)
@@ -498,6 +579,8 @@ def trace(
 
 def check_new(folder: Path, rank: int | None = None) -> None:
     """Raise if a rank, or any rank, has left a record in the folder."""
-    names = [f"rank{rank}.jsonl"] if rank is not None else ["rank*.jsonl", store.ENDED]
-    if any(next(folder.glob(name), None) for name in names):
+    files = [*folder.glob("rank*.jsonl"), *folder.glob(store.ENDED)]
+    if rank is not None:
+        files = [*folder.glob(f"rank{rank}.jsonl")]
+    if files:
         raise ConfigurationError(f"{str(folder)!r} holds a record already; remove it, or name another folder")

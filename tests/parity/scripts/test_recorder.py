@@ -1,6 +1,6 @@
 """Checks what is recorded of a training, whatever engine it runs under: the whole weights by the users' names.
 
-Tests fsshard/parity/whole.py, comparing.py and fsshard/parity/scripts/causes.py too.
+Tests fsshard/parity/whole.py, comparing.py and fsshard/parity/scripts/samples.py too.
 """
 
 from __future__ import annotations
