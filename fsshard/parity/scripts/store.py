@@ -18,9 +18,13 @@ from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.sketch import PROJECTIONS, Sketch, real_view
 from fsshard.parity.trace import read_sketch, sketch_as_list
 
-FORMAT, VERSION = "fsshard script trace", 1
+FORMAT = "fsshard script trace"
+VERSION = 1
 ENDED = "ended-*.txt"
 _RECORD_AGAIN = "record it again: fsshard trace FOLDER -- COMMAND"
+_LACKING = {"optional": True}  # older records have none
+Sketches = dict[str, Sketch]
+Texts = dict[str, str]
 
 
 @dataclass(kw_only=True)
@@ -32,7 +36,7 @@ class Header:
     command: list[str]
     commit: str  # of the script's folder, with ``+`` where files were changed
     device: str
-    environment: dict[str, str]
+    environment: Texts
 
 
 @dataclass(kw_only=True)
@@ -41,7 +45,7 @@ class Model:
 
     engine: str  # its class
     layers: dict[str, int]  # modules without children, as they print, and how many there are
-    weights: dict[str, Sketch]  # by the user's name
+    weights: Sketches  # by the user's name
 
 
 @dataclass(kw_only=True)
@@ -51,8 +55,7 @@ class Samples:
     digest: str  # of all tensors
     rows: int  # samples, along dim 0 of all tensors; 0 if there is no such thing
     total: str  # sum of the samples' digests, whatever their order
-    # Digest of each argument by its name or number; older records have none.
-    arguments: dict[str, str] = field(default_factory=dict, metadata={"optional": True})
+    arguments: Texts = field(default_factory=dict, metadata=_LACKING)  # digest of each by its name or number
     computed: str  # dtype of the output, with the autocast that was on, and whether the model was in training mode
 
 
@@ -67,23 +70,23 @@ class Record:
     skipped: bool  # a scaler left the step out
     models: list[Model] = field(default_factory=list)  # that are new since the record before
     # What parameters and modules are, by kind and name, as facts.py reads it; a file has the kinds that have changed.
-    facts: dict[str, dict[str, str]] = field(default_factory=dict, metadata={"optional": True})
+    facts: dict[str, Texts] = field(default_factory=dict, metadata=_LACKING)
     random: str = ""  # digest of the random generators' state after the step
     gradients: dict[str, tuple[float, int]] = field(default_factory=dict)  # squared norm, elements of this rank's part
     # "weight", "buffer" and "state", whole; as gradients at every so many steps
-    sketches: dict[str, dict[str, Sketch]] = field(default_factory=dict)
+    sketches: dict[str, Sketches] = field(default_factory=dict)
 
     @property
-    def weights(self) -> dict[str, Sketch]:
+    def weights(self) -> Sketches:
         """Sketches of whole weights by name; empty where they are not recorded."""
         return self.sketches.get("weight", {})
 
     @property
-    def buffers(self) -> dict[str, Sketch]:
+    def buffers(self) -> Sketches:
         """Sketches of buffers by name, and of copies of the weights."""
         return self.sketches.get("buffer", {})
 
-    def fact(self, kind: str) -> dict[str, str]:
+    def fact(self, kind: str) -> Texts:
         """Return the facts of a kind by name; none of an older record, which has not got the kind."""
         return self.facts.get(kind, {})
 
@@ -95,8 +98,15 @@ def in_model(place: int, name: str) -> str:
 
 def digest_alone(text: str) -> Sketch:
     """Return the sketch of a tensor of which nothing but the digest is known."""
-    nothing = (math.nan,) * PROJECTIONS
-    return Sketch(digest=text, dtype="", shape=(), largest=math.nan, total=math.nan, norm=math.nan, projections=nothing)
+    return Sketch(
+        digest=text,
+        dtype="",
+        shape=(),
+        largest=math.nan,
+        total=math.nan,
+        norm=math.nan,
+        projections=(math.nan,) * PROJECTIONS,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -104,20 +114,29 @@ def digest_alone(text: str) -> Sketch:
 
 def append(file: Path, what: Header | Record) -> None:
     """Append a line to a rank's file, which a header begins; FileExistsError if another process has begun it."""
-    begins = isinstance(what, Header)
-    content = {"format": FORMAT, "version": VERSION, "header": what} if begins else {"record": what}
-    other: dict[type, Any] = {Sketch: lambda one: sketch_as_list(one) if one.dtype else one.digest}
-    other[Tensor] = Tensor.tolist  # a learning rate that a compiled step may read
-    kept = plain(content, lambda text: {"number": text}, other)
+    content: dict[str, Any] = {"record": what}
+    mode = "a"  # what is there stays if the script dies
+    if isinstance(what, Header):
+        content = {"format": FORMAT, "version": VERSION, "header": what}
+        mode = "x"
+    # A tensor is a learning rate that a compiled step may read.
+    by_type: dict[type, Any] = {Sketch: _plain_sketch, Tensor: Tensor.tolist}
+    kept = plain(content, lambda text: {"number": text}, by_type)
+    line = json.dumps(kept, separators=(",", ":"), allow_nan=False, default=repr)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("x" if begins else "a", encoding="utf-8") as lines:  # what is there stays if the script dies
-        lines.write(json.dumps(kept, separators=(",", ":"), allow_nan=False, default=repr) + "\n")
+    with file.open(mode, encoding="utf-8") as lines:
+        lines.write(line + "\n")
+
+
+def _plain_sketch(one: Sketch) -> Any:
+    return sketch_as_list(one) if one.dtype else one.digest
 
 
 def note_end(folder: Path, reason: str) -> None:
     """Note that a process, which goes on, is recorded no more."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ENDED.replace("*", str(os.getpid()))).write_text(reason, encoding="utf-8")
+    file = folder / ENDED.replace("*", str(os.getpid()))
+    file.write_text(reason, encoding="utf-8")
 
 
 def tensor_file(folder: Path, step: int, name: str) -> Path:
@@ -127,8 +146,10 @@ def tensor_file(folder: Path, step: int, name: str) -> Path:
 
 def write_tensor(file: Path, value: Tensor) -> None:
     """Write one tensor."""
+    kind = "complex" if value.is_complex() else "real"
+    numbers = real_view(value.detach().cpu())
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"complex" if value.is_complex() else "real": real_view(value.detach().cpu()).contiguous()}, file)
+    save_file({kind: numbers.contiguous()}, file)
 
 
 def read_tensor(file: Path) -> Tensor:
@@ -147,7 +168,7 @@ class RankRecord:
     header: Header
     models: list[Model]
     steps: dict[int, Record]
-    initial: dict[str, Sketch] = field(default_factory=dict)  # weights before the first step, of all models
+    initial: Sketches = field(default_factory=dict)  # weights before the first step, of all models
 
 
 @dataclass(kw_only=True)
@@ -165,25 +186,32 @@ class ScriptTrace:
         folder = Path(folder)
         files = sorted(folder.glob("rank*.jsonl"))
         if not files:
-            said = "no step of an optimizer is recorded here" if folder.is_dir() else "there is no such folder"
-            raise TraceError(folder, "", f"{said}; {_RECORD_AGAIN}")
-        ranks = sorted(map(_read_rank, files), key=lambda one: one.header.rank)
+            problem = "no step of an optimizer is recorded here" if folder.is_dir() else "there is no such folder"
+            raise TraceError(folder, "", f"{problem}; {_RECORD_AGAIN}")
+        ranks = [_read_rank(file) for file in files]
+        ranks.sort(key=lambda rank: rank.header.rank)
         size = ranks[0].header.world_size
-        if [one.header.rank for one in ranks] != list(range(size)):
+        if [rank.header.rank for rank in ranks] != [*range(size)]:
             raise TraceError(folder, "", f"expected {size} files of ranks, got {len(ranks)}; {_RECORD_AGAIN}")
-        for models in zip(*(one.models for one in ranks), strict=False):
-            _share([model.weights for model in models])
-        for rank in ranks:
-            for k, model in enumerate(rank.models):
-                rank.initial |= {in_model(k, name): one for name, one in model.weights.items()}
-        ended = sorted({file.read_text(encoding="utf-8") for file in folder.glob(ENDED)})
+        reasons = {file.read_text(encoding="utf-8") for file in folder.glob(ENDED)}
         repeats = [cls.load(one) for one in sorted(folder.glob("repeat*"))]
-        found = cls(folder=folder, ranks=ranks, ended=ended, repeats=repeats)
-        for number in found.steps:
-            of_ranks = [one.steps[number].sketches for one in ranks]
-            for quantity in set.intersection(*map(set, of_ranks)):
-                _share([sketches[quantity] for sketches in of_ranks])
+        found = cls(folder=folder, ranks=ranks, ended=sorted(reasons), repeats=repeats)
+        found._share_sketches()
+        for rank in ranks:
+            for place, model in enumerate(rank.models):
+                for name, sketch in model.weights.items():
+                    rank.initial[in_model(place, name)] = sketch
         return found
+
+    def _share_sketches(self) -> None:
+        """Complete what ranks have shared among each other: who sketches a tensor of which several have a copy."""
+        for models in zip(*(rank.models for rank in self.ranks), strict=False):
+            _share([model.weights for model in models])
+        for number in self.steps:
+            records = self.at(number)
+            for quantity in records[0].sketches:
+                if all(quantity in record.sketches for record in records):
+                    _share([record.sketches[quantity] for record in records])
 
     @property
     def name(self) -> str:
@@ -193,10 +221,13 @@ class ScriptTrace:
     @property
     def steps(self) -> list[int]:
         """Numbers of the steps that all ranks have recorded."""
-        return sorted(set.intersection(*(set(one.steps) for one in self.ranks)))
+        steps = {*self.ranks[0].steps}
+        for rank in self.ranks:
+            steps &= rank.steps.keys()
+        return sorted(steps)
 
     @property
-    def initial(self) -> dict[str, Sketch]:
+    def initial(self) -> Sketches:
         """Sketches of rank 0's weights before the first step, of all models."""
         return self.ranks[0].initial
 
@@ -206,35 +237,41 @@ class ScriptTrace:
 
     def recorded(self, steps: list[int]) -> set[tuple[int, int, str]]:
         """Return of which rank, step and quantity there are sketches."""
-        numbered = ((rank.header.rank, n, rank.steps[n]) for rank in self.ranks for n in steps if n in rank.steps)
-        return {(rank, n, quantity) for rank, n, one in numbered for quantity, of in one.sketches.items() if of}
+        found = set()
+        for rank in self.ranks:
+            for number in rank.steps.keys() & steps:
+                for quantity, sketches in rank.steps[number].sketches.items():
+                    if sketches:
+                        found.add((rank.header.rank, number, quantity))
+        return found
 
 
-def _share(ranks: list[dict[str, Sketch]]) -> None:
-    """Complete what ranks have shared among each other: who sketches a tensor of which several have a copy."""
+def _share(ranks: list[Sketches]) -> None:
+    """Give ranks that have a digest alone, or nothing, the sketch of the same tensor that another one has."""
     full: dict[str, list[Sketch]] = {}
-    for named in ranks:
-        for name, one in named.items():
-            full.setdefault(name, []).extend([one] if one.dtype else [])
-    for named in ranks:
+    for sketches in ranks:
+        for name, sketch in sketches.items():
+            known = full.setdefault(name, [])
+            if sketch.dtype:
+                known.append(sketch)
+    for sketches in ranks:
         for name, known in full.items():
-            own = named.get(name)
-            same = [one for one in known if own is None or one.digest == own.digest]
-            if same:
-                named[name] = same[0]
+            for sketch in known:
+                if name not in sketches or sketches[name].digest == sketch.digest:
+                    sketches[name] = sketch
+                    break
 
 
 def _read_rank(file: Path) -> RankRecord:
-    headers, steps = list[Header](), dict[int, Record]()
+    header: Header | None = None
+    steps: dict[int, Record] = {}
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not text.endswith("\n"):
             continue  # the process died while it wrote this line
         try:
             line = read_as(dict[str, Any], json.loads(text), "content")
             if number == 1:
-                if line.get("format") != FORMAT or line.get("version") != VERSION:
-                    raise WrongField("format", f"expected {FORMAT!r}, version {VERSION}; {_RECORD_AGAIN}")
-                headers.append(read_as(Header, line.get("header")))
+                header = _read_header(line)
             else:
                 record: Record = read_as(Record, line.get("record"), other={Sketch: _read})
                 steps[record.step] = record  # of several lines of a step the last one has all
@@ -242,13 +279,22 @@ def _read_rank(file: Path) -> RankRecord:
             raise TraceError(file, f"line {number}, {error.field}", error.problem) from error
         except ValueError as error:
             raise TraceError(file, f"line {number}", f"this is no JSON ({error}); {_RECORD_AGAIN}") from error
-    if not headers:
+    if header is None:
         raise TraceError(file, "", f"the file is empty; {_RECORD_AGAIN}")
-    facts: dict[str, dict[str, str]] = {}
+    facts: dict[str, Texts] = {}
+    models = []
     for record in steps.values():
-        facts = record.facts = facts | record.facts
-    models = [model for record in steps.values() for model in record.models]
-    return RankRecord(header=headers[0], models=models, steps=steps)
+        facts = facts | record.facts
+        record.facts = facts
+        models += record.models
+    return RankRecord(header=header, models=models, steps=steps)
+
+
+def _read_header(line: dict[str, Any]) -> Header:
+    if line.get("format") != FORMAT or line.get("version") != VERSION:
+        raise WrongField("format", f"expected {FORMAT!r}, version {VERSION}; {_RECORD_AGAIN}")
+    header: Header = read_as(Header, line.get("header"))
+    return header
 
 
 def _read(value: Any, place: str) -> Sketch:

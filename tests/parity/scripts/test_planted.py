@@ -1,6 +1,7 @@
 """Some of the planted changes and equal pairs, each time; all of them by ``make planted``.
 
-Tests fsshard/parity/scripts/gradient_norms.py, fsshard/parity/scripts/facts.py and fsshard/parity/scripts/copies.py too.
+Tests fsshard/parity/scripts/gradient_norms.py, fsshard/parity/scripts/facts.py and
+fsshard/parity/scripts/copies.py too.
 """
 
 from __future__ import annotations
