@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsshard.parity.scripts.facts import COPY
-from fsshard.parity.scripts.store import ScriptTrace, in_model
+from fsshard.parity.scripts.store import ScriptTrace, Sketches, in_model
 from fsshard.parity.sketch import Sketch
 
 Sides = Mapping[str, tuple[Sketch, Sketch]]
 """Name -> a parameter before the first step, and after the last."""
+Kinds = dict[Any, list[str]]
 Rename = Callable[[str], str]
+Names = dict[str, str]
+Named = dict[str, Any]
 
 
-def align_names(old: ScriptTrace, new: ScriptTrace, last: int) -> dict[str, str]:
+def align_names(old: ScriptTrace, new: ScriptTrace, last: int) -> Names:
     """Give what ``new`` has recorded the names of the old script; return the new one's names of what moved.
 
     Args:
@@ -24,18 +27,26 @@ def align_names(old: ScriptTrace, new: ScriptTrace, last: int) -> dict[str, str]
     """
     names = [*new.initial]
     _rename(new, _models_in_order(old, new))
-    matched = matched_names(_first_and_last(old, last), _first_and_last(new, last))
-    _rename(new, _moving({other: name for name, other in matched.items()}))
-    pairs = zip(new.initial, names, strict=True)
-    return {name: other for name, other in pairs if name != other}
+    old_sides = _first_and_last(old, last)
+    new_sides = _first_and_last(new, last)
+    old_name = {other: name for name, other in matched_names(old_sides, new_sides).items()}
+    _rename(new, _moving(old_name))
+    renamed = {}
+    for name, other in zip(new.initial, names, strict=True):
+        if name != other:
+            renamed[name] = other
+    return renamed
 
 
 def _first_and_last(one: ScriptTrace, last: int) -> Sides:
     weights = one.at(last)[0].weights
-    return {name: (initial, weights.get(name, initial)) for name, initial in one.initial.items()}
+    sides = {}
+    for name, initial in one.initial.items():
+        sides[name] = (initial, weights.get(name, initial))
+    return sides
 
 
-def matched_names(old: Sides, new: Sides) -> dict[str, str]:
+def matched_names(old: Sides, new: Sides) -> Names:
     """Return the names of the old script's parameters in the new one.
 
     By name, but in modules of which a parameter begins with other bits than that of the same name; the others by equal
@@ -43,8 +54,11 @@ def matched_names(old: Sides, new: Sides) -> dict[str, str]:
     (biases of zeros); then by name; and what is left by shape, if no two have the same.
     """
     shared = [name for name in old if name in new]
-    other_bits = [name for name in shared if old[name][0].digest != new[name][0].digest]
-    other_modules = {*map(_module, other_bits)}
+    other_modules = set()
+    for name in shared:
+        initial = old[name][0]
+        if initial.digest != new[name][0].digest:
+            other_modules.add(_module(name))
     found = {name: name for name in shared if _module(name) not in other_modules}
     _match_alike(old, new, found, 2)
     _match_alike(old, new, found, 1)
@@ -60,10 +74,11 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _match_alike(old: Sides, new: Sides, found: dict[str, str], depth: int) -> None:
+def _match_alike(old: Sides, new: Sides, found: Names, depth: int) -> None:
     """Match parameters that are not found yet, by their shapes and the first ``depth`` digests."""
+    of_old = _alike(old, {*found}, depth)
     of_new = _alike(new, {*found.values()}, depth)
-    for kind, names in _alike(old, {*found}, depth).items():
+    for kind, names in of_old.items():
         others = of_new.get(kind, [])
         if {*names} == {*others}:
             others = names
@@ -73,21 +88,22 @@ def _match_alike(old: Sides, new: Sides, found: dict[str, str], depth: int) -> N
             found.update(zip(names, others, strict=True))
 
 
-def _alike(sides: Sides, without: set[str], depth: int) -> dict[Any, list[str]]:
+def _alike(sides: Sides, without: set[str], depth: int) -> Kinds:
     """Return the names by what is alike."""
-    kinds: dict[Any, list[str]] = {}
+    kinds: Kinds = {}
     for name, sketches in sides.items():
         if name in without:
             continue
-        digests_so_far = [sketch.digest for sketch in sketches[:depth]]
-        kind = (sketches[0].shape, *digests_so_far)
+        initial = sketches[0]
+        digests = [sketch.digest for sketch in sketches]
+        kind = (initial.shape, *digests[:depth])
         kinds.setdefault(kind, []).append(name)
     return kinds
 
 
 def _moving(old_name: Mapping[str, str]) -> Rename:
     """Return how names of parameters, buffers and modules move, if the new script's parameters do so."""
-    modules: dict[str, str] = {}
+    modules: Names = {}
     for name, other in old_name.items():
         _note_modules(name, other, modules)
 
@@ -107,14 +123,16 @@ def _moving(old_name: Mapping[str, str]) -> Rename:
     return moved
 
 
-def _note_modules(name: str, other: str, modules: dict[str, str]) -> None:
+def _note_modules(name: str, other: str, modules: Names) -> None:
     """Note the old names of the modules that a parameter is in, up to the first that is called otherwise."""
     name = _module(name)
     other = _module(other)
     modules.setdefault(name, other)
-    while name and name.rpartition(".")[2] == other.rpartition(".")[2]:
-        name = _module(name)
-        other = _module(other)
+    while name or other:
+        name, _, last = name.rpartition(".")
+        other, _, other_last = other.rpartition(".")
+        if last != other_last:
+            return
         modules.setdefault(name, other)
 
 
@@ -138,7 +156,8 @@ def _places(old: ScriptTrace, new: ScriptTrace) -> dict[int, int]:
     pairs = []
     for place, model in enumerate(new.ranks[0].models):
         for other_place, other in enumerate(old.ranks[0].models):
-            pairs.append((_common(model.weights, other.weights), place, other_place))
+            common = _common(model.weights, other.weights)
+            pairs.append((common, place, other_place))
     pairs.sort(key=lambda pair: pair[0], reverse=True)  # of those with as much in common the first ones stay first
     place_of: dict[int, int] = {}
     for _, place, other_place in pairs:
@@ -153,13 +172,15 @@ def _places(old: ScriptTrace, new: ScriptTrace) -> dict[int, int]:
     return place_of
 
 
-def _common(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> tuple[int, int]:
+def _common(one: Sketches, other: Sketches) -> tuple[int, int]:
     """Return how many parameters of the same name have equal bits, and how many the same shape."""
     bits = 0
     shapes = 0
     for name in one.keys() & other.keys():
-        bits += one[name].digest == other[name].digest
-        shapes += one[name].shape == other[name].shape
+        sketch = one[name]
+        same = other[name]
+        bits += sketch.digest == same.digest
+        shapes += sketch.shape == same.shape
     return bits, shapes
 
 
@@ -170,10 +191,11 @@ def _rename(trace: ScriptTrace, renamed: Rename) -> None:
             record.gradients = _renamed(record.gradients, renamed)
             for quantity, sketches in record.sketches.items():
                 record.sketches[quantity] = _renamed(sketches, renamed)
-            record.facts = {kind: _renamed(facts, renamed) for kind, facts in record.facts.items()}
+            facts = record.facts.items()  # which records share
+            record.facts = {kind: _renamed(of_kind, renamed) for kind, of_kind in facts}
 
 
-def _renamed(values: Mapping[str, Any], renamed: Rename) -> dict[str, Any]:
+def _renamed(values: Named, renamed: Rename) -> Named:
     found = {}
     for full_name, value in values.items():
         name, colon, key = full_name.partition(": ")  # of a state "parameter: key"
