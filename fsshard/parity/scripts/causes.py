@@ -32,6 +32,8 @@ from fsshard.parity.scripts.store import ScriptTrace
 
 FAIRSCALE = "ShardedDataParallel"
 Steps = Sequence[int]
+Copies = dict[str, set[str]]
+"""Name of a copy of the weights -> its digests."""
 
 
 def causes(old: ScriptTrace, new: ScriptTrace, steps: Steps, *, same: bool = False) -> list[str]:
@@ -75,7 +77,11 @@ def _by_step(compared: Sequence[Tell], old: ScriptTrace, new: ScriptTrace, steps
     """Return what ``compared`` say: what came first explains the rest; of one step in their order."""
     found = [first(tell, old, new, steps) for tell in compared]
     found.sort(key=lambda step_and_words: step_and_words[0])
-    return [f"step {step}: {words}" for step, words in found if words]
+    sentences = []
+    for step, words in found:
+        if words:
+            sentences.append(f"step {step}: {words}")
+    return sentences
 
 
 def _is_fairscale(one: ScriptTrace) -> bool:
@@ -93,7 +99,8 @@ def _models(old: ScriptTrace, new: ScriptTrace) -> list[str]:
     changed = changes(digests(old.initial), digests(new.initial))
     if changed:
         shared = old.initial.keys() & new.initial.keys()
-        found.append(f"{len(changed)} of {len(shared)} initial weights differ (another seed?): {few(changed)}")
+        count = f"{len(changed)} of {len(shared)}"
+        found.append(f"{count} initial weights differ (another seed?): {few(changed)}")
     # Records with facts have the layers by their paths, which step_causes.py compares.
     if not _has_facts(old) and not _has_facts(new):
         words = changed_counts(_layers(old), _layers(new))
@@ -104,7 +111,10 @@ def _models(old: ScriptTrace, new: ScriptTrace) -> list[str]:
 
 def _of_weights(one: ScriptTrace, attribute: str) -> dict[str, Any]:
     """Return an attribute of the initial weights by name."""
-    return {name: getattr(sketch, attribute) for name, sketch in one.initial.items()}
+    values = {}
+    for name, sketch in one.initial.items():
+        values[name] = getattr(sketch, attribute)
+    return values
 
 
 def _has_facts(one: ScriptTrace) -> bool:
@@ -134,21 +144,27 @@ def averages(old: ScriptTrace, new: ScriptTrace) -> str:
     """Return which copies of the weights one script has alone, and changes: an average does, a snapshot does not."""
     before = _copies(old)
     now = _copies(new)
-    of_old = [name for name in before if name not in now and len(before[name]) > 1]
-    of_new = [name for name in now if name not in before and len(now[name]) > 1]
     words = "script alone has an average, or another copy, of the weights"
-    if of_old:
-        return f"the old {words}: {few(of_old, 2)}"
-    if of_new:
-        return f"the new {words}: {few(of_new, 2)}"
+    only = _changing_alone(before, now)
+    if only:
+        return f"the old {words}: {few(only, 2)}"
+    only = _changing_alone(now, before)
+    if only:
+        return f"the new {words}: {few(only, 2)}"
     return ""
 
 
-def _copies(one: ScriptTrace) -> dict[str, set[str]]:
+def _changing_alone(copies: Copies, others: Copies) -> list[str]:
+    """Return the copies that the other script has not, but snapshots."""
+    return [name for name in copies if name not in others and len(copies[name]) > 1]
+
+
+def _copies(one: ScriptTrace) -> Copies:
     """Return the digests that each copy of the weights has had."""
-    copies: dict[str, set[str]] = {}
+    copies: Copies = {}
     for record in one.ranks[0].steps.values():
         for name, sketch in record.buffers.items():
             if name.startswith(COPY):
-                copies.setdefault(name, set()).add(sketch.digest)
+                of_copy = copies.setdefault(name, set())
+                of_copy.add(sketch.digest)
     return copies

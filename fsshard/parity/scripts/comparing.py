@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,12 +11,11 @@ from fsshard.errors import ConfigurationError
 from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
-from fsshard.parity.report import Cell, Difference, Divergence, StepReport, difference
+from fsshard.parity.report import Cell, Divergence, StepReport, difference
 from fsshard.parity.scripts.causes import averages, causes, first, ranks_apart
 from fsshard.parity.scripts.names import align_names
 from fsshard.parity.scripts.step_causes import FACTS, changes, digests, losses
-from fsshard.parity.scripts.store import Record, ScriptTrace, read_tensor, tensor_file
-from fsshard.parity.sketch import Sketch
+from fsshard.parity.scripts.store import Record, ScriptTrace, Sketches, read_tensor, tensor_file
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace
 from fsshard.parity.trace import changes as changes_of_environment
 
@@ -27,7 +26,7 @@ HINT = (
     "otherwise bound it; record it with fsshard trace --repeat 8"
 )
 LEAST_REPEATS = 4  # the largest distance among fewer runs says too little about the next one's
-Sketches = dict[str, dict[str, Sketch]]
+ByQuantity = dict[str, Sketches]
 MOST_RENAMED = 4  # lines of names that moved
 
 
@@ -54,13 +53,16 @@ class ScriptReport:
         return json.dumps({**plain(self, str), "ok": self.ok}, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
-        when = "before that" if self.report.cells[0].verdict == "different" else "also different"
         lines = [self.sentence]
-        lines += [f"{when}: {cause}" for cause in self.causes]
+        cell = self.report.cells[0]
+        when = "before that" if cell.verdict == "different" else "also different"
+        for cause in self.causes:
+            lines.append(f"{when}: {cause}")
         moved = [f"renamed: {old} is {new} now" for old, new in self.renamed.items()]
         lines += moved[:MOST_RENAMED]
-        if len(moved) > MOST_RENAMED:  # all are in to_json()
-            lines.append(f"renamed: {len(moved) - MOST_RENAMED} more")
+        more = len(moved) - MOST_RENAMED
+        if more > 0:  # all are in to_json()
+            lines.append(f"renamed: {more} more")
         lines += [f"environment: {change}" for change in self.report.changes]
         lines += filter(None, [self.looked_at, self.hint])
         return "\n".join(lines)
@@ -74,11 +76,6 @@ class Pair:
     new: ScriptTrace
     steps: list[int]
     weighed: list[int]  # of those the ones at which both have weights
-
-    @property
-    def sides(self) -> tuple[ScriptTrace, ScriptTrace]:
-        """Return the old record and the new one."""
-        return self.old, self.new
 
     @property
     def last(self) -> tuple[Record, Record]:
@@ -134,7 +131,8 @@ def _pair(old: ScriptTrace, new: ScriptTrace) -> Pair:
     steps = [number for number in old.steps if number in new.steps]
     weighed = []
     for number in steps:
-        if old.at(number)[0].weights and new.at(number)[0].weights:
+        sides = [one.at(number)[0] for one in (old, new)]
+        if all(record.weights for record in sides):
             weighed.append(number)
     if not weighed:
         raise ConfigurationError(
@@ -165,10 +163,9 @@ def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: dict[str, str])
     drawn = [old.ranks] if draws else []
     drawn += [_as_trace(draw, pair).ranks for draw in draws]
     reports = compare_traces(old, new, regrouped=not pair.same_ranks, draws=drawn, exactly=not draws)
-    decisive = [_with(report, lambda quantity, _: quantity in DECIDING) for report in reports]
-    cell = cell_of(decisive, old.parameters)
+    cell = cell_of([_decisive(report) for report in reports], old.parameters)
     # Thousands of parameters in thousands of steps are equal.
-    cell.steps = [_with(report, lambda _, difference: difference.verdict != "exact") for report in reports]
+    cell.steps = [_unequal(report) for report in reports]
     cell.backend = pair.new.name
     cell.world_size = len(pair.new.ranks)
     if cell.first_divergence is not None:
@@ -176,12 +173,19 @@ def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: dict[str, str])
     return cell
 
 
-def _with(report: StepReport, keeps: Callable[[str, Difference], bool]) -> StepReport:
-    """Return the report with some of its differences alone."""
-    kept: dict[str, dict[str, Difference]] = {}
-    for quantity, differences in report.differences.items():
-        kept[quantity] = {name: one for name, one in differences.items() if keeps(quantity, one)}
+def _decisive(report: StepReport) -> StepReport:
+    """Return the report with the quantities that make the verdict alone."""
+    differences = report.differences
+    kept = {quantity: differences[quantity] for quantity in DECIDING if quantity in differences}
     return replace(report, differences=kept)
+
+
+def _unequal(report: StepReport) -> StepReport:
+    """Return the report with what is not equal alone."""
+    unequal = {}
+    for quantity, differences in report.differences.items():
+        unequal[quantity] = {name: one for name, one in differences.items() if one.verdict != "exact"}
+    return replace(report, differences=unequal)
 
 
 def _in_script(parting: Divergence, pair: Pair, renamed: dict[str, str]) -> Divergence:
@@ -192,7 +196,9 @@ def _in_script(parting: Divergence, pair: Pair, renamed: dict[str, str]) -> Dive
     new_file = tensor_file(pair.new.folder, kept_at, renamed.get(parting.name, parting.name))
     if not old_file.is_file() or not new_file.is_file():
         return replace(parting, step=step)
-    exact = difference(read_tensor(old_file), read_tensor(new_file), rank=parting.rank)
+    expected = read_tensor(old_file)
+    got = read_tensor(new_file)
+    exact = difference(expected, got, rank=parting.rank)
     exact = replace(exact, verdict=parting.difference.verdict)
     return replace(parting, step=step, difference=exact)
 
@@ -219,18 +225,19 @@ def _as_trace(one: ScriptTrace, pair: Pair) -> Trace:
     )
 
 
-def _shared_sketches(sketches: Sketches, pair: Pair, number: int) -> Sketches:
+def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantity:
     """Return those of quantities that rank 0 of both scripts has recorded."""
     old = pair.old.at(number)[0]
     new = pair.new.at(number)[0]
     shared = {}
-    for quantity in old.sketches:
-        if old.sketches[quantity] and new.sketches.get(quantity):
-            shared[quantity] = sketches[quantity]
-    if "buffer" in shared:
-        # One that a forward makes, or an engine keeps otherwise, decides nothing.
-        names = old.buffers.keys() & new.buffers.keys()
-        shared["buffer"] = {name: one for name, one in sketches["buffer"].items() if name in names}
+    for quantity, of_old in old.sketches.items():
+        of_new = new.sketches.get(quantity)
+        if not of_old or not of_new:
+            continue
+        names = {*sketches[quantity]}
+        if quantity == "buffer":  # one that a forward makes, or an engine keeps otherwise, decides nothing
+            names &= of_old.keys() & of_new.keys()
+        shared[quantity] = {name: sketch for name, sketch in sketches[quantity].items() if name in names}
     return shared
 
 
@@ -244,13 +251,14 @@ def _report(pair: Pair, cell: Cell, renamed: dict[str, str], *, rounds: bool) ->
         steps=len(pair.steps),
         cells=[cell],
     )
-    environments = [one.ranks[0].header.environment for one in pair.sides]
-    report.changes = changes_of_environment(*environments)
+    old_header = pair.old.ranks[0].header
+    new_header = pair.new.ranks[0].header
+    report.changes = changes_of_environment(old_header.environment, new_header.environment)
     verdict, sentence = _verdict(pair, cell, rounds)
-    until = pair.steps[-1]
-    if cell.verdict == "different" and cell.first_divergence is not None:
-        until = cell.first_divergence.step
-    compared = [number for number in pair.steps if number <= until]
+    compared = pair.steps
+    parting = cell.first_divergence
+    if cell.verdict == "different" and parting is not None:
+        compared = [number for number in compared if number <= parting.step]
     return ScriptReport(
         sentence=sentence,
         verdict=verdict,
@@ -265,10 +273,12 @@ def _report(pair: Pair, cell: Cell, renamed: dict[str, str], *, rounds: bool) ->
 def _verdict(pair: Pair, cell: Cell, rounds: bool) -> tuple[str, str]:
     """Return the verdict, and the sentence for it."""
     names = f"{pair.old.name} and {pair.new.name} on {_ranks(pair)}"
-    if cell.verdict == "different" and cell.first_divergence is not None:
-        return "different", f"NOT the same training: {names} part at {cell.first_divergence}."
+    parting = cell.first_divergence
+    if cell.verdict == "different" and parting is not None:
+        return "different", f"NOT the same training: {names} part at {parting}."
+    rounded = cell if rounds else None
+    missing = _missing(pair) or _unlike(pair, rounded)
     count = _plural(len(pair.weighed), "step")
-    missing = _missing(pair) or _unlike(pair, cell if rounds else None)
     if missing:
         return "different", f"NOT shown to be the same training: {missing}; {count} agree."
     if len(pair.weighed) < len(pair.steps):
@@ -276,8 +286,8 @@ def _verdict(pair: Pair, cell: Cell, rounds: bool) -> tuple[str, str]:
         count = f"{len(pair.weighed)} of {len(pair.steps)} steps; {after}"
     what = "weights and optimizer states" if _have_states(pair) else "weights"
     how = "to the last bit" if cell.verdict == "exact" else "within what rounding does to the old script"
-    parameters = f"{len(pair.old.initial)} parameters"
-    return cell.verdict, f"The same training: {names} have equal {what} {how}, {parameters} in {count}."
+    size = f"{len(pair.old.initial)} parameters"
+    return cell.verdict, f"The same training: {names} have equal {what} {how}, {size} in {count}."
 
 
 def _have_states(pair: Pair) -> bool:
@@ -285,9 +295,10 @@ def _have_states(pair: Pair) -> bool:
 
 
 def _ranks(pair: Pair) -> str:
+    size = len(pair.old.ranks)
     if pair.same_ranks:
-        return _plural(len(pair.old.ranks), "rank")
-    return f"{len(pair.old.ranks)} and {len(pair.new.ranks)} ranks"
+        return _plural(size, "rank")
+    return f"{size} and {len(pair.new.ranks)} ranks"
 
 
 def _plural(count: int, noun: str) -> str:
@@ -296,40 +307,43 @@ def _plural(count: int, noun: str) -> str:
 
 def _missing(pair: Pair) -> str:
     """Return why equal weights do not show that it is the same training; "" if they do."""
-    for one in pair.sides:
+    old = pair.old
+    new = pair.new
+    for one in (old, new):
         if one.ended:
             return f"the record of {one.name} ended while it went on ({one.ended[0]})"
-    if pair.old.steps != pair.new.steps:
-        return f"{pair.old.name} has recorded {_steps(pair.old)}, {pair.new.name} {_steps(pair.new)}"
+    if old.steps != new.steps:
+        return f"{old.name} has recorded {_steps(old)}, {new.name} {_steps(new)}"
     uneven = _uneven(pair)
     if uneven:
         return uneven
     if not pair.same_ranks:
         # Rank 0 speaks for all.
-        apart = [ranks_apart(one, pair.weighed) for one in pair.sides]
+        apart = [ranks_apart(one, pair.weighed) for one in (old, new)]
         if any(apart) and not all(apart):
             return "".join(apart)
     last = digests(pair.last[0].weights)
-    if not changes(digests(pair.old.initial), last):
+    if not changes(digests(old.initial), last):
         return "no step has changed a weight: does the optimizer have the model's parameters, and a learning rate?"
     return ""
 
 
 def _steps(one: ScriptTrace) -> str:
-    return f"{len(one.steps)} steps ({one.steps[0]} to {one.steps[-1]})"
+    steps = one.steps
+    return f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
 
 
 def _uneven(pair: Pair) -> str:
     """Return what differs in the steps that some ranks have alone; "" if nothing does."""
-    if not pair.same_ranks:
-        for one in pair.sides:
-            if any(_steps_alone(one, rank) for rank in range(len(one.ranks))):
-                return f"the ranks of {one.name} have not all recorded the same steps"
+    if pair.same_ranks:
+        for rank in range(len(pair.old.ranks)):
+            words = _uneven_on(pair, rank)
+            if words:
+                return words
         return ""
-    for rank in range(len(pair.old.ranks)):
-        words = _uneven_on(pair, rank)
-        if words:
-            return words
+    for one in (pair.old, pair.new):
+        if any(_steps_alone(one, rank) for rank in range(len(one.ranks))):
+            return f"the ranks of {one.name} have not all recorded the same steps"
     return ""
 
 
@@ -339,16 +353,24 @@ def _steps_alone(one: ScriptTrace, rank: int) -> list[int]:
 
 
 def _uneven_on(pair: Pair, rank: int) -> str:
-    old, new = (replace(one, ranks=[one.ranks[rank]], repeats=[]) for one in pair.sides)
+    old = _rank_alone(pair.old, rank)
+    new = _rank_alone(pair.new, rank)
     steps = _steps_alone(pair.old, rank)
     if steps != _steps_alone(pair.new, rank):
-        counts = [len(one.steps) for one in (old, new)]
-        return f"rank {rank} has recorded {counts[0]} steps of {old.name}, {counts[1]} of {new.name}"
+        counts = f"{len(old.steps)} steps of {old.name}, {len(new.steps)} of {new.name}"
+        return f"rank {rank} has recorded {counts}"
     if not steps:
         return ""
     alone = Pair(old=old, new=new, steps=steps, weighed=steps)
-    words = str(_compared(alone, [], {}).first_divergence or "") or _unlike(alone, None)
+    cell = _compared(alone, [], {})
+    words = str(cell.first_divergence)
+    if cell.first_divergence is None:
+        words = _unlike(alone, None)
     return words and f"in the steps that rank {rank} has alone: {words}"
+
+
+def _rank_alone(one: ScriptTrace, rank: int) -> ScriptTrace:
+    return replace(one, ranks=[one.ranks[rank]], repeats=[])
 
 
 def _unlike(pair: Pair, rounded: Cell | None) -> str:
@@ -379,11 +401,6 @@ def _unlike_loss(pair: Pair, rounded: Cell) -> str:
 
 def _looked_at(pair: Pair) -> str:
     """Return in a line what the verdict is over, and what it is not."""
-    rank = pair.old.ranks[0]
-    engines = dict.fromkeys(model.engine for model in rank.models)
-    optimizers: set[str] = set()
-    for record in rank.steps.values():
-        optimizers.update(str(group.get("optimizer", "?")) for group in record.groups)
     unseen = ["what is in no model or optimizer", "changes after the last step"]
     if not _have_states(pair):
         unseen.append("optimizer states (--state)")
@@ -391,7 +408,17 @@ def _looked_at(pair: Pair) -> str:
         unseen.append("values of buffers")
     if not all(record.fact("member") for record in pair.last):
         unseen.append("which parameters are stepped")
+    rank = pair.old.ranks[0]
+    engines = [model.engine for model in rank.models]
+    optimizers = set()
+    for record in rank.steps.values():
+        for group in record.groups:
+            optimizers.add(str(group.get("optimizer", "?")))
     buffers = len(pair.last[0].buffers)
-    model = f"{', '.join(engines)} with {len(rank.initial)} parameters and {buffers} buffers"
-    seen = f"{model}, {', '.join(sorted(optimizers))}, losses, settings, modes, layers"
-    return f"looked at: {seen}; not: {', '.join(unseen)}"
+    model = f"{_listed(engines)} with {len(rank.initial)} parameters and {buffers} buffers"
+    optimizer = _listed(sorted(optimizers))
+    return f"looked at: {model}, {optimizer}, losses, settings, modes, layers; not: {_listed(unseen)}"
+
+
+def _listed(words: list[str]) -> str:
+    return ", ".join(dict.fromkeys(words))

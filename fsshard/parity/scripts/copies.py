@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsshard.parity.scripts.facts import COPY, names_of, simulated
+from fsshard.parity.scripts.facts import COPY, names_of
 
 Shapes = list[Any]
 Tensors = dict[str, Tensor]
@@ -30,8 +30,9 @@ def copies_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             tensors |= dict(copy.named_buffers())
         kind = type(copy).__name__
         numbers[kind] += 1
+        prefix = f"{COPY} {numbers[kind]} of the weights in a {kind}"
         for name, value in tensors.items():
-            yield f"{COPY} {numbers[kind]} of the weights in a {kind}, {name}", value.detach()
+            yield f"{prefix}, {name}", value.detach()
 
 
 class _Search:
@@ -79,7 +80,9 @@ class _Search:
 
     def _is_copy(self, tensors: Tensors) -> bool:
         for value in tensors.values():
-            if type(value) not in (Tensor, nn.Parameter) or id(value) in self._own or simulated(value):
+            if type(value) not in (Tensor, nn.Parameter):
+                return False
+            if id(value) in self._own or value.is_meta:
                 return False
         return _shapes_of(tensors.values()) in self._shapes
 

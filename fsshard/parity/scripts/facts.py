@@ -38,7 +38,8 @@ def outermost(module: nn.Module) -> nn.Module:
     while frame is not None:
         owner = _first_argument(frame)
         # By its type: a proxy's __class__ may run the user's code.
-        if issubclass(type(owner), nn.Module) and any(one is found for one in owner.modules()):
+        is_module = issubclass(type(owner), nn.Module)
+        if is_module and any(one is found for one in owner.modules()):
             found = owner
         frame = frame.f_back
     return found
@@ -174,7 +175,8 @@ def modules_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for place, model in enumerate(models):
         prefix = prefix_of(model)
         for name, module in model.named_modules():
-            path = clean_path(f"{name}.".removeprefix(prefix).removesuffix("."))
+            own = f"{name}.".removeprefix(prefix)
+            path = clean_path(own.removesuffix("."))
             yield in_model(place, path).removesuffix("."), module
 
 

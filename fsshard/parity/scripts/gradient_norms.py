@@ -60,7 +60,9 @@ def _gradients(old: Ranks, new: Ranks) -> str:
     now = _norms(new)
     if before and now:
         shared = old[0].weights.keys() & new[0].weights.keys()
-        only = alone("gradients in", shared & before.keys(), shared & now.keys())
+        with_old = sorted(shared & before.keys())
+        with_new = sorted(shared & now.keys())
+        only = alone("gradients in", with_old, with_new)
         if only:
             return only[0]
     ratios = {}
@@ -74,11 +76,13 @@ def _gradients(old: Ranks, new: Ranks) -> str:
         return ""
     largest = max(ratios.values())
     smallest = min(ratios.values())
-    if len(changed) == len(ratios) and largest - smallest < APART * largest:
+    span = largest - smallest
+    if len(changed) == len(ratios) and span < APART * largest:
         return _all_by(largest)
     worst = max(changed, key=changed.__getitem__)
     words = f"{worst} {ratios[worst]:.4g} times the old one"
-    return f"{len(changed)} of {len(ratios)} gradients have another norm, {words}"
+    count = f"{len(changed)} of {len(ratios)}"
+    return f"{count} gradients have another norm, {words}"
 
 
 def _all_by(ratio: float) -> str:

@@ -59,7 +59,10 @@ def matched_names(old: Sides, new: Sides) -> Names:
         initial = old[name][0]
         if initial.digest != new[name][0].digest:
             other_modules.add(_module(name))
-    found = {name: name for name in shared if _module(name) not in other_modules}
+    found = {}
+    for name in shared:
+        if _module(name) not in other_modules:
+            found[name] = name
     _match_alike(old, new, found, 2)
     _match_alike(old, new, found, 1)
     matched = {*found, *found.values()}
@@ -80,12 +83,14 @@ def _match_alike(old: Sides, new: Sides, found: Names, depth: int) -> None:
     of_new = _alike(new, {*found.values()}, depth)
     for kind, names in of_old.items():
         others = of_new.get(kind, [])
-        if {*names} == {*others}:
-            others = names
         if len(names) != len(others):
             continue
-        if depth > 0 or len(names) == 1:
-            found.update(zip(names, others, strict=True))
+        if depth == 0 and len(names) > 1:
+            continue
+        if {*names} == {*others}:
+            others = names
+        pairs = zip(names, others, strict=True)
+        found.update(pairs)
 
 
 def _alike(sides: Sides, without: set[str], depth: int) -> Kinds:
@@ -118,7 +123,8 @@ def _moving(old_name: Mapping[str, str]) -> Rename:
         while above and above not in modules:
             above, _, last = above.rpartition(".")
             below = f".{last}{below}"
-        return (modules.get(above, above) + below).removeprefix(".")
+        path = modules.get(above, above) + below
+        return path.removeprefix(".")
 
     return moved
 
@@ -153,19 +159,22 @@ def _models_in_order(old: ScriptTrace, new: ScriptTrace) -> Rename:
 
 def _places(old: ScriptTrace, new: ScriptTrace) -> dict[int, int]:
     """Return the places of the new script's models among the old one's: first those that have most in common."""
-    pairs = []
+    pairs: list[Any] = []
     for place, model in enumerate(new.ranks[0].models):
         for other_place, other in enumerate(old.ranks[0].models):
             common = _common(model.weights, other.weights)
             pairs.append((common, place, other_place))
     pairs.sort(key=lambda pair: pair[0], reverse=True)  # of those with as much in common the first ones stay first
     place_of: dict[int, int] = {}
+    taken: set[int] = set()
     for _, place, other_place in pairs:
-        if place not in place_of and other_place not in place_of.values():
-            place_of[place] = other_place
+        if place in place_of or other_place in taken:
+            continue
+        place_of[place] = other_place
+        taken.add(other_place)
     # Models that the old script has not got come after its own.
     unused = len(old.ranks[0].models)
-    for place in range(len(new.ranks[0].models)):
+    for place, _ in enumerate(new.ranks[0].models):
         if place not in place_of:
             place_of[place] = unused
             unused += 1

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from fsshard.parity.scripts.facts import COPY
-from fsshard.parity.scripts.store import Record, Samples
-from fsshard.parity.sketch import Sketch
+from fsshard.parity.scripts.store import Record, Samples, Sketches
 
 Ranks = Sequence[Record]
 Tell = Callable[[Ranks, Ranks], str]
@@ -63,20 +62,24 @@ def changed_counts(old: Counter[str], new: Counter[str]) -> str:
     """Return in words of which kinds there is another number."""
     words = []
     for kind in old | new:
-        words.append(arrow(kind, old[kind], new[kind]))
-    return few(filter(None, words))
+        before = old[kind]
+        now = new[kind]
+        if before != now:
+            words.append(f"{kind} {before} -> {now}")
+    return few(words)
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def changes(old: Settings, new: Settings) -> Texts:
     """Return what both have by the same name and that differs: "old value -> new value" by name."""
     changed = {}
     for name, value in old.items():
-        if name in new and new[name] != value:
-            changed[name] = f"{value} -> {new[name]}"
+        now = new.get(name, value)
+        if value != now:
+            changed[name] = f"{value} -> {now}"
     return changed
 
 
-def digests(sketches: Mapping[str, Sketch]) -> dict[str, str]:
+def digests(sketches: Sketches) -> Texts:
     """Return the digests by name."""
     return {name: sketch.digest for name, sketch in sketches.items()}
 
@@ -108,11 +111,15 @@ def samples(old: Ranks, new: Ranks) -> str:
     old_rows, old_total = _all_samples(old)
     new_rows, new_total = _all_samples(new)
     if old_total is not None and old_total == new_total:
-        if [*map(len, before)] == [*map(len, now)]:
+        before_sizes = [len(one) for one in before]
+        now_sizes = [len(one) for one in now]
+        if before_sizes == now_sizes:
             return "the ranks were given the same samples in another order"
         return ""  # divided otherwise among ranks or batches, which is no cause
     rank = _first_difference(before, now)
-    words = _changed_arguments(_arguments(old[rank]), _arguments(new[rank]))
+    old_arguments = _arguments(old[rank])
+    new_arguments = _arguments(new[rank])
+    words = _changed_arguments(old_arguments, new_arguments)
     if words:
         return f"rank {rank} was given {words}; the other arguments are equal"
     if old_rows != new_rows:
@@ -164,8 +171,7 @@ def _arguments(record: Record) -> Texts:
 def _changed_arguments(old: Texts, new: Texts) -> str:
     """Return which arguments of a forward differ, if others do not."""
     changed = changes(old, new)
-    shared = old.keys() & new.keys()
-    if len(changed) == len(shared):
+    if len(changed) == len(old.keys() & new.keys()):
         return ""
     words = [f"another argument {name}" for name in changed]
     for name in old:
@@ -214,8 +220,10 @@ def settings(old: Record, new: Record) -> str:
     words = []
     for (key, values), names in changed.items():
         owner = _owner(names, shared, old.fact("member"))
-        # The settings that they had are those of another group now.
-        if all(before[name] in new.groups and now[name] in old.groups for name in names):
+        # The settings that they had are those of another group now, and what they have another one had.
+        had_now = all(before[name] in new.groups for name in names)
+        had_before = all(now[name] in old.groups for name in names)
+        if had_now and had_before:
             owner = f"{few(names)} (moved to another group)"
         words.append(f"{key} of {owner} {values}")
     return few(words)
@@ -227,15 +235,18 @@ def _owner(names: Names, shared: Names, group_of: Texts) -> str:
     in_groups = [name for name in shared if group_of.get(name) in numbers]
     if len(in_groups) > len(names):
         return few(names)
-    return f"group {', '.join(sorted(numbers))}"
+    listed = ", ".join(sorted(numbers))
+    return f"group {listed}"
 
 
 def _settings_by_name(record: Record) -> dict[str, Settings]:
     """Return settings by parameter that is stepped, or by group where those are not known."""
     group_of = record.fact("member")
-    if not group_of:
-        return {str(number): group for number, group in enumerate(record.groups)}
     found: dict[str, Settings] = {}
+    if not group_of:
+        for number, group in enumerate(record.groups):
+            found[str(number)] = group
+        return found
     for name in _stepped(record):
         number = int(group_of[name])
         found[name] = record.groups[number]
@@ -249,8 +260,12 @@ def _changed_settings(old: Settings, new: Settings) -> Iterator[tuple[str, str]]
     if old.get("optimizer") != new.get("optimizer"):
         keys = ["optimizer", "lr"]  # another class has other defaults
     for key in keys:
-        if key in shared and not _equal(old[key], new[key]):
-            yield key, f"{old[key]} -> {new[key]}"
+        if key not in shared:
+            continue
+        before = old[key]
+        now = new[key]
+        if not _equal(before, now):
+            yield key, f"{before} -> {now}"
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -299,21 +314,30 @@ def states(old: Ranks, new: Ranks) -> str:
     """Compare of which parameters the optimizer has a state before its step; each rank may have that of some."""
     if _classes(old[0]) != _classes(new[0]):
         return ""  # another class has another state, or none
-    changed = changes(_has_state(old), _has_state(new))
-    for change, side in (("True -> False", "new"), ("False -> True", "old")):
-        lost = sorted(name for name in changed if changed[name] == change)
-        if lost:
-            return f"the {side} script has lost the optimizer's state of {few(lost)}, or never had it"
+    before = _states(old)
+    now = _states(new)
+    words = "script has lost the optimizer's state of"
+    lost = _lost(before, now)
+    if lost:
+        return f"the new {words} {few(lost)}, or never had it"
+    lost = _lost(now, before)
+    if lost:
+        return f"the old {words} {few(lost)}, or never had it"
     return ""
 
 
-def _has_state(ranks: Ranks) -> dict[str, bool]:
-    """Return of each parameter whether any rank has a state."""
-    exists: dict[str, bool] = {}
+def _states(ranks: Ranks) -> dict[str, str]:
+    """Return by parameter "there" if any rank has a state of it."""
+    states: dict[str, str] = {}
     for record in ranks:
         for name, state in record.fact("state").items():
-            exists[name] = exists.get(name, False) or state != ""
-    return exists
+            states[name] = states.get(name) or state
+    return states
+
+
+def _lost(states: Texts, others: Texts) -> Names:
+    """Return of what there are states, and none in the other script, which has the parameter."""
+    return sorted(name for name in states if states[name] and others.get(name) == "")
 
 
 def _classes(record: Record) -> set[Any]:
@@ -323,8 +347,9 @@ def _classes(record: Record) -> set[Any]:
 @per_rank
 def skipped(old: Record, new: Record) -> str:
     """Compare whether a scaler has left out the step."""
-    words = {True: "left out by the scaler", False: "made"}
-    return arrow("the step was", words[old.skipped], words[new.skipped])
+    before = "left out by the scaler" if old.skipped else "made"
+    now = "left out by the scaler" if new.skipped else "made"
+    return arrow("the step was", before, now)
 
 
 # ------------------------------------------------------------------------------------------------- modules and buffers
@@ -339,10 +364,12 @@ def compare_fact(kind: str, words: str) -> Tell:
         now = _known(new.fact(kind))
         names_of_change: dict[str, Names] = {}
         for name, change in changes(before, now).items():
-            names_of_change.setdefault(change, []).append(name or "the model itself")
+            names = names_of_change.setdefault(change, [])
+            names.append(name or "the model itself")
         found = []
         for change, names in names_of_change.items():
-            found.append(f"{words} of {few(sorted(names))} {change}")
+            names.sort()
+            found.append(f"{words} of {few(names)} {change}")
         return few(found)
 
     return tell
@@ -364,7 +391,8 @@ def layers(old: Record, new: Record) -> str:
     of_new = Counter(kind for path, kind in now.items() if before.get(path) != kind)
     words = changed_counts(of_old, of_new)
     if not words:  # of each kind there are as many, at other paths
-        words = few(changes(before, now).values())
+        moved = changes(before, now)
+        words = few(moved.values())
     return words and f"layers: {words}"
 
 
@@ -373,7 +401,8 @@ def buffers(old: Record, new: Record) -> str:
     """Compare which buffers there are, but copies of the weights, which are compared over all steps."""
     if not old.weights or not new.weights:
         return ""
-    return "; ".join(alone("buffers of", _buffers(old), _buffers(new)))
+    words = alone("buffers of", _buffers(old), _buffers(new))
+    return "; ".join(words)
 
 
 def _buffers(record: Record) -> Names:
@@ -385,12 +414,14 @@ def broadcast(old: Ranks, new: Ranks) -> str:
     if len(old) != len(new):
         return ""
     for rank, record in enumerate(old):
-        changed = changes(digests(record.buffers), digests(new[rank].buffers))
+        before = digests(record.buffers)
+        now = digests(new[rank].buffers)
+        changed = sorted(changes(before, now))
         if changed and rank == 0:
             return ""
         if changed:
-            names = few(sorted(changed))
-            return f"buffers of rank {rank} alone differ (broadcast_buffers=False in one of the two?): {names}"
+            why = "broadcast_buffers=False in one of the two?"
+            return f"buffers of rank {rank} alone differ ({why}): {few(changed)}"
     return ""
 
 
