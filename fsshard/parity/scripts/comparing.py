@@ -11,7 +11,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
-from fsshard.parity.report import Cell, Divergence, StepReport, difference
+from fsshard.parity.report import Cell, Difference, Divergence, StepReport, difference
 from fsshard.parity.scripts.causes import averages, causes, first, ranks_apart
 from fsshard.parity.scripts.names import align_names
 from fsshard.parity.scripts.step_causes import FACTS, changes, digests, losses
@@ -58,12 +58,15 @@ class ScriptReport:
         when = "before that" if cell.verdict == "different" else "also different"
         for cause in self.causes:
             lines.append(f"{when}: {cause}")
-        moved = [f"renamed: {old} is {new} now" for old, new in self.renamed.items()]
+        moved = []
+        for old, new in self.renamed.items():
+            moved.append(f"renamed: {old} is {new} now")
         lines += moved[:MOST_RENAMED]
         more = len(moved) - MOST_RENAMED
         if more > 0:  # all are in to_json()
             lines.append(f"renamed: {more} more")
-        lines += [f"environment: {change}" for change in self.report.changes]
+        for change in self.report.changes:
+            lines.append(f"environment: {change}")
         lines += filter(None, [self.looked_at, self.hint])
         return "\n".join(lines)
 
@@ -110,7 +113,10 @@ def compare_scripts(
         ConfigurationError: there are too few repeats, or no step that both have recorded.
     """
     before = ScriptTrace.load(old)
-    draws = [] if exactly else [*before.repeats, *map(ScriptTrace.load, repeats)]
+    draws: list[ScriptTrace] = []
+    if not exactly:
+        draws += before.repeats
+        draws += map(ScriptTrace.load, repeats)
     if 0 < len(draws) < LEAST_REPEATS:
         raise ConfigurationError(
             f"expected at least {LEAST_REPEATS} repeats of the old script, got {len(draws)}; record them: fsshard "
@@ -122,7 +128,8 @@ def compare_scripts(
     cell = _compared(pair, draws, renamed)
     found = _report(pair, cell, renamed, rounds=bool(draws))
     # Weights that are apart may be so by rounding, if nothing else is known to differ.
-    if not found.ok and not found.causes and not draws and not exactly and cell.first_divergence is not None:
+    unexplained = cell.first_divergence is not None and not found.causes
+    if unexplained and not found.ok and not draws and not exactly:
         found.hint = HINT
     return found
 
@@ -159,9 +166,13 @@ def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: dict[str, str])
     """Return the verdict on all steps, by the comparator of recorded trainings."""
     old = _as_trace(pair.old, pair)
     new = _as_trace(pair.new, pair)
-    # The old script's own run is one of those whose distances bound what rounding does.
-    drawn = [old.ranks] if draws else []
-    drawn += [_as_trace(draw, pair).ranks for draw in draws]
+    drawn = []
+    if draws:
+        # The old script's own run is one of those whose distances bound what rounding does.
+        drawn.append(old.ranks)
+    for draw in draws:
+        trace = _as_trace(draw, pair)
+        drawn.append(trace.ranks)
     reports = compare_traces(old, new, regrouped=not pair.same_ranks, draws=drawn, exactly=not draws)
     cell = cell_of([_decisive(report) for report in reports], old.parameters)
     # Thousands of parameters in thousands of steps are equal.
@@ -175,16 +186,21 @@ def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: dict[str, str])
 
 def _decisive(report: StepReport) -> StepReport:
     """Return the report with the quantities that make the verdict alone."""
-    differences = report.differences
-    kept = {quantity: differences[quantity] for quantity in DECIDING if quantity in differences}
-    return replace(report, differences=kept)
+    decisive = {}
+    for quantity, differences in report.differences.items():
+        if quantity in DECIDING:
+            decisive[quantity] = differences
+    return replace(report, differences=decisive)
 
 
 def _unequal(report: StepReport) -> StepReport:
     """Return the report with what is not equal alone."""
-    unequal = {}
+    unequal: dict[str, dict[str, Difference]] = {}
     for quantity, differences in report.differences.items():
-        unequal[quantity] = {name: one for name, one in differences.items() if one.verdict != "exact"}
+        kept = unequal.setdefault(quantity, {})
+        for name, difference_of_one in differences.items():
+            if difference_of_one.verdict != "exact":
+                kept[name] = difference_of_one
     return replace(report, differences=unequal)
 
 
@@ -192,8 +208,9 @@ def _in_script(parting: Divergence, pair: Pair, renamed: dict[str, str]) -> Dive
     """Return it by the script's own number of the step, and with the elements, where tensors are kept."""
     step = pair.steps[parting.step]
     kept_at = INITIAL if parting.quantity == "initial weight" else step
+    new_name = renamed.get(parting.name, parting.name)
     old_file = tensor_file(pair.old.folder, kept_at, parting.name)
-    new_file = tensor_file(pair.new.folder, kept_at, renamed.get(parting.name, parting.name))
+    new_file = tensor_file(pair.new.folder, kept_at, new_name)
     if not old_file.is_file() or not new_file.is_file():
         return replace(parting, step=step)
     expected = read_tensor(old_file)
@@ -229,7 +246,7 @@ def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantit
     """Return those of quantities that rank 0 of both scripts has recorded."""
     old = pair.old.at(number)[0]
     new = pair.new.at(number)[0]
-    shared = {}
+    shared: ByQuantity = {}
     for quantity, of_old in old.sketches.items():
         of_new = new.sketches.get(quantity)
         if not of_old or not of_new:
@@ -237,7 +254,10 @@ def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantit
         names = {*sketches[quantity]}
         if quantity == "buffer":  # one that a forward makes, or an engine keeps otherwise, decides nothing
             names &= of_old.keys() & of_new.keys()
-        shared[quantity] = {name: sketch for name, sketch in sketches[quantity].items() if name in names}
+        shared[quantity] = {}
+        for name, sketch in sketches[quantity].items():
+            if name in names:
+                shared[quantity][name] = sketch
     return shared
 
 
@@ -283,9 +303,14 @@ def _verdict(pair: Pair, cell: Cell, rounds: bool) -> tuple[str, str]:
         return "different", f"NOT shown to be the same training: {missing}; {count} agree."
     if len(pair.weighed) < len(pair.steps):
         after = f"nothing is shown of weights after step {pair.weighed[-1]}"
-        count = f"{len(pair.weighed)} of {len(pair.steps)} steps; {after}"
-    what = "weights and optimizer states" if _have_states(pair) else "weights"
-    how = "to the last bit" if cell.verdict == "exact" else "within what rounding does to the old script"
+        count = f"{len(pair.weighed)} of {len(pair.steps)} steps"
+        count = f"{count}; {after}"
+    what = "weights"
+    if _have_states(pair):
+        what = "weights and optimizer states"
+    how = "within what rounding does to the old script"
+    if cell.verdict == "exact":
+        how = "to the last bit"
     size = f"{len(pair.old.initial)} parameters"
     return cell.verdict, f"The same training: {names} have equal {what} {how}, {size} in {count}."
 
@@ -342,7 +367,9 @@ def _uneven(pair: Pair) -> str:
                 return words
         return ""
     for one in (pair.old, pair.new):
-        if any(_steps_alone(one, rank) for rank in range(len(one.ranks))):
+        steps = {*one.steps}
+        lengths = {len(rank.steps) for rank in one.ranks}
+        if lengths != {len(steps)}:
             return f"the ranks of {one.name} have not all recorded the same steps"
     return ""
 
@@ -366,7 +393,9 @@ def _uneven_on(pair: Pair, rank: int) -> str:
     words = str(cell.first_divergence)
     if cell.first_divergence is None:
         words = _unlike(alone, None)
-    return words and f"in the steps that rank {rank} has alone: {words}"
+    if not words:
+        return ""
+    return f"in the steps that rank {rank} has alone: {words}"
 
 
 def _rank_alone(one: ScriptTrace, rank: int) -> ScriptTrace:
@@ -393,9 +422,11 @@ def _unlike(pair: Pair, rounded: Cell | None) -> str:
 def _unlike_loss(pair: Pair, rounded: Cell) -> str:
     """Return of which step the loss differs by more than rounding; "" if none does."""
     for number, step in zip(pair.steps, rounded.steps, strict=False):
-        for loss in step.differences.get("loss", {}).values():
+        losses_of_step = step.differences.get("loss", {})
+        for loss in losses_of_step.values():
             if loss.verdict == "different":
-                return f"step {number}: loss {loss.expected} -> {loss.got}, more than rounding does"
+                values = f"{loss.expected} -> {loss.got}"
+                return f"step {number}: loss {values}, more than rounding does"
     return ""
 
 

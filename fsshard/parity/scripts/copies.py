@@ -72,11 +72,15 @@ class _Search:
             return dict(candidate.named_parameters())
         if len(candidate) < 2:
             return {}  # too little to tell it from something else
-        values = candidate.values() if type(candidate) is dict else candidate
-        if type(next(iter(values))) is not Tensor:
+        named = candidate
+        if type(candidate) is list:
+            if type(candidate[0]) is not Tensor:
+                return {}  # as of most lists, which may be long
+            named = dict(enumerate(candidate))
+        first = next(iter(named.values()))
+        if type(first) is not Tensor:
             return {}
-        names = candidate if type(candidate) is dict else range(len(candidate))
-        return dict(zip(map(str, names), values, strict=True))
+        return {str(name): value for name, value in named.items()}
 
     def _is_copy(self, tensors: Tensors) -> bool:
         for value in tensors.values():

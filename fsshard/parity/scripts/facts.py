@@ -118,7 +118,8 @@ def members_of(optimizer: Any, names: Mapping[int, str]) -> list[list[str]]:
         return [group["params"] for group in groups_by_name(optimizer)]
     groups = []
     for group in getattr(optimizer, "param_groups", ()):
-        members = [names.get(id(parameter), "") for parameter in group["params"]]
+        ids = map(id, group["params"])
+        members = [names.get(one, "") for one in ids]
         if not all(members):
             return []
         groups.append(members)
@@ -197,9 +198,10 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def own_class(module: nn.Module) -> str:
     """Return the name of the user's class; FSDP2 makes one called ``FSDP...`` of it (torch 2.13)."""
-    cls, base, *others = type(module).__mro__
-    if base.__name__ == "FSDPModule":
-        cls = others[0]
+    classes = type(module).__mro__
+    cls = classes[0]
+    if classes[1].__name__ == "FSDPModule":
+        cls = classes[2]
     return cls.__name__
 
 

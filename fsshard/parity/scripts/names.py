@@ -26,11 +26,14 @@ def align_names(old: ScriptTrace, new: ScriptTrace, last: int) -> Names:
         last: the last step at which both have weights.
     """
     names = [*new.initial]
-    _rename(new, _models_in_order(old, new))
+    renamed_models = _models_in_order(old, new)
+    _rename(new, renamed_models)
     old_sides = _first_and_last(old, last)
     new_sides = _first_and_last(new, last)
-    old_name = {other: name for name, other in matched_names(old_sides, new_sides).items()}
-    _rename(new, _moving(old_name))
+    matched = matched_names(old_sides, new_sides)
+    old_name = {other: name for name, other in matched.items()}
+    moved = _moving(old_name)
+    _rename(new, moved)
     renamed = {}
     for name, other in zip(new.initial, names, strict=True):
         if name != other:
@@ -56,8 +59,9 @@ def matched_names(old: Sides, new: Sides) -> Names:
     shared = [name for name in old if name in new]
     other_modules = set()
     for name in shared:
-        initial = old[name][0]
-        if initial.digest != new[name][0].digest:
+        before, _ = old[name]
+        now, _ = new[name]
+        if before.digest != now.digest:
             other_modules.add(_module(name))
     found = {}
     for name in shared:
@@ -70,7 +74,11 @@ def matched_names(old: Sides, new: Sides) -> Names:
         if name not in matched:
             found[name] = name
     _match_alike(old, new, found, 0)
-    return {name: found[name] for name in old if name in found}
+    in_order = {}
+    for name in old:
+        if name in found:
+            in_order[name] = found[name]
+    return in_order
 
 
 def _module(name: str) -> str:
@@ -114,7 +122,7 @@ def _moving(old_name: Mapping[str, str]) -> Rename:
 
     def moved(name: str) -> str:
         if name.startswith(COPY):
-            return name
+            return name  # such as an average of the weights
         if name in old_name:
             return old_name[name]
         # The nearest module above whose name is known, and what is below it as it is called.
@@ -134,6 +142,7 @@ def _note_modules(name: str, other: str, modules: Names) -> None:
     name = _module(name)
     other = _module(other)
     modules.setdefault(name, other)
+    # The model itself has no name.
     while name or other:
         name, _, last = name.rpartition(".")
         other, _, other_last = other.rpartition(".")
@@ -145,14 +154,14 @@ def _note_modules(name: str, other: str, modules: Names) -> None:
 def _models_in_order(old: ScriptTrace, new: ScriptTrace) -> Rename:
     """Return how the new script's parameters are named if it calls those models first that the old one does."""
     place_of = _places(old, new)
-    order = [place for _, place in sorted(place_of.items())]
 
     def renamed(name: str) -> str:
-        for place in range(1, len(order)):
+        for place, other_place in place_of.items():
             prefix = in_model(place, "")
-            if name.startswith(prefix):
-                return in_model(order[place], name.removeprefix(prefix))
-        return in_model(order[0], name)
+            if prefix and name.startswith(prefix):
+                own_name = name.removeprefix(prefix)
+                return in_model(other_place, own_name)
+        return in_model(place_of[0], name)
 
     return renamed
 
@@ -187,9 +196,9 @@ def _common(one: Sketches, other: Sketches) -> tuple[int, int]:
     shapes = 0
     for name in one.keys() & other.keys():
         sketch = one[name]
-        same = other[name]
-        bits += sketch.digest == same.digest
-        shapes += sketch.shape == same.shape
+        other_sketch = other[name]
+        bits += sketch.digest == other_sketch.digest
+        shapes += sketch.shape == other_sketch.shape
     return bits, shapes
 
 
@@ -198,15 +207,16 @@ def _rename(trace: ScriptTrace, renamed: Rename) -> None:
         rank.initial = _renamed(rank.initial, renamed)
         for record in rank.steps.values():
             record.gradients = _renamed(record.gradients, renamed)
-            for quantity, sketches in record.sketches.items():
-                record.sketches[quantity] = _renamed(sketches, renamed)
-            facts = record.facts.items()  # which records share
-            record.facts = {kind: _renamed(of_kind, renamed) for kind, of_kind in facts}
+            for kind, named in record.sketches.items():
+                record.sketches[kind] = _renamed(named, renamed)
+            for kind, texts in record.facts.items():
+                record.facts[kind] = _renamed(texts, renamed)
 
 
 def _renamed(values: Named, renamed: Rename) -> Named:
     found = {}
     for full_name, value in values.items():
         name, colon, key = full_name.partition(": ")  # of a state "parameter: key"
-        found[renamed(name) + colon + key] = value
+        new_name = renamed(name)
+        found[f"{new_name}{colon}{key}"] = value
     return found

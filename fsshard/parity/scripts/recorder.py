@@ -165,12 +165,14 @@ class Recorder:
             return
         # A module below a known one is called alone where an activation is recomputed.
         known = module in self._known
-        self._simulated = facts.simulated(arguments) or (not known and facts.is_simulated(module))
+        self._simulated = facts.simulated(arguments)
+        if not known and not self._simulated:
+            self._simulated = facts.is_simulated(module)
         if self._simulated:
             return
         if not known and any(parameter.requires_grad for parameter in module.parameters()):
             self._add(module)
-        known = module in self._known
+            known = module in self._known
         self._round(known)
         if known:
             self._entered = weakref.ref(module)
@@ -237,9 +239,13 @@ class Recorder:
         self._models = [one for one in self._models if id(one) not in inner]
         self._models.append(module)
         engine = dict(module.named_children()).get(COMPILED, module)  # what torch.compile has compiled
-        layers = Counter(repr(one) for one in module.modules() if next(one.children(), None) is None)
+        layers: Counter[str] = Counter()
+        for one in module.modules():
+            if next(one.children(), None) is None:
+                layers[repr(one)] += 1
         weights = {}
-        for quantity, name, sketched in self._sketches(len(self._models) - 1, INITIAL):
+        place = len(self._models) - 1
+        for quantity, name, sketched in self._sketches(place, INITIAL):
             if quantity == "weight":
                 weights[name] = sketched
         model = Model(engine=type(engine).__name__, layers=dict(layers), weights=weights)
@@ -298,8 +304,9 @@ class Recorder:
         noted = self._notes.states
         for parameter in facts.parameters_of(optimizer):
             name = names.get(id(parameter))
-            if name:
-                noted[name] = noted.get(name) or ("there" if states.get(parameter) else "")
+            if name is None or noted.get(name):
+                continue
+            noted[name] = "there" if states.get(parameter) else ""
 
     @disable_dynamo
     @_shielded
@@ -365,7 +372,9 @@ class Recorder:
         record.groups = record.groups + groups
         record.skipped = record.skipped or skipped
         settings = self._settings
-        if record.step < settings.first or (settings.last is not None and record.step >= settings.last):
+        if record.step < settings.first:
+            return
+        if settings.last is not None and record.step >= settings.last:
             return
         # torch's alone: what others draw is in the samples, and a script that never seeds them has others in each run
         record.random = digest([torch.get_rng_state(), *cuda_states()])
@@ -375,6 +384,9 @@ class Recorder:
 
     def _new_record(self, notes: Notes, scaler: Any) -> Record:
         """Return the record of a new step, with its losses and samples."""
+        number = 0
+        if self._last_record is not None:
+            number = self._last_record.step + 1
         scale = 1.0
         if isinstance(scaler, torch.amp.GradScaler):
             # What backward was called on is scaled, if a scaler makes the step; its scale is a power of two.
@@ -382,22 +394,23 @@ class Recorder:
         losses = []
         for loss, module in notes.losses:
             if module() is not None:
-                losses.append(float(asked(loss, "full_tensor").real) / scale)
+                value = asked(loss, "full_tensor")
+                losses.append(float(value.real) / scale)
         samples = [one for one, module in notes.samples if module() is not None]
-        number = 0
-        if self._last_record is not None:
-            number = self._last_record.step + 1
-        self._last_record = Record(step=number, losses=losses, samples=samples, groups=[], skipped=False)
+        record = Record(step=number, losses=losses, samples=samples, groups=[], skipped=False)
+        self._last_record = record
         self._copies = None
-        return self._last_record
+        return record
 
     def _note_facts(self, record: Record, optimizer: Any, notes: Notes) -> None:
         """Note of each parameter and module what it is in this step, whatever its numbers are."""
         found = record.facts
         members = found.setdefault("member", {})
         names = facts.names_by_id(self._models)
-        for number, group in enumerate(facts.members_of(optimizer, names), len(record.groups)):
+        number = len(record.groups)
+        for group in facts.members_of(optimizer, names):
             members |= dict.fromkeys(group, str(number))
+            number += 1
         found["trained"] = dict(facts.trained_of(self._models))
         found["state"] = notes.states | record.fact("state")
         steps = int(record.fact("count").get("optimizer steps", 0))
@@ -446,14 +459,16 @@ class Recorder:
         """Yield quantity, name and sketch; keep the tensors where that is asked for. Collective."""
         # Of copies that all ranks have gathered one rank makes the sketch, of replicas each rank its digest at least.
         rank, size = rank_and_size()
-        for number, whole in enumerate(self._whole(self._models[place], optimizer)):
+        model = self._models[place]
+        for number, whole in enumerate(self._whole(model, optimizer)):
             holders = whole.ranks or range(size)
             is_own = holders[number % len(holders)] == rank
             if is_own or whole.quantity != "weight":
                 # Replicas' buffers may differ, and FairScale's state is its owner's.
                 yield whole.quantity, whole.name, sketch(whole.value)
             elif whole.ranks is None:
-                yield whole.quantity, whole.name, store.digest_alone(sketch_digest(whole.value))
+                only_digest = store.digest_alone(sketch_digest(whole.value))
+                yield whole.quantity, whole.name, only_digest
             if is_own and whole.quantity != "state" and _is_due(step, self._settings.tensors):
                 file = store.tensor_file(self._folder, step, in_model(place, whole.name))
                 store.write_tensor(file, whole.value)
@@ -466,9 +481,12 @@ class Recorder:
         if not self._settings.state or optimizer is None:
             return
         for name, state in whole_state(model, optimizer, prefix):
-            tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
-            for key in tensors:
-                yield Whole(f"{name}: {key}", state.pop(key), None, "state")  # and keep none here
+            for key in [*state]:
+                value = state.pop(key)
+                whole = Whole(f"{name}: {key}", value, None, "state")
+                del value  # and keep none here
+                if isinstance(whole.value, Tensor):
+                    yield whole
 
     def _write(self, record: Record) -> None:
         if self._file is None and not self._begin_file():
@@ -518,7 +536,12 @@ def _is_trained(model: nn.Module, stepped: set[int]) -> bool:
     """Return whether a model has gradients, or an optimizer steps its parameters; an engine hides both."""
     if isinstance(model, ShardedModule) or steps_itself(model):
         return True
-    return any(one.grad is not None or id(one) in stepped for one in model.parameters())
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            return True
+        if id(parameter) in stepped:
+            return True
+    return False
 
 
 def _optimizer_of(outer: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -535,7 +558,9 @@ def rank_and_size() -> tuple[int, int]:
     """Return this process's rank and how many there are, as the group or the launcher says."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = os.environ.get("RANK", 0)
+    size = os.environ.get("WORLD_SIZE", 1)
+    return int(rank), int(size)
 
 
 # --------------------------------------------------------------------------------------------------- for one's own code

@@ -18,6 +18,8 @@ Tell = Callable[[Ranks, Ranks], str]
 Settings = Mapping[str, Any]
 Texts = Mapping[str, str]
 Names = list[str]
+Change = tuple[str, str]
+"""A setting, and its values: "old -> new"."""
 
 SAME = 1e-12
 """Relative difference of two settings that a schedule's own arithmetic, in float64, explains."""
@@ -42,12 +44,12 @@ def few(names: Iterable[Any], most: int = 4) -> str:
 def alone(what: str, old: Collection[str], new: Collection[str]) -> Names:
     """Return in words, which begin with ``what``, the names that one script has alone."""
     found = []
-    of_old = [name for name in old if name not in new]
-    of_new = [name for name in new if name not in old]
+    of_old = few([name for name in old if name not in new])
+    of_new = few([name for name in new if name not in old])
     if of_old:
-        found.append(f"{what} the old script alone: {few(of_old)}")
+        found.append(f"{what} the old script alone: {of_old}")
     if of_new:
-        found.append(f"{what} the new script alone: {few(of_new)}")
+        found.append(f"{what} the new script alone: {of_new}")
     return found
 
 
@@ -111,9 +113,9 @@ def samples(old: Ranks, new: Ranks) -> str:
     old_rows, old_total = _all_samples(old)
     new_rows, new_total = _all_samples(new)
     if old_total is not None and old_total == new_total:
-        before_sizes = [len(one) for one in before]
-        now_sizes = [len(one) for one in now]
-        if before_sizes == now_sizes:
+        old_sizes = [len(record.samples) for record in old]
+        new_sizes = [len(record.samples) for record in new]
+        if old_sizes == new_sizes:
             return "the ranks were given the same samples in another order"
         return ""  # divided otherwise among ranks or batches, which is no cause
     rank = _first_difference(before, now)
@@ -131,8 +133,8 @@ def samples(old: Ranks, new: Ranks) -> str:
 
 def _first_difference(old: list[Names], new: list[Names]) -> int:
     """Return the first rank of which two lists differ; 0 if one is longer, and that is all."""
-    for rank, digests_of_rank in enumerate(zip(old, new, strict=False)):
-        before, now = digests_of_rank
+    for rank, pair in enumerate(zip(old, new, strict=False)):
+        before, now = pair
         if before != now:
             return rank
     return 0
@@ -171,7 +173,8 @@ def _arguments(record: Record) -> Texts:
 def _changed_arguments(old: Texts, new: Texts) -> str:
     """Return which arguments of a forward differ, if others do not."""
     changed = changes(old, new)
-    if len(changed) == len(old.keys() & new.keys()):
+    shared = old.keys() & new.keys()
+    if len(changed) == len(shared):
         return ""
     words = [f"another argument {name}" for name in changed]
     for name in old:
@@ -209,11 +212,11 @@ def groups(old: Ranks, new: Ranks) -> str:
 def settings(old: Record, new: Record) -> str:
     """Compare what the optimizers' groups say of each parameter."""
     if old.groups == new.groups and old.facts == new.facts:
-        return ""
+        return ""  # as in most steps
     before = _settings_by_name(old)
     now = _settings_by_name(new)
     shared = [name for name in before if name in now]
-    changed: dict[tuple[str, str], Names] = {}  # a setting and its values -> the parameters, or groups
+    changed: dict[Change, Names] = {}  # -> the parameters, or groups
     for name in shared:
         for change in _changed_settings(before[name], now[name]):
             changed.setdefault(change, []).append(name)
@@ -253,7 +256,7 @@ def _settings_by_name(record: Record) -> dict[str, Settings]:
     return found
 
 
-def _changed_settings(old: Settings, new: Settings) -> Iterator[tuple[str, str]]:
+def _changed_settings(old: Settings, new: Settings) -> Iterator[Change]:
     """Yield settings that both have and that differ: another release, or another class, has further ones."""
     shared = old.keys() & new.keys() - KERNELS
     keys = sorted(shared)
@@ -303,8 +306,11 @@ def _not_stepped(names: set[str], record: Record, side: str) -> Iterator[str]:
     reasons: dict[str, Names] = {}
     trained = record.fact("trained")
     for name in sorted(names):
-        reason = "frozen" if trained.get(name) == "frozen" else "in no group of an optimizer"
-        reasons.setdefault(reason, []).append(name)
+        reason = "in no group of an optimizer"
+        if trained.get(name) == "frozen":
+            reason = "frozen"
+        with_reason = reasons.setdefault(reason, [])
+        with_reason.append(name)
     for reason, unstepped in sorted(reasons.items()):
         verb = "is" if len(unstepped) == 1 else "are"
         yield f"{few(unstepped)} {verb} {reason} in the {side} script"
@@ -337,7 +343,11 @@ def _states(ranks: Ranks) -> dict[str, str]:
 
 def _lost(states: Texts, others: Texts) -> Names:
     """Return of what there are states, and none in the other script, which has the parameter."""
-    return sorted(name for name in states if states[name] and others.get(name) == "")
+    lost = []
+    for name, state in states.items():
+        if state and others.get(name) == "":
+            lost.append(name)
+    return sorted(lost)
 
 
 def _classes(record: Record) -> set[Any]:
@@ -406,7 +416,8 @@ def buffers(old: Record, new: Record) -> str:
 
 
 def _buffers(record: Record) -> Names:
-    return sorted(name for name in record.buffers if not name.startswith(COPY))
+    names = sorted(record.buffers)
+    return [name for name in names if not name.startswith(COPY)]
 
 
 def broadcast(old: Ranks, new: Ranks) -> str:
@@ -445,10 +456,10 @@ def losses(old: Ranks, new: Ranks) -> str:
         before = [sum(before) / len(old)]
         now = [sum(now) / len(new)]
     for one, other in zip(before, now, strict=True):
-        if math.isnan(one) and math.isnan(other):
+        both_nan = math.isnan(one) and math.isnan(other)
+        if both_nan or math.isclose(one, other, rel_tol=SAME_LOSS):
             continue
-        if not math.isclose(one, other, rel_tol=SAME_LOSS):
-            return f"loss {one!r} -> {other!r}"
+        return f"loss {one!r} -> {other!r}"
     return ""
 
 
@@ -460,9 +471,10 @@ def random(old: Ranks, new: Ranks) -> str:
     """Compare the states of the random generators."""
     if len(old) != len(new):
         return ""
+    why = "dropout, shuffling or augmentation in one of the two?"
     for before, now in zip(old, new, strict=True):
         if before.random != now.random:
-            return "other random numbers have been drawn (dropout, shuffling or augmentation in one of the two?)"
+            return f"other random numbers have been drawn ({why})"
     return ""
 
 

@@ -129,12 +129,6 @@ def test_other_weights_at_the_start(tmp_path: Path) -> None:
     assert found.causes == ["1 of 1 initial weights differ (another seed?): w"]
 
 
-def test_a_script_that_ends_earlier_has_shown_less(tmp_path: Path) -> None:
-    found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", steps=2))
-    assert (found.ok, found.report.ok) == (False, True)
-    assert found.sentence.endswith("old has recorded 3 steps (0 to 2), new 2 steps (0 to 1); 2 steps agree.")
-
-
 def test_as_many_steps_that_are_others(tmp_path: Path) -> None:
     old, new = script(tmp_path / "old"), script(tmp_path / "new", steps=4, first=1)
     assert "old has recorded 3 steps (0 to 2), new 3 steps (1 to 3)" in compare_scripts(old, new).sentence
@@ -169,6 +163,17 @@ def test_on_other_numbers_of_ranks_replicas_must_be_equal(tmp_path: Path) -> Non
     file = new / "rank3.jsonl"
     file.write_text(file.read_text().replace(ONE.digest, TWO.digest))
     assert "ranks 0 and 3 of new hold different weights" in compare_scripts(old, new).sentence
+
+
+def test_ranks_that_are_apart_in_both_scripts(tmp_path: Path) -> None:
+    """They are named where nothing else explains the difference of the two."""
+    for name, late in (("old", {}), ("new", OTHER), ("rate", {**OTHER, "groups": [{"lr": 0.2}]})):
+        file = script(tmp_path / name, size=2, **late) / "rank1.jsonl"
+        file.write_text(file.read_text().replace(ONE.digest, ZERO.digest))
+    told = "hold different weights: are gradients not averaged? w"
+    causes = compare_scripts(tmp_path / "old", tmp_path / "new").causes
+    assert causes == [f"step 0: ranks 0 and 1 of old {told}", f"step 0: ranks 0 and 1 of new {told}"]
+    assert compare_scripts(tmp_path / "old", tmp_path / "rate").causes == ["step 2: lr of group 0 0.1 -> 0.2"]
 
 
 def test_replicas_that_differ_are_compared_by_their_digests(tmp_path: Path) -> None:
