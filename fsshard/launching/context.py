@@ -221,7 +221,6 @@ def init(
     timeout: float | timedelta | None = None,
     threads: int | None = None,
     device: torch.device | str | None = None,
-    backend: str | None = None,
 ) -> Context:
     """Join the job that the environment describes.
 
@@ -238,13 +237,12 @@ def init(
         threads: for ``torch.set_num_threads``. By default torch's own choice for one rank per machine or where
             ``OMP_NUM_THREADS`` is set, 1 for several ranks under gloo, and an equal share of the cores under nccl.
         device: where to compute; by default this rank's CUDA device under nccl and the CPU under gloo.
-        backend: raises; an engine is named to :func:`fsshard.wrap`.
 
     Raises:
         LaunchError: a variable is missing or invalid, this machine lacks what was asked for, or nobody answers at
             ``MASTER_ADDR:MASTER_PORT``.
     """
-    settings = JoinSettings.check(renamed_backend(process_group_backend, backend), timeout, threads, device)
+    settings = JoinSettings.check(process_group_backend, timeout, threads, device)
     if dist.is_initialized():
         return _existing_context(settings)
     info = launched_rank()
@@ -260,17 +258,6 @@ def init(
     watch_end(dist.group.WORLD)
     watchdog.join()
     return context
-
-
-def renamed_backend(process_group_backend: str | None, backend: str | None) -> str | None:
-    """Return the backend of the process group; raise where an engine's name was given here."""
-    if backend is not None:
-        raise LaunchError(
-            f"backend={backend!r}: expected the engine's name where a model is wrapped, "
-            f"fsshard.wrap(model, backend={backend!r}); what sends tensors is named here by "
-            "process_group_backend='gloo' or 'nccl'"
-        )
-    return process_group_backend
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from fsshard.launching.context import (
     exported,
     init,
     join,
-    renamed_backend,
     running_sizes,
 )
 from fsshard.launching.leaving import (
@@ -78,7 +77,6 @@ def launch(
     threads: int | None = None,
     grace: float = 30.0,
     oversubscribe: bool = False,
-    backend: str | None = None,
 ) -> Any:
     """Run ``fn(context, *args)`` on every rank.
 
@@ -97,7 +95,6 @@ def launch(
             Kubernetes and torchrun send. The signal is passed on to each rank; ranks that are left after that time are
             killed. If all ranks return in time, so does this call.
         oversubscribe: start more ranks than this machine has CPU cores, as a test of many ranks does; they take turns.
-        backend: raises; an engine is named to :func:`fsshard.wrap`.
 
     Returns:
         What ``fn`` returned: on rank 0 when spawned (it must be picklable), on this rank under a launcher. ``None``
@@ -109,8 +106,7 @@ def launch(
             Its ``__cause__`` is that rank's exception, where that can be pickled. Where SIGTERM ended the ranks, it
             ends this process, too.
     """
-    kind = renamed_backend(process_group_backend, backend)
-    settings = JoinSettings.check(kind, timeout, threads, None)
+    settings = JoinSettings.check(process_group_backend, timeout, threads, None)
     check_count("nprocs", nprocs)
     if not callable(fn):
         raise LaunchError(f"launch() needs a function fn(context, *args), got {fn!r}")
@@ -126,7 +122,7 @@ def launch(
             f"launch(nprocs={nprocs}), but a job of WORLD_SIZE={sizes[0]} (LOCAL_WORLD_SIZE={sizes[1]}) is already "
             "running in this environment; leave nprocs out, or start that many processes with the launcher"
         )
-    join_job = functools.partial(init, process_group_backend=kind, timeout=timeout, threads=threads)
+    join_job = functools.partial(init, process_group_backend=process_group_backend, timeout=timeout, threads=threads)
 
     def run() -> Any:
         return _run(join_job, fn, tuple(args))[1]

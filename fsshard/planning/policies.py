@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import InitVar, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ class Precision:
         output: dtype of the model's floating-point outputs. None: as they come.
         fp32_units: dtype in which modules compute that own complex weights or are BatchNorms: None, or float32 by name.
             There is no complex bfloat16, and a complex32 has no matrix product on the CPU.
-        island: what ``fp32_units`` was called before 0.1.
     """
 
     param: torch.dtype | None = None
@@ -45,13 +43,8 @@ class Precision:
     buffer: torch.dtype | None = None
     output: torch.dtype | None = None
     fp32_units: torch.dtype | None = None
-    island: InitVar[torch.dtype | None] = None
 
-    def __post_init__(self, island: torch.dtype | None) -> None:
-        if island is not None:
-            told = "fsshard.Precision(island=...) is called fp32_units=; the old word goes with the next release"
-            warnings.warn(told, FutureWarning, stacklevel=3)
-            object.__setattr__(self, "fp32_units", island)
+    def __post_init__(self) -> None:
         for field in ("param", "reduce", "buffer", "output", "fp32_units"):
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

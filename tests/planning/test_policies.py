@@ -376,8 +376,6 @@ def test_fp32_units_compute_in_float32() -> None:
     with pytest.raises(PrecisionError, match="compute in float32 under every backend; leave fp32_units=None"):
         Precision(fp32_units=BF16)
     assert Precision(fp32_units=FP32).is_full
-    with pytest.warns(FutureWarning, match="is called fp32_units="):
-        assert Precision(island=FP32) == Precision(fp32_units=FP32)
 
 
 @pytest.mark.parametrize("field", ["param", "reduce", "buffer", "output", "fp32_units"])
