@@ -1,13 +1,12 @@
-"""``fsshard parity``: compare engines on a recipe, record one training (``--record``), or check the golden runs."""
+"""``fsshard parity``: compare engines on a recipe, or record one training (``--record``)."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -23,15 +22,10 @@ if TYPE_CHECKING:
     from fsshard.parity import ParityReport
 
 DEFAULT_WORLD_SIZES = ("1", "2")
-GOLDEN_BACKENDS = ("ddp", "fsdp2")
 MEANINGLESS = {
-    "--golden": (
-        "RECIPE", "--world-size", "--mesh", "--steps", "--reference", "--device", "--record", "--tensors", "--against",
-        "--plot",
-    ),
     "--record": ("--against", "--reference", "--mesh", "--json", "--plot"),
     "--against": ("--reference", "--mesh"),
-}  # fmt: skip
+}
 """Options that have no effect together with another one."""
 NAMES = {"recipes": "RECIPE", "json_file": "--json", "picture": "--plot"}
 """Options by the names of their parameters, where these are not the same."""
@@ -68,10 +62,8 @@ class Request:
                 raise ConfigurationError(f"{option} has no effect together with {one}; leave it out")
         if self.tensors and self.record is None:
             raise ConfigurationError("--tensors chooses what --record keeps; give --record too")
-        if one == "--golden":
-            return
         if not self.recipes:
-            raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno (or --golden)")
+            raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno")
         if one and len(self.recipes) > 1:
             raise ConfigurationError(f"{one} takes one training; give one RECIPE")
         several = len(self.backends or ()) > 1 or ("--world-size" in self.given and len(self.world_sizes) > 1)
@@ -124,9 +116,6 @@ def command(
             help="Compare with a training recorded with --record, under another torch, machine or commit.",
         ),
     ] = None,
-    golden: Annotated[
-        bool, typer.Option("--golden", help="Check the golden runs of this installation instead of a RECIPE.")
-    ] = False,
     progress: Progress = None,
     quiet: Quiet = False,
 ) -> None:
@@ -154,15 +143,13 @@ def command(
         meshes=cli.meshes(mesh or ()),
     )
     request.check()
-    run = _golden if golden else _record if record is not None else _compare
-    raise typer.Exit(run(request))
+    raise typer.Exit(_compare(request) if record is None else _record(request))
 
 
 def _each(
     request: Request,
     names: Iterable[str],
     train: Callable[[str, output.ProgressCallback | None], Any],
-    title: str = "",
     pool: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Any]:
     """Map each name to what ``train`` returned, or what stopped it: one that fails does not lose the others."""
@@ -173,7 +160,7 @@ def _each(
         with output.progress_bar(request.progress, stderr) as bar, pool or nullcontext():
             for name in names:
                 try:
-                    results[name] = train(name, bar(f"{title}{name}"))
+                    results[name] = train(name, bar(name))
                 except (FsshardError, KeyboardInterrupt) as error:
                     results[name] = error
                     if isinstance(error, KeyboardInterrupt):
@@ -182,13 +169,12 @@ def _each(
 
 
 def _exit_code(result: Any) -> int:
-    """Return the exit status of a report, of golden runs, or of what stopped them."""
+    """Return the exit status of a report, or of what stopped it."""
     if isinstance(result, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(result, BaseException):
         return BAD_INPUT if isinstance(result, (ConfigurationError, MissingExtra)) else DIFFERENT
-    ok = bool(result) and all(run.ok for run in result) if isinstance(result, list) else result.ok
-    return AGREED if ok else DIFFERENT
+    return AGREED if result.ok else DIFFERENT
 
 
 # ------------------------------------------------------------------------------------------------ compare
@@ -295,29 +281,3 @@ def _record(request: Request) -> int:
             print(f"  {name} {value}")
         print(f"compare with it: fsshard parity {recipe} --against {trace.file}")
     return AGREED
-
-
-# ------------------------------------------------------------------------------------------------ golden runs
-
-
-def _golden(request: Request) -> int:
-    cli.check_files(request.json_file)
-    check = importlib.import_module("fsshard.parity.golden").check
-    timeout = request.options["timeout"]
-    train: Any = lambda name, bar: check(backend=name, timeout=timeout, progress=bar)  # noqa: E731
-    results = _each(request, dict.fromkeys(request.backends or GOLDEN_BACKENDS), train, "golden, ")
-    entries = []
-    for backend, found in results.items():
-        if isinstance(found, BaseException):
-            said = str(found).strip().partition("\n")[0] or "interrupted"
-            print(f"fsshard: golden runs under {backend}: {said}", file=sys.stderr)
-            entries.append({"backend": backend, "ok": False, "error": said})
-            continue
-        for result in found:
-            if not (request.quiet and result.ok):
-                said = f": {result.text}" if result.text else ""
-                print(f"{result.name} under {backend}: {result.verdict}{said}", file=request.out)
-            entries.append({"backend": backend, **asdict(result), "ok": result.ok})
-    if request.json_file is not None:
-        output.write_json(request.json_file, json.dumps(entries))
-    return max(map(_exit_code, results.values()), default=DIFFERENT)

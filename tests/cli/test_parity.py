@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ import fsshard.parity
 from fsshard.cli import app as cli
 from fsshard.errors import RankFailed, RecipeError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace
-from fsshard.parity.golden import GoldenResult
 from tests.forked import run_module
 from tests.parity import faults
 from tests.parity.test_report import bounded, different, exact, failed, refused, report
@@ -203,13 +200,9 @@ def test_pictures(fake: Any, tmp_path: Path) -> None:
         ([f"{HERE}:tiny", "--plot", "parity.jpg"], "ends in .png, .svg or .pdf"),
         ([f"{HERE}:tiny", "--json", "nowhere/x.json"], "there is no folder"),
         ([f"{HERE}:tiny", "--bogus"], "--bogus"),
-        ([f"{HERE}:tiny", "--golden"], "RECIPE has no effect together with --golden"),
         ([f"{HERE}:tiny", "--json", "tests"], "'tests' is a folder"),
         ([f"{HERE}:tiny", "--plot", "tests/nowhere/x.png"], "there is no folder"),
         ([f"{HERE}:bad_field"], f"{HERE}:bad_field: recipe.accumulate must be a positive integer"),
-        (["--golden", "--plot", "x.png"], "--plot has no effect together with --golden"),
-        (["--golden", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
-        (["--golden", "--world-size", "2"], "--world-size has no effect together with --golden"),
         ([f"{HERE}:tiny", "--mesh", "data=2", "--record", "x.json"], "--mesh has no effect together with --record"),
         ([f"{HERE}:tiny", "--mesh", "data=2", "--against", "x.json"], "--mesh has no effect together with --against"),
         (["--record", "t.json"], "expected a RECIPE"),
@@ -370,50 +363,3 @@ def test_a_recipe_that_differs_from_itself_is_not_recorded(shared: None, tmp_pat
     assert cli.main(["parity", "tests.parity.faults:restless", "--record", str(file), "--steps", "1", "-q"]) == 2
     assert "the recipe is not deterministic" in capfd.readouterr().err
     assert not file.exists()
-
-
-# Golden runs
-
-
-def golden(name: str, ok: bool) -> GoldenResult:
-    return GoldenResult(name=name, equal=ok, verdict="equal" if ok else "different", text="" if ok else "step 3")
-
-
-@pytest.mark.parametrize(("oks", "code"), [((True, True), 0), ((True, False), 1), ((), 1)])
-def test_golden(oks: tuple[bool, ...], code: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    results = [golden(f"run{i}", ok) for i, ok in enumerate(oks)]
-    module = types.ModuleType("fsshard.parity.golden")
-    module.check = lambda backend, timeout, progress: results  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
-    assert run("--golden", "--backends", "ddp") == code
-    expected = [
-        "run0 under ddp: equal",
-        "run1 under ddp: equal" if code == 0 else "run1 under ddp: different: step 3",
-    ]
-    assert capfd.readouterr().out.splitlines() == expected[: len(oks)]
-    assert run("--golden", "--json", "-", "--backends", "ddp") == code
-    assert [(r["backend"], r["ok"]) for r in json.loads(capfd.readouterr().out)] == [("ddp", ok) for ok in oks]
-
-
-def test_golden_runs_of_one_backend_that_fail_leave_the_others(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    asked: list[tuple[str, float]] = []
-
-    def check(backend: str, timeout: float, progress: Any) -> list[GoldenResult]:
-        asked.append((backend, timeout))
-        if backend == "fsdp":
-            raise RankFailed(1, "ValueError", "broken", "Traceback of rank 1")
-        return [golden("run0", True)]
-
-    module = types.ModuleType("fsshard.parity.golden")
-    module.check = check  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
-    assert run("--golden", "--backends", "ddp,fsdp,fsdp2", "--timeout", "9", "--json", "-") == 1
-    out, err = capfd.readouterr()
-    assert asked == [("ddp", 9.0), ("fsdp", 9.0), ("fsdp2", 9.0)]
-    assert err.splitlines() == [
-        "run0 under ddp: equal",
-        "fsshard: golden runs under fsdp: rank 1 failed with ValueError: broken",
-        "run0 under fsdp2: equal",
-    ]
-    assert [entry["ok"] for entry in json.loads(out)] == [True, False, True]
-    assert json.loads(out)[1]["error"] == "rank 1 failed with ValueError: broken"

@@ -15,10 +15,12 @@ import contextlib
 import functools
 import importlib.metadata
 import itertools
+import math
 import re
 import sys
 import tempfile
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,9 +35,7 @@ import fsshard.parity
 from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
 from fsshard.launching.pool_worker import environment_of
-from fsshard.parity import golden
-from fsshard.parity.golden import uniform
-from fsshard.parity.sketch import digest
+from fsshard.parity.sketch import digest, shifted, signed, splitmix64
 from fsshard.parity.trace import environment
 from fsshard.recipes.recipe import Recipe
 from tests.complex_params import training as complex_training
@@ -132,6 +132,17 @@ class Probe(NamedTuple):
         return [kind for kind, found in self.digests.items() if found != other.digests[kind]]
 
 
+def uniform(name: str, *shape: int) -> Tensor:
+    """Return numbers in [-1, 1) from a name: the same bits on every machine, by integer arithmetic alone.
+
+    Counter mode of the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), of which 24 bits are kept, as many
+    as a float32 holds exactly.
+    """
+    state = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64) * signed(0x9E3779B97F4A7C15)
+    state += signed((zlib.crc32(name.encode()) << 32) | zlib.adler32(name.encode()))
+    return (shifted(splitmix64(state), 40).to(torch.float32) * 2.0**-23 - 1.0).reshape(shape)
+
+
 def probe() -> Probe:
     """Try this process's kernels."""
     x = uniform("probe", 65, 4099)
@@ -203,14 +214,12 @@ class Work(NamedTuple):
         wide: optimizers to train :class:`Wide` with.
         cases: of the zoo, trained with complex parameters as they are, and stored as pairs of reals.
         trainings: beside bare replicas, with state dicts, saves and loads on the way.
-        golden: golden runs.
     """
 
     rows: tuple[tuple[str, ...], ...] = ()
     wide: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     trainings: tuple[str, ...] = ()
-    golden: tuple[str, ...] = ()
 
 
 def whole_work() -> Work:
@@ -220,7 +229,6 @@ def whole_work() -> Work:
         wide=tuple(matrix.OPTIMIZERS),
         cases=COMPLEX,
         trainings=tuple(name for name in TRAININGS if name.partition("-")[2] not in RECIPES),
-        golden=tuple(golden.RECIPES),
     )
 
 
@@ -267,25 +275,10 @@ def state_dicts(pool: RankPool, threads: int, work: Work) -> Outcomes:
             yield ("different", f"{name}: {wrong[0]}") if wrong else ("exact", "")
 
 
-def golden_runs(pool: RankPool, threads: int, work: Work) -> Outcomes:
-    """Compare with the library's golden losses, and see whether all engines have the same ones here."""
-    compare = functools.partial(fsshard.parity.compare, pool=pool)
-    for name in work.golden:
-        source = functools.partial(threaded, threads, golden.RECIPES[name])
-        here = fsshard.parity.record(source, steps=golden.STEPS, world_size=2, detail="losses", pool=pool)
-        for cell in compare(source, against=here, backends=DISTRIBUTED):
-            if cell.verdict != "exact":
-                yield "", f"{name}: {cell.backend} differs from ddp: {cell.first_divergence or cell.reason}"
-        (kept,) = compare(source, against=fsshard.parity.Trace.load(golden.file_of(name)), backends=["ddp"])
-        outcome = golden.WORDS.get(kept.verdict, kept.verdict)
-        yield outcome, "" if kept.verdict in golden.WORDS else f"{name}: {kept.first_divergence}"
-
-
 JOBS = {
     "engines": engines,
     "complex parameters": complex_parameters,
     "state dicts": state_dicts,
-    "golden losses": golden_runs,
 }
 """Column of the table -> what is run for it."""
 

@@ -44,7 +44,7 @@ def test_ranks_take_other_code_paths(lowest: RankPool, ranks: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", [job for job in machines.JOBS if job != "golden losses"])  # many runs judge these
+@pytest.mark.parametrize("job", machines.JOBS)
 def test_engines_agree_there(lowest: RankPool, job: str) -> None:
     found = machines.told(machines.JOBS[job], lowest, 2, SHORT)
     assert found and [fault for _, fault in found if fault] == []
@@ -85,9 +85,7 @@ def test_what_a_cpu_lacks_is_named_and_not_run(tmp_path: Path) -> None:
 
 
 def test_a_fault_is_listed_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bad = Line(
-        ["`X=1`", "2", "-", "no", "3 exact, 1 different", "", "", ""], ["X=1, threads: 2: mlp under fsdp: step 0"]
-    )
+    bad = Line(["`X=1`", "2", "-", "no", "3 exact, 1 different", "", ""], ["X=1, threads: 2: mlp under fsdp: step 0"])
     monkeypatch.setattr(machines, "run_all", lambda *_: [Line(["none", "1"]), bad])
     monkeypatch.setattr(machines, "environment", lambda: {"processor": "Old CPU"})
     assert machines.main(["--table", str(tmp_path / "page.md")]) == 1
