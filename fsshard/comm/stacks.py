@@ -37,7 +37,6 @@ TRACEBACK = "Traceback (most recent call last)"
 WRAPPERS = {"wrapper", "__call__", "_fn", "decorate_context", "__torch_dispatch__", "__torch_function__", "inner"}
 # torch 2.13 renamed them and kept the old names as aliases; everybody knows the old ones.
 STANDARD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
-WATCHDOG = " in end_if_mismatched"  # which function of its own ends a process
 IN_BACKWARD = "a collective in backward"
 EARLIER = "an earlier collective"  # whose wait() was called, or in which another one is stuck
 
@@ -91,9 +90,8 @@ def location_in_traceback(text: str) -> StackLocation:
 def location_in_dump(text: str) -> StackLocation:
     """Return where the main thread is, from what ``faulthandler`` wrote about all threads."""
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
-    # Where one of gloo's threads aborts, none of Python's is the current one; where the watchdog ends the process, that
-    # is. The main one comes last.
-    current = (part for part in threads if part.startswith("Current thread") and WATCHDOG not in part)
+    # Where one of gloo's threads aborts, none of Python's is the current one. The main one comes last.
+    current = (part for part in threads if part.startswith("Current thread"))
     main = next(current, threads[-1])
     return _located(_frames(main), [_frames(part) for part in threads if part is not main])
 

@@ -79,10 +79,6 @@ class PatientStore:
         """Add to a count, and return it."""
         return self._ask(lambda: self._store.add(key, amount))
 
-    def first(self, key: str, value: str) -> str:
-        """Set a key unless a rank has, and return its value."""
-        return self._ask(lambda: self._store.compare_set(key, "", value)).decode()
-
     def delete_key(self, key: str) -> bool:
         return self._ask(lambda: self._store.delete_key(key))
 

@@ -16,7 +16,6 @@ import itertools
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -473,34 +472,6 @@ class Watchdog:
         names = {str(group.group_name): _ranks_of(group) for group in all_groups()}
         return {name: f"{name}:{','.join(map(str, ranks))}" for name, ranks in names.items()}
 
-    def end_if_mismatched(self) -> None:
-        """End this process if it waits in a collective that is another operation on another rank of the group.
-
-        All ranks number a group's collectives alike, and gloo pairs them by that number: neither can end, and no rank
-        is late. Where both are the same operation nothing is known, since a rank may be late. Over gloo a thread cannot
-        wake the one that waits (``ProcessGroup.abort`` of torch 2.13 does nothing), so the process ends by SIGABRT, as
-        gloo itself ends it where sizes differ.
-        """
-        groups = self._groups()
-        for (name, number), operation in collectives(self._began).pending.items():
-            # Numbers are given once to a world's groups; other names, which are made of ranks, can come again.
-            if not name.isdigit() or name not in groups:
-                continue
-            mine = [self.rank, operation, self.here().text]
-            key = f"runs/{groups[name]}/{number}"
-            rank, theirs, text = json.loads(self.store.first(key, json.dumps(mine)))
-            if theirs != operation:
-                why = (
-                    f"{mine[2]}, and rank {rank} {text}: they wait for each other forever, since collective {number} "
-                    f"of their process group is {operation} here and {theirs} there. {UNEQUAL_CALLS}; for unequal "
-                    "numbers of batches there is fsshard.join(model)"
-                )
-                log.error("rank %d %s", self.rank, why)
-                self.leave(why)
-                # In this thread, which holds the lock of Python meanwhile: stacks stand still while faulthandler writes
-                # them down, at which the process could end by SIGSEGV otherwise.
-                signal.raise_signal(signal.SIGABRT)
-
     # ------------------------------------------------------------------------------------------ meetings
 
     def meet(self, group: dist.ProcessGroup, what: str, note: str, timeout: float) -> Meeting:
@@ -593,13 +564,10 @@ def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Ev
         # It looks for questions only while the main thread stands still: a rank that computes answers nothing.
         idle = idle + 1 if now - before < BUSY * INTERVAL else 0
         try:
-            if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
-                if (asked := watchdog.store.add("asked", 0)) != answered:
-                    watchdog.answer(asked)
-                    answered = asked
-                # A rank that asks where others are finds out earlier by itself, and raises.
-                if idle * INTERVAL > (QUIET if watchdog.waits is None else 4 * QUIET):
-                    watchdog.end_if_mismatched()
+            stands_still = idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks)
+            if stands_still and (asked := watchdog.store.add("asked", 0)) != answered:
+                watchdog.answer(asked)
+                answered = asked
         except Exception as error:
             # Stacks, groups and records change while it reads them ("'code' object has no attribute 'f_lineno'", Python
             # 3.11): it looks again. But where the store is gone, or does not answer, nobody can ask.

@@ -107,13 +107,13 @@ class Collectives(NamedTuple):
     """Collectives that a rank has begun over gloo; each rank numbers the collectives of a group.
 
     Attributes:
-        pending: (a group's name, number there) -> operation, of what has not ended; a send or receive, which has no
-            such number (torch 2.13), is at ("", 0).
+        pending: (a group's name, number there) of what has not ended; of a send or receive, which has no such number
+            (torch 2.13), ("", 0).
         last: a group's name -> number of the last one begun there.
         complete: whether there was none in the other groups; else nothing is known of them.
     """
 
-    pending: dict[tuple[str, int], str]
+    pending: list[tuple[str, int]]
     last: dict[str, int]
     complete: bool
 
@@ -126,7 +126,7 @@ def collectives(since: int) -> Collectives:
     records = json.loads(_RECORDS.value(True, False)).get("entries", []) if _RECORDS.present else []
     # The oldest comes first, and is forgotten for the 2001st (torch 2.13).
     complete = bool(records) and (records[0]["record_id"] == 0 or records[0]["time_created_ns"] <= since)
-    found = Collectives({}, {}, complete)
+    found = Collectives([], {}, complete)
     for record in records:
         name, number = record["process_group"][0], record["collective_seq_id"]
         if record["time_created_ns"] <= since:
@@ -134,8 +134,7 @@ def collectives(since: int) -> Collectives:
         if not record["is_p2p"]:
             found.last[name] = max(number, found.last.get(name, number))
         if not record["retired"]:
-            operation = record["profiling_name"].removeprefix("gloo:")
-            found.pending[("", 0) if record["is_p2p"] else (name, number)] = operation
+            found.pending.append(("", 0) if record["is_p2p"] else (name, number))
     return found
 
 

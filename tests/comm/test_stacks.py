@@ -79,12 +79,6 @@ def test_both_kinds_of_text_name_the_collective(collective: str) -> None:
         assert place == StackLocation(collective, "/home/somebody/train.py:7 in step")
 
 
-def test_the_watchdog_that_ends_a_process_is_not_where_it_waited() -> None:
-    ends = dumped([("/fsshard/comm/watchdog.py", "_answer_others"), ("/fsshard/comm/watchdog.py", "end_if_mismatched")])
-    text = ends + "\n" + dumped([USER, (C10D, "barrier")], "Thread 0x02")
-    assert location_in_dump(text) == StackLocation("barrier", "/home/somebody/train.py:7 in step")
-
-
 def test_work_that_a_collective_has_called_is_no_wait() -> None:
     frames = [(C10D, "all_reduce"), ("/home/somebody/hooks.py", "slow")]
     assert location_in_dump(dumped(frames)) == StackLocation("", "/home/somebody/hooks.py:7 in slow")

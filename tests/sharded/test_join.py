@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import UserDict
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.comm import watchdog
 from fsshard.errors import ConfigurationError, RankMismatch
 from tests.forked import forking
 from tests.models import Spectral, net
@@ -271,60 +268,21 @@ def job_ends_early(context: fsshard.Context, backend: str) -> None:
         model(x).square().mean().backward()
 
 
-@pytest.mark.parametrize(
-    ("backend", "call"), [("ddp", "barrier"), ("fsdp", "all_reduce"), ("fsdp2", "evaluation"), ("fairscale", "barrier")]
-)
-def test_without_it_ranks_in_different_collectives_are_named(backend: str, call: str, capfd: Any) -> None:
-    with forking(), pytest.raises(fsshard.RankFailed, match=r"failed with .*it waited in "):
-        fsshard.launch(job_goes_elsewhere, nprocs=2, args=(backend, call), threads=1, timeout=600)
-    told = capfd.readouterr().err
-    assert "they wait for each other forever, since collective " in told, told
-    for line in (ELSEWHERE[call], "model(x).square().mean().backward()"):
-        assert f"in job_goes_elsewhere: {line}" in told, told
-    assert "for unequal numbers of batches there is fsshard.join(model)" in told
-
-
-ELSEWHERE = {"barrier": "dist.barrier()", "all_reduce": "dist.all_reduce(", "evaluation": "dist.all_reduce("}
+@pytest.mark.parametrize(("backend", "call"), [("ddp", "barrier"), ("fsdp2", "evaluation")])
+def test_without_it_ranks_in_different_collectives_are_named(backend: str, call: str) -> None:
+    """When the process group's time is over; which rank notices first is left to chance."""
+    named = r"rank \d never came to .*it waited in .*rank \d waited in .*in job_goes_elsewhere: "
+    with forking(), pytest.raises(fsshard.RankFailed, match=named):
+        fsshard.launch(job_goes_elsewhere, nprocs=2, args=(backend, call), threads=1, timeout=5)
 
 
 def job_goes_elsewhere(context: fsshard.Context, backend: str, call: str) -> None:
-    with mock.patch.multiple(watchdog, INTERVAL=0.1, QUIET=0.3):
-        model = fsshard.wrap(net(), backend=backend)
-        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)  # fairscale shards by it
-        for x in batches(0, 3 - context.rank):
-            model(x).square().mean().backward()
-        if call == "evaluation":
-            with torch.no_grad():
-                model(batches(0, 1)[0])
-        if call == "barrier":
-            dist.barrier()
-        dist.all_reduce(torch.ones(7))
-
-
-def job_waits_for_a_late_rank() -> None:
-    """Rank 0 is late in its own way: after a send, from another line, and for a barrier while it saves alone."""
-    with mock.patch.multiple(watchdog, INTERVAL=0.05, QUIET=0.1):
-        watch, seen = watchdog.Watchdog.made(), dist.distributed_c10d._get_default_store()
-        first, rank, ones = watch.store.first, dist.get_rank(), torch.ones(3)
-
-        def noted(key: str, value: str) -> str:
-            found = first(key, value)
-            seen.set(json.loads(value)[1], "looked")
-            return found
-
-        with mock.patch.object(watch.store, "first", noted):
-            if rank == 1:
-                dist.recv(ones, 0)
-                dist.broadcast(ones, 0)
-                dist.barrier()
-            else:
-                dist.send(ones, 1)
-                seen.wait(["broadcast"])
-                dist.broadcast(ones, 0)
-                seen.wait(["barrier"])
-                dist.barrier()
-            dist.barrier()
-
-
-def test_a_rank_that_is_late_is_no_reason_to_end(ranks: Any) -> None:
-    ranks.run(job_waits_for_a_late_rank, 2)
+    model = fsshard.wrap(net(), backend=backend)
+    for x in batches(0, 3 - context.rank):
+        model(x).square().mean().backward()
+    if call == "evaluation":
+        with torch.no_grad():
+            model(batches(0, 1)[0])
+    if call == "barrier":
+        dist.barrier()
+    dist.all_reduce(torch.ones(7))
