@@ -303,7 +303,6 @@ RUN: dict[str, Shown] = {
 
 RUNS_IN = {
     "README.md 0": "tests/test_docs.py",
-    "docs/checkpoints.md 3": "tests/tools/test_mend_layout.py",
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_reports.py",
     "docs/prove-migration.md 0": "tests/examples/test_prove_migration.py",

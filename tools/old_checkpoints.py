@@ -4,8 +4,6 @@ Every version must load what each one before it has written. What is in ``tests/
 code of then and is never written anew; who changes what lies on the disk adds a folder there, before the change::
 
     python -m tools.old_checkpoints tests/checkpoint/old/format-2
-
-The script keeps to what versions of format 1 have as well, so that their code can run it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import leftovers, newest_whole
-from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Index, check_files, read_index
+from fsshard.checkpoint.format.index import FORMAT_VERSION, INDEX_FILE, RANK_FILE, Index, check_files, read_index
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
@@ -29,7 +29,7 @@ class Inspection:
         problems: what is wrong with it; each names a file and what it holds.
         verified: whether checksums were compared.
         contents: its index as plain values, empty where that cannot be read: ``id``, ``ordinal``, ``saved_at``,
-            ``origin``, ``format_version`` (1 has no checksum of the index itself), ``files`` (name -> bytes),
+            ``origin``, ``format_version``, ``files`` (name -> bytes),
             ``tensors`` (name, dtype, shape, number of pieces, bytes of each), ``tied`` (name -> the first name of the
             same parameter), ``optimizers`` (name -> class, and for each group its settings and number of parameters),
             ``models`` (of several: name -> its optimizers), ``objects`` (name -> ``"all"`` or ``"per_rank"``), ``rng``
@@ -223,5 +223,5 @@ def _contents(index: Index) -> dict[str, Any]:
         "objects": {name: next(iter(entry)) for name, entry in index.objects.items()},
         "rng": len(index.rng["per_rank"]) if index.rng is not None else 0,
         "dropped": index.model.dropped,
-        "format_version": index.format_version,
+        "format_version": FORMAT_VERSION,
     }

@@ -36,7 +36,6 @@ from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
-from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
 from fsshard.sharded.averages import Averages
@@ -235,7 +234,6 @@ class _Load:
 
     def check(self) -> None:
         """Raise for everything that does not fit. Local; reads headers only."""
-        self._check_layout()
         wrong = self._match_model()
         needed = [key for key in self.missing if not self._stays(key)]
         if wrong or (self.strict and (needed or self.unexpected)):
@@ -255,23 +253,6 @@ class _Load:
                 f"{self.call}: {', '.join(loadless)} cannot be loaded into (no load_state_dict); leave it out and find "
                 "its value in the result's .state"
             )
-
-    def _check_layout(self) -> None:
-        """Raise for a checkpoint that may be permuted where that shows, and warn where it cannot be told."""
-        if not self.reader.index.may_be_permuted:
-            return
-        backend = self.model.backend
-        laid = [e.name for e in backend.all if not e.in_order or memory_order(e.parameter) is not None]
-        which = f", as some of this model are ({', '.join(laid[:3])})" if laid else ""
-        what = (
-            f"{self.call}: {self.reader.directory} was written under 'fsdp' by an fsshard that wrote parameters that "
-            f"were not contiguous (channels_last, transposed) in the wrong order{which}. If there were any, have "
-            "tools/mend_layout.py of fsshard's sources write it anew in order (docs/checkpoints.md)"
-        )
-        if laid:
-            raise CheckpointError(what)
-        if backend.settings.is_first:
-            log.warning(what)
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
         """Find the tensor of each parameter and buffer; return what is expected and got of those that do not fit."""

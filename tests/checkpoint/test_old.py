@@ -13,25 +13,21 @@ import pytest
 import torch
 
 import fsshard
-from fsshard.checkpoint.format.index import read_index
-from fsshard.errors import CheckpointError
 from tools.old_checkpoints import CASES, build, digests
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 OLD = Path(__file__).with_name("old")
 DIGESTS: dict[str, dict[str, Any]] = {
-    version: json.loads((OLD / version / "digests.json").read_text()) for version in ("format-1", "format-2")
+    version: json.loads((OLD / version / "digests.json").read_text()) for version in ("format-2",)
 }
 SAVED = [(version, name) for version, cases in DIGESTS.items() for name in cases]
-PERMUTED = ("format-1", "fsdp")
 
 
-@pytest.mark.parametrize(("version", "name"), [case for case in SAVED if case != PERMUTED])
+@pytest.mark.parametrize(("version", "name"), SAVED)
 def test_what_was_saved_then_loads(version: str, name: str) -> None:
     _, ranks, kind, optimizer_name = CASES[name]
     path = OLD / version / name
-    assert read_index(path).format_version == int(version[-1])
     model, optimizer = build(kind, optimizer_name, "none")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
     before = digests(model, optimizer)
@@ -40,11 +36,3 @@ def test_what_was_saved_then_loads(version: str, name: str) -> None:
     assert loaded.state["step"] == 2 and loaded.origin["world_size"] == ranks
     mine = [loaded.state["mine"]] if ranks == 1 else loaded.per_rank["mine"]
     assert mine == [[rank, torch.tensor(0.5)] for rank in range(ranks)]
-
-
-def test_what_was_permuted_then_names_the_way_out() -> None:
-    model, optimizer = build(CASES["fsdp"][2], "AdamW", "none")
-    before = digests(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"wrong order, as some of this model are \(conv\.weight\).*mend_layout"):
-        fsshard.load(OLD / "format-1" / "fsdp", model, optimizer)
-    assert digests(model, optimizer) == before

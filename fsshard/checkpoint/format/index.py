@@ -1,7 +1,7 @@
 """The index of a checkpoint: what it holds, where each piece lies, and checksums of the files.
 
-Its text ends with the SHA-256 of all that stands before (format version 2), so that no statement in it can change
-unnoticed: an optimizer's key, a hyper-parameter, the count of saves. Version 1 had no such digest and is still read.
+Its text ends with the SHA-256 of all that stands before, so that no statement in it can change unnoticed: a key of an
+optimizer, a hyper-parameter, the count of saves.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ import torch
 from fsshard.checkpoint.format.tensors_file import BY_NAME, FileEntry, new_file, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
-from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
 FORMAT = "fsshard-checkpoint"
 FORMAT_VERSION = 2
-READ_VERSIONS = (1, 2)
-WROTE_IN_MEMORY_ORDER = "fsdp"  # format 1, as Index.may_be_permuted says; no class of today can tell
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
@@ -131,7 +128,7 @@ class ModelInfo(NamedTuple):
 
     keys: dict[str, str | None]  # key -> name of a tensor or None, in the order of the state dict
     extra: dict[str, Any]  # key -> tree, for what is no tensor
-    dropped: dict[str, str]  # key -> why it is not kept: it was frozen; and in checkpoints of earlier releases
+    dropped: dict[str, str]  # key -> why it is not kept
 
 
 class OptimizerInfo(NamedTuple):
@@ -159,7 +156,6 @@ class Index:
     rng: dict[str, Any] | None = None  # {"per_rank": [tree, ...]}
     # name -> its optimizers, of several models: keys and names of parameters begin with "<name>."; empty for one
     models: dict[str, list[str]] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION  # of the text that was read; what is written has the present one
 
     def to_json(self) -> bytes:
         """Return the text of the index."""
@@ -191,11 +187,6 @@ class Index:
             return _index(value, whole=seal is not None)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"{where}: no sound index: {type(error).__name__}: {error}") from error
-
-    @property
-    def may_be_permuted(self) -> bool:
-        """Tell whether what wrote it put parameters that were not contiguous into another order."""
-        return self.format_version == 1 and self.origin.backend == WROTE_IN_MEMORY_ORDER and self.origin.world_size > 1
 
     def of_model(self, name: str) -> Index:
         """Return the index of one of several models, with its own keys, names and optimizers; all of the rest."""
@@ -313,21 +304,19 @@ def _index(value: Any, whole: bool) -> Index:
     if value.get("format") != FORMAT:
         raise ValueError("not the index of an fsshard checkpoint")
     version = value["format_version"]
-    if version not in READ_VERSIONS:
+    if version != FORMAT_VERSION:
         raise ValueError(
-            f"format version {version!r:.40}; this fsshard reads {' and '.join(map(str, READ_VERSIONS))}. It was "
-            f"written by {value.get('origin')!r:.80}: use that fsshard or a newer one"
+            f"format version {version!r:.40}; this fsshard reads {FORMAT_VERSION}. It was written by "
+            f"{value.get('origin')!r:.80}: use that fsshard or a newer one"
         )
-    if version > 1 and not whole:
+    if not whole:
         raise ValueError("the checksum at its end is missing: it is cut short, or has been altered")
-    # The digest says that all is as it was written. What is checked besides it keeps an index that is made by hand, or
-    # of format 1, which has none, from naming files elsewhere, and tensors whose elements are not all there.
+    # The digest says that all is as it was written. What is checked besides it keeps an index that is made by hand from
+    # naming files elsewhere, and tensors whose elements are not all there.
     files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
             raise ValueError(f"files: {name!r:.100} is not the name of a file next to the index")
-    for values in value["model"].values():  # no value of the model; earlier releases saved it
-        values.pop(NEURALOP_ARGUMENTS, None)
     return Index(
         id=value["id"],
         ordinal=int(value["ordinal"]),
@@ -344,7 +333,6 @@ def _index(value: Any, whole: bool) -> Index:
         objects=dict(value["objects"]),
         rng=value["rng"],
         models=dict(value.get("models", {})),
-        format_version=version,
     )
 
 
