@@ -55,8 +55,8 @@ def export(
 ) -> list[Path]:
     """Write whole weights under the state dict's keys, for other programs to read.
 
-    Weights are read and written in pieces, so a process needs only a few megabytes more. From a checkpoint one process
-    does it; from a wrapped model it is collective, and rank 0 writes.
+    Weights are read and written in pieces, so a process needs only a few megabytes more; for ``"dcp"`` one tensor is
+    whole at a time. From a checkpoint one process does it; from a wrapped model it is collective, and rank 0 writes.
 
     Args:
         source: a checkpoint's directory, or what :func:`fsshard.wrap` returned.

@@ -1,6 +1,7 @@
 """Files of torch.save and directories of torch.distributed.checkpoint, written as a stream; the latter read by slices.
 
-``torch.save`` and DCP need every tensor in memory. Here placeholders stand for tensors that are read piece by piece.
+``torch.save`` needs every tensor in memory. Here placeholders stand for tensors that are read piece by piece; in a
+directory of DCP, which torch writes, one after the other.
 """
 
 from __future__ import annotations
@@ -33,10 +34,8 @@ from fsshard.checkpoint.format.tensors_file import dtype_name, open_regular
 from fsshard.checkpoint.interop.pickles import needs_trust, stand_in
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
-from fsshard.torch_private.patching import replaced
 
 ALIGNMENT = 64  # bytes, where records of a file begin, so that it can be mapped (torch 2.13's own)
-PIECE_BYTES = 1 << 20  # of a tensor in one record of DCP, each of which costs DCP about a kilobyte
 FOLDER = "archive"
 DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -140,77 +139,42 @@ class _Pickler(pickle.Pickler):
 
 def write_dcp(path: Path, value: dict[str, Any], reader: TensorReader) -> None:
     """Write what ``torch.distributed.checkpoint.save(value)`` would; placeholders stand for the reader's tensors."""
+    planner = _ReadingPlanner(reader)
     try:
-        with warnings.catch_warnings(), replaced(meta.TensorProperties, "__getstate__", _read_by_all):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that one process saves alone
-            dcp.save(value, storage_writer=dcp.FileSystemWriter(path), planner=_Pieces(reader), no_dist=True)
+            dcp.save(
+                planner.without_numbers(value), storage_writer=dcp.FileSystemWriter(path), planner=planner, no_dist=True
+            )
     except dcp.CheckpointException as error:  # of torch 2.13, derived from BaseException
         failures = {rank: str(failure[0]) for rank, failure in error.failures.items()}
         raise CheckpointError(f"cannot write {path}: {'; '.join(failures.values())}") from error
 
 
-_GETSTATE: Any = meta.TensorProperties.__getstate__
-
-
-def _read_by_all(properties: meta.TensorProperties) -> tuple[Any, ...]:
-    """Return what is pickled, without the strides that torch 2.15 adds and does without, too."""
-    state: tuple[Any, ...] = _GETSTATE(properties)
-    return state[:5]  # torch 2.13 cannot read more: "too many values to unpack (expected 5)"
-
-
-class _Pieces(DefaultSavePlanner):
-    """Plans pieces of tensors, and reads each when its turn has come."""
+class _ReadingPlanner(DefaultSavePlanner):
+    """Reads each tensor when its turn to be written has come, so that one is whole at a time."""
 
     def __init__(self, reader: TensorReader) -> None:
         super().__init__()
         self._reader = reader
+        self._names: dict[int, str] = {}  # by the ids of the tensors without numbers, which the state dict keeps alive
 
-    def create_local_plan(self) -> plans.SavePlan:
-        """Plan every tensor in boxes of consecutive elements; everything else as bytes."""
-        items: list[plans.WriteItem] = []
-        for name, value in self.state_dict.items():
-            if not isinstance(value, (Placeholder, Tensor)):
-                items.append(plans.WriteItem(meta.MetadataIndex(name), plans.WriteItemType.BYTE_IO))
-                continue
-            dtype = value.dtype if isinstance(value, Tensor) else value.info.kind
-            shape = torch.Size(value.shape if isinstance(value, Tensor) else value.info.shape)
-            for offsets, sizes in _boxes(shape, dtype.itemsize):
-                box = meta.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                data = plans.TensorWriteData(box, meta.TensorProperties(dtype=dtype), shape)
-                items.append(
-                    plans.WriteItem(meta.MetadataIndex(name, box.offsets), plans.WriteItemType.SHARD, tensor_data=data)
-                )
-        self.plan = plans.SavePlan(items, planner_data=self.mappings)
-        return self.plan
+    def without_numbers(self, value: Any) -> Any:
+        """Return the value with tensors on the meta device in the place of placeholders."""
+        if isinstance(value, dict):
+            return {key: self.without_numbers(item) for key, item in value.items()}
+        if not isinstance(value, Placeholder):
+            return value
+        tensor = torch.empty(value.info.shape, dtype=value.info.kind, device="meta")
+        self._names[id(tensor)] = value.name
+        return tensor
 
-    def resolve_data(self, write_item: plans.WriteItem) -> Tensor | io.BytesIO:
-        """Read the numbers of one piece."""
-        value = self.state_dict[write_item.index.fqn]
-        if write_item.type == plans.WriteItemType.BYTE_IO:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            return buffer
-        if isinstance(value, Tensor):
-            return value.detach().cpu()
-        assert write_item.tensor_data is not None
-        box = write_item.tensor_data.chunk
-        strides = torch.empty(value.info.shape, device="meta").stride()
-        start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-        return self._reader.read(value.name, (start, start + math.prod(box.sizes))).reshape(box.sizes)
-
-
-def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of boxes that lie one after the other in the flattened tensor."""
-    row = math.prod(shape[1:]) * itemsize
-    if math.prod(shape) * itemsize <= PIECE_BYTES:
-        yield (0,) * len(shape), shape
-    elif row > PIECE_BYTES:
-        for index in range(shape[0]):
-            yield from (((index, *offsets), (1, *sizes)) for offsets, sizes in _boxes(shape[1:], itemsize))
-    else:
-        step = PIECE_BYTES // row
-        for start in range(0, shape[0], step):
-            yield (start, *(0,) * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:])
+    def lookup_object(self, index: meta.MetadataIndex) -> Any:
+        """Return the value at a place of the state dict."""
+        value = super().lookup_object(index)
+        if id(value) not in self._names:
+            return value
+        return self._reader.read(self._names[id(value)], (0, value.numel())).reshape(value.shape)
 
 
 PLAIN: dict[str, Any] = {
