@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import stored_in
-from fsshard.model.host_copies import Kept, is_worth_leaving, offloader_of
+from fsshard.model.host_copies import HostCopy, is_worth_leaving, to_device, to_host
 from fsshard.model.recomputation import RecomputedForward
 from fsshard.planning.plan import OFFLOADING
 from fsshard.torch_private.compiling import disable_dynamo
@@ -30,10 +30,10 @@ class OffloadedForward(RecomputedForward):
 def _offloading(owner: OffloadedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weights = _Weights(owner.module)
 
-    def pack(tensor: Tensor) -> Tensor | Kept:
+    def pack(tensor: Tensor) -> Tensor | HostCopy:
         if not is_worth_leaving(tensor) or weights.hold(tensor):
             return tensor
-        return offloader_of(tensor.device).keep(tensor)
+        return to_host(tensor)
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -42,8 +42,8 @@ def _offloading(owner: OffloadedForward, args: tuple[Any, ...], kwargs: dict[str
         weights.forget()  # the graph keeps pack
 
 
-def _unpack(kept: Tensor | Kept) -> Tensor:
-    return offloader_of(kept.held.device).fetch(kept) if isinstance(kept, Kept) else kept
+def _unpack(saved: Tensor | HostCopy) -> Tensor:
+    return to_device(saved) if isinstance(saved, HostCopy) else saved
 
 
 class _Weights:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
-from fsshard.model.host_copies import Kept, is_worth_leaving, offloader_of
+from fsshard.model.host_copies import HostCopy, is_worth_leaving, to_device, to_host
 from fsshard.nested import map_containers
 from fsshard.planning.plan import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import saved_tensors_hooks
@@ -170,9 +170,7 @@ class _Recomputation:
         self._structure = map_containers(leaves.append, (args, kwargs), "plain")
         # What is kept of offloaded tensors has no graph, which would keep the tensors themselves.
         self._away = [
-            (offloader_of(leaf.device).keep(leaf), leaf.requires_grad)
-            if owner.offload_to_cpu and is_worth_leaving(leaf)
-            else None
+            (to_host(leaf), leaf.requires_grad) if owner.offload_to_cpu and is_worth_leaving(leaf) else None
             for leaf in leaves
         ]
         kept = [leaf if away is None else None for leaf, away in zip(leaves, self._away, strict=True)]
@@ -290,9 +288,9 @@ def _restore(states: tuple[Any, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def _fetched(kept: Kept, requires_grad: bool) -> Tensor:
+def _fetched(saved: HostCopy, requires_grad: bool) -> Tensor:
     # No leaf, and memory of its own, for the module may change it in place.
-    return offloader_of(kept.held.device).fetch(kept).requires_grad_(requires_grad).clone()
+    return to_device(saved).requires_grad_(requires_grad).clone()
 
 
 def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:

@@ -67,8 +67,6 @@ class Machine:
     def terms(self, work: Work, traffic: Iterable[Traffic]) -> dict[str, float]:
         """Return the seconds of a step by term; nothing overlaps, so that their sum is the step's.
 
-        Only copies of offloaded activations do: they count with what they take longer than the computation.
-
         Args:
             work: what a rank computes.
             traffic: the collectives that it takes part in, by kind.
@@ -84,9 +82,7 @@ class Machine:
             "collectives": sum(one.count for one in traffic) * self.collective,
         }
         if work.offloaded or work.shards:
-            copies = 2 * work.offloaded / self.host
-            late = max(0.0, copies - found["flops"] - found["written"] - found["operators"])
-            found["offloaded"] = late + 2 * work.shards / self.host
+            found["offloaded"] = 2 * (work.offloaded + work.shards) / self.host
         return found
 
 

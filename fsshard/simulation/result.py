@@ -48,8 +48,8 @@ class Estimate:
         collectives: number and payload per step by kind.
         work: what the rank computes per step.
         machine: whose constants the seconds are by, see :mod:`fsshard.simulation.machine`.
-        terms: seconds of the step by term: flops, written, operators, sent, collectives, and offloaded: what
-            copies of activations take longer than the computation, and those of shards under ``cpu_offload``.
+        terms: seconds of the step by term: flops, written, operators, sent, collectives, and offloaded: copies
+            of activations, and of shards under ``cpu_offload``.
         bounds: what no implementation of the engine can go below; see :mod:`fsshard.planning.bounds`.
         notes: what was assumed.
     """

@@ -5,70 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsshard
-from fsshard.model import host_copies
-from fsshard.model.host_copies import Offloader, StreamedCopies
 from tests.gpu.on_gpu import OnGpu
-from tests.model.test_activation_offload import CHOICES, Net, train
+from tests.model.test_activation_offload import CHOICES, Net, counting, train
 from tests.sharded import test_averages as averages
 
-LATE = 2_000_000
-"""Cycles that a stream sleeps before each copy: a millisecond."""
 
-
-class CountedCopies(StreamedCopies):
-    """Counts bytes, and lets each copy begin late, so that whoever does not wait for it computes with other numbers."""
-
-    def __init__(self, cycles: int) -> None:
-        super().__init__(torch.device("cuda", torch.cuda.current_device()))
-        self.cycles = cycles
-        self.nbytes = self.back = 0
-
-    def leave(self, source: Tensor) -> tuple[Tensor, Any]:
-        self.nbytes += source.nbytes
-        self._sleep(self._out)
-        return super().leave(source)
-
-    def come_back(self, host: Tensor, device: torch.device, left: Any) -> tuple[Tensor, Any]:
-        self.back += 1
-        self._sleep(self._in)
-        return super().come_back(host, device, left)
-
-    def _sleep(self, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(self.cycles)
-
-
-class counting:
-    """Context in which tensors of at least so many bytes leave by :class:`CountedCopies`."""
-
-    def __init__(self, cycles: int = 0, least: int = host_copies.LEAST) -> None:
-        self.copies = CountedCopies(cycles)
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._patches = [
-            patch.dict(host_copies._offloaders, {device: Offloader(self.copies)}),
-            patch.object(host_copies, "LEAST", least),
-        ]
-
-    def __enter__(self) -> CountedCopies:
-        for one in self._patches:
-            one.__enter__()
-        return self.copies
-
-    def __exit__(self, *details: Any) -> None:
-        for one in reversed(self._patches):
-            one.__exit__(*details)
-
-
-def job_late_copies(backend: str, settings: dict[str, Any], how: str) -> tuple[list[str], int, int]:
-    """Return what differs from bare replicas where copies are late, the bytes that left, and how many copies came back.
+def job_in_host_memory(backend: str, settings: dict[str, Any], how: str) -> tuple[list[str], int, int]:
+    """Return what differs from bare replicas, the bytes that left, and how many copies came back.
 
     Of attention's kernels one is used whose sums have an order.
     """
@@ -78,7 +28,7 @@ def job_late_copies(backend: str, settings: dict[str, Any], how: str) -> tuple[l
         module = copy.deepcopy(bare)
         expected = train(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2), bare=True)
         units = {"auto_wrap_policy": {"Block", "Spectral", "Linear"}} if backend.startswith("fsdp") else {}
-        with counting(LATE, least=1) as copies:
+        with counting(least=1) as copies:
             model = fsshard.wrap(module, backend=backend, activation_checkpointing=CHOICES[how], **units, **settings)
             found = train(model, fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2), bare=False)
         state = model.state_dict()

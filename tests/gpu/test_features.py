@@ -47,11 +47,10 @@ def test_second_derivatives_are_added_up_by_thread(gpus: RankPool, record_proper
 
 
 @pytest.mark.parametrize("how", ["offloaded", "recomputed"])
-def test_late_copies_change_nothing_and_weights_stay(gpus: RankPool, how: str) -> None:
-    """Each copy begins a millisecond late on its stream: whoever does not wait computes with what is not there yet."""
+def test_activations_in_host_memory_change_nothing_and_weights_stay(gpus: RankPool, how: str) -> None:
     left = set()
     for backend, settings in ENGINES:
-        ((wrong, nbytes, back),) = gpus.run(offloading.job_late_copies, 1, backend, settings, how)
+        ((wrong, nbytes, back),) = gpus.run(offloading.job_in_host_memory, 1, backend, settings, how)
         assert not wrong and nbytes and back, (backend, wrong)
         left.add(nbytes)
     assert len(left) == 1, left  # no engine's gathered weights are among them

@@ -1,10 +1,11 @@
-"""Offloaded activations against bare replicas averaged by hand, where copies are done as late as streams allow."""
+"""Offloaded activations against bare replicas averaged by hand."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,14 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 import fsshard
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import ModuleTable
-from fsshard.errors import ConfigurationError, ModelError
-from fsshard.model import activation_offload, host_copies, recomputation
+from fsshard.errors import ConfigurationError
+from fsshard.model import activation_offload, host_copies
 from fsshard.model.activation_checkpointing import apply_checkpointing
-from fsshard.model.host_copies import Copies, Offloader, offloading_to
+from fsshard.model.host_copies import offloading_to, to_device, to_host
 from tests.models import Spectral
 from tests.optimizers import average
 from tests.training_runs import ranks_of
@@ -36,57 +38,34 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
 WIDTH, SAMPLES = 24, 48
 
 
-def unset(like: Tensor) -> Tensor:
-    return torch.full_like(like, float("nan") if like.is_floating_point() or like.is_complex() else 1)
+@contextmanager
+def counting(least: int = host_copies.LEAST) -> Iterator[SimpleNamespace]:
+    """Context in which tensors of at least so many bytes leave, and copies are counted."""
+    count = SimpleNamespace(out=0, back=0, nbytes=0)
+
+    class Counted(save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            self.pack, self.unpack = self.pack_hook, self.unpack_hook
+            self.pack_hook, self.unpack_hook = self.leave, self.come_back
+
+        def leave(self, tensor: Tensor) -> Any:
+            count.out, count.nbytes = count.out + 1, count.nbytes + tensor.nbytes
+            return self.pack(tensor)
+
+        def come_back(self, packed: Any) -> Tensor:
+            count.back += 1
+            return self.unpack(packed)
+
+    with patch.object(host_copies, "LEAST", least), patch.object(host_copies, "save_on_cpu", Counted):
+        yield count
 
 
-class LateCopies(Copies):
-    """Copies that are done when they are waited for, and not before: until then their memory holds NaN, or ones."""
-
-    def __init__(self) -> None:
-        self.out = self.back = self.nbytes = 0
-        self.queue: list[Callable[[], Any]] = []
-
-    def leave(self, source: Tensor) -> tuple[Tensor, Any]:
-        self.out, self.nbytes = self.out + 1, self.nbytes + source.numel() * source.element_size()
-        return self._later(unset(source), source)
-
-    def come_back(self, host: Tensor, device: torch.device, left: Any) -> tuple[Tensor, Any]:
-        self.back += 1
-        self.wait(left)  # a stream waits for the other
-        return self._later(unset(host), host)
-
-    def _later(self, target: Tensor, source: Tensor) -> tuple[Tensor, Any]:
-        self.queue.append(lambda: target.copy_(source))
-        return target, len(self.queue)
-
-    def wait(self, mark: int) -> None:
-        for number in range(mark):  # a stream does everything before it, too
-            self.queue[number]()
-            self.queue[number] = lambda: None
-
-
-class offloading:
+@contextmanager
+def offloading(least: int = 1) -> Iterator[SimpleNamespace]:
     """Context in which the CPU stands for a device from which activations leave, whatever their size."""
-
-    def __init__(self, least: int = 1) -> None:
-        self.copies = LateCopies()
-        offloader = Offloader(self.copies)
-        self._patches = [
-            patch.object(host_copies, "LEAST", least),
-            patch.object(activation_offload, "offloader_of", lambda device: offloader),
-            patch.object(recomputation, "offloader_of", lambda device: offloader),
-            offloading_to("elsewhere"),
-        ]
-
-    def __enter__(self) -> LateCopies:
-        for one in self._patches:
-            one.__enter__()
-        return self.copies
-
-    def __exit__(self, *details: Any) -> None:
-        for one in reversed(self._patches):
-            one.__exit__(*details)
+    with offloading_to("elsewhere"), counting(least) as count:
+        yield count
 
 
 class Block(nn.Module):
@@ -180,24 +159,25 @@ def offloaded(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_memory_leaves_once_and_as_it_lies() -> None:
+def test_gradients_are_those_of_before_and_strides_are_kept() -> None:
     torch.manual_seed(0)
     plain, x = Net(), torch.randn(SAMPLES, 6)
     with offloading() as copies:
         found = gradients(offloaded(copy.deepcopy(plain)), x)
     assert all(map(torch.equal, found, gradients(plain, x)))
-    assert copies.back == copies.out - host_copies.WINDOW  # the last ones had not left yet
+    assert copies.back == copies.out
 
-    class Shares(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sin() * x.cos() * x[:, :8].exp().sum() + x.t().tanh().t()
-
-    y = torch.randn(SAMPLES, WIDTH, requires_grad=True)
-    model = nn.ModuleDict({"Block": Shares()})
-    model["Block"].forward = activation_offload.OffloadedForward(model["Block"])  # type: ignore[method-assign]
-    with offloading() as copies:
-        model["Block"](y * 1)
-    assert copies.out == 7  # the input once, sin, cos, their product, exp, its sum's product, tanh
+    image = torch.randn(2, 3, 4, 5, dtype=torch.complex64)
+    with offloading():
+        for one in (
+            image,
+            image.to(memory_format=torch.channels_last),
+            image.mT,
+            image.conj(),
+            image.permute(3, 1, 0, 2),
+        ):
+            back = to_device(to_host(one))
+            assert torch.equal(back, one) and back.stride() == one.stride() and back.is_conj() == one.is_conj()
 
 
 def test_a_forward_looks_for_the_modules_once() -> None:
@@ -208,12 +188,14 @@ def test_a_forward_looks_for_the_modules_once() -> None:
     assert copies.out > 20 and looked.call_count == len(list(model.modules()))
 
 
-def test_what_is_small_or_a_small_part_stays() -> None:
+def test_what_is_small_or_larger_than_its_memory_stays() -> None:
     x = torch.randn(SAMPLES, WIDTH, requires_grad=True)
     with offloading(least=SAMPLES * WIDTH * 4):
         assert host_copies.is_worth_leaving(x) and not host_copies.is_worth_leaving(x[1:])
     with offloading():
-        assert not host_copies.is_worth_leaving(x[:5]) and host_copies.is_worth_leaving(x[:40])
+        assert host_copies.is_worth_leaving(x[:5]) and not host_copies.is_worth_leaving(x.expand(3, -1, -1))
+        z = torch.randn(8, 16, dtype=torch.complex64).conj()
+        assert host_copies.is_worth_leaving(z.real) and not host_copies.is_worth_leaving(z.imag)  # a negated view
     assert not host_copies.is_worth_leaving(x)  # it is there already
 
 
@@ -281,50 +263,23 @@ def test_inputs_of_every_kind(how: str) -> None:
     given(how, lambda linear, x: linear(x).sin().values(), rows)
 
 
-def test_a_negated_view_is_not_its_base() -> None:
-    z = torch.randn(8, 16, dtype=torch.complex64).conj()
-    for pair in ((z.real, z.imag), (z.imag, z.real)):
-        offloader = Offloader(LateCopies())
-        kept = [offloader.keep(one) for one in pair]
-        assert all(torch.equal(offloader.fetch(one), two) for one, two in zip(kept, pair, strict=True))
+@pytest.mark.parametrize("how", CHOICES)
+def test_an_input_that_is_changed_afterwards_is_the_one_that_was_given(how: str) -> None:
+    """As if it were cloned before the call: torch refuses it where nothing is offloaded."""
 
-
-def test_an_input_that_is_changed_is_cloned_before_the_call() -> None:
-    """As the error advises."""
-
-    def roll(block: Any, x: Tensor, clone: bool) -> Tensor:
-        shift = torch.zeros(8, 16)
+    def roll(block: Any, clone: bool) -> list[Tensor]:
+        x, shift = torch.linspace(-1, 1, 8 * 16).view(8, 16), torch.zeros(8, 16)
         for _ in range(6):
             x = block(x, shift.clone() if clone else shift)
             shift += 1
-        return x
+        return list(torch.autograd.grad(x.sum(), list(block.parameters())))
 
-    model = nn.Sequential(Given(lambda linear, x, shift: linear(x) + shift))
+    torch.manual_seed(0)
+    model = nn.Sequential(Given(lambda linear, x, shift: linear(x) * shift))
+    expected = roll(model[0], clone=True)
     with offloading():
-        fsshard.checkpoint_blocks(model, fsshard.Checkpointing({"Given"}, offload_to_cpu=True))
-        x = torch.randn(8, 16)
-        with pytest.raises(ModelError, match=PLACE):
-            roll(model[0], x, clone=False).sum().backward()
-        roll(model[0], x, clone=True).sum().backward()
-
-
-PLACE = "compute out of place, clone it before the call if the block was given it, or leave the block out of Checkp"
-
-
-class Careless(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        z = y.sin()
-        y.add_(1)
-        return z
-
-
-def test_a_tensor_that_is_changed_while_it_leaves_is_told() -> None:
-    """torch refuses it where nothing is offloaded; hooks on saved tensors make torch forget to look."""
-    model = Careless()
-    model.forward = activation_offload.OffloadedForward(model)  # type: ignore[method-assign]
-    with offloading(), pytest.raises(ModelError, match=PLACE):
-        model(torch.ones(8, 8, requires_grad=True)).sum().backward()
+        fsshard.checkpoint_blocks(model, dataclasses.replace(CHOICES[how], policy={"Given"}))
+        assert all(map(torch.equal, roll(model[0], clone=False), expected))
 
 
 def job_cannot_be() -> None:

@@ -33,8 +33,7 @@ def test_the_five_terms() -> None:
     # A dtype of which nothing is known is as fast as float32; gloo's reduce_scatter sends everything twice.
     assert found == {"flops": 3 + 1 + 2, "written": 3, "operators": 3, "sent": 1 + 2, "collectives": 6}
     away = UNIT.terms(dataclasses.replace(work, offloaded=20), [])
-    assert away["offloaded"] == 20 - (found["flops"] + found["written"] + found["operators"])  # out and back
-    assert UNIT.terms(dataclasses.replace(work, offloaded=1), [])["offloaded"] == 0  # beside the computation
+    assert away["offloaded"] == 20  # out and back
     assert UNIT.terms(dataclasses.replace(work, shards=7), [])["offloaded"] == 7  # to the device and back
     assert dataclasses.replace(UNIT, device="cuda").terms(work, traffic)["sent"] == 2
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 import fsshard
 from fsshard.checkpoint.parts import collect
@@ -147,11 +148,18 @@ def averaged(model: Any, optimizer: Any) -> None:
 
 def in_host_memory(recompute: bool, **settings: Any) -> None:
     """Activations of blocks wait in pinned memory."""
+    pinned = []
+
+    class Noted(save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: pinned.append((packed := pack(tensor))[1].is_pinned()) or packed
+
     choice = fsshard.Checkpointing({Spectral}, offload_to_cpu=True, recompute=recompute)
-    with replaced(host_copies, "LEAST", 1):
+    with replaced(host_copies, "LEAST", 1), replaced(host_copies, "save_on_cpu", Noted):
         train(activation_checkpointing=choice, **settings)
-    copies = host_copies.offloader_of(HERE)._copies
-    assert isinstance(copies, host_copies.StreamedCopies)
+    assert pinned and all(pinned)
 
 
 def on_own_stream(**settings: Any) -> None:
