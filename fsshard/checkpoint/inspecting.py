@@ -61,37 +61,18 @@ class Inspection:
             yield from map(printable, _lines(self.contents))
 
 
-def _lines(held: dict[str, Any]) -> Iterator[str]:
-    origin, tensors = held["origin"], held["tensors"]
-    mesh = ", ".join(f"{name} {size}" for name, size in origin.get("mesh", {}).items())
-    yield (
-        f"save {held['ordinal']} of {held['saved_at']}, by fsshard {origin['fsshard']} with torch {origin['torch']}, "
-        f"backend {origin['backend']}, {origin['world_size']} rank(s){f' ({mesh})' if mesh else ''}, "
-        f"format {held['format_version']}"
-    )
-    rows = [
-        (t["name"], t["dtype"], " x ".join(map(str, t["shape"])) or "scalar", str(t["pieces"]), size(t["bytes"]))
-        for t in tensors
-    ]
-    yield from aligned([("tensor", "dtype", "shape", "pieces", "bytes"), *rows], "<<<>>")
-    yield f"{len(rows)} tensors, {size(sum(t['bytes'] for t in tensors))} in {len(held['files'])} file(s)"
-    rows = []
-    for name, info in held["optimizers"].items():
-        for number, group in enumerate(info["groups"]):
-            settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params" and v is not None)
-            rows.append((name, info["class"].rpartition(".")[2], str(number), str(group["params"]), settings))
-    if rows:
-        yield from aligned([("optimizer", "class", "group", "parameters", "settings"), *rows], "<<<><")
-    if held["models"]:
-        models = (f"{name} (optimizers: {', '.join(its) or 'none'})" for name, its in held["models"].items())
-        yield f"models: {', '.join(models)}"
-    if held["tied"]:
-        yield "tied: " + ", ".join(f"{name} = {first}" for name, first in held["tied"].items())
-    if held["objects"]:
-        kinds = {"all": "", "per_rank": " (one per rank)"}
-        yield "objects: " + ", ".join(f"{name}{kinds[kind]}" for name, kind in held["objects"].items())
-    yield "random number generators: " + (f"of {held['rng']} rank(s)" if held["rng"] else "none")
-    yield from (f"not saved: {key}: {why}" for key, why in held["dropped"].items())
+def _lines(contents: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the tensors, and a line of JSON for each other entry that has something in it."""
+    rows = [("tensor", "dtype", "shape", "pieces", "bytes")]
+    for tensor in contents["tensors"]:
+        shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+        rows.append((tensor["name"], tensor["dtype"], shape, str(tensor["pieces"]), size(tensor["bytes"])))
+    yield from aligned(rows, "<<<>>")
+    nbytes = sum(tensor["bytes"] for tensor in contents["tensors"])
+    yield f"{len(contents['tensors'])} tensors, {size(nbytes)}"
+    for name, value in contents.items():
+        if name != "tensors" and value:
+            yield f"{name}: {json.dumps(value, default=repr)}"
 
 
 @dataclass(frozen=True)

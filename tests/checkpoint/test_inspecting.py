@@ -66,7 +66,7 @@ def test_what_is_in_it(saved: Path) -> None:
     assert held["objects"] == {"epoch": "all"} and held["rng"] == 2 and len(held["files"]) == 2
     lines = text(found).splitlines()
     assert any(line.split() == ["model/layers.1.weight", "complex64", "8", "x", "8", "2", "512", "B"] for line in lines)
-    assert "tied: layers.2.weight = layers.0.weight" in lines and "objects: epoch" in lines
+    assert 'tied: {"layers.2.weight": "layers.0.weight"}' in lines and 'objects: {"epoch": "all"}' in lines
     again = json.loads(found.to_json())
     assert again["ok"] and again["path"] == str(saved) and again["tensors"][0]["name"] in rows
 
@@ -175,9 +175,8 @@ def test_names_do_not_reach_the_terminal_as_they_are(tmp_path: Path, capsys: pyt
     for text in (printed.out, printed.err):
         assert all(character.isprintable() for character in text.replace("\n", "")), text
         assert "\nfsshard: all is well" not in text
-    assert all(
-        name.encode("unicode_escape").decode() in printed.out for name in (*NAMES, "object\x1b[5m", "odd\x1b[2J")
-    )
+    assert all(name.encode("unicode_escape").decode() in printed.out for name in (*NAMES, "odd\x1b[2J"))
+    assert "object\\u001b[5m" in printed.out
 
 
 def test_export_and_import(one_rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
