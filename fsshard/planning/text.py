@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -14,29 +13,42 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
-    )
+    spelled = []
+    for character in text:
+        if character.isprintable() or character in keep:
+            spelled.append(character)
+        else:
+            spelled.append(character.encode("unicode_escape").decode())
+    return "".join(spelled)
 
 
-SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+SCALES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+"""Units of sizes and their bytes, the largest first."""
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
     """Return the unit in which a size is shown, and its bytes."""
-    return next((pair for pair in SCALES if nbytes >= pair[1]), ("B", 1))
+    for unit, scale in SCALES.items():
+        if nbytes >= scale:
+            return unit, scale
+    return "B", 1
 
 
 def size(nbytes: float) -> str:
     """Return a size as text, such as ``1.50 MiB``."""
     unit, scale = unit_of(nbytes)
-    return f"{nbytes:.0f} B" if scale == 1 else f"{nbytes / scale:.2f} {unit}"
+    if scale == 1:
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / scale:.2f} {unit}"
 
 
 def duration(seconds: float) -> str:
     """Return a time as text, such as ``1.50 ms``."""
-    unit, scale = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("us", 1e-6))
-    return f"{seconds / scale:.3g} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds / 1e-3:.3g} ms"
+    return f"{seconds / 1e-6:.3g} us"
 
 
 def ratio(value: float, bound: float) -> str:
@@ -51,11 +63,24 @@ def aligned(rows: Sequence[Sequence[str]], columns: str = "") -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = columns.ljust(len(widths), "<")
-    shown = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in shown]
+    lines = []
+    for row in rows:
+        cells = []
+        for cell, side, width in zip(row, sides, widths, strict=True):
+            cells.append(f"{cell:{side}{width}}")
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def wrapped(lines: Iterable[str]) -> list[str]:
     """Break the lines at 120 columns, names left whole."""
-    options: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    return [part for line in lines for part in textwrap.wrap(line, 120, **options)]
+    wrapper = textwrap.TextWrapper(
+        120,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    broken = []
+    for line in lines:
+        broken += wrapper.wrap(line)
+    return broken
