@@ -24,7 +24,9 @@ def random_numbers(rank: int, number: int) -> torch.Generator:
 def sines(rank: int, world_size: int, number: int) -> Batch:
     """``x`` (samples, 6) and the sums of their sines ``y`` (samples, 2)."""
     x = torch.randn(SAMPLES, 6, generator=random_numbers(rank, number))
-    return {"x": x, "y": torch.stack([x.sin().sum(1), x.cos().sum(1)], dim=1) / 2}
+    of_sines = x.sin().sum(1)
+    of_cosines = x.cos().sum(1)
+    return {"x": x, "y": torch.stack([of_sines, of_cosines], dim=1) / 2}
 
 
 def images(rank: int, world_size: int, number: int) -> Batch:
@@ -33,24 +35,30 @@ def images(rank: int, world_size: int, number: int) -> Batch:
     x = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
     y = torch.randint(0, 4, (SAMPLES,), generator=generator)
     for image, quarter in zip(x, y.tolist(), strict=True):
-        top, left = 4 * (quarter // 2), 4 * (quarter % 2)
+        top = 4 * (quarter // 2)
+        left = 4 * (quarter % 2)
         image[0, top : top + 4, left : left + 4] += 2
     return {"x": x, "y": y}
 
 
 def words(rank: int, world_size: int, number: int) -> Batch:
     """Words of five letters, ``input_ids`` (samples, 5), and the same backwards, ``labels``."""
-    letters = torch.randint(1, 20, (SAMPLES, 5), generator=random_numbers(rank, number))
+    generator = random_numbers(rank, number)
+    letters = torch.randint(1, 20, (SAMPLES, 5), generator=generator)
     return {"input_ids": letters, "labels": letters.flip(1)}
 
 
 def heat(height: int, width: int, rank: int, world_size: int, number: int) -> Batch:
     """Random fields ``x`` (samples, 1, height, width), periodic, and the same after a time of diffusion, ``y``."""
     # In Fourier space diffusion multiplies wave number k by exp(-t |k|^2): solved exactly.
-    x = torch.randn(SAMPLES, 1, height, width, generator=random_numbers(rank, number))
-    rows, columns = torch.fft.fftfreq(height, 1 / height), torch.fft.rfftfreq(width, 1 / width)
-    damping = torch.exp(-0.1 * (rows[:, None] ** 2 + columns[None, :] ** 2))
-    return {"x": x, "y": 2 * torch.fft.irfft2(damping * torch.fft.rfft2(x), s=(height, width))}
+    generator = random_numbers(rank, number)
+    x = torch.randn(SAMPLES, 1, height, width, generator=generator)
+    rows = torch.fft.fftfreq(height, 1 / height)
+    columns = torch.fft.rfftfreq(width, 1 / width)
+    squares = rows[:, None] ** 2 + columns[None, :] ** 2
+    spectrum = torch.exp(-0.1 * squares) * torch.fft.rfft2(x)
+    y = torch.fft.irfft2(spectrum, s=(height, width))
+    return {"x": x, "y": 2 * y}
 
 
 def waves(rank: int, world_size: int, number: int) -> Batch:
@@ -59,27 +67,37 @@ def waves(rank: int, world_size: int, number: int) -> Batch:
     amplitude = torch.randn(SAMPLES, 1, 3, generator=generator)
     phase = 2 * math.pi * torch.rand(SAMPLES, 1, 3, generator=generator)
     direction = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
-    known, asked = ((amplitude * torch.sin(2 * x @ direction + phase)).sum(-1, keepdim=True) for x in points()[:2])
-    return {"x": known, "y": asked}
+
+    def field(places: Tensor) -> Tensor:
+        plane_waves = amplitude * torch.sin(2 * places @ direction + phase)
+        return plane_waves.sum(-1, keepdim=True)
+
+    known, asked, _ = points()
+    return {"x": field(known), "y": field(asked)}
 
 
 @functools.cache
 def points() -> tuple[Tensor, Tensor, Tensor]:
     """Return points of the unit square: 20 where a field is known, 10 where it is asked, and a grid (4, 4, 2)."""
-    generator, line = torch.Generator().manual_seed(7), torch.linspace(0, 1, 4)
+    generator = torch.Generator().manual_seed(7)
+    known = torch.rand(20, 2, generator=generator)
+    asked = torch.rand(10, 2, generator=generator)
+    line = torch.linspace(0, 1, 4)
     grid = torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1)
-    return torch.rand(20, 2, generator=generator), torch.rand(10, 2, generator=generator), grid
+    return known, asked, grid
 
 
 def squared_error(model: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Mean of the squared error."""
-    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+    output = model(batch["x"])
+    return nn.functional.mse_loss(output, batch["y"])
 
 
 def image_error(model: Callable[..., Any], batch: Batch) -> Tensor:
     """Mean cross entropy of the kinds of images; the model returns scores, or an object with ``logits``."""
     output = model(batch["x"])
-    return nn.functional.cross_entropy(getattr(output, "logits", output), batch["y"])
+    scores = getattr(output, "logits", output)
+    return nn.functional.cross_entropy(scores, batch["y"])
 
 
 def word_error(model: Callable[..., Any], batch: Batch) -> Tensor:
@@ -90,6 +108,12 @@ def word_error(model: Callable[..., Any], batch: Batch) -> Tensor:
 
 def wave_error(model: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Mean squared error at the points where the field is asked."""
-    known, asked, grid = (p[None].to(batch["x"].device) for p in points())
-    output = model(input_geom=known, latent_queries=grid, output_queries=asked, x=batch["x"])
+    x = batch["x"]
+    known, asked, grid = (places[None].to(x.device) for places in points())
+    output = model(
+        input_geom=known,
+        latent_queries=grid,
+        output_queries=asked,
+        x=x,
+    )
     return nn.functional.mse_loss(output, batch["y"])
