@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.oss.partitioned import local_optimizer
@@ -27,7 +27,8 @@ Names = Sequence[Sequence[str]]
 
 def clean_path(path: str) -> str:
     """Return a name without the parts that wrappers put into it."""
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+    parts = [part for part in path.split(".") if part not in WRAPPERS]
+    return ".".join(parts)
 
 
 def path_below(path: str, name: str) -> str:
@@ -46,10 +47,16 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
     flat = [clean_path(key) for key in state if key.rpartition(".")[2].startswith("flat_param")]
     if flat:
         raise StateDictError("a rank's flat shards (put them together with join_model_shards first)", unexpected=flat)
-    keys = model.backend.keys
     _, plain = best_names(model.backend.key_order, state)
-    given = {keys[key]: value for key, value in plain.items() if key in keys}
-    return {**plain, **{key: given[name] for key, name in keys.items() if key not in plain and name in given}}
+    keys = model.backend.keys
+    weights = {}
+    for key, value in plain.items():
+        if key in keys:
+            weights[keys[key]] = value
+    for key, name in keys.items():
+        if key not in plain and name in weights:
+            plain[key] = weights[name]
+    return plain
 
 
 def best_names(expected: Iterable[str], state: State) -> tuple[str, dict[str, Any]]:
@@ -59,10 +66,18 @@ def best_names(expected: Iterable[str], state: State) -> tuple[str, dict[str, An
     """
     expected = set(expected)
     variants = list(unprefixed(state, ""))
-    first = {key.partition(".")[0] for key in expected}
-    if len(first) == 1:
-        variants.append(("", {f"{min(first)}.{key}": value for key, value in variants[0][1].items()}))
-    return max(variants, key=lambda each: len(expected & each[1].keys()))
+    beginnings = {key.partition(".")[0] for key in expected}
+    if len(beginnings) == 1:
+        (beginning,) = beginnings
+        _, unchanged = variants[0]
+        prefixed = {f"{beginning}.{key}": value for key, value in unchanged.items()}
+        variants.append(("", prefixed))
+
+    def fitting(variant: tuple[str, dict[str, Any]]) -> int:
+        _, renamed = variant
+        return len(expected & renamed.keys())
+
+    return max(variants, key=fitting)
 
 
 def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,47 +86,67 @@ def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[tuple[str, dict[s
     Taken off is ``prefix``, or if that is empty whatever all names begin with.
     """
     state = {clean_path(key): value for key, value in state.items()}
-    taken = ""
-    yield taken, state
+    removed = ""
+    yield removed, state
     while True:
         names = [key for key in state if key != NEURALOP_ARGUMENTS]
-        common = {key.partition(".")[0] + "." for key in names}
-        if len(common) != 1 or (prefix or min(common)) != min(common) or not all("." in key for key in names):
+        beginnings = {key.partition(".")[0] + "." for key in names}
+        if len(beginnings) != 1:
             return
-        taken += min(common)
-        state = {key.removeprefix(min(common)): value for key, value in state.items()}
-        yield taken, state
+        (beginning,) = beginnings
+        if prefix not in ("", beginning):
+            return
+        if not all("." in key for key in names):
+            return
+        removed += beginning
+        state = {key.removeprefix(beginning): value for key, value in state.items()}
+        yield removed, state
 
 
-def whole_state(optimizer: ShardedOptimizer, states: Any, names: Names | None, *, strict: bool) -> dict[str, Any]:
+def whole_state(
+    optimizer: ShardedOptimizer,
+    states: Any,
+    names: Names | None,
+    *,
+    strict: bool,
+) -> dict[str, Any]:
     """Return states of optimizers that number their parameters as one by name, in this optimizer's groups.
 
     ``names`` are those of each group where the states do not say; ``strict`` raises where a part has no state.
     """
-    states = states if isinstance(states, Sequence) else [states]
-    for each in states:
-        _check_form(each)
-    groups = [(each["state"], group) for each in states for group in each["param_groups"]]
+    if not isinstance(states, Sequence):
+        states = [states]
+    for state in states:
+        _check_form(state)
+    groups = []
+    state_of_group = []
+    for state in states:
+        for group in state["param_groups"]:
+            groups.append(group)
+            state_of_group.append(state["state"])
     if not groups:
         raise StateDictError("an optimizer state without groups")
-    named = _names_of_groups(optimizer, states, [group for _, group in groups], names)
+    named = _names_of_groups(optimizer, states, groups, names)
     by_name: dict[str, dict[str, Any]] = {}
-    for index, ((state, group), members) in enumerate(zip(groups, named, strict=True)):
-        if len(members) != len(group["params"]):
-            counts = {f"parameters of group {index}": (len(members), len(group["params"]))}
+    for index, (group, members) in enumerate(zip(groups, named, strict=True)):
+        numbers = group["params"]
+        if len(members) != len(numbers):
+            counts = {f"parameters of group {index}": (len(members), len(numbers))}
             raise StateDictError("optimizer state", mismatched=counts)
-        for number, name in zip(group["params"], members, strict=True):
-            item = state.get(number)
+        for number, name in zip(numbers, members, strict=True):
+            item = state_of_group[index].get(number)
             if item:  # FairScale's load_state_dict leaves {} for what another rank owns
                 by_name[name] = {key: _one_value(name, key, value) for key, value in item.items()}
-    lost = [number for each in states for number, item in each["state"].items() if item]
-    if lost and not by_name:
-        raise StateDictError("optimizer state of which no group has the parameters", unexpected=map(str, lost))
+    if not by_name:
+        _check_nothing_is_lost(states)
     if strict:
         _check_complete(optimizer, by_name)
-    hyper = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for _, group in groups]
-    regrouped = _regroup(optimizer, list(zip(hyper, named, strict=True)))
-    whole = _as_this_torch(optimizer, {"state": by_name, "param_groups": regrouped})
+    old_groups = []
+    for group, members in zip(groups, named, strict=True):
+        hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        old_groups.append((hyper, members))
+    regrouped = _regroup(optimizer, old_groups)
+    whole = _as_this_torch(optimizer, by_name, regrouped)
     optimizer.check_state_dict(whole)
     return whole
 
@@ -126,32 +161,50 @@ def _check_form(state: object) -> None:
         raise StateDictError("an optimizer state of which FSDP saved rank 0's part only", missing=[f"flat {lost}"])
 
 
+def _check_nothing_is_lost(states: Sequence[State]) -> None:
+    """Raise for states of which no parameter was found, where there are some."""
+    lost = []
+    for state in states:
+        for number, item in state["state"].items():
+            if item:
+                lost.append(str(number))
+    if lost:
+        raise StateDictError("optimizer state of which no group has the parameters", unexpected=lost)
+
+
 def _one_value(name: str, key: str, value: Any) -> Any:
     """Return the one number of a list in which FairScale's FSDP keeps it for each rank; all else as it is."""
-    if not isinstance(value, list) or not value or not all(isinstance(v, Tensor) and not v.dim() for v in value):
+    if not isinstance(value, list) or not value:
         return value
-    if any(not torch.equal(v, value[0]) for v in value):
+    if not all(isinstance(number, Tensor) and number.dim() == 0 for number in value):
+        return value
+    first = value[0]
+    if not all(torch.equal(number, first) for number in value):
         raise StateDictError("the optimizer state", mismatched={f"{name}: {key}": ("one value", value)})
-    return value[0]
+    return first
 
 
 def _names_of_groups(
-    optimizer: ShardedOptimizer, states: Sequence[State], groups: Sequence[State], names: Names | None
+    optimizer: ShardedOptimizer,
+    states: Sequence[State],
+    groups: Sequence[State],
+    names: Names | None,
 ) -> list[list[str]]:
     """Return for each old group the names of its parameters, in the order in which it numbers them."""
-    of_fsdp = "param_id_map" in states[0]
+    unit_of = states[0].get("param_id_map")  # of FairScale's FSDP alone
     if names is not None:
-        if of_fsdp:
-            _check_units(states[0]["param_id_map"], names)
-            names = [list(itertools.chain.from_iterable(names))]
+        if unit_of is not None:
+            _check_units(unit_of, names)
+            names = [[name for unit in names for name in unit]]
         if len(names) != len(groups):
             raise ConfigurationError(f"names has {len(names)} lists, the optimizer state has {len(groups)} groups")
         return [known_names(optimizer, members) for members in names]
-    told = [group.get("param_names", group["params"]) for group in groups]
-    if all(isinstance(name, str) for members in told for name in members):
-        return [known_names(optimizer, members) for members in told]
-    if of_fsdp:
-        if len({unit for unit in states[0]["param_id_map"].values() if unit is not None}) > 1:
+    own_names = [group.get("param_names", group["params"]) for group in groups]
+    if _are_names(own_names):
+        return [known_names(optimizer, members) for members in own_names]
+    if unit_of is not None:
+        units = set(unit_of.values()) - {None}
+        if len(units) > 1:
             raise ConfigurationError(
                 "this state is of an FSDP model with several wrapped modules, which number the parameters by module; "
                 "pass names=fsdp_names(model, units) with the wrapped modules' names, or names_in_metadata(metadata)"
@@ -159,90 +212,152 @@ def _names_of_groups(
         return [list(optimizer.model.backend.entries)]  # one flat parameter is in the model's order
     if len(states) > 1:
         raise ConfigurationError("several optimizer states need names=: which parameters each group of each one had")
-    mine = [group["params"] for group in groups_by_name(optimizer)]
-    if len(mine) != len(groups):
-        raise StateDictError("optimizer state", mismatched={"number of param_groups": (len(mine), len(groups))})
-    return mine
+    expected = [group["params"] for group in groups_by_name(optimizer)]
+    if len(expected) != len(groups):
+        counts = {"number of param_groups": (len(expected), len(groups))}
+        raise StateDictError("optimizer state", mismatched=counts)
+    return expected
+
+
+def _are_names(groups: Iterable[Iterable[object]]) -> bool:
+    for members in groups:
+        for member in members:
+            if not isinstance(member, str):
+                return False
+    return True
 
 
 def known_names(optimizer: ShardedOptimizer, names: Iterable[str]) -> list[str]:
     """Return names as the model has them: without wrappers' prefixes, and the first one of a shared weight."""
-    first = {slot.name: entry.name for entry in optimizer.model.backend.entries.values() for slot in entry.slots}
+    first_names = {}
+    for entry in optimizer.model.backend.entries.values():
+        for slot in entry.slots:
+            first_names[slot.name] = entry.name
 
     def known(name: str) -> str:
         candidate = clean_path(name)
-        while candidate not in first and candidate.startswith(PREFIX):
+        while candidate not in first_names and candidate.startswith(PREFIX):
             candidate = candidate.removeprefix(PREFIX)
-        return first.get(candidate, name)
+        return first_names.get(candidate, name)
 
     return [known(name) for name in names]
 
 
 def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
     """Check that each wrapped module holds as many parameters as when the state was written."""
-    unit_at = [index for index, unit in enumerate(names) for _ in unit]
-    saved = [unit_of.get(number) for number in range(len(unit_of))]  # None: it had no state
-    if len(unit_at) != len(saved) or any(got not in (None, want) for want, got in zip(unit_at, saved, strict=True)):
-        counts = [saved.count(unit) for unit in sorted({unit for unit in saved if unit is not None})]
-        sizes = {"parameters of each wrapped module": ([len(unit) for unit in names], counts)}
-        raise StateDictError("optimizer state", mismatched=sizes)
+    expected = []
+    for index, unit in enumerate(names):
+        expected += [index] * len(unit)
+    saved = [unit_of.get(number) for number in range(len(unit_of))]
+    if len(expected) == len(saved):
+        # None: the parameter had no state.
+        agrees = [unit in (None, want) for want, unit in zip(expected, saved, strict=True)]
+        if all(agrees):
+            return
+    units = sorted({unit for unit in saved if unit is not None})
+    counts = [saved.count(unit) for unit in units]
+    sizes = {"parameters of each wrapped module": ([len(unit) for unit in names], counts)}
+    raise StateDictError("optimizer state", mismatched=sizes)
 
 
 def _check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
     """Raise where trainable parameters have no state: a consolidation lost ranks, or they never had a gradient."""
-    left = [e.name for e in optimizer.entries if e.parameter.requires_grad and not state.get(e.name)]
-    if state and left:
+    missing = []
+    for entry in optimizer.entries:
+        if entry.parameter.requires_grad and not state.get(entry.name):
+            missing.append(f"state of {entry.name}")
+    if state and missing:
         raise StateDictError(
             "an optimizer state that some trainable parameters have no part in (consolidated on all ranks? for "
             "parameters that had never had a gradient pass strict=False)",
-            missing=[f"state of {name}" for name in left],
+            missing=missing,
         )
 
 
 def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[dict[str, Any]]:
     """Put the old hyper-parameters into this optimizer's groups."""
-    owner = {name: hyper for hyper, names in old for name in names}
-    missing, wrong, regrouped = [], {}, []
+    hyper_of = {}
+    for hyper, names in old:
+        for name in names:
+            hyper_of[name] = hyper
+    missing = []
+    wrong: dict[str, tuple[object, object]] = {}
+    regrouped = []
     for index, group in enumerate(groups_by_name(optimizer)):
-        missing += [name for name in group["params"] if name not in owner]
-        theirs = [owner.pop(name) for name in group["params"] if name in owner]
-        hyper = theirs[0] if theirs else {}
+        theirs = []
+        for name in group["params"]:
+            if name in hyper_of:
+                theirs.append(hyper_of.pop(name))
+            else:
+                missing.append(name)
+        first = theirs[0] if theirs else {}
         for other in theirs[1:]:
-            for key in sorted(hyper.keys() | other.keys()) if other is not hyper else []:
-                if not same_value(hyper.get(key), other.get(key)):
-                    wrong[f"{key} of group {index}"] = ("one value", (hyper.get(key), other.get(key)))
-        regrouped.append({**hyper, "params": group["params"]})
-    if missing or owner or wrong:
-        raise StateDictError("optimizer state", missing, owner, wrong)
+            wrong.update(_other_settings(first, other, index))
+        regrouped.append({**first, "params": group["params"]})
+    if missing or hyper_of or wrong:
+        raise StateDictError("optimizer state", missing, hyper_of, wrong)
     return regrouped
 
 
-def _as_this_torch(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _other_settings(first: State, other: State, index: int) -> dict[str, tuple[object, object]]:
+    """Return the hyper-parameters in which two parameters of one group differ."""
+    wrong: dict[str, tuple[object, object]] = {}
+    if other is first:
+        return wrong
+    for key in sorted(first.keys() | other.keys()):
+        values = first.get(key), other.get(key)
+        if not same_value(*values):
+            wrong[f"{key} of group {index}"] = ("one value", values)
+    return wrong
+
+
+def _as_this_torch(
+    optimizer: ShardedOptimizer,
+    state: Mapping[str, dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> dict[str, Any]:
     """Let the optimizer class itself bring a state of older releases to what it works with now."""
     # FSDP's gather_full_optim_state_dict and torch before 1.12 hold Adam's step as a number, where torch 2.13 asserts a
     # tensor; groups of older releases lack newer hyper-parameters. load_state_dict of a torch optimizer puts both
-    # right: here over empty parameters, so that nothing is copied. What is on the meta device stands for a tensor that
-    # is still to be read, and stays as it is.
-    entries, groups = optimizer.model.backend.entries, saved["param_groups"]
-    stands = {n: nn.Parameter(torch.empty(0, dtype=entries[n].dtype)) for group in groups for n in group["params"]}
-    number = {name: index for index, name in enumerate(stands)}
-    arguments = constructor_arguments(local_optimizer(optimizer.inner))
-    plain = optimizer.optimizer_class(
-        [{"params": [stands[name] for name in group["params"]]} for group in groups],
-        **{key: value for key, value in arguments.items() if key not in ("fused", "capturable")},
-    )
-    here: dict[int, dict[str, Any]] = {}
+    # right: here over empty parameters, so that nothing is copied.
+    entries = optimizer.model.backend.entries
+    empty = {}
+    for group in groups:
+        for name in group["params"]:
+            empty[name] = nn.Parameter(torch.empty(0, dtype=entries[name].dtype))
+    number = {name: index for index, name in enumerate(empty)}
+    plain = _plain_optimizer(optimizer, [[empty[name] for name in group["params"]] for group in groups])
+    numbered_state: dict[int, dict[str, Any]] = {}
+    # What is on the meta device stands for a tensor that is still to be read, and stays as it is.
     awaited: dict[str, dict[str, Any]] = {}
-    for name, item in saved["state"].items():
-        awaited[name] = {key: v for key, v in item.items() if isinstance(v, Tensor) and v.is_meta}
-        here[number[name]] = {key: v for key, v in item.items() if key not in awaited[name]}
-    numbered = [{**group, "params": [number[name] for name in group["params"]]} for group in groups]
-    plain.load_state_dict({"state": here, "param_groups": numbered})
-    state = {name: {**plain.state.get(stand, {}), **awaited.get(name, {})} for name, stand in stands.items()}
-    return {
-        "state": {name: item for name, item in state.items() if item},
-        "param_groups": [{**new, "params": old["params"]} for new, old in zip(plain.param_groups, groups, strict=True)],
-    }
+    for name, item in state.items():
+        awaited[name] = {key: value for key, value in item.items() if _is_awaited(value)}
+        numbered_state[number[name]] = {key: value for key, value in item.items() if not _is_awaited(value)}
+    numbered_groups = []
+    for group in groups:
+        numbered_groups.append({**group, "params": [number[name] for name in group["params"]]})
+    plain.load_state_dict({"state": numbered_state, "param_groups": numbered_groups})
+    new_state = {}
+    for name, parameter in empty.items():
+        item = {**plain.state.get(parameter, {}), **awaited.get(name, {})}
+        if item:
+            new_state[name] = item
+    new_groups = []
+    for group, plain_group in zip(groups, plain.param_groups, strict=True):
+        new_groups.append({**plain_group, "params": group["params"]})
+    return {"state": new_state, "param_groups": new_groups}
+
+
+def _plain_optimizer(optimizer: ShardedOptimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+    """Return an optimizer of the same class and arguments over other parameters."""
+    arguments = constructor_arguments(local_optimizer(optimizer.inner))
+    for name in ("fused", "capturable"):
+        arguments.pop(name, None)
+    return optimizer.optimizer_class([{"params": list(members)} for members in groups], **arguments)
+
+
+def _is_awaited(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def same_value(one: Any, other: Any) -> bool:
