@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,11 @@ class Part:
 
 def as_table(parts: Mapping[str, Part]) -> dict[str, list[Any]]:
     """Return the dtype, shape and range of each part by its name, as JSON has it."""
-    return {name: [dtype_name(part.dtype), list(part.shape), *part.range] for name, part in parts.items()}
+    table = {}
+    for name, part in parts.items():
+        start, stop = part.range
+        table[name] = [dtype_name(part.dtype), list(part.shape), start, stop]
+    return table
 
 
 @dataclass
@@ -99,64 +103,100 @@ class Collected:
 
     def trees(self, alike: Collection[str]) -> dict[str, Any]:
         """Return what rank 0 puts into the index for this rank besides tensors."""
-        return {
-            "objects": {name: tree for name, tree in self.objects.items() if name not in alike},
-            "state": {name: {p: s for p, s in state.items() if s} for name, state in self.state.items()},
-            "rng": self.rng,
-        }
+        objects = {name: tree for name, tree in self.objects.items() if name not in alike}
+        states = {}
+        for name, state in self.state.items():
+            states[name] = {parameter: values for parameter, values in state.items() if values}
+        return {"objects": objects, "state": states, "rng": self.rng}
 
 
 def _part(entry: Entry, stored: Tensor, model: str) -> Part:
     """Return this rank's part of a parameter, or of state that has a number for each of its stored elements."""
     values = entry.flat(stored.detach(), whole=entry.in_order)
-    scattered = "" if entry.in_order and not entry.divided_over else f"{prefix(model)}{entry.name}"
+    scattered = ""
+    if _is_scattered(entry):
+        scattered = f"{prefix(model)}{entry.name}"
     if entry.kept_as_pairs(stored.dtype):
         return Part(stored.dtype, entry.pairs_shape, entry.here, values, scattered)
-    return Part(entry.kind.user_dtype(stored.dtype), tuple(entry.full_shape), entry.user_range, values, scattered)
+    dtype = entry.kind.user_dtype(stored.dtype)
+    return Part(dtype, tuple(entry.full_shape), entry.user_range, values, scattered)
+
+
+def _is_scattered(entry: Entry) -> bool:
+    """Return whether a rank's elements of a parameter are no range of it: the same on every rank."""
+    return bool(entry.divided_over) or not entry.in_order
 
 
 @torch.no_grad()
 def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> None:
     """Turn what is scattered into ranges of the flattened tensor, the only form that is stored. Collective."""
-    entries = {f"{prefix(m)}{e.name}": (e, model.backend) for m, model in models.items() for e in model.backend.all}
-    if not any(not entry.in_order or entry.divided_over for entry, _ in entries.values()):  # the same on every rank
+    entries: dict[str, tuple[Entry, Backend]] = {}
+    for of, model in models.items():
+        for entry in model.backend.all:
+            entries[f"{prefix(of)}{entry.name}"] = (entry, model.backend)
+    if not any(_is_scattered(entry) for entry, _ in entries.values()):
         return
-    mine = {name: part for name, part in collected.parts.items() if part.scattered}
-    told = {name: [p.scattered, dtype_name(p.dtype), list(p.shape)] for name, p in mine.items()}
+    local_parts = {name: part for name, part in collected.parts.items() if part.scattered}
+    local_table = {}
+    for name, part in local_parts.items():
+        local_table[name] = [part.scattered, dtype_name(part.dtype), list(part.shape)]
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
-    known: dict[str, Any] = {name: item for table in channel.gather(told) for name, item in table.items()}
-    for name, (parameter, dtype, shape) in sorted(known.items()):
+    everyones: dict[str, Any] = {}
+    for table in channel.gather(local_table):
+        everyones.update(table)
+    for name, (parameter, dtype_text, shape) in sorted(everyones.items()):
         entry, backend = entries[parameter]
-        if name not in mine and backend.facts.divides != "elements":
+        is_here = name in local_parts
+        if not is_here and backend.facts.divides != "elements":
             continue  # nor have the ranks that hold other parts of it: the same rank of data owns all
-        empty = Part(BY_NAME[dtype], tuple(shape), (0, 0), torch.empty(0, dtype=BY_NAME[dtype]))
-        part = _in_range(entry, mine.get(name, empty), backend)
-        if name in mine or part.values.numel():
+        dtype = BY_NAME[dtype_text]
+        empty = Part(dtype, tuple(shape), (0, 0), torch.empty(0, dtype=dtype))
+        part = _in_range(entry, local_parts.get(name, empty), backend)
+        if is_here or part.values.numel():
             collected.parts[name] = part
 
 
 def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
     """Return this rank's share of the whole tensor. Collective."""
-    settings, values = backend.settings, part.values.to(backend.settings.device)
-    stored = torch.view_as_real(values).reshape(-1) if part.dtype.is_complex else values
-    whole, share = entry.flat(gather(entry, stored, settings.device), whole=True), part.range
+    device = backend.settings.device
+    stored = part.values.to(device)
+    if part.dtype.is_complex:
+        stored = torch.view_as_real(stored).reshape(-1)
+    whole = entry.flat(gather(entry, stored, device), whole=True)
     # Where the engine divides a parameter in the order in which it lies in memory (channels_last, or transposed), a
-    # rank holds elements from all over, and keeps as many as before, now successive ones. What other mesh dimensions
-    # than data divide is put together, and each rank that has a part of it keeps an equal share.
+    # rank holds elements from all over, and keeps as many as before, now successive ones.
+    start, stop = part.range
     if entry.divided_over:
-        pairs = (2,) if entry.kind.is_complex and not part.dtype.is_complex else ()
-        whole = entry.put_together(whole.view(*entry.shape, *pairs)).reshape(-1)
-        rank, ranks = settings.overall_rank, settings.all_ranks
-        if backend.facts.divides != "elements":
-            rank, ranks = 0, 1
-            for group in entry.divided_over:
-                rank, ranks = rank * group.size() + group.rank(), ranks * group.size()
-        share = whole.numel() * rank // ranks, whole.numel() * (rank + 1) // ranks
-    return dataclasses.replace(part, range=share, values=whole[slice(*share)].clone(), scattered="")
+        # What other mesh dimensions than data divide is put together, and each rank that has a part of it keeps an
+        # equal share.
+        shape = list(entry.shape)
+        if entry.kind.is_complex and not part.dtype.is_complex:
+            shape.append(2)
+        whole = entry.put_together(whole.view(shape)).reshape(-1)
+        rank, ranks = _rank_of_holders(entry, backend)
+        start = whole.numel() * rank // ranks
+        stop = whole.numel() * (rank + 1) // ranks
+    values = whole[start:stop].clone()
+    return dataclasses.replace(part, range=(start, stop), values=values, scattered="")
+
+
+def _rank_of_holders(entry: Entry, backend: Backend) -> tuple[int, int]:
+    """Return this rank among those that hold a part of what several mesh dimensions divide, and their number."""
+    if backend.facts.divides == "elements":
+        return backend.settings.overall_rank, backend.settings.all_ranks
+    rank = 0
+    ranks = 1
+    for group in entry.divided_over:
+        rank = rank * group.size() + group.rank()
+        ranks *= group.size()
+    return rank, ranks
 
 
 def collect_together(
-    work: Callable[[], Collected], models: Models, channel: Channel, timeout: float | None = None
+    work: Callable[[], Collected],
+    models: Models,
+    channel: Channel,
+    timeout: float | None = None,
 ) -> Collected:
     """Run ``work``, which collects, on every rank, and put all tensors in ranges. Collective."""
     collected: Collected = agree(channel, work, timeout)
@@ -185,27 +225,42 @@ def collect(
             collected.models[of] = [name for name, optimizer in optimizers.items() if optimizer.model is model]
     model_names = {id(model): of for of, model in models.items()}
     for name, optimizer in optimizers.items():
-        groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts)
-        collected.groups[name] = (class_name(optimizer.optimizer_class), groups)
-        collected.state[name] = {}
-        states = [(entry, state_of(optimizer.inner, entry)) for entry in optimizer.entries]
-        single = counters(
-            (entry, {k: v.shape for k, v in state.items() if isinstance(v, Tensor)}) for entry, state in states
-        )
-        divides, of = state_divides(optimizer.model.backend, optimizer.inner), model_names[id(optimizer.model)]
-        for entry, state in states:
-            _add_state(collected, name, divides, state_entry(optimizer.inner, entry), state, single, of)
+        _add_optimizer(collected, optimizer, name, model_names[id(optimizer.model)])
     for name, value in objects.items():
-        state = value.state_dict() if hasattr(value, "state_dict") else value
-        own = collected.own[name] = {}
-        tree = collected.objects[name] = _encode(state, f"objects/{name}", own)
-        digest = hashlib.sha256(json.dumps([tree, as_table(own)]).encode())
-        for part in own.values():
-            digest.update(part.values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        collected.digests[name] = digest.hexdigest()
+        _add_object(collected, value, name)
     if random is not None:
         collected.rng = _encode(random, "rng", collected.own.setdefault("rng", {}))
     return collected
+
+
+def _add_optimizer(collected: Collected, optimizer: ShardedOptimizer, name: str, model: str) -> None:
+    groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts)
+    collected.groups[name] = (class_name(optimizer.optimizer_class), groups)
+    collected.state[name] = {}
+    states = []
+    shapes_of_states = []
+    for entry in optimizer.entries:
+        state = state_of(optimizer.inner, entry)
+        states.append((entry, state))
+        shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
+        shapes_of_states.append((entry, shapes))
+    single = counters(shapes_of_states)
+    divides = state_divides(optimizer.model.backend, optimizer.inner)
+    for entry, state in states:
+        _add_state(collected, name, divides, state_entry(optimizer.inner, entry), state, single, model)
+
+
+def _add_object(collected: Collected, value: Any, name: str) -> None:
+    state = value.state_dict() if hasattr(value, "state_dict") else value
+    own_parts: dict[str, Part] = {}
+    tree = _encode(state, f"objects/{name}", own_parts)
+    digest = hashlib.sha256(json.dumps([tree, as_table(own_parts)]).encode())
+    for part in own_parts.values():
+        flat = part.values.contiguous().cpu().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    collected.own[name] = own_parts
+    collected.objects[name] = tree
+    collected.digests[name] = digest.hexdigest()
 
 
 def class_name(kind: type) -> str:
@@ -218,40 +273,57 @@ FROZEN = "frozen, and saved with only='trainable'"
 
 
 def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str, trainable: bool) -> None:
-    backend, parts, before = model.backend, collected.parts, prefix(name)
+    backend = model.backend
+    parts = collected.parts
+    before = prefix(name)
     # neuralop's BaseModel puts its constructor's arguments into the state dict; the model that loads has its own.
     raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
+    frozen = set()
+    if trainable:
+        frozen = {entry.name for entry in backend.all if not entry.parameter.requires_grad}
+    keys, extra, dropped = collected.model
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
-    frozen = {entry.name for entry in backend.all if trainable and not entry.parameter.requires_grad}
-    dropped = {key: FROZEN for key in backend.key_order if key in raw and backend.keys.get(key) in frozen}
-    ordered = [key for key in dict.fromkeys([*backend.key_order, *raw]) if key in raw and key not in dropped]
-    listed = {backend.keys[key] for key in ordered if key in backend.keys}
-    for entry in backend.entries.values():
-        if entry.name in listed:
-            parts[f"model/{before}{entry.name}"] = _part(entry, entry.local(), name)
-    keys, extra, left_out = collected.model
-    left_out |= {before + key: why for key, why in dropped.items()}
-    for key in ordered:
-        value, told = raw[key], before + key
-        if key in backend.keys:
-            keys[told] = f"model/{before}{backend.keys[key]}"
-        elif isinstance(value, Tensor):
-            keys[told] = f"model/{told}"
-            if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
-                parts[f"model/{told}"] = Part.of_all(controller_of(model).buffers.for_user(key, value))
+    ordered = []
+    for key in dict.fromkeys([*backend.key_order, *raw]):
+        if key not in raw:
+            continue
+        if backend.keys.get(key) in frozen:
+            dropped[before + key] = FROZEN
         else:
-            keys[told] = None
-            extra[told] = _encode(value, f"model/{told}", parts if rank == 0 else {})
+            ordered.append(key)
+    shown = {backend.keys[key] for key in ordered if key in backend.keys}
+    for entry in backend.entries.values():
+        if entry.name in shown:
+            parts[f"model/{before}{entry.name}"] = _part(entry, entry.local(), name)
+    for key in ordered:
+        value = raw[key]
+        full_key = before + key
+        if key in backend.keys:
+            keys[full_key] = f"model/{before}{backend.keys[key]}"
+        elif isinstance(value, Tensor):
+            keys[full_key] = f"model/{full_key}"
+            if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
+                buffer = controller_of(model).buffers.for_user(key, value)
+                parts[f"model/{full_key}"] = Part.of_all(buffer)
+        else:
+            keys[full_key] = None
+            extra[full_key] = _encode(value, f"model/{full_key}", parts if rank == 0 else {})
     for entry in backend.entries.values():
         if entry.name not in frozen:
-            collected.tied |= {before + slot.name: before + entry.name for slot in entry.slots[1:]}
+            for slot in entry.slots[1:]:
+                collected.tied[before + slot.name] = before + entry.name
 
 
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:
     """Return the keys of state that is one number for a whole parameter, given the shapes of each one's tensors."""
-    # A 0-dim parameter's shape does not tell.
-    shaped = [shapes for entry, shapes in states if entry.shape.numel() > 1]
-    return {"step"} | {key for shapes in shaped for key, shape in shapes.items() if not len(shape)}
+    single = {"step"}
+    for entry, shapes in states:
+        if entry.shape.numel() <= 1:  # a 0-dim parameter's shape does not tell
+            continue
+        for key, shape in shapes.items():
+            if len(shape) == 0:
+                single.add(key)
+    return single
 
 
 def _add_state(
@@ -294,10 +366,16 @@ ORDERS = "/orders"
 
 def _orders(entry: Entry, state: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return how tensors lie, since products round by it: eigenvectors (SOAP's) column by column."""
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    same = {key for key, value in tensors.items() if value.shape == entry.local().shape}
-    lying = {k: order_in_memory(entry.kind.to_user(v) if k in same else v) for k, v in tensors.items()}
-    return {key: list(order) for key, order in lying.items() if order}
+    shape = entry.local().shape
+    orders = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        shown = entry.kind.to_user(value) if value.shape == shape else value
+        order = order_in_memory(shown)
+        if order:
+            orders[key] = list(order)
+    return orders
 
 
 def lying(entry: Entry, value: Tensor, order: Sequence[int]) -> Tensor:
@@ -313,13 +391,17 @@ def _encode(value: Any, place: str, parts: dict[str, Part]) -> Any:
 
     def put(path: str, tensor: Tensor) -> str:
         nonlocal count
-        plain = tensor.detach().resolve_conj().resolve_neg() if tensor.layout is torch.strided else tensor
-        if type(plain) is not Tensor or plain.layout is not torch.strided or plain.is_meta or plain.is_quantized:
-            what = type(plain).__name__ if type(plain) is not Tensor else f"{plain.layout} on {plain.device}"
+        plain = tensor
+        if tensor.layout is torch.strided:
+            plain = tensor.detach().resolve_conj().resolve_neg()
+        is_plain = type(plain) is Tensor
+        if not is_plain or plain.layout is not torch.strided or plain.is_meta or plain.is_quantized:
+            what = f"{plain.layout} on {plain.device}" if is_plain else type(plain).__name__
             raise CheckpointError(
                 f"{path}: a {what}, whose values are not on this rank; copy weights under full_parameters()"
             )
-        name, count = f"{place}/{count}", count + 1
+        name = f"{place}/{count}"
+        count += 1
         parts[name] = Part.of_all(plain)
         return name
 
@@ -340,50 +422,73 @@ def divide(
     ``{tensor: range}``; raises if ranks have a tensor in another dtype or shape.
     """
     infos: dict[str, TensorInfo] = {}
-    copies: dict[tuple[str, int, int], list[int]] = {}
+    holders: dict[tuple[str, int, int], list[int]] = {}  # a range of a tensor -> the ranks that have it
     for rank, table in enumerate(tables):
         for name, (dtype, shape, start, stop) in table.items():
             here = TensorInfo(dtype, tuple(shape), ())
-            known = infos.setdefault(name, here)
-            if known != here:
+            info = infos.setdefault(name, here)
+            if info != here:
                 raise CheckpointError(
                     f"{call}: the ranks disagree on {name}: rank {rank} has {dtype} {tuple(shape)}, another "
-                    f"{known.dtype} {known.shape}"
+                    f"{info.dtype} {info.shape}"
                 )
             if stop > start:
-                copies.setdefault((name, start, stop), []).append(rank)
-    together: dict[tuple[int, ...], list[tuple[str, int, int]]] = {}
-    for copy, ranks in copies.items():
-        together.setdefault(tuple(ranks if shared else ranks[:1]), []).append(copy)
+                holders.setdefault((name, start, stop), []).append(rank)
+    ranges_of_group: dict[tuple[int, ...], list[tuple[str, int, int]]] = {}
+    for span, ranks in holders.items():
+        writers = tuple(ranks) if shared else (ranks[0],)
+        ranges_of_group.setdefault(writers, []).append(span)
     written: list[dict[str, Range]] = [{} for _ in tables]
     pieces: dict[str, list[Piece]] = {name: [] for name in infos}
-    for group, parts in together.items():
-        # Laid end to end, so that few tensors are cut; each rank of the group gets an equal stretch.
-        total = sum((stop - start) * infos[name].kind.itemsize for name, start, stop in parts)
-        before = 0
-        for name, start, stop in parts:
-            size = infos[name].kind.itemsize
-            # The k-th rank's stretch begins at byte k * total / len(group), here in elements of this part.
-            cuts = [-(-(k * total // len(group) - before) // size) for k in range(len(group) + 1)]
-            bounds = [start + min(max(cut, 0), stop - start) for cut in cuts]
-            for rank, low, high in zip(group, bounds, bounds[1:], strict=False):
-                if high > low:
-                    written[rank][name] = (low, high)
-                    key = piece_key(name, infos[name].numel, (low, high))
-                    pieces[name].append(Piece(rank_file(rank, len(tables)), key, low, high))
-            before += (stop - start) * size
-    in_order = {name: tuple(sorted(each, key=lambda piece: piece.start)) for name, each in pieces.items()}
-    return {name: info._replace(pieces=in_order[name]) for name, info in infos.items()}, written
+    for group, ranges in ranges_of_group.items():
+        for rank, name, low, high in _spread(group, ranges, infos):
+            written[rank][name] = (low, high)
+            key = piece_key(name, infos[name].numel, (low, high))
+            pieces[name].append(Piece(rank_file(rank, len(tables)), key, low, high))
+    whole_infos = {}
+    for name, info in infos.items():
+        in_order = sorted(pieces[name], key=lambda piece: piece.start)
+        whole_infos[name] = info._replace(pieces=tuple(in_order))
+    return whole_infos, written
+
+
+def _spread(
+    group: Sequence[int],
+    ranges: Sequence[tuple[str, int, int]],
+    infos: Mapping[str, TensorInfo],
+) -> Iterator[tuple[int, str, int, int]]:
+    """Yield (rank, name, start, stop) of what each rank of a group writes of the ranges that all of them have.
+
+    Laid end to end, so that few tensors are cut; each rank of the group gets an equal stretch of bytes.
+    """
+    total = 0
+    for name, start, stop in ranges:
+        total += (stop - start) * infos[name].kind.itemsize
+    before = 0  # bytes of the ranges that were spread already
+    for name, start, stop in ranges:
+        itemsize = infos[name].kind.itemsize
+        bounds = []
+        for index in range(len(group) + 1):
+            # The stretch of the rank at this index begins at byte `begin`; here in elements of this range, rounded up.
+            begin = index * total // len(group)
+            elements = -(-(begin - before) // itemsize)
+            bounds.append(start + min(max(elements, 0), stop - start))
+        for rank, low, high in zip(group, bounds, bounds[1:], strict=False):
+            if high > low:
+                yield rank, name, low, high
+        before += (stop - start) * itemsize
 
 
 def origin_of(models: Models) -> Origin:
     """Return what writes a checkpoint of models."""
     backends = [model.backend for model in models.values()]
     shape: dict[str, int] = {}
-    for mesh in (backend.settings.model_mesh for backend in backends):
-        shape |= {} if mesh is None else mesh.shape()
-    names = ", ".join(dict.fromkeys(backend.name for backend in backends))
-    return Origin(__version__, str(torch.__version__), names, backends[0].settings.all_ranks, shape)
+    for backend in backends:
+        if backend.settings.model_mesh is not None:
+            shape |= backend.settings.model_mesh.shape()
+    names = dict.fromkeys(backend.name for backend in backends)
+    ranks = backends[0].settings.all_ranks
+    return Origin(__version__, str(torch.__version__), ", ".join(names), ranks, shape)
 
 
 def make_index(
@@ -398,6 +503,19 @@ def make_index(
     Takes rank 0's ``collected``, what :meth:`Collected.trees` gives on each rank, and the names of the objects that all
     ranks have ``alike``.
     """
+    optimizers = {}
+    for name, (kind, groups) in collected.groups.items():
+        states = [of_rank["state"][name] for of_rank in trees]
+        optimizers[name] = OptimizerInfo(kind, groups, _first_of(states))
+    objects = {}
+    for name, tree in collected.objects.items():
+        if name in alike:
+            objects[name] = {"all": tree}
+        else:
+            objects[name] = _per_rank([of_rank["objects"][name] for of_rank in trees])
+    rng = None
+    if collected.rng is not None:
+        rng = _per_rank([of_rank["rng"] for of_rank in trees])
     return Index(
         id="",
         ordinal=0,
@@ -408,15 +526,9 @@ def make_index(
         model=collected.model,
         tied=collected.tied,
         models=collected.models,
-        optimizers={
-            name: OptimizerInfo(kind, groups, _first_of([told["state"][name] for told in trees]))
-            for name, (kind, groups) in collected.groups.items()
-        },
-        objects={
-            name: {"all": tree} if name in alike else _per_rank([told["objects"][name] for told in trees])
-            for name, tree in collected.objects.items()
-        },
-        rng=None if collected.rng is None else _per_rank([told["rng"] for told in trees]),
+        optimizers=optimizers,
+        objects=objects,
+        rng=rng,
     )
 
 
@@ -500,26 +612,32 @@ def name_optimizers(
 
 def as_called(call: str, models: Iterable[str], optimizer: Any, objects: Mapping[str, Any], **options: Any) -> str:
     """Return the call with all that ranks have to agree on, so that they find out where they do not."""
-    several = [f"{{{quoted(models)}}}"] if any(models) else []
+    arguments = []
+    if any(models):
+        arguments.append(f"{{{quoted(models)}}}")
     if isinstance(optimizer, Mapping):
-        handed = [f"optimizer={{{', '.join(map(repr, sorted(map(str, optimizer))))}}}"]
+        names = sorted(str(name) for name in optimizer)
+        arguments.append(f"optimizer={{{', '.join(map(repr, names))}}}")
     elif isinstance(optimizer, Sequence):
-        handed = [f"optimizer=[{len(optimizer)}]"]
-    else:
-        handed = [] if optimizer is None else ["optimizer"]
-    handed = (
-        several
-        + handed
-        + [f"{name}=" for name in sorted(objects)]
-        + [f"{key}={value!r}" for key, value in options.items()]
-    )
-    return f"{call[:-1]}, {', '.join(handed)})"
+        arguments.append(f"optimizer=[{len(optimizer)}]")
+    elif optimizer is not None:
+        arguments.append("optimizer")
+    for name in sorted(objects):
+        arguments.append(f"{name}=")
+    for key, value in options.items():
+        arguments.append(f"{key}={value!r}")
+    return f"{call[:-1]}, {', '.join(arguments)})"
 
 
 def named_objects(scheduler: Any, scaler: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is saved besides the model and its optimizers, by name; several with state as one object each."""
-    given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None}
-    return {name: as_one(value) for name, value in (given | dict(others)).items()}
+    objects = {}
+    if scheduler is not None:
+        objects["scheduler"] = scheduler
+    if scaler is not None:
+        objects["scaler"] = scaler
+    objects.update(others)
+    return {name: as_one(value) for name, value in objects.items()}
 
 
 def check_places(scheduler: Any, scaler: Any, call: str) -> None:
@@ -530,20 +648,32 @@ def check_places(scheduler: Any, scaler: Any, call: str) -> None:
     """
     keywords = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", EMA: "ema"}
     for place, value in (("scheduler", scheduler), ("scaler", scaler)):
-        keyword = next((keyword for kind, keyword in keywords.items() if isinstance(value, kind)), place)
-        if value is None or (keyword == place and hasattr(as_one(value), "state_dict")):
+        if value is None:
             continue
+        keyword = place
+        for kind, name in keywords.items():
+            if isinstance(value, kind):
+                keyword = name
+                break
+        if keyword == place and hasattr(as_one(value), "state_dict"):
+            continue
+        shown = "..."
+        if isinstance(value, int):
+            shown = str(value)
         if keyword == place:  # a number is most often that of the step
             keyword = "step" if isinstance(value, int) else "NAME"
         raise ConfigurationError(
             f"{call}: expected something with state_dict() in the place of {place}, or None, got a "
-            f"{type(value).__name__}; pass it by name: {keyword}={value if isinstance(value, int) else '...'}"
+            f"{type(value).__name__}; pass it by name: {keyword}={shown}"
         )
 
 
 def take_averages(objects: dict[str, Any]) -> dict[str, EMA]:
     """Take each :class:`fsshard.EMA` out of ``objects``."""
-    return {name: objects.pop(name) for name, value in list(objects.items()) if isinstance(value, EMA)}
+    averages = {name: value for name, value in objects.items() if isinstance(value, EMA)}
+    for name in averages:
+        del objects[name]
+    return averages
 
 
 def as_one(value: Any) -> Any:
@@ -566,19 +696,29 @@ class _Several:
     """Several objects with state, as one with the state of all: in a list, or by name."""
 
     def __init__(self, members: Mapping[Any, Any], *, named: bool) -> None:
-        self._members, self._named = members, named
+        self._members = members
+        self._named = named
 
     def state_dict(self) -> Any:
         states = {key: member.state_dict() for key, member in self._members.items()}
         return states if self._named else list(states.values())
 
     def load_state_dict(self, state: Any) -> None:
-        kind = Mapping if self._named else (list, tuple)
-        saved = dict(state if self._named else enumerate(state)) if isinstance(state, kind) else None
+        saved: dict[Any, Any] | None = None
+        if self._named and isinstance(state, Mapping):
+            saved = dict(state)
+        elif not self._named and isinstance(state, (list, tuple)):
+            saved = dict(enumerate(state))
         if saved is None or saved.keys() != self._members.keys():
-            theirs = list(state) if isinstance(state, Mapping) else f"a {type(state).__name__}"
-            theirs = f"{theirs} of {len(state)}" if isinstance(state, (list, tuple)) else theirs
-            mine = list(self._members) if self._named else f"a list of {len(self._members)}"
-            raise ConfigurationError(f"{mine} was given, {theirs} was saved")
+            expected = str(list(self._members)) if self._named else f"a list of {len(self._members)}"
+            raise ConfigurationError(f"{expected} was given, {_described(state)} was saved")
         for key, member in self._members.items():
             member.load_state_dict(saved[key])
+
+
+def _described(state: object) -> str:
+    if isinstance(state, Mapping):
+        return str(list(state))
+    if isinstance(state, (list, tuple)):
+        return f"a {type(state).__name__} of {len(state)}"
+    return f"a {type(state).__name__}"
