@@ -74,8 +74,8 @@ class Loaded:
     def __getitem__(self, name: str) -> Any:
         """Return ``state[name]``."""
         if name not in self.state:
-            known = ", ".join(map(repr, self.state)) or "nothing"
-            raise KeyError(f"{name!r} is not among what was saved beside the model and optimizer: {known}")
+            names = ", ".join(map(repr, self.state)) or "nothing"
+            raise KeyError(f"{name!r} is not among what was saved beside the model and optimizer: {names}")
         return self.state[name]
 
 
@@ -131,29 +131,46 @@ def load(
         CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
     """
     path, call = parts.check_call(
-        "fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle
+        "fsshard.load",
+        path,
+        timeout,
+        strict=strict,
+        verify=verify,
+        rng=rng,
+        trust_pickle=trust_pickle,
     )
     if key is not None and not isinstance(key, str):
         raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
     models = name_models(model, "fsshard.load")
     channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
     wait_for_saves()
-    given = parts.named_objects(scheduler, scaler, objects)
-    called = parts.as_called(call, models, optimizer, given, strict=strict, verify=verify, rng=rng, key=key)
+    targets = parts.named_objects(scheduler, scaler, objects)
+    called = parts.as_called(
+        call,
+        models,
+        optimizer,
+        targets,
+        strict=strict,
+        verify=verify,
+        rng=rng,
+        key=key,
+    )
     channel.arrive(called, timeout, call)
-    averages = parts.take_averages(given)
+    averages = parts.take_averages(targets)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
         # What belongs to no model is the first one's to load.
         jobs = [_Load(name, sharded, {}, strict, call) for name, sharded in models.items()]
-        jobs[0].given = given
+        jobs[0].targets = targets
 
         def opened(kind: str | None, place: Path) -> str:
             parts.check_places(scheduler, scaler, call)
             optimizers = parts.name_optimizers(models, optimizer, "fsshard.load", averages)
             for job in jobs:
-                job.optimizers = {name: its for name, its in optimizers.items() if its.model is job.model}
+                for name, one in optimizers.items():
+                    if one.model is job.model:
+                        job.optimizers[name] = one
             if kind is None:  # it is ours
                 if key is not None:
                     raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
@@ -185,27 +202,37 @@ def _open_together(channel: Channel, path: str, opened: Callable[[str | None, Pa
 
     def choose() -> list[Any]:
         """Return the kind of another program's checkpoint, or None; the path; what tells it from the next there."""
-        kind, seen = foreign(path), identity(path)
-        names = os.listdir(path) if kind is None and os.path.isdir(path) else []
-        if names and not any(name == INDEX_FILE or RANK_FILE.fullmatch(name) for name in names):
-            told = unknown(Path(path))
-            if "; pass one of" in told:
-                raise CheckpointError(told)
-        return [kind, path if kind else str(resolve(path)), seen]
+        kind = foreign(path)
+        seen = identity(path)
+        if kind is not None:
+            return [kind, path, seen]
+        if os.path.isdir(path) and not _has_our_files(path):
+            advice = unknown(Path(path))
+            if "; pass one of" in advice:
+                raise CheckpointError(advice)
+        return [kind, str(resolve(path)), seen]
 
     # One rank chooses, so that a save in another job cannot give ranks different ones.
     kind, place, seen = exchange(channel, lambda: choose() if channel.rank == 0 else [])[0]
     failure = CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
     try:
-        if len(set(exchange(channel, lambda: opened(kind, Path(place))))) == 1:
+        identities = exchange(channel, lambda: opened(kind, Path(place)))
+        if len(set(identities)) == 1:
             return
     except CheckpointError as error:
         if channel.lost:  # this error says whom, and no call over the channel can say so again
             raise
         failure = error
-    if not exchange(channel, lambda: channel.rank == 0 and identity(path) != seen)[0]:
+    replaced = exchange(channel, lambda: channel.rank == 0 and identity(path) != seen)[0]
+    if not replaced:
         raise failure
     _open_together(channel, path, opened, call)
+
+
+def _has_our_files(path: str) -> bool:
+    """Return whether a directory is empty, or has files that are named as ours."""
+    names = os.listdir(path)
+    return not names or any(name == INDEX_FILE or RANK_FILE.fullmatch(name) for name in names)
 
 
 @dataclass
@@ -214,7 +241,7 @@ class _Load:
 
     name: str  # of one of several models
     model: ShardedModule
-    given: Mapping[str, Any]
+    targets: Mapping[str, Any]  # objects to load into, by the name that they were saved under
     strict: bool
     call: str
     reader: Reader | ForeignReader = field(default=None)  # type: ignore[assignment]
@@ -242,12 +269,12 @@ class _Load:
         for name, optimizer in self.optimizers.items():
             self._check_optimizer(name, optimizer)
         saved = self.reader.index.objects
-        absent = [name for name in self.given if name not in saved]
+        absent = [name for name in self.targets if name not in saved]
         if absent and self.strict:
-            known = ", ".join(map(printable, saved)) or "none"
-            raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; the checkpoint has: {known}")
+            names = ", ".join(map(printable, saved)) or "none"
+            raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; the checkpoint has: {names}")
         self.missing += absent
-        loadless = [name for name, value in self.given.items() if not hasattr(value, "load_state_dict")]
+        loadless = [name for name, value in self.targets.items() if not hasattr(value, "load_state_dict")]
         if loadless:
             raise ConfigurationError(
                 f"{self.call}: {', '.join(loadless)} cannot be loaded into (no load_state_dict); leave it out and find "
@@ -256,25 +283,28 @@ class _Load:
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
         """Find the tensor of each parameter and buffer; return what is expected and got of those that do not fit."""
-        backend, saved = self.model.backend, self.reader.index.model.keys
+        backend = self.model.backend
+        saved = self.reader.index.model.keys
         raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
-        mine = dict.fromkeys([*raw, *backend.keys])
-        self.missing = [key for key in mine if key not in saved]
-        self.unexpected = [key for key in saved if key not in mine]
+        expected = dict.fromkeys([*raw, *backend.keys])
+        self.missing = [key for key in expected if key not in saved]
+        self.unexpected = [key for key in saved if key not in expected]
         wrong: dict[str, tuple[object, object]] = {}
-        for key in (key for key in mine if key in saved):
-            tensor, name, value = saved[key], backend.keys.get(key), raw.get(key)
-            if (name is None and not isinstance(value, Tensor)) != (tensor is None):
-                kinds = ("a tensor", "a value that is none")
-                wrong[key] = kinds if tensor is None else (kinds[1], kinds[0])
+        for key in expected:
+            if key not in saved:
+                continue
+            tensor = saved[key]
+            name = backend.keys.get(key)
+            value = raw.get(key)
+            is_tensor = name is not None or isinstance(value, Tensor)
+            if is_tensor and tensor is None:
+                wrong[key] = ("a tensor", "a value that is none")
+            elif not is_tensor and tensor is not None:
+                wrong[key] = ("a value that is none", "a tensor")
             elif tensor is None:
                 continue
             elif name is not None:
-                first = self.sources.setdefault(name, tensor)
-                if first != tensor and self.strict and not self._same_numbers(first, tensor):
-                    wrong[key] = (f"one parameter, tied to {name}", "another tensor")
-                entry = backend.entries[name]
-                wrong |= self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
+                wrong |= self._match_parameter(key, name, tensor)
             elif isinstance(value, Tensor):
                 self.others[key] = tensor
                 if not key.endswith(EXTRA_STATE):  # which modules may shape as they like
@@ -282,35 +312,54 @@ class _Load:
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
+    def _match_parameter(self, key: str, name: str, tensor: str) -> dict[str, tuple[object, object]]:
+        """Take a tensor as the source of a parameter; of one with several keys, the tensor of the first."""
+        entry = self.model.backend.entries[name]
+        wrong = self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
+        first = self.sources.setdefault(name, tensor)
+        if not wrong and first != tensor and self.strict and not self._same_numbers(first, tensor):
+            wrong[key] = (f"one parameter, tied to {name}", "another tensor")
+        return wrong
+
     def _stays(self, key: str) -> bool:
         """Return whether a weight was frozen when the checkpoint was saved without it, and is now."""
         backend = self.model.backend
-        left_out = self.reader.index.model.dropped.get(key) == parts.FROZEN and key in backend.keys
-        return left_out and not backend.entries[backend.keys[key]].parameter.requires_grad
+        if self.reader.index.model.dropped.get(key) != parts.FROZEN or key not in backend.keys:
+            return False
+        entry = backend.entries[backend.keys[key]]
+        return not entry.parameter.requires_grad
 
     def _same_numbers(self, one: str, other: str) -> bool:
         """Compare two tensors to the last bit: shared weights that somebody saved under each name."""
-        tensors, chunks = self.reader.index.tensors, self.reader.chunks
-        if tensors[one][:2] != tensors[other][:2]:
+        tensors = self.reader.index.tensors
+        first = tensors[one]
+        second = tensors[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        pairs = zip(chunks(one), chunks(other), strict=True)
-        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        chunks = zip(self.reader.chunks(one), self.reader.chunks(other), strict=True)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in chunks)
 
     def _differs(
-        self, key: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...]
+        self,
+        key: str,
+        tensor: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
     ) -> dict[str, tuple[object, object]]:
         info = self.reader.index.tensors[tensor]
-        same_kind = info.kind.is_complex == dtype.is_complex
-        if info.shape == shape and (dtype == info.kind or (same_kind and not self.strict)):
+        fits = dtype == info.kind
+        if not self.strict and info.kind.is_complex == dtype.is_complex:
+            fits = True
+        if fits and info.shape == shape:
             return {}
         return {key: (f"{dtype_name(dtype)} {shape}", f"{info.dtype} {tuple(info.shape)}")}
 
     def _check_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         saved = self.reader.index.optimizers.get(name)
         if saved is None:
-            known = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
+            names = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
             what = "average" if optimizer.optimizer_class is Averages else "optimizer"
-            raise CheckpointError(f"{self.call}: no {what} was saved as {name!r}; the checkpoint has: {known}")
+            raise CheckpointError(f"{self.call}: no {what} was saved as {name!r}; the checkpoint has: {names}")
         kind = parts.class_name(optimizer.optimizer_class)
         same_name = saved.kind.rpartition(".")[2] == kind.rpartition(".")[2]
         if saved.kind not in (kind, UNKNOWN_CLASS) and (self.strict or not same_name):
@@ -319,51 +368,72 @@ class _Load:
                 f"{self.call}: optimizer {name!r} is a {kind}, and the state of a {saved.kind} was saved; build that "
                 f"one, or leave optimizer= out to begin with a fresh one{offer}"
             )
-        groups = self.groups[name] = [self.reader.tree(group) for group in saved.groups]
-        mine = groups_by_name(optimizer)
-        want = {(i, n) for i, group in enumerate(mine) for n in group["params"]}
-        got = {(i, n) for i, group in enumerate(groups) for n in group["params"]}
-        if len(mine) != len(groups) or want != got:
-            raise StateDictError(
-                f"{self.call}: optimizer {name!r}",
-                [f"{n} in group {i}" for i, n in want - got],
-                [f"{n} in group {i}" for i, n in got - want],
-                {} if len(mine) == len(groups) else {"number of param_groups": (len(mine), len(groups))},
-            )
+        groups = [self.reader.tree(group) for group in saved.groups]
+        self.groups[name] = groups
+        expected = groups_by_name(optimizer)
+        want = _members(expected)
+        got = _members(groups)
+        mismatched: dict[str, tuple[object, object]] = {}
+        if len(expected) != len(groups):
+            mismatched["number of param_groups"] = (len(expected), len(groups))
+        if mismatched or want != got:
+            raise StateDictError(f"{self.call}: optimizer {name!r}", want - got, got - want, mismatched)
 
     def read(self) -> None:
         """Read this rank's slices next to what it has. Local."""
-        index, backend, reader = self.reader.index, self.model.backend, self.reader
+        index = self.reader.index
+        backend = self.model.backend
         for name, tensor in self.sources.items():
             entry = backend.entries[name]
             self.values[name] = self._stored(entry, tensor).to(entry.parameter.dtype)
-        self.rest = {key: reader.tensor(tensor) for key, tensor in self.others.items()}
-        self.rest |= {key: reader.tree(tree) for key, tree in index.model.extra.items()}
+        for key, tensor in self.others.items():
+            self.rest[key] = self.reader.tensor(tensor)
+        for key, tree in index.model.extra.items():
+            self.rest[key] = self.reader.tree(tree)
         for name, optimizer in self.optimizers.items():
-            small, tensors = index.optimizers[name].state, index.optimizer_tensors(name)
-            own = [(entry, small.get(entry.name, {}), tensors.get(entry.name, {})) for entry in optimizer.entries]
-            single = parts.counters(
-                (entry, {key: index.tensors[tensor].shape for key, tensor in its.items()}) for entry, _, its in own
-            )
-            self.states[name] = {
-                entry.name: self._state(optimizer.inner, entry, trees, its, single) for entry, trees, its in own
-            }
+            self._read_optimizer(name, optimizer)
         for name in index.objects:
             self._read_object(name)
         if index.rng is not None:
             trees = index.rng["per_rank"]
-            self.random = reader.tree(trees[min(backend.settings.overall_rank, len(trees) - 1)])
+            rank = min(backend.settings.overall_rank, len(trees) - 1)
+            self.random = self.reader.tree(trees[rank])
+
+    def _read_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
+        index = self.reader.index
+        trees = index.optimizers[name].state
+        tensors = index.optimizer_tensors(name)
+        shapes_of_states = []
+        for entry in optimizer.entries:
+            of_entry = tensors.get(entry.name, {})
+            shapes = {key: index.tensors[tensor].shape for key, tensor in of_entry.items()}
+            shapes_of_states.append((entry, shapes))
+        single = parts.counters(shapes_of_states)
+        self.states[name] = {}
+        for entry in optimizer.entries:
+            state = self._state(
+                optimizer.inner,
+                entry,
+                trees.get(entry.name, {}),
+                tensors.get(entry.name, {}),
+                single,
+            )
+            self.states[name][entry.name] = state
 
     def _stored(self, entry: Entry, tensor: str) -> Tensor:
         """Read this rank's part of a tensor as the engine keeps it, in which complex numbers are pairs."""
-        pairs = entry.kind.is_complex and not self.reader.index.tensors[tensor].kind.is_complex  # saved as pairs
-        if entry.in_order and not entry.kind.order and not entry.divided_over:
-            values = self.reader.read(tensor, entry.here if pairs else entry.user_range)
-            stored = torch.view_as_real(values) if values.is_complex() else values
+        saved_as_pairs = entry.kind.is_complex and not self.reader.index.tensors[tensor].kind.is_complex
+        order = entry.kind.order
+        if entry.in_order and not order and not entry.divided_over:
+            stored = self.reader.read(tensor, entry.here if saved_as_pairs else entry.user_range)
+            if stored.is_complex():
+                stored = torch.view_as_real(stored)
         else:  # elements from all over
             whole = entry.take_part(self.reader.tensor(tensor))
-            order = entry.kind.order
-            whole = whole.permute(*order, -1) if pairs and order else whole if pairs else entry.kind.to_stored(whole)
+            if not saved_as_pairs:
+                whole = entry.kind.to_stored(whole)
+            elif order:
+                whole = whole.permute(*order, -1)
             stored = entry.take(whole)
         return stored.reshape(entry.local().shape)
 
@@ -371,23 +441,29 @@ class _Load:
         self,
         optimizer: Optimizer,
         entry: Entry,
-        small: Mapping[str, Any],
+        trees: Mapping[str, Any],
         tensors: Mapping[str, str],
         single: Collection[str],
     ) -> _State:
         """Return the whole state of one parameter on this rank, with this rank's part of what is per element."""
-        backend, infos = self.model.backend, self.reader.index.tensors
+        backend = self.model.backend
+        infos = self.reader.index.tensors
         divides = state_divides(backend, optimizer)
         if divides != "elements" and not owns_state(backend, optimizer, entry):
             return {}
         entry = state_entry(optimizer, entry)
-        state: _State = {key: (False, self.reader.tree(tree)) for key, tree in small.items() if key != parts.ORDERS}
+        source = infos[self.sources[entry.name]] if entry.name in self.sources else None
+        state: _State = {}
+        for key, tree in trees.items():
+            if key != parts.ORDERS:
+                state[key] = (False, self.reader.tree(tree))
         for key, tensor in tensors.items():
             info = infos[tensor]
-            same_kind = info.shape == tuple(entry.full_shape) and info.kind.is_complex == entry.kind.is_complex
-            if (same_kind and key not in single) or (entry.kind.is_complex and info.shape == entry.pairs_shape):
+            as_parameter = info.shape == tuple(entry.full_shape) and info.kind.is_complex == entry.kind.is_complex
+            as_pairs = entry.kind.is_complex and info.shape == entry.pairs_shape
+            if as_pairs or (as_parameter and key not in single):
                 values = self._stored(entry, tensor)
-                if same_kind and entry.name in self.sources and info.dtype == infos[self.sources[entry.name]].dtype:
+                if as_parameter and source is not None and info.dtype == source.dtype:
                     values = values.to(entry.parameter.dtype)  # as the parameter itself
                 state[key] = (True, values)
             elif info.shape and (divides == "elements" or entry.divided_over):
@@ -397,8 +473,8 @@ class _Load:
                 )
             else:
                 state[key] = (False, self.reader.tensor(tensor))
-        if divides != "elements" and parts.ORDERS in small:
-            for key, order in self.reader.tree(small[parts.ORDERS]).items():
+        if divides != "elements" and parts.ORDERS in trees:
+            for key, order in self.reader.tree(trees[parts.ORDERS]).items():
                 part, value = state[key]
                 state[key] = part, parts.lying(entry, value, order)
         return state
@@ -412,7 +488,7 @@ class _Load:
         trees = saved["per_rank"]
         if len(trees) == settings.all_ranks:
             self.objects[name] = self.reader.tree(trees[settings.overall_rank])
-        elif name in self.given:
+        elif name in self.targets:
             raise CheckpointError(
                 f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "
                 f"{settings.all_ranks} now; leave it out, and set it from the result's .per_rank[{name!r}]"
@@ -432,47 +508,66 @@ class _Load:
     def commit_refusable(self, undo: list[tuple[str, Callable[[], Any]]], rng: bool) -> None:
         """Run the code of others, which may raise; how to undo it is noted before each. Local."""
 
-        def taken(what: str, load: Callable[[Any], Any], state: Any) -> None:
+        def load(what: str, load_state_dict: Callable[[Any], Any], state: Any) -> None:
             try:
-                load(state)
+                load_state_dict(state)
             except Exception as error:
                 raise CheckpointError(f"{self.call}: {what}: {type(error).__name__}: {error}") from error
 
-        def put(rest: Mapping[str, Any]) -> None:  # buffers and extra state, through the model's own method
+        def load_rest(rest: Mapping[str, Any]) -> None:  # buffers and extra state, through the model's own method
             with self.model.backend.bare() as module:
                 module.load_state_dict(rest, strict=False)
 
-        for name, value in self.given.items():
-            if name in self.objects:
-                if hasattr(value, "state_dict"):
-                    before = copy.deepcopy(value.state_dict())
-                    undo.append((name, functools.partial(value.load_state_dict, before)))
-                what = f"{name} ({type(value).__name__}) refuses its state"
-                taken(what, value.load_state_dict, self.objects[name])
+        for name, value in self.targets.items():
+            if name not in self.objects:
+                continue
+            if hasattr(value, "state_dict"):
+                before = copy.deepcopy(value.state_dict())
+                undo.append((name, functools.partial(value.load_state_dict, before)))
+            what = f"{name} ({type(value).__name__}) refuses its state"
+            load(what, value.load_state_dict, self.objects[name])
         if self.rest:
             raw = raw_state_dict(self.model.backend)
-            rest = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
-            undo.append(("the model", functools.partial(put, rest)))
-            taken("the model refuses its buffers or extra state", put, self.rest)
+            before = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
+            undo.append(("the model", functools.partial(load_rest, before)))
+            load("the model refuses its buffers or extra state", load_rest, self.rest)
         if rng and self.random is not None:
             device = self.model.backend.settings.device
-            undo.append(("a generator", functools.partial(generators.restore, generators.capture(device), device)))
-            saved, rank = self.reader.index.rng, self.model.backend.settings.overall_rank
-            if saved is not None and rank < len(saved["per_rank"]):
-                for left in generators.restore(self.random, device):
-                    log.warning("%s: not restored on rank %d: %s", self.call, rank, left)
-            else:
-                generators.derive(self.random, rank, device)
+            before = generators.capture(device)
+            undo.append(("a generator", functools.partial(generators.restore, before, device)))
+            self._commit_random(device)
+
+    def _commit_random(self, device: torch.device) -> None:
+        saved = self.reader.index.rng
+        rank = self.model.backend.settings.overall_rank
+        if saved is None or rank >= len(saved["per_rank"]):
+            generators.derive(self.random, rank, device)
+            return
+        for generator in generators.restore(self.random, device):
+            log.warning("%s: not restored on rank %d: %s", self.call, rank, generator)
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for entry in optimizer.entries:
-            held, state = state_of(optimizer.inner, entry), dict[str, Any]()
+            before = state_of(optimizer.inner, entry)
             device = state_device(optimizer.inner, entry)
-            for key, (part, value) in self.states[name][entry.name].items():
-                state[key] = value.to(device) if part else optimizer.placed(entry, value, held.get(key))
+            state = {}
+            for key, (is_part, value) in self.states[name][entry.name].items():
+                if is_part:
+                    state[key] = value.to(device)
+                else:
+                    state[key] = optimizer.placed(entry, value, before.get(key))
             set_state(self.model.backend, optimizer.inner, entry, state)
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return which parameter is in which group, as text."""
+    members = set()
+    for index, group in enumerate(groups):
+        for name in group["params"]:
+            members.add(f"{name} in group {index}")
+    return members
 
 
 def _each(jobs: Sequence[_Load], work: Callable[[_Load], None]) -> None:
@@ -501,9 +596,20 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
 def _result(jobs: Sequence[_Load]) -> Loaded:
     """Return what the caller gets."""
     first = jobs[0]
-    state = {name: value for name, value in first.objects.items() if name not in first.given}
-    # Names of objects, which are the first model's to load, get its prefix nowhere else.
-    missing = [key if key in first.given else prefix(job.name) + key for job in jobs for key in job.missing]
-    unexpected = [prefix(job.name) + key for job in jobs for key in job.unexpected]
-    origin = first.reader.index.origin.described()
-    return Loaded(first.reader.directory, state, first.per_rank, tuple(missing), tuple(unexpected), origin)
+    state = {name: value for name, value in first.objects.items() if name not in first.targets}
+    missing = []
+    unexpected = []
+    for job in jobs:
+        for key in job.missing:
+            # Names of objects, which are the first model's to load, get its prefix nowhere else.
+            missing.append(key if key in first.targets else prefix(job.name) + key)
+        for key in job.unexpected:
+            unexpected.append(prefix(job.name) + key)
+    return Loaded(
+        path=first.reader.directory,
+        state=state,
+        per_rank=first.per_rank,
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        origin=first.reader.index.origin.described(),
+    )
