@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path, PurePath
@@ -147,7 +147,9 @@ class ForeignReader(TensorReader):
             what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
             advice = "only plain ones are read: save it as such (tensor.to_dense())"
             raise CheckpointError(f"{self.directory}: {what}; {advice}")
-        return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[slice(*wanted)].clone()
+        start, stop = wanted
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return plain.reshape(-1)[start:stop].clone()
 
     def tree(self, node: Any) -> Any:
         """Read all tensors in a part of the tree; the same memory once, as it was when it was saved."""
@@ -160,10 +162,17 @@ class ForeignReader(TensorReader):
             return type(node)(self.tree(item) for item in node)
         if isinstance(node, PurePath):
             return str(node)
-        return {key: self.tree(item) for key, item in node.items()} if isinstance(node, dict) else node
+        if isinstance(node, dict):
+            return {key: self.tree(item) for key, item in node.items()}
+        return node
 
     def add_for(
-        self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], key: str | None, *, strict: bool
+        self,
+        model: ShardedModule,
+        optimizers: Mapping[str, ShardedOptimizer],
+        key: str | None,
+        *,
+        strict: bool,
     ) -> None:
         """Add all, by a model's names; ``strict`` raises where trainable parameters lack state that others have."""
         self.add_model(model, key)
@@ -173,15 +182,16 @@ class ForeignReader(TensorReader):
 
     def add_model(self, model: ShardedModule | None = None, key: str | None = None) -> None:
         """Add the state dict at ``key``, or the only one that fits, under the model's keys or without one its own."""
-        expected = set(model.backend.key_order) if model is not None else set()
-        self._model_place, state = self._at(key) if key is not None else self._only_one(expected)
+        expected = set()
+        if model is not None:
+            expected = set(model.backend.key_order)
+        if key is not None:
+            self._model_place, state = self._at(key)
+        else:
+            self._model_place, state = self._only_one(expected)
         self._check_numbers(key, state)
         if model is None:
-            *_, (self._prefix, plain) = unprefixed(state)
-            *_, (common, _) = unprefixed(plain, "")
-            if common:
-                option = f"--key {_dotted((*self._model_place, common[:-1]))}"
-                log.warning("%s: %r begins every name; %s takes it off", self.directory, common, option)
+            plain = self._plain_without_model(state)
         else:
             self._prefix, _ = best_names(expected, state)
             plain = plain_names(model, state)
@@ -190,25 +200,42 @@ class ForeignReader(TensorReader):
         by_memory: dict[Any, str] = {}  # what was saved over the same memory shares a tensor
         for name, value in plain.items():
             if isinstance(value, Tensor):
-                tensor = self.keys[name] = by_memory.setdefault(_memory_of(value), f"model/{name}")
+                tensor = by_memory.setdefault(_memory_of(value), f"model/{name}")
+                self.keys[name] = tensor
                 self.tensors.setdefault(tensor, value)
             elif name != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
-                self.keys[name], self.extra[name] = None, value
-        for name, first in self._tied.items() if model is None else ():
+                self.keys[name] = None
+                self.extra[name] = value
+        if model is not None:
+            return
+        for name, first in self._tied.items():
             if self.keys.get(first) is not None:
                 self.keys.setdefault(name, self.keys[first])
+
+    def _plain_without_model(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict without DDP's prefix; say which one all its names still begin with."""
+        *_, (self._prefix, plain) = unprefixed(state)
+        *_, (common, _) = unprefixed(plain, "")
+        if common:
+            option = f"--key {_dotted((*self._model_place, common[:-1]))}"
+            log.warning("%s: %r begins every name; %s takes it off", self.directory, common, option)
+        return plain
 
     def _state_dicts(self) -> dict[Place, dict[str, Any]]:
         """Return by place what can be a state dict: dicts of tensors by text, and of nested ones the largest."""
         places: dict[Place, dict[str, Any]] = {}
         for place, node in _mappings(self._tree):
-            of_optimizer = any(place[: len(outer)] == outer for outer in self._optimizer_nodes)
-            if not of_optimizer and _count_tensors(node) and all(isinstance(key, str) for key in node):
+            if any(_is_below(place, outer) for outer in self._optimizer_nodes):
+                continue
+            if _count_tensors(node) and all(isinstance(key, str) for key in node):
                 places[place] = node
         sizes = {place: _count_tensors(node) for place, node in places.items()}
-        for outer in list(sizes):
-            for inner in [each for each in places if len(each) > len(outer) and each[: len(outer)] == outer]:
-                places.pop(inner if sizes[inner] <= sizes[outer] else outer, None)
+        for outer in sizes:
+            for inner in list(places):
+                if inner == outer or not _is_below(inner, outer):
+                    continue
+                smaller = inner if sizes[inner] <= sizes[outer] else outer
+                places.pop(smaller, None)
         return places
 
     def _only_one(self, expected: set[str]) -> tuple[Place, dict[str, Any]]:
@@ -216,17 +243,27 @@ class ForeignReader(TensorReader):
         places = self._state_dicts()
         if not places and not expected:
             raise CheckpointError(f"{self.directory} has no state dict of a model")
-        shared = {place: len(expected & best_names(expected, node)[1].keys()) for place, node in places.items()}
-        best = [place for place in places if shared[place] == max(shared.values())]
+        if not places:
+            return (), self._tree
+        shared = {}
+        for place, node in places.items():
+            _, plain = best_names(expected, node)
+            shared[place] = len(expected & plain.keys())
+        most = max(shared.values())
+        best = [place for place in places if shared[place] == most]
+        chosen = best
         named = [place for place in best if place and place[-1] in MODEL_KEYS]
-        chosen = named if len(named) == 1 else best
+        if len(named) == 1:
+            chosen = named
         if len(best) > 1:
             what = ", ".join(f"{_dotted(place)!r} ({_count_tensors(places[place])} tensors)" for place in best)
-            option = f"--key {_dotted(best[-1])} of `fsshard import`, key={_dotted(best[-1])!r} in code"
+            last = _dotted(best[-1])
+            option = f"--key {last} of `fsshard import`, key={last!r} in code"
             if len(chosen) > 1:
                 raise CheckpointError(f"{self.directory} has several state dicts: {what}; choose one: {option}")
-            log.warning("%s: of %s %r is read as the model; another: %s", self.directory, what, *chosen[0][-1:], option)
-        return (chosen[0], places[chosen[0]]) if chosen else ((), self._tree)
+            name = chosen[0][-1]
+            log.warning("%s: of %s %r is read as the model; another: %s", self.directory, what, name, option)
+        return chosen[0], places[chosen[0]]
 
     def _at(self, key: str) -> tuple[Place, dict[str, Any]]:
         """Return the state dict at a place, or that part of one whose names begin with the rest of the place."""
@@ -234,14 +271,19 @@ class ForeignReader(TensorReader):
             outer = _dotted(place)
             if key == outer:
                 return place, node
-            begin = key.removeprefix(f"{outer}.") + "."
-            inside = {name: value for name, value in node.items() if str(name).startswith(begin)}
-            if inside and (not outer or key.startswith(f"{outer}.")):
+            if outer and not key.startswith(f"{outer}."):
+                continue
+            beginning = key.removeprefix(f"{outer}.") + "."
+            inside = {}
+            for name, value in node.items():
+                if str(name).startswith(beginning):
+                    inside[name.removeprefix(beginning)] = value
+            if inside:
                 log.warning("%s: of %d values of %r, %d are read", self.directory, len(node), outer, len(inside))
-                return place, {name.removeprefix(begin): value for name, value in inside.items()}
-        known = ", ".join(repr(_dotted(place)) for place in self._state_dicts()) or "none"
+                return place, inside
+        places = ", ".join(repr(_dotted(place)) for place in self._state_dicts()) or "none"
         raise CheckpointError(
-            f"{self.directory}: expected key= (--key) of one of its state dicts: {known}; got {key!r}"
+            f"{self.directory}: expected key= (--key) of one of its state dicts: {places}; got {key!r}"
         )
 
     def _check_numbers(self, key: str | None, state: Mapping[str, Any]) -> None:
@@ -262,10 +304,10 @@ class ForeignReader(TensorReader):
         by_name = {str(place[-1]): node for place, node in nodes.items() if place}
         if not all(name in by_name for name in optimizers):  # then in their order, where there are as many
             if len(optimizers) != len(nodes):
-                known = ", ".join(".".join(map(str, place)) or "itself" for place in nodes) or "none"
+                places = ", ".join(_dotted(place) or "itself" for place in nodes) or "none"
                 raise CheckpointError(
                     f"{self.directory}: {len(optimizers)} optimizer(s) to load ({', '.join(optimizers)}), optimizer "
-                    f"states in it: {known}"
+                    f"states in it: {places}"
                 )
             by_name = dict(zip(optimizers, nodes.values(), strict=True))
         for name, optimizer in optimizers.items():
@@ -273,16 +315,27 @@ class ForeignReader(TensorReader):
             if not _is_nested(node):
                 node = _unflattened(optimizer, node, self._prefix)
             _check_class(self.directory, optimizer, node["param_groups"])
-            members = [self._own_names(group) for group in node["param_groups"]]
-            told = all(isinstance(member, str) for each in members for member in each)
-            names = [known_names(optimizer, each) for each in members] if told else None
+            names = None
+            if self._names_parameters(node):
+                names = [known_names(optimizer, self._own_names(group)) for group in node["param_groups"]]
             state = whole_state(optimizer, node, names, strict=strict)
             self._put_optimizer(name, class_name(optimizer.optimizer_class), state["param_groups"], state["state"])
 
     def _own_names(self, group: Mapping[str, Any]) -> list[Any]:
         """Return the names of a group's parameters as the model's are read, or their numbers."""
-        names = list(group.get("param_names", group["params"]))
-        return [clean_path(each).removeprefix(self._prefix) if isinstance(each, str) else each for each in names]
+        own_names = []
+        for name in group.get("param_names", group["params"]):
+            if isinstance(name, str):
+                name = clean_path(name).removeprefix(self._prefix)
+            own_names.append(name)
+        return own_names
+
+    def _names_parameters(self, node: Mapping[str, Any]) -> bool:
+        """Return whether an optimizer's state has names for its parameters, and not numbers."""
+        names = []
+        for group in node["param_groups"]:
+            names += self._own_names(group)
+        return all(isinstance(name, str) for name in names)
 
     def _put_optimizer(self, name: str, kind: str, groups: list[Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         small: dict[str, dict[str, Any]] = {parameter: {} for parameter in state}
@@ -298,9 +351,7 @@ class ForeignReader(TensorReader):
         """Add optimizer states that name their parameters, where there is no model to say what numbers mean."""
         for place, node in self._optimizer_nodes.items():
             name = str(place[-1]).replace("/", ".") if place else "optimizer"
-            if not _is_nested(node) or not all(
-                isinstance(m, str) for g in node["param_groups"] for m in self._own_names(g)
-            ):
+            if not _is_nested(node) or not self._names_parameters(node):
                 raise CheckpointError(
                     f"{self.directory}: the optimizer state {name!r} numbers its parameters, and only the model knows "
                     "which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
@@ -309,16 +360,21 @@ class ForeignReader(TensorReader):
             groups: list[Any] = []
             state: dict[str, Any] = {}
             for group in node["param_groups"]:
-                members = self._own_names(group)
-                groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
-                state |= {m: node["state"].get(n, {}) for n, m in zip(group["params"], members, strict=True)}
+                names = self._own_names(group)
+                hyper = {key: value for key, value in group.items() if key != "param_names"}
+                groups.append({**hyper, "params": names})
+                for number, parameter in zip(group["params"], names, strict=True):
+                    state[parameter] = node["state"].get(number, {})
             self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
 
     def add_objects(self) -> None:
         """Add what comes besides the model's state dict and the optimizers' states."""
-        if self._model_place:
-            rest = _without(self._tree, [self._model_place, *self._optimizer_nodes])
-            self.objects |= {OBJECTS.get(str(key), str(key)): value for key, value in rest.items()}
+        if not self._model_place:
+            return
+        rest = _without(self._tree, [self._model_place, *self._optimizer_nodes])
+        for key, value in rest.items():
+            name = str(key)
+            self.objects[OBJECTS.get(name, name)] = value
 
     def encode_values(self) -> None:
         """Put trees in place of values; their tensors join the others, the same memory once."""
@@ -332,11 +388,13 @@ class ForeignReader(TensorReader):
 
             return encode(self.tree(value), put, place)
 
-        self.extra = {key: tree(value, f"model/{key}") for key, value in self.extra.items()}
+        for key, value in self.extra.items():
+            self.extra[key] = tree(value, f"model/{key}")
         for name, (_, groups, state) in self.optimizers.items():
             groups[:] = [tree(group, f"groups/{name}") for group in groups]
             for parameter, item in state.items():
-                state[parameter] = {k: tree(value, f"state/{name}/{parameter}/{k}") for k, value in item.items()}
+                for key, value in item.items():
+                    item[key] = tree(value, f"state/{name}/{parameter}/{key}")
         for name, value in list(self.objects.items()):
             try:
                 self.objects[name] = tree(value, f"objects/{name}")
@@ -346,9 +404,13 @@ class ForeignReader(TensorReader):
 
     def make_index(self) -> Index:
         """Make the index over all that was added."""
-        path, infos = self.directory, {name: self._info(name, tensor) for name, tensor in self.tensors.items()}
-        files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-        seen = repr([[(file.name, file.stat().st_size) for file in files], infos])
+        path = self.directory
+        infos = {name: self._info(name, tensor) for name, tensor in self.tensors.items()}
+        files = [path]
+        if path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.is_file())
+        sizes = [(file.name, file.stat().st_size) for file in files]
+        seen = repr([sizes, infos])
         self.index = Index(
             id=hashlib.sha256(seen.encode()).hexdigest(),  # the same on all ranks that see the same
             # Saves of this run come after whatever is there: loading tells them this number.
@@ -365,34 +427,48 @@ class ForeignReader(TensorReader):
 
     def _info(self, name: str, tensor: Tensor) -> TensorInfo:
         if tensor.dtype not in STORED:
-            known = ", ".join(map(dtype_name, STORED))
-            raise CheckpointError(f"{self.directory}: {name} is of {tensor.dtype}; supported are {known}")
-        pieces = (Piece(FILE, name, 0, tensor.numel()),) if tensor.numel() else ()
+            dtypes = ", ".join(map(dtype_name, STORED))
+            raise CheckpointError(f"{self.directory}: {name} is of {tensor.dtype}; supported are {dtypes}")
+        pieces: tuple[Piece, ...] = ()
+        if tensor.numel():
+            pieces = (Piece(FILE, name, 0, tensor.numel()),)
         return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), pieces)
 
 
 def _mappings(node: Any, place: Place = ()) -> Iterator[tuple[Place, dict[Any, Any]]]:
     """Yield every dict of the tree to a certain depth, outer ones first; nothing within an optimizer's state."""
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(node, dict):
         yield place, node
-    if len(place) < DEPTH and not (isinstance(node, dict) and _is_optimizer(node)):
-        items = node.items() if isinstance(node, dict) else enumerate(node) if type(node) is list else ()
-        for key, value in items:
-            if isinstance(value, (dict, list)):
-                yield from _mappings(value, (*place, key))
+        if not _is_optimizer(node):
+            items = node.items()
+    elif type(node) is list:
+        items = enumerate(node)
+    if len(place) == DEPTH:
+        return
+    for key, value in items:
+        if isinstance(value, (dict, list)):
+            yield from _mappings(value, (*place, key))
+
+
+def _is_below(place: Place, outer: Place) -> bool:
+    """Return whether a place is another one, or within it."""
+    return place[: len(outer)] == outer
 
 
 def _without(node: Any, places: Sequence[Place]) -> Any:
     """Return a node without what is at some places below it, and without containers that this leaves empty."""
     if not places:
         return node
+    items = node.items() if isinstance(node, dict) else enumerate(node)
     rest: dict[Any, Any] = {}
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+    for key, value in items:
         below = [place[1:] for place in places if place[0] == key]
-        if () not in below:
-            kept = _without(value, below)
-            if kept or not below:
-                rest[key] = kept
+        if () in below:
+            continue
+        remains = _without(value, below)
+        if remains or not below:
+            rest[key] = remains
     return rest if isinstance(node, dict) else list(rest.values())
 
 
@@ -415,8 +491,12 @@ def _is_optimizer(node: Mapping[Any, Any]) -> bool:
     if _is_nested(node):
         return True
     # What DCP's flatten_optimizer_state_dict writes: "state.<parameter>.<key>".
-    prefixes = {key.partition(".")[0] if isinstance(key, str) else None for key in node}
-    return prefixes == {"state", "param_groups"} and all("." in key for key in node)
+    beginnings = set()
+    for key in node:
+        if not isinstance(key, str) or "." not in key:
+            return False
+        beginnings.add(key.partition(".")[0])
+    return beginnings == {"state", "param_groups"}
 
 
 def _is_nested(node: Mapping[Any, Any]) -> bool:
@@ -429,24 +509,31 @@ def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any], prefix: s
     for path, value in node.items():
         kind, _, rest = path.partition(".")
         name, _, key = rest.rpartition(".")
-        (state if kind == "state" else groups).setdefault(name, {})[key] = value
-    held = {name for group in groups_by_name(optimizer) for name in group["params"]}
-    names = [clean_path(name).removeprefix(prefix) for name in groups]
-    ours = zip(groups.items(), known_names(optimizer, names), strict=True)
-    return {
-        "state": state,
-        "param_groups": [{**hyper, "params": [name]} for (name, hyper), known in ours if known in held],
-    }
+        table = state if kind == "state" else groups
+        table.setdefault(name, {})[key] = value
+    trained = set()
+    for group in groups_by_name(optimizer):
+        trained.update(group["params"])
+    plain = [clean_path(name).removeprefix(prefix) for name in groups]
+    param_groups = []
+    for (name, hyper), own_name in zip(groups.items(), known_names(optimizer, plain), strict=True):
+        if own_name in trained:
+            param_groups.append({**hyper, "params": [name]})
+    return {"state": state, "param_groups": param_groups}
 
 
 def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:
     """Raise if state and optimizer both have hyper-parameters of their own: a state does not say its class."""
-    mine = set(optimizer.defaults)
-    theirs = {str(key) for group in groups if isinstance(group, dict) for key in group}
-    unknown, absent = sorted(theirs - mine - TELL_NOTHING), sorted(mine - theirs - TELL_NOTHING)
-    if unknown and absent:
+    expected = set(optimizer.defaults)
+    saved: set[str] = set()
+    for group in groups:
+        if isinstance(group, dict):
+            saved.update(map(str, group))
+    others = sorted(saved - expected - TELL_NOTHING)
+    absent = sorted(expected - saved - TELL_NOTHING)
+    if others and absent:
         raise CheckpointError(
-            f"{path}: the optimizer state has {', '.join(unknown)}, a {optimizer.optimizer_class.__name__} has "
+            f"{path}: the optimizer state has {', '.join(others)}, a {optimizer.optimizer_class.__name__} has "
             f"{', '.join(absent)}: it is of another class. Build that one, or leave optimizer= out to begin with a "
             "fresh one"
         )
