@@ -49,7 +49,9 @@ def foreign(path: str | os.PathLike[str]) -> str | None:
         path = Path(path)
         if path.is_dir():
             return _kind_of_directory(path)
-        return _kind_of_file(path) if path.is_file() else None
+        if path.is_file():
+            return _kind_of_file(path)
+        return None
     except (OSError, TypeError, ValueError):  # whoever reads it then says what is wrong with the path
         return None
 
@@ -64,9 +66,13 @@ def _kind_of_directory(path: Path) -> str | None:
         return None  # checkpoints of ours, and what was exported next to them
     if zero_folder(path) is not None:
         return "deepspeed"
-    if any(name in HF_FILES or HF_INDEXES.fullmatch(name) for name in names) or len(_single_file(names)) == 1:
+    if any(name in HF_FILES or HF_INDEXES.fullmatch(name) for name in names):
         return "hf"
-    return "neuralop" if any(name.endswith(NEURALOP_MODEL) for name in names) else None
+    if len(_single_file(names)) == 1:
+        return "hf"
+    if any(name.endswith(NEURALOP_MODEL) for name in names):
+        return "neuralop"
+    return None
 
 
 def _single_file(names: set[str]) -> list[str]:
@@ -76,24 +82,32 @@ def _single_file(names: set[str]) -> list[str]:
 def _kind_of_file(path: Path) -> str | None:
     with path.open("rb") as stream:
         head = stream.read(9)
-    if path.suffix == ".safetensors" or (
-        head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
-    ):
+    if path.suffix == ".safetensors":
         return "safetensors"
-    return "torch" if head.startswith((ZIP, PICKLE)) else None
+    header_bytes = int.from_bytes(head[:8], "little")
+    if head[8:] == b"{" and header_bytes <= path.stat().st_size:
+        return "safetensors"
+    if head.startswith((ZIP, PICKLE)):
+        return "torch"
+    return None
 
 
 def unknown(path: Path) -> str:
     """Return what is at a path of no known kind, in one line: names, and what below them can be read."""
-    names = ", ".join(sorted(os.listdir(path))[:8] or ["nothing"]) if path.is_dir() else ""
-    inner = sorted([*path.glob("*"), *path.glob("*/*")])
-    below = [each for each in inner if foreign(each) and not RANK_FILE.fullmatch(each.name)]
-    folders = [each for each in below if each.is_dir()]
-    inside = f"; pass one of those in it: {', '.join(map(str, (folders or below)[:5]))}" if below else ""
-    return (
-        f"{path} ({f'with {names}' if names else 'a file'}) is not a checkpoint of a known kind, which are: "
-        f"{', '.join(KINDS)}{inside}"
-    )
+    what = "a file"
+    if path.is_dir():
+        names = sorted(os.listdir(path))[:8] or ["nothing"]
+        what = f"with {', '.join(names)}"
+    checkpoints = []
+    for each in sorted([*path.glob("*"), *path.glob("*/*")]):
+        if foreign(each) and not RANK_FILE.fullmatch(each.name):
+            checkpoints.append(each)
+    folders = [each for each in checkpoints if each.is_dir()]
+    inside = ""
+    if checkpoints:
+        shown = (folders or checkpoints)[:5]
+        inside = f"; pass one of those in it: {', '.join(map(str, shown))}"
+    return f"{path} ({what}) is not a checkpoint of a known kind, which are: {', '.join(KINDS)}{inside}"
 
 
 def awaited(dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
@@ -124,66 +138,111 @@ def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) ->
 def _safetensors(path: Path, files: ExitStack, tied: dict[str, str]) -> Tree:
     # The Hub's cache holds links, which a checkpoint of ours may not.
     file = files.enter_context(TensorsFile(os.path.realpath(path)))
-    tied |= {key: first for key, first in file.metadata.items() if first in file.entries}
-    return {
-        key: awaited(entry.dtype, entry.shape, partial(lambda key, wanted: file.read(key, *wanted), key))
-        for key, entry in file.entries.items()
-    }
+    for key, first in file.metadata.items():
+        if first in file.entries:
+            tied[key] = first
+
+    def read(key: str, wanted: Range) -> Tensor:
+        start, stop = wanted
+        return file.read(key, start, stop)
+
+    tree = Tree()
+    for key, entry in file.entries.items():
+        tree[key] = awaited(entry.dtype, entry.shape, partial(read, key))
+    return tree
 
 
 def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) -> Tree:
-    names, tree = {entry.name for entry in os.scandir(path)}, Tree()
-    indexes = sorted((name for name in names if HF_INDEXES.fullmatch(name)), key=lambda name: ".bin." in name)
-    where = _weight_map(path / indexes[0]) if indexes else {}
-    weights = [*dict.fromkeys(where.values())] or [n for n in (*HF_FILES, *_single_file(names)) if n in names][:1]
+    names = {entry.name for entry in os.scandir(path)}
+    indexes = [name for name in names if HF_INDEXES.fullmatch(name)]
+    indexes.sort(key=lambda name: ".bin." in name)
+    file_of: dict[str, str] = {}
+    if indexes:
+        file_of = _weight_map(path / indexes[0])
+    weights = list(dict.fromkeys(file_of.values()))
+    if not weights:
+        single = [name for name in (*HF_FILES, *_single_file(names)) if name in names]
+        weights = single[:1]
+    tree = Tree()
     for name in weights:
-        safe = name.endswith(".safetensors")
-        part = _safetensors(path / name, files, tied) if safe else _unpickled(path / name, trust_pickle)
-        if both := tree.keys() & part.keys():
+        if name.endswith(".safetensors"):
+            part = _safetensors(path / name, files, tied)
+        else:
+            part = _unpickled(path / name, trust_pickle)
+        both = tree.keys() & part.keys()
+        if both:
             raise CorruptCheckpoint(f"{path / name}: has {min(both)!r}, which another file has too")
         tree |= part
-    if absent := sorted(where.keys() - tree.keys() - tied.keys()):
+    absent = sorted(file_of.keys() - tree.keys() - tied.keys())
+    if absent:
         raise CorruptCheckpoint(f"{path / indexes[0]} lists tensors that its files lack: {', '.join(absent[:5])}")
     beside = [name for name in HF_PARTS if name in names]
     _tell_what_is_left(path, names - set(beside) - set(weights))
     if not beside:
         return tree
-    return {"model": tree} | {name.partition(".")[0]: _unpickled(path / name, trust_pickle) for name in beside}
+    parts = Tree(model=tree)
+    for name in beside:
+        parts[name.partition(".")[0]] = _unpickled(path / name, trust_pickle)
+    return parts
 
 
 def _tell_what_is_left(path: Path, names: set[str]) -> None:
-    left = [name for name in names if name.endswith(STATE_FILES) and not name.startswith("pytorch_model")]
+    left = []
+    for name in sorted(names):
+        if name.endswith(STATE_FILES) and not name.startswith("pytorch_model"):
+            left.append(name)
     if left:
-        log.warning("%s: not read are %s", path, ", ".join(sorted(left)))
+        log.warning("%s: not read are %s", path, ", ".join(left))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     with os.fdopen(open_regular(index, follow=True), "rb") as stream:
         value = parse_json(stream.read(MAX_INDEX), str(index))
-    files: Any = value.get("weight_map") if isinstance(value, dict) else None
-    for name in files.values() if isinstance(files, dict) else [None]:
-        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
+    files: Any = None
+    if isinstance(value, dict):
+        files = value.get("weight_map")
+    names = files.values() if isinstance(files, dict) else [None]
+    for name in names:
+        if not _is_file_name(name):
             raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files next to it, but {name!r:.100}")
     return cast(dict[str, str], files)
 
 
+def _is_file_name(name: object) -> bool:
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return name == os.path.basename(name)
+
+
 def _neuralop(path: Path, trust_pickle: bool) -> Tree:
     names = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(".pt"))
-    manifest = _unpickled(path / "manifest.pt", trust_pickle) if "manifest.pt" in names else {}
+    manifest = Tree()
+    if "manifest.pt" in names:
+        manifest = _unpickled(path / "manifest.pt", trust_pickle)
     models = [name for name in names if name.endswith(NEURALOP_MODEL)]
-    named = next((name for name in (manifest.get("model"), f"model{NEURALOP_MODEL}") if name in models), None)
-    if named is None and len(models) > 1:
-        raise CheckpointError(f"{path} has several models ({', '.join(models)}); pass the path of one")
-    parts = {"model": named or models[0]} | {part: f"{part}.pt" for part in NEURALOP_PARTS if f"{part}.pt" in names}
-    tree: Tree = {part: _unpickled(path / name, trust_pickle) for part, name in parts.items()}
-    return tree | ({"epoch": manifest["epoch"]} if "epoch" in manifest else {})
+    model = None
+    for name in (manifest.get("model"), f"model{NEURALOP_MODEL}"):
+        if name in models:
+            model = name
+            break
+    if model is None:
+        if len(models) > 1:
+            raise CheckpointError(f"{path} has several models ({', '.join(models)}); pass the path of one")
+        model = models[0]
+    tree = Tree(model=_unpickled(path / model, trust_pickle))
+    for part in NEURALOP_PARTS:
+        if f"{part}.pt" in names:
+            tree[part] = _unpickled(path / f"{part}.pt", trust_pickle)
+    if "epoch" in manifest:
+        tree["epoch"] = manifest["epoch"]
+    return tree
 
 
 def _deepspeed(path: Path, trust_pickle: bool) -> Tree:
     folder = zero_folder(path)
     assert folder is not None
-    names = set(os.listdir(path))
-    _tell_what_is_left(path, names if folder != path else set())
+    if folder != path:
+        _tell_what_is_left(path, set(os.listdir(path)))
     return read_zero(folder, partial(_unpickled, trust_pickle=trust_pickle), awaited)
 
 
@@ -200,14 +259,15 @@ def _unpickled(path: Path, trust_pickle: bool) -> Tree:
     """
     with os.fdopen(open_regular(path, follow=True), "rb") as stream:
         zipped = stream.read(4) == ZIP
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": zipped}
+    stand_ins: list[Any] = []
     try:
         if zipped:
-            with zipfile.ZipFile(path) as archive:
-                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                    raise CorruptCheckpoint(f"{path}: a compressed archive, which could unfold without end")
-        options: dict[str, Any] = {"map_location": "cpu", "mmap": zipped}
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path)) if zipped else []
-        stand_ins: list[Any] = [(stand_in(name), name) for name in names if stand_in(name)]
+            _check_stored(path)
+            for name in torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path)):
+                kind = stand_in(name)
+                if kind:
+                    stand_ins.append((kind, name))
         try:
             with torch.serialization.safe_globals(stand_ins):
                 value = torch.load(os.fspath(path), weights_only=True, **options)
@@ -215,7 +275,8 @@ def _unpickled(path: Path, trust_pickle: bool) -> Tree:
             if not trust_pickle:
                 raise needs_trust(path, error) from None
             value = torch.load(os.fspath(path), weights_only=False, pickle_module=UNPICKLING, **options)
-        value = value.state_dict() if isinstance(value, nn.Module) else value
+        if isinstance(value, nn.Module):
+            value = value.state_dict()
     except CheckpointError:
         raise
     except Exception as error:  # of a damaged file anything can come
@@ -223,3 +284,10 @@ def _unpickled(path: Path, trust_pickle: bool) -> Tree:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
     return value
+
+
+def _check_stored(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise CorruptCheckpoint(f"{path}: a compressed archive, which could unfold without end")
