@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 54_000,
-    "tests": 59_200,
+    "fsshard + compat": 54_600,
+    "tests": 58_900,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 130

@@ -56,11 +56,13 @@ class StepCounts:
         with disable_current_modes():
             both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+            answer: Tensor | None = both
             if self._reads_later:
-                both, self._unread = self._unread, both
-            if both is None:
+                answer = self._unread
+                self._unread = both
+            if answer is None:
                 return
-            largest, smallest = both.tolist()
+            largest, smallest = answer.tolist()
         if largest != -smallest:
             first, *others = per_rank(self._group, self._taken)
             rank, other = next((pair for pair in enumerate(others, 1) if pair[1] != first), (1, others[0]))
