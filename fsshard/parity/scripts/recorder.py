@@ -441,7 +441,7 @@ class Recorder:
         record.buffers.update(self._copies)
 
     def _looks_for_copies(self, step: int) -> bool:
-        """Return whether to look through all objects, which takes some ten milliseconds: at a few steps alone."""
+        """Return whether to look through all objects, which takes up to half a second: at a few steps alone."""
         number, rest = divmod(step, self._settings.every)
         return rest == 0 and number > 0 and number & (number - 1) == 0  # 1, 2, 4, 8, ...
 
