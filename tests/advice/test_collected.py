@@ -48,7 +48,6 @@ NO_ADVICE = (
     "Look for a collective that ranks do not call equally often",
     "equally often: is it under `if rank == 0`",
     "Run a script as python does, where every",
-    "{}, by fsshard {} with torch {}, backend {}",
 )
 """Parts of messages that name code, and advise nothing but where to look."""
 GPU = ("or less, or process_group_backend='gloo' for the CPU", "use device='cpu'")
