@@ -174,6 +174,23 @@ class ShardedModule(nn.Module):
         """Run the user's forward under the engine."""
         return self._fsshard.forward(args, kwargs)
 
+    def train(self, mode: bool = True) -> ShardedModule:
+        """Set the mode of the wrapper and of the user's modules.
+
+        Raises:
+            ModelError: a module reads weights in its own ``train`` or ``eval``, of which this rank holds a part.
+        """
+        try:
+            return super().train(mode)
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, FsshardError) or not any(entry.is_cut for entry in self.backend.all):
+                raise
+            call = f"model.{'train' if mode else 'eval'}()"
+            raise ModelError(
+                f"{call}: a module of the model works on its weights there, as loralib's layers merge theirs, and this "
+                f"rank holds parts of them ({error}); write: with model.full_parameters(writeback=True): {call}"
+            ) from error
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates local gradients; the first backward after it reduces them all."""
         return self._fsshard.no_sync()

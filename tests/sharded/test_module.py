@@ -272,3 +272,52 @@ def job_containers(backend: str) -> list[bool]:
 @pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
 def test_a_container_is_one_when_wrapped(ranks: Any, backend: str) -> None:
     assert all(all(found) for found in ranks.run(job_containers, ranks_of(backend), backend))
+
+
+# ------------------------------------------------------------------------------------------------ modes
+
+
+class Merging(nn.Linear):
+    """A layer as of loralib: eval() merges the adapter into the weight, train() takes it out."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 6)
+        self.down, self.up = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(6, 2))
+        self.merged = False
+        self.weight.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if mode == self.merged:
+            change = self.up @ self.down
+            self.weight.data += -change if mode else change
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = nn.functional.linear(x, self.weight, self.bias)
+        return plain if self.merged else plain + x @ self.down.T @ self.up.T
+
+
+def job_merging(backend: str) -> tuple[str, float]:
+    torch.manual_seed(0)
+    model: Any = fsshard.wrap(nn.Sequential(Merging(), nn.Tanh(), nn.Linear(6, 2)), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    before = model(torch.ones(2, 4)).detach()
+    text = ""
+    try:
+        model.eval()
+    except ModelError as error:
+        text = str(error)
+        model.module[0].merged = False
+        nn.Module.train(model.module[0], True)
+        with model.full_parameters(writeback=True):
+            model.eval()
+    return text, float((model(torch.ones(2, 4)).detach() - before).abs().max())
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_layers_that_merge_weights_in_eval(ranks: Any, backend: str) -> None:
+    for text, apart in ranks.run(job_merging, 2, backend):
+        assert apart < 1e-5
+        assert ("write: with model.full_parameters(writeback=True): model.eval()" in text) == (backend == "fsdp")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +133,35 @@ def _save_by_peft(inner: Any, reader: TensorReader, folder: Path, trained: list[
     own = {key: tensor for key, tensor in index.model.keys.items() if tensor is not None}
     infos = {key: index.tensors[tensor] for key, tensor in own.items()}
     blank = {key: torch.empty(info.shape, dtype=info.kind, device="meta") for key, info in infos.items()}
+    # Prompts are computed of their encoder's weights, of which a rank may have a part only.
+    whole = {key: reader.tensor(own[key]) for key in trained} if inner.peft_config[names[0]].is_prompt_learning else {}
     # "auto" asks the Hub whether the embedding's size is another one.
-    chosen = get_peft_model_state_dict(inner, blank, names[0], save_embedding_layers=False)
+    with _in_place(inner, whole):
+        chosen = get_peft_model_state_dict(inner, blank, names[0], save_embedding_layers=False)
     wanted = {id(tensor) for tensor in chosen.values()}
     wanted |= {id(blank[key]) for key in trained}  # for adapters that PEFT computes of their tensors
     tensors = {key: reader.tensor(own[key]) for key, tensor in blank.items() if id(tensor) in wanted}
-    inner.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False)
+    with _in_place(inner, whole):
+        inner.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False)
     if (folder / names[0]).is_dir():  # PEFT's, for an adapter that is not named "default"
         for file in PEFT_FILES:
             (folder / names[0] / file).rename(folder / file)
+
+
+@contextmanager
+def _in_place(inner: nn.Module, whole: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which modules have these parameters, by name in the state dict."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for key, tensor in whole.items():
+            owner, _, name = key.rpartition(".")
+            parameters: dict[str, Any] = inner.get_submodule(owner)._parameters
+            before.append((parameters, name, parameters.get(name)))
+            parameters[name] = nn.Parameter(tensor, requires_grad=False)
+        yield
+    finally:
+        for parameters, name, value in reversed(before):
+            parameters[name] = value
 
 
 def _modules_beside(inner: nn.Module, trained: list[str]) -> list[str]:

@@ -146,6 +146,40 @@ def test_adapters_of_peft_are_those_of_bare_replicas(ranks: Any, tmp_path: Path)
     assert ranks.run(job_of_peft, 2, str(tmp_path)) == [[], []]
 
 
+def job_prompts(folder: str, kind: str) -> list[str]:
+    """Prompts, which PEFT computes of their encoder's weights when it writes them."""
+    import peft
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def prompted() -> Any:
+        torch.manual_seed(0)
+        base = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=1))
+        return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5))
+
+    words = torch.arange(6)[None]
+    found: list[str] = []
+    for backend in ("ddp", "fsdp", "fsdp2"):
+        model = fsshard.wrap(prompted(), backend=backend)
+        optimizer = adam(model)
+        for _ in range(2):
+            model(input_ids=words, labels=words).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fsshard.export(model, f"{folder}/{backend}", "peft")
+        torch.distributed.barrier()
+        files = [load_file(f"{folder}/{name}/adapter_model.safetensors") for name in ("ddp", backend)]
+        assert list(files[0]) == ["prompt_embeddings"]
+        found += differences(*files)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prompts_of_peft_are_the_same_under_every_engine(ranks: Any, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    assert ranks.run(job_prompts, 2, str(tmp_path), kind) == [[], []]
+
+
 def job_frozen(folder: str) -> list[str]:
     """What is frozen now (LoRA-FA's lora_A, all), buffers of what is trained beside, and an adapter's name."""
     from peft import LoraConfig, PeftModel, get_peft_model
