@@ -444,9 +444,9 @@ def prove(script: Script, checkouts: Path) -> dict[str, str]:
 
 
 NOT_RUN = {
-    "FairScale's benchmarks, timm's train": "need torchvision, which has no wheel for torch's build for CPUs",
-    "FSDP T5 tutorial, run_glue": "need data and weights from Hugging Face's hub",
-    "torchtitan": "asks for a GPU at its first line",
+    "FairScale's benchmarks, timm's train": "need torchvision, whose wheel does not import beside torch's build for CPUs",
+    "FSDP T5 tutorial": "needs data and a tokenizer from Hugging Face's hub",
+    "torchtitan, run_glue": "not tried yet",
 }
 COLUMNS = ("script", "record", "CPU time", "again", "changed", "under fsdp2")
 HEADS = (
@@ -461,11 +461,17 @@ START = "<!-- public scripts -->\n"
 END = "<!-- end of public scripts -->"
 
 
+def _short(cell: str) -> str:
+    """Return at most 24 words: on a phone a longer cell is a column of single words."""
+    words = cell.split()
+    return cell if len(words) <= 25 else f"{' '.join(words[:24])} …"
+
+
 def table(rows: list[dict[str, str]]) -> str:
     """Return the rows in Markdown."""
     lines = [f"| {' | '.join(HEADS)} |", f"|{'---|' * len(HEADS)}"]
     for row in rows:
-        cells = [row.get(column, "") for column in COLUMNS]
+        cells = [_short(row.get(column, "")) for column in COLUMNS]
         lines.append(f"| {' | '.join(cells)} |")
     for script, reason in NOT_RUN.items():
         lines.append(f"| {script} | not run: {reason} | | | | |")
