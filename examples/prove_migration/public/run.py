@@ -444,7 +444,7 @@ def prove(script: Script, checkouts: Path) -> dict[str, str]:
 
 
 NOT_RUN = {
-    "FairScale's benchmarks, timm's train": "need torchvision, whose wheel does not import beside torch's build for CPUs",
+    "FairScale's benchmarks, timm's train": "need torchvision, whose wheel does not import beside torch for CPUs",
     "FSDP T5 tutorial": "needs data and a tokenizer from Hugging Face's hub",
     "torchtitan, run_glue": "not tried yet",
 }
