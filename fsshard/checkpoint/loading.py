@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.whole import (
@@ -307,7 +307,7 @@ class _Load:
                 wrong |= self._match_parameter(key, name, tensor)
             elif isinstance(value, Tensor):
                 self.others[key] = tensor
-                if not key.endswith(EXTRA_STATE):  # which modules may shape as they like
+                if not key.endswith(EXTRA_STATE) and not _loads_itself(backend.module, key):
                     dtype = controller_of(self.model).buffers.dtypes.get(key, value.dtype)
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
@@ -559,6 +559,22 @@ class _Load:
                 else:
                     state[key] = optimizer.placed(entry, value, before.get(key))
             set_state(self.model.backend, optimizer.inner, entry, state)
+
+
+def _loads_itself(module: nn.Module, key: str) -> bool:
+    """Return whether a module around this buffer has a loading of its own, which may give buffers another shape.
+
+    Observers of quantization-aware training do: theirs have a shape after the first forward only.
+    """
+    names = key.split(".")[:-1]
+    for length in range(1, len(names) + 1):
+        # torch's own layers (BatchNorm) override it for older versions of their format.
+        cls = type(module.get_submodule(".".join(names[:length])))
+        if cls.__module__.startswith("torch.nn."):
+            continue
+        if cls._load_from_state_dict is not nn.Module._load_from_state_dict:
+            return True
+    return False
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -512,3 +513,47 @@ def test_a_state_that_is_none(key: str) -> None:
     for wrong in ({**state, key: 3}, {k: v for k, v in state.items() if k != key}):
         with pytest.raises(CorruptCheckpoint, match="state of the random number generators"):
             restore(wrong, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------ quantization
+
+
+def observed() -> nn.Module:
+    """Fake-quantized, whose observers have a shape after the first forward only."""
+    import torch.ao.quantization as quantization
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).train()
+    module.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    prepared: nn.Module = quantization.prepare_qat(module)  # type: ignore[no-untyped-call]
+    return prepared
+
+
+def job_resumed_qat(backend: str, folder: str) -> list[str]:
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def made() -> tuple[Any, Any]:
+        model = fsshard.wrap(observed(), backend=backend)
+        return model, fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+
+    stayed = made()
+    for number in range(2):
+        step(*stayed, number)
+    fsshard.save(folder, *stayed)
+    moved = made()
+    fsshard.load(folder, *moved)
+    for run in (stayed, moved):
+        step(*run, 2)
+    one, other = (run[0].state_dict() for run in (stayed, moved))
+    return [key for key, value in one.items() if not torch.equal(value, other[key])]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_observers_that_take_their_shape_from_data_resume(ranks: Any, tmp_path: Path, backend: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ranks.run(job_resumed_qat, 2, backend, str(tmp_path / "saved")) == [[], []]
