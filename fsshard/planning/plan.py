@@ -29,6 +29,7 @@ from fsshard.planning.policies import (
     resolve_units,
 )
 from fsshard.planning.text import aligned, size, wrapped
+from fsshard.planning.weight_readers import readers_of_weights
 from fsshard.torch_private.modules import CHECKPOINTED, BatchNorm
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
@@ -139,7 +140,8 @@ def plan(
 
             * ``"auto"``: modules that own complex weights (for an FNO: the spectral convolutions), HF's
               ``_no_split_modules``, ``nn.TransformerEncoderLayer`` / ``DecoderLayer``; if there are none of these,
-              subtrees of at least 100 MB;
+              subtrees of at least 100 MB. None whose weights a forward above hands to a custom Function or to
+              ``torch.autograd.grad`` (adjoint methods, reversible blocks), which have to be whole there;
             * a module class, or a set of classes or their names;
             * an int: subtrees of at least that many bytes;
             * a callable ``module -> bool``, or torch's ``(module, recurse, nonwrapped_numel) -> bool``;
@@ -193,7 +195,8 @@ def plan_table(
     ties = _ties(slots)
     leaks = _leaking(table.places, ties)
     read = never_called(table.modules.values())  # units among them would be read while sharded
-    kept, dropped = _keep(picked, names, leaks, read, mixed=not precision.is_full)
+    handed = _handed_to_autograd(table, names) if units == "auto" else {}
+    kept, dropped = _keep(picked, names, leaks, read, handed, mixed=not precision.is_full)
     if len({real_dtype(dtype) for dtype in {slot.parameter.dtype for slot in slots}}) > 1:
         kept = _split_dtypes(table.root, kept, leaks)
     blocks, before = _recomputed(table, recomputed, kept, read)
@@ -303,6 +306,18 @@ def _complex_owners(table: ModuleTable, complex_names: list[str]) -> list[nn.Mod
     return list(found)
 
 
+def _handed_to_autograd(table: ModuleTable, names: Mapping[int, str]) -> dict[nn.Module, str]:
+    """Return the modules below one that reads their weights for autograd; nobody chose them as units by name."""
+    handed: dict[nn.Module, str] = {}
+    for reader in readers_of_weights(table.modules.values()):
+        place = repr(names[id(reader)]) if reader is not table.root else "the root"
+        reason = f"{place}, a {type(reader).__name__}, hands its weights to a custom Function or to autograd.grad"
+        for module in reader.modules():
+            if module is not reader:
+                handed.setdefault(module, reason)
+    return handed
+
+
 def _fp32_units(table: ModuleTable, owners: list[nn.Module]) -> dict[nn.Module, str]:
     """Return what stays in float32, without the root. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
     found = dict.fromkeys(owners, "owns complex weights")
@@ -346,6 +361,7 @@ def _keep(
     names: Mapping[int, str],
     leaks: Collection[int],
     read: Collection[nn.Module],
+    handed: Mapping[nn.Module, str],
     *,
     mixed: bool,
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
@@ -365,6 +381,8 @@ def _keep(
             dropped[name] = "has no parameters"
         elif module in read:
             dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
+        elif module in handed:
+            dropped[name] = handed[module]
         elif id(module) in leaks:
             dropped[name] = "holds a parameter tied to another module; it stays in the root"
         else:

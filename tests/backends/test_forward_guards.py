@@ -257,9 +257,30 @@ COMPLEX: dict[str, Callable[[Any, Tensor], Any]] = {
 KINDS = (Base, Sibling, Captured, Functional, HookAfter, Shapes, UnitReturnsHeld, Yields, Asks)
 HANDED = (HandsOver, InnerGradient)
 """Models that hand a part's weights to where no operator of torch sees them."""
+
+
+def solved(part: nn.Module, x: Tensor) -> Any:
+    """Run a part by its adjoint, as solvers of differential equations do: they look for the weights themselves."""
+    return Adjoint.apply(part, x, *part.parameters())
+
+
+class HandsOverComplex(Asks):
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.b(solved(self.a, x))).square().mean()
+
+
+class InnerGradientComplex(Asks):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        inner = torch.autograd.grad(y.sum(), self.a.w, create_graph=True)[0]
+        return self.out(self.b(y)).square().mean() + 0.1 * inner.abs().square().mean()
+
+
+HANDED_COMPLEX = (HandsOverComplex, InnerGradientComplex)
+"""The same where the part is a unit by default, since it has a complex weight."""
 READING = [*READS, "Sibling", "Captured", "Functional", "HookAfter"]
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__: kind for kind in (*KINDS, *HANDED)},
+    **{kind.__name__: kind for kind in (*KINDS, *HANDED, *HANDED_COMPLEX)},
     **{name: type(name, (Base,), {"forward": forward}) for name, forward in {**READS, **RETURNS}.items()},
     **{name: type(name, (Asks,), {"forward": forward}) for name, forward in COMPLEX.items()},
     **{kind.__name__: (lambda unit=kind: written(unit)) for kind in (Writes, Embeds)},
@@ -307,16 +328,18 @@ def replicas(name: str, steps: int = 3) -> list[dict[str, Any]]:
     return [{"losses": losses[rank], "weights": dict(models[rank].state_dict())} for rank in range(2)]
 
 
-def wrapped(name: str, backend: str, units: bool, precision: str | None = None) -> fsshard.ShardedModule:
-    """Under the backend, with each child as a unit of its own, or with the model as the only one."""
+def wrapped(name: str, backend: str, units: bool | None, precision: str | None = None) -> fsshard.ShardedModule:
+    """Under the backend, with each child as a unit of its own, with the model as the only one, or (None) by default."""
     settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
     settings["mixed_precision"] = precision
     model = build(name)
     kinds = {type(module) for module in model.modules() if isinstance(module, Child)}
-    return fsshard.wrap(model, backend=backend, auto_wrap_policy=kinds if units else None, **settings)
+    if units is not None:
+        settings["auto_wrap_policy"] = kinds if units else None
+    return fsshard.wrap(model, backend=backend, **settings)
 
 
-def job_train(names: list[str], backend: str, units: bool, precision: str | None = None) -> dict[str, Any]:
+def job_train(names: list[str], backend: str, units: bool | None, precision: str | None = None) -> dict[str, Any]:
     """Per model what came out, or the error."""
     outcome: dict[str, Any] = {}
     for name in names:
@@ -336,7 +359,7 @@ def job_train(names: list[str], backend: str, units: bool, precision: str | None
     return outcome
 
 
-def assert_right(ranks: Any, names: list[str], backend: str, units: bool) -> None:
+def assert_right(ranks: Any, names: list[str], backend: str, units: bool | None) -> None:
     found = ranks.run(job_train, 2, names, backend, units)
     for name in names:
         for reference, outcome in zip(replicas(name), found, strict=True):
@@ -391,6 +414,12 @@ def test_handed_weights_are_right_where_they_are_whole(ranks: Any, backend: str)
 @pytest.mark.parametrize("backend", ["fsdp2"])
 def test_handed_weights_are_right_in_one_unit(ranks: Any, backend: str) -> None:
     assert_right(ranks, HANDED_NAMES, backend, False)
+
+
+@pytest.mark.parametrize("backend", ["ddp", *DIVIDED])
+def test_default_units_do_not_change_what_handing_over_means(ranks: Any, backend: str) -> None:
+    """A complex part is a unit by default, unless a forward above hands its weights over: nobody chose that unit."""
+    assert_right(ranks, [kind.__name__ for kind in HANDED_COMPLEX], backend, None)
 
 
 @pytest.mark.parametrize("backend", DIVIDED)
