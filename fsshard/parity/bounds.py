@@ -33,6 +33,13 @@ FALSE_ALARM = 1e-9
 """Probability that a tensor which differs by rounding alone exceeds the measured bound."""
 
 
+DRAWS_RANDOM_NUMBERS = (
+    "the model draws random numbers (dropout?): one process draws different numbers than the ranks do, so only runs "
+    "with the same number of ranks can be compared"
+)
+"""Why runs on other numbers of ranks are not compared."""
+
+
 class NotComparable(ConfigurationError):
     """The comparison makes no sense for this model."""
 
@@ -138,10 +145,7 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
 
     base = shadow.evaluate(joined)
     if base.drew:
-        raise NotComparable(
-            "the model draws random numbers (dropout?): one process draws different numbers than the ranks do, so "
-            "only runs with the same number of ranks can be compared"
-        )
+        raise NotComparable(DRAWS_RANDOM_NUMBERS)
     spread, loss = dict.fromkeys(base.gradients, 0.0), 0.0
     for number in range(DRAWS):
         with perturbed(torch.Generator().manual_seed(1000 * step + number + 1)):

@@ -83,6 +83,7 @@ def _rounding(run: Training, step: int) -> Rounding:
     rounding, magnitudes, world_size = Rounding(), {}, run.job.world_size
     if run.joins or isinstance(run.engine, Bare):
         rounding = measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
+        rounding.aligned = run.leaves > 0
     elif reduction_roundings(world_size, run.recipe.accumulate):  # else no engine can add in another order
         found, counts = run.magnitudes(step)
         rounding = Rounding(reductions=counts, aligned=adds_in_tree(run.engine))
@@ -116,6 +117,9 @@ class _RunComparison(StepComparison):
         # The reference is one process on the joined batch.
         self.joined = len(reference) == 1 and (run.job.world_size > 1 or run.mesh is not None)
         self.process, self.regrouped = 0 if self.joined else run.rank, run.joins or self.joined
+        # One process has added up the gradients of the ranks' batches as the ranks do.
+        in_order = reference[0].rounding[0].aligned and (run.job.world_size <= 2 or adds_in_tree(run.engine))
+        self.by_leaves = run.leaves > 0 or (self.joined and in_order)
         self.own_engine = not isinstance(run.engine, WrappedEngine)
         # The reference's own process once more: nothing can add in another order.
         self.again = self.joined and run.mesh is None and dist.get_world_size() == 1
@@ -131,7 +135,7 @@ class _RunComparison(StepComparison):
         """Train and compare one step. Collective."""
         run, job = self.run, self.run.job
         self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._read(number, "magnitude")
-        if run.joins and not self.joined:
+        if run.joins and not self.joined and not run.leaves:
             self.rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
         initial = run.weights() if number == 0 else {}
         step, tensors = run.step(number, noted=lambda step: self._check_batches(number, step))
@@ -182,7 +186,7 @@ class _RunComparison(StepComparison):
         return self.now.loss if self.run.joins else self.run.loss_of_all(self.now.loss)
 
     def number_bound(self, quantity: str, got: float) -> float:
-        return self.rounding.loss if quantity == "loss" and self.regrouped else 0.0
+        return self.rounding.loss if quantity == "loss" and self.regrouped and not self.by_leaves else 0.0
 
     def norms(self) -> Found:
         """Compare the norm by which the engine clipped."""
@@ -226,6 +230,8 @@ class _RunComparison(StepComparison):
     def _bound(self, name: str, gradient: Tensor) -> Tensor | float:
         """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
         # On other samples, or with a divided model, every operation may round; else only the sum over ranks.
+        if self.by_leaves:
+            return 0.0
         if self.regrouped:
             return 0.0 if self.again else float(self.rounding.gradients.get(name, 0.0))
         world_size = self.run.job.world_size

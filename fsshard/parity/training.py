@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsshard.errors import RecipeError
+from fsshard.errors import ModelError, RecipeError
 from fsshard.nested import map_leaves
 from fsshard.parallel.data_rank import data_rank
-from fsshard.parity.bounds import note_batches, part_of
+from fsshard.parity.bounds import DRAWS_RANDOM_NUMBERS, NotComparable, note_batches, part_of
 from fsshard.parity.engine import Engine, WrappedEngine, bare_optimizer, make_engine
 from fsshard.parity.one_process import Shadow, built, random_state
 from fsshard.parity.sketch import digest, real_view
 from fsshard.parity.trace import Step
+from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe, Split, check_loss, resolve, seed_all, split_by
 
 
@@ -56,6 +57,8 @@ class Training:
         rank: of this process.
         sample_rank: whose samples it trains on: ranks that share samples have the same number.
         joins: whether it trains on samples of all ranks, joined: on all of them, or its part.
+        leaves: micro-batches of a step that go through ``model.leaves``, in which this process trains on the batches of
+            all ranks one by one, with the bits of these ranks; 0 where it trains on them joined.
         mesh: of all ranks, where the model is divided.
     """
 
@@ -73,6 +76,7 @@ class Training:
         if self._split.model is not None:
             module = self._split.model.to(job.device)
         self.engine = make_engine(job.engine, self.recipe, module, self._split.settings)
+        self.leaves = self._count_leaves()
         make = self.recipe.scheduler
         more = [job.world_size] if getattr(make, "takes_world_size", False) else []  # a trainer's schedule per epoch
         self.scheduler: Any = None if make is None else make(self.engine.optimizer, *more)
@@ -85,8 +89,41 @@ class Training:
         numbers = range(step * self.recipe.accumulate, (step + 1) * self.recipe.accumulate)
         return [[_to(self.recipe.batches(r, self.job.world_size, n), self.job.device) for r in ranks] for n in numbers]
 
+    def _count_leaves(self) -> int:
+        """Return how many leaves have the tree of the ranks whose samples these are; 0 if none have."""
+        ranks = self.job.world_size
+        accumulate = self.recipe.accumulate
+        # A rank adds up more than two micro-batches one after the other, and without no_sync reduces each.
+        accumulates_in_pairs = accumulate == 1 or (accumulate == 2 and self.recipe.no_sync)
+        is_power_of_two = ranks & (ranks - 1) == 0
+        is_full = resolve_precision(self.recipe.settings.get("mixed_precision", self.recipe.precision)).is_full
+        if not self.joins or not isinstance(self.engine, WrappedEngine):
+            return 0
+        if not accumulates_in_pairs or not is_power_of_two or ranks % dist.get_world_size() or not is_full:
+            return 0
+        return ranks * accumulate
+
+    def _losses_by_leaves(self, batches: list[list[Any]]) -> float:
+        """Run forward and backward of one step, batch by batch; return the mean of all ranks' losses."""
+        total = 0.0
+        try:
+            for leaf in self.engine.model.leaves(self.leaves):
+                rank, micro = divmod(leaf, len(batches))
+                before = random_state()
+                with self.watch.forward(), self.engine.forward():
+                    loss = check_loss(self.recipe.loss(self.engine.model, batches[micro][rank]))
+                if random_state() != before:
+                    raise NotComparable(DRAWS_RANDOM_NUMBERS)
+                self.engine.backward(loss)
+                total += float((loss / len(batches)).detach())
+        except ModelError as error:
+            raise NotComparable(f"one process trains on the ranks' batches one by one, and {error}") from error
+        return total * dist.get_world_size() / self.job.world_size
+
     def losses(self, batches: list[list[Any]]) -> float:
         """Run forward and backward of one step; return the mean of this process's losses."""
+        if self.leaves:
+            return self._losses_by_leaves(batches)
         total, last = 0.0, len(batches) - 1
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():

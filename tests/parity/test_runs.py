@@ -75,6 +75,22 @@ def test_one_process_on_the_joined_batch(ranks: Any, case: str, world_size: int)
     assert found == {("fsdp2", world_size): "bound", ("none", world_size): "exact"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"clip": 0.05}, "exact"), ({"accumulate": 2}, "exact"), ({"accumulate": 3}, "bound")],
+    ids=str,
+)
+def test_one_process_has_the_bits_of_the_ranks_whose_batches_it_takes(
+    ranks: Any, changes: dict[str, Any], expected: str
+) -> None:
+    """By model.leaves; a rank adds up three micro-batches one after the other, which is no tree."""
+    recipe = functools.partial(from_zoo, "mlp_complex", **changes)
+    found = verdicts(ranks, recipe, backends=["none"], world_sizes=[2, 4])
+    assert found == {("none", 2): expected, ("none", 4): expected}
+    found = verdicts(ranks, recipe, backends=["fsdp2", "fairscale"], world_sizes=[4], reference="none")
+    assert found == {("fsdp2", 4): expected, ("fairscale", 4): expected}
+
+
 def test_the_joined_bound_is_sharp(ranks: Any) -> None:
     """A summed gradient is no rounding."""
     found = compare(faults.mlp, backends=[faults.Summed], world_sizes=[2], steps=2, reference="none", pool=ranks)
@@ -86,7 +102,7 @@ def test_the_joined_bound_is_sharp(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "backend", "text"),
     [
-        ("conv_batchnorm", "none", "mixes samples"),
+        ("conv_batchnorm", "none", "the forward writes 1.running_mean"),
         ("dropout", "none", "draws random numbers"),
         ("two_precisions", "fairscale", "one optimizer per dtype"),
     ],
