@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ class Training:
         """Run forward and backward of one step, batch by batch; return the mean of all ranks' losses."""
         total = 0.0
         try:
-            for leaf in self.engine.model.leaves(self.leaves):
+            for leaf in cast(Any, self.engine.model).leaves(self.leaves):
                 rank, micro = divmod(leaf, len(batches))
                 before = random_state()
                 with self.watch.forward(), self.engine.forward():
