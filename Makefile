@@ -177,6 +177,7 @@ judges: $(READY)
 # Jobs that save are killed 200 times on two ranks and 200 times on four. About ten minutes on two cores.
 kills: $(READY)
 	$(BIN)/python -m tests.checkpoint.kills --ranks 2 4 --kills 200 200
+	$(BIN)/python -m tests.checkpoint.kills --ranks 4 --kills 100 --moving
 
 # examples/elastic.py on two hosts, which are network namespaces here: a rank is killed, the link is cut. Needs root.
 hosts: $(READY)

@@ -2,13 +2,15 @@
 
     python -m tests.checkpoint.kills --ranks 2 --kills 200
     python -m tests.checkpoint.kills --ranks 4 --kills 200
+    python -m tests.checkpoint.kills --ranks 4 --kills 200 --moving
 
 Every life of a job loads ``latest()``, trains and saves at every step, by turns blocking and not. All ranks are killed,
 one of them, or rank 0, which renames. Those left are killed a moment later, as an elastic launcher does, or must end by
 themselves with an error that says why. In the next life the step that was loaded must be one of the last two saves, and
 weights, moments, schedule and random numbers must have the digest of an undisturbed run at that step and at those that
-follow. Every second job saves to ever new names and keeps two of them. In the end nothing may be left of the saves that
-were cut short. Lives are forked from a process that has imported everything, and two jobs run side by side.
+follow. With ``--moving`` each life has another number of ranks, and trains by ``model.leaves``. Every second job saves
+to ever new names and keeps two of them. In the end nothing may be left of the saves that were cut short. Lives are
+forked from a process that has imported everything, and two jobs run side by side.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ from torch import Tensor
 
 import fsshard
 from fsshard.errors import FsshardError
-from tests.portability.runs import Run
+from tests.portability.runs import Net, Run
 
 LONGEST_LIFE = 0.5  # seconds from the first step on until the kill
 LONGEST_SURVIVAL = 0.2  # seconds until a launcher would kill those left
 PATIENCE = 20.0  # seconds for those that are left to notice; they take three where the machine has nothing else to do
 SLOWEST_START = 120.0  # seconds of silence of a life until it is said to hang
 VICTIMS = ("all", "one", "rank 0")
-ENGINES = {2: ("fsdp2", "ddp", "fairscale", "fsdp"), 4: ("fsdp2",)}
-"""Ranks -> engines that lives change between: float32 parity is exact at two ranks, and no further."""
+ENGINES = ("fsdp2", "ddp", "fairscale", "fsdp")
+"""Lives change between them: their bits are the same on any number of ranks."""
 
 
 def digest(run: Run) -> str:
@@ -63,7 +65,54 @@ def digest(run: Run) -> str:
             return sorted((str(key), plain(item)) for key, item in value.items())
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
 
-    return hashlib.sha256(repr(plain([run.whole(), torch.get_rng_state()])).encode()).hexdigest()
+    # The state of a rank's generator belongs to a number of ranks; leaves are seeded by their steps.
+    random_numbers = None if isinstance(run, MovingRun) else torch.get_rng_state()
+    return hashlib.sha256(repr(plain([run.whole(), random_numbers])).encode()).hexdigest()
+
+
+class MovingRun(Run):
+    """A training that is the same on any number of ranks, with an average of its weights."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend, net=Steady)
+        self.average = fsshard.EMA(self.model, decay=0.9)
+
+    def train(self, steps: int = 1) -> list[float]:
+        for _ in range(steps):
+            for leaf in self.model.leaves(LEAVES, seed=self.step):
+                rows = fsshard.leaf_samples(len(DATA), 3, leaves=LEAVES, step=self.step, leaf=leaf)
+                loss = (self.model(DATA[rows]) - DATA[rows].roll(1, 1)).square().mean()
+                self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            self.model.clip_grad_norm_(1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.average.update()
+            self.scheduler.step()
+            self.step += 1
+        return []
+
+    def save(self, path: str, **options: Any) -> Any:
+        return super().save(path, **options, ema=self.average)
+
+    def load(self, path: str, **options: Any) -> fsshard.Loaded:
+        return super().load(path, **options, ema=self.average)
+
+    def whole(self) -> dict[str, Any]:
+        return {**super().whole(), "average": self.average.state_dict()}
+
+
+class Steady(Net):
+    """Without running statistics, which would be those of the leaves that rank 0 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.GroupNorm(2, 6)
+
+
+LEAVES = 4
+DATA = torch.randn(60, 5, generator=torch.Generator().manual_seed(5))
 
 
 def expected(error: BaseException) -> bool:
@@ -83,6 +132,8 @@ class Job:
     steps: int  # then it begins anew
     reference: list[dict[int, str]]  # rank -> step -> digest
     rotates: bool = False  # saves to ever new names
+    moves: bool = False  # lives have other numbers of ranks, up to `ranks`
+    now: int = 0  # ranks of this life
     begun: int = 0  # the step of the last save that rank 0 began; the one before it was whole by then
     lives: int = 0
     kills: int = 0
@@ -95,10 +146,11 @@ class Job:
         """One life of one rank, until its last step or the kill."""
         torch.set_num_threads(1)
         logging.getLogger("fsshard").setLevel(logging.CRITICAL)  # of failed saves, which are what is asked for here
-        store = dist.FileStore(str(self.folder / f"store-{self.lives}"), self.ranks)
+        store = dist.FileStore(str(self.folder / f"store-{self.lives}"), self.now)
         patience = timedelta(seconds=PATIENCE / 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=self.ranks, timeout=patience)
-        run, folder = Run(backend), self.folder / "ckpt"
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=self.now, timeout=patience)
+        run = MovingRun(backend) if self.moves else Run(backend)
+        folder = self.folder / "ckpt"
         run.scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=0.02, total_steps=10_000)
         newest = fsshard.latest(folder)
         if newest is not None:
@@ -143,7 +195,7 @@ class Job:
         fruitless = 0
         while self.kills < kills and fruitless < 10 and len(self.surprises) < 20:
             before = self.kills
-            backend, victim = self.chance.choice(ENGINES[self.ranks]), self.chance.choice(VICTIMS)
+            backend, victim = self.chance.choice(ENGINES), self.chance.choice(VICTIMS)
             self.life(backend, victim, patient=self.chance.random() < 0.3)
             fruitless = 0 if self.kills > before else fruitless + 1
             if self.begun >= self.steps:
@@ -172,7 +224,9 @@ class Job:
         ``patient``: those that are left may end by themselves. ``saves``: at every step, or never.
         """
         self.lives += 1
-        started = [self.start(backend, saves, rank) for rank in range(self.ranks)]
+        sizes = [size for size in (1, 2, 4) if size <= self.ranks]
+        self.now = self.chance.choice(sizes) if self.moves else self.ranks
+        started = [self.start(backend, saves, rank) for rank in range(self.now)]
         pids = [pid for pid, _ in started]
         try:
             return self._watch(backend, kill, patient, pids, {pipe: rank for rank, (_, pipe) in enumerate(started)})
@@ -213,11 +267,12 @@ class Job:
                         plan.append((moment + self.chance.uniform(0.0, LONGEST_SURVIVAL), "rest"))
                     kill = None
                 self._heard(pipes[pipe], what, step, text, begun)
-        return ended == self.ranks
+        return ended == self.now
 
     def _heard(self, rank: int, what: str, step: int, text: str, begun: int) -> None:
         where = f"life {self.lives}, rank {rank}"
-        if what in ("loaded", "step") and self.reference[rank].setdefault(step, text) != text:
+        reference = self.reference[0 if self.moves else rank]
+        if what in ("loaded", "step") and reference.setdefault(step, text) != text:
             self.surprises.append(f"{where}: step {step} ({what}) is not the undisturbed one")
         if what == "loaded" and step not in (begun, max(0, begun - 1)):
             self.surprises.append(f"{where}: loaded step {step}, the last save was of {begun}")
@@ -236,18 +291,18 @@ def kill_all(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def campaign(ranks: int, kills: int, seed: int, steps: int) -> dict[str, Any]:
+def campaign(ranks: int, kills: int, seed: int, steps: int, moves: bool = False) -> dict[str, Any]:
     """Kill that often, in jobs side by side; return what was loaded how often, and all surprises."""
     with warnings.catch_warnings():  # all imports of a life, in this process: 3 of its 3.3 seconds
         warnings.simplefilter("ignore")
-        for name in ("torch._dynamo", "torch.distributed.fsdp", *(["fairscale.nn"] if ranks <= 2 else [])):
+        for name in ("torch._dynamo", "torch.distributed.fsdp", "fairscale.nn"):
             importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / str(number) for number in range(3)]
         for place in places:
             place.mkdir()
-        undisturbed = Job(ranks, places.pop(), random.Random(seed), steps, [{} for _ in range(ranks)])
-        if not undisturbed.life(ENGINES[ranks][0], None, saves=False):
+        undisturbed = Job(ranks, places.pop(), random.Random(seed), steps, [{} for _ in range(ranks)], moves=moves)
+        if not undisturbed.life(ENGINES[0], None, saves=False):
             undisturbed.surprises.append("the undisturbed run did not come to its end")
         done = [undisturbed]
         if not undisturbed.surprises:
@@ -255,7 +310,8 @@ def campaign(ranks: int, kills: int, seed: int, steps: int) -> dict[str, Any]:
                 running = []
                 for number, place in enumerate(places):
                     chance = random.Random(f"{seed} {number}")
-                    job = Job(ranks, place, chance, steps, undisturbed.reference, rotates=bool(number % 2))
+                    rotates = bool(number % 2)
+                    job = Job(ranks, place, chance, steps, undisturbed.reference, rotates=rotates, moves=moves)
                     running.append(pool.submit(job.go_on, (kills + number) // 2))
                 done += [job.result() for job in running]
     return {
@@ -268,14 +324,15 @@ def campaign(ranks: int, kills: int, seed: int, steps: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], choices=ENGINES, help="one campaign each")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], choices=(2, 4), help="one campaign each")
     parser.add_argument("--kills", type=int, nargs="+", default=[200], help="of each campaign")
     parser.add_argument("--steps", type=int, default=60, help="then a job begins anew")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--moving", action="store_true", help="lives have 1, 2 or 4 ranks, up to those of the campaign")
     options = parser.parse_args(arguments)
     code = 0
     for ranks, kills in zip(options.ranks, options.kills, strict=True):
-        report = campaign(ranks, kills, options.seed, options.steps)
+        report = campaign(ranks, kills, options.seed, options.steps, options.moving)
         print(json.dumps(report), flush=True)
         code |= bool(report["surprises"])
     return code

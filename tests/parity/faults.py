@@ -212,6 +212,23 @@ class OtherNumbers(Sabotaged):
             torch.rand(1)
 
 
+def _next_number(gradient: Tensor) -> Tensor:
+    return torch.nextafter(gradient, torch.full_like(gradient, torch.inf))
+
+
+class NextNumbers(Sabotaged):
+    """One rank's gradients are the next numbers, before they are reduced."""
+
+    name = "next numbers"
+    culprits: ClassVar[dict[int, int]] = {4: 3, 8: 6}
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        if dist.get_rank() == self.culprits[dist.get_world_size()]:
+            for parameter in module.parameters():
+                parameter.register_hook(_next_number)
+
+
 class OtherWeights(Sabotaged):
     """Rank 1 starts from weights of another seed, and nobody is told."""
 

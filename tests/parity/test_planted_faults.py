@@ -91,6 +91,17 @@ def test_on_two_ranks_no_difference_is_too_small(ranks: Any) -> None:
         assert first.difference.ulps == 1 or found.backend != "one unit off"
 
 
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.long)])
+def test_on_more_ranks_a_last_bit_of_one_is_found(ranks: Any, size: int) -> None:
+    """Of rank 3 of 4, and of rank 6 of 8: gradients are added up in one order, so nothing is put down to rounding."""
+    engines = [faults.NextNumbers, "fsdp2", "fairscale"]
+    wrong, *right = compare(faults.mlp, backends=engines, world_sizes=[size], steps=1, pool=ranks)
+    assert wrong.verdict == "different" and wrong.reproducible
+    assert wrong.first_divergence is not None and wrong.first_divergence.quantity == "gradient"
+    assert wrong.first_divergence.difference.bound == 0
+    assert [found.verdict for found in right] == ["exact", "exact"]
+
+
 def test_the_same_engines_without_their_faults_are_exact(ranks: Any) -> None:
     """So what the others find is the fault, not the way in which the engine is connected."""
     assert cell(ranks, faults.mlp, faults.CarefulFairScale).verdict == "exact"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,11 @@ OPTIMIZERS: dict[str, Any] = {
 class Run:
     """Everything that a training loop holds."""
 
-    def __init__(self, backend: str, optimizer: str = "adamw", seed: int = 0) -> None:
+    def __init__(
+        self, backend: str, optimizer: str = "adamw", seed: int = 0, net: Callable[[], nn.Module] = Net
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = fsshard.wrap(Net(), backend=backend)
+        self.model = fsshard.wrap(net(), backend=backend)
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=20)
         self.scaler = fsshard.GradScaler(self.model, init_scale=2.0**10, growth_interval=2)
