@@ -73,13 +73,8 @@ if __name__ == "__main__":
         figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
         axes.semilogy(stayed["losses"], color="black", linewidth=4, alpha=0.25, label="one rank, never moved")
         for (backend, ranks, until), color in zip(MOVES, ("#0072b2", "#d55e00", "#009e73"), strict=True):
-            steps = range(until - 20, until)
-            axes.semilogy(
-                steps,
-                [moved["losses"][s] for s in steps],
-                color=color,
-                label=f"{ranks} rank{'s' * (ranks > 1)}, {backend}",
-            )
+            steps = slice(until - 20, until)
+            axes.semilogy(range(60)[steps], moved["losses"][steps], color=color, label=f"{ranks} x {backend}")
         axes.set(xlabel="step", ylabel="loss", title="one curve, to the last bit")
         axes.legend(frameon=False)
         figure.savefig(asked.plot, dpi=150)

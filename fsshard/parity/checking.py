@@ -135,7 +135,8 @@ class _RunComparison(StepComparison):
         """Train and compare one step. Collective."""
         run, job = self.run, self.run.job
         self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._read(number, "magnitude")
-        if run.joins and not self.joined and not run.leaves:
+        # Step 0 of leaves is measured to learn whether the model or its loss mixes samples, or draws numbers.
+        if run.joins and not self.joined and (number == 0 or not run.leaves):
             self.rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
         initial = run.weights() if number == 0 else {}
         step, tensors = run.step(number, noted=lambda step: self._check_batches(number, step))

@@ -184,7 +184,11 @@ def averaged_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: Any) ->
     if "ema" not in vars(model):
         vars(model)["ema"] = kind(model, decay=0.75)
     ema = vars(model)["ema"]
-    ema.update()
+    # Once a step: a process that takes the batches of several ranks one by one asks for several losses.
+    weights = float(checksum(model.state_dict()))
+    if vars(model).get("averaged") != weights:
+        vars(model)["averaged"] = weights
+        ema.update()
     # Not without gradients where a model has no engine: bounds are measured by rounding what is differentiated
     # otherwise, and all that runs without gradients, as a backward does: also distances that select neighbours.
     with ema.swapped(), torch.set_grad_enabled(not shards):
