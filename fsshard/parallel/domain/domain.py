@@ -34,8 +34,9 @@ class DomainLpLoss(LpLoss):
         domain = self.domain
         _check_slabs(domain, x, y)
         if quadrature is None:
-            sizes = _whole_shape(domain, x)
-            quadrature = [self.measure[-j] / sizes[-j] for j in range(self.d, 0, -1)]
+            sizes = _whole_shape(domain, x)[-self.d :]
+            measures = self.measure[-self.d :]
+            quadrature = [measure / size for measure, size in zip(measures, sizes, strict=True)]
         elif isinstance(quadrature, float):
             quadrature = [quadrature] * self.d
         power = self._power(_wide(x) - _wide(y))

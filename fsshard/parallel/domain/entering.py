@@ -41,7 +41,12 @@ def guard_losses(domain: Slabs) -> None:
     FIELD_LOSSES.keep_for(domain, _refuse_slabs)
 
 
-def _refuse_slabs(loss: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_slabs(
+    loss: Callable[..., Any],
+    kind: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if kind and any(_is_slab(value) for value in values):
         raise ConfigurationError(
@@ -99,7 +104,12 @@ class Entrance:
         self._domain = domain
         self._warned = False
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Find out how the input lies on the ranks, which tell each other what they have. Collective.
 
         Where their group has no backend for the CPU this would wait for the device: there they do not for inputs that

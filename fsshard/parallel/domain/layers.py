@@ -158,7 +158,14 @@ class DomainAdaIN(AdaIN):
         return _normalized(self, x, self.in_channels, self.eps, weight, bias)
 
 
-def _normalized(module: Any, x: Tensor, groups: int, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _normalized(
+    module: Any,
+    x: Tensor,
+    groups: int,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias, in each sample and group; two sums over the ranks."""
     domain: Slabs = module.domain
     axes = domain.axes

@@ -115,7 +115,11 @@ class DomainSpectralConv(SpectralConv):
             x = keep(x, dim, modes[axis.dim])
         return x
 
-    def _weight_of(self, modes: Sequence[Modes], dealings: Sequence[tuple[Axis, Parts]]) -> Any:
+    def _weight_of(
+        self,
+        modes: Sequence[Modes],
+        dealings: Sequence[tuple[Axis, Parts]],
+    ) -> Any:
         """Return the part of the weight that belongs to this rank's modes."""
         channels = 1 if self.separable else 2
         window = [slice(None)] * channels
