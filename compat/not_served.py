@@ -48,8 +48,7 @@ SERVED = {
     "fairscale.nn.wrap.auto_wrap": (
         "ConfigAutoWrap, auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap"
     ),
-    "fairscale.optim": "AdaScale, AdaScaleWrapper, GradScaler, OSS",
-    "fairscale.optim.adascale": "AdaScale, AdaScaleWrapper",
+    "fairscale.optim": "GradScaler, OSS",
     "fairscale.optim.grad_scaler": "GradScaler, ShardedGradScaler",
     "fairscale.optim.oss": "OSS",
     "fairscale.version": "__version_tuple__",
@@ -94,6 +93,11 @@ _MESH = Instead(
     'mesh = init_device_mesh("cuda", (data, model), mesh_dim_names=("data", "model"))',
 )
 _SCALER = 'from torch.amp import GradScaler\nscaler = GradScaler("cuda")'
+_ADASCALE = Instead(
+    "a plain torch optimizer whose learning rate is scaled by hand, as many times as the batch is larger; FairScale's "
+    "own AdaScale wraps an optimizer under torch.nn.parallel.DistributedDataParallel, in a run without fsshard.compat",
+    "optimizer = torch.optim.SGD(model.parameters(), lr=lr * scale)  # scale: how many times larger the batch is",
+)
 _BUCKETS = Instead("torch.nn.parallel.DistributedDataParallel has buckets of its own: bucket_cap_mb")
 
 
@@ -125,8 +129,7 @@ BY_NAME: dict[str, Instead] = {
         "import fsshard\nscaler = fsshard.GradScaler(model)  # model: what fsshard.wrap returned",
     ),
     "GradScaler": Instead("torch.amp.GradScaler; for a model of fsshard.wrap fsshard.GradScaler", _SCALER),
-    "AdaScale": _kept("fairscale.optim", "AdaScale"),
-    "AdaScaleWrapper": _kept("fairscale.optim", "AdaScaleWrapper"),
+    **dict.fromkeys(("AdaScale", "AdaScaleWrapper"), _ADASCALE),
     "default_auto_wrap_policy": Instead(
         "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy",
         "from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy",
@@ -173,6 +176,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "LayerwiseMemoryTracker",
     ),
     "fairscale.optim.adam": ("Adam",),
+    "fairscale.optim.adascale": ("AdaScale", "AdaScaleWrapper"),
 }
 
 

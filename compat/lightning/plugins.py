@@ -65,7 +65,8 @@ class WholeLauncher(_MultiProcessingLauncher):
     """Gives the process that has started the ranks whole weights back."""
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        sharded, module = trainer.strategy._sharded, trainer.lightning_module
+        sharded = trainer.strategy._sharded
+        module = trainer.lightning_module
         if sharded is None:
             return super()._collect_rank_zero_results(trainer, results)
         whole = sharded.state_dict(rank0_only=True, offload_to_cpu=True)  # Lightning asks the module, which has parts
@@ -101,12 +102,22 @@ class Autocast(_Clips, MixedPrecision):
     """``"bf16-mixed"`` and ``"16-mixed"``, the latter with one loss scale for all ranks."""
 
     def __init__(
-        self, strategy: Any, precision: Literal["16-mixed", "bf16-mixed"], device: str, scaler: Any = None
+        self,
+        strategy: Any,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
+        scaler: Any = None,
     ) -> None:
         MixedPrecision.__init__(self, precision, device, scaler)
         self.strategy = strategy
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Any,
+        model: Any,
+        closure: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Step as Lightning does, which asks the optimizer whether it unscales: the scaler is that of all ranks."""
         with optimizer.under_scaler() if self.scaler is not None else contextlib.nullcontext():
             return super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -120,7 +131,9 @@ def plugin_for(strategy: Any, asked: Any) -> Any:
         check_scaler(asked.scaler)
         kind: Any = asked.precision
         return Autocast(strategy, kind, torch.device(asked.device).type, asked.scaler)
-    return asked if isinstance(asked, _Clips) else refuse_precision(asked)
+    if isinstance(asked, _Clips):
+        return asked
+    return refuse_precision(asked)
 
 
 def refuse_precision(asked: Any) -> NoReturn:
@@ -133,7 +146,9 @@ def refuse_precision(asked: Any) -> NoReturn:
 
 # ------------------------------------------------------------------------------------------------ directories
 
-MODEL, OPTIMIZERS, OTHERS = "state_dict", "optimizer_states", "lightning"
+MODEL = "state_dict"
+OPTIMIZERS = "optimizer_states"
+OTHERS = "lightning"
 
 
 class DividedState(dict[str, Any]):

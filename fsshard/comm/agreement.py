@@ -39,18 +39,28 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Use :meth:`of`, so that a group has one gloo group and no more; None is a process that is alone."""
-        self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
-        self.what, self.among = "the checkpoint", ""  # in messages: the call; which ranks these are, "" for all
+        self.rank = 0
+        self.size = 1
+        self.what = "the checkpoint"  # in messages: the call
+        self.among = ""  # in messages: which ranks these are, "" for all
         self._gloo: ProcessGroupGloo | None = None
         self._sent: Sequence[Tensor] = ()
         self._hurries = False
-        if group is None or self.size == 1:
+        if group is None:
             return
-        self._limit, self._group, self._place = timeout_of(group), weakref.ref(group), ""
+        self.rank = group.rank()
+        self.size = group.size()
+        if self.size == 1:
+            return
+        self._limit = timeout_of(group)
+        self._group = weakref.ref(group)
+        self._place = ""
         members = dist.get_process_group_ranks(group)
         if members != list(range(self.size)):
-            listed = ", ".join(map(str, members[:8])) + (", ..." if self.size > 8 else "")
-            self.among = f" (of the group of global ranks {listed})"
+            listed = [str(rank) for rank in members[:8]]
+            if self.size > 8:
+                listed.append("...")
+            self.among = f" (of the group of global ranks {', '.join(listed)})"
         with self._store_errors():
             self._watchdog = Watchdog.made()
 
@@ -61,10 +71,9 @@ class Channel:
             return cls(None)
         check_not_inherited(group, "saving, loading or exporting a wrapped model")
         check_not_destroyed(group, "saving, loading or exporting a wrapped model")
-        channel = _channels.get(group)
-        if channel is None:
-            channel = _channels[group] = cls(group)
-        return channel
+        if group not in _channels:
+            _channels[group] = cls(group)
+        return _channels[group]
 
     def hurry(self) -> None:
         """Wait no longer than the group's own timeout from now on: this rank ends, since training has lost another."""
@@ -73,7 +82,9 @@ class Channel:
     @property
     def patience(self) -> float:
         """Seconds that it takes at most, beyond the timeout of what ranks wait for, to say that one is lost."""
-        return 0.0 if self.size == 1 else LOOK_EVERY + 2 * self._watchdog.store.limit + LAST_WORDS
+        if self.size == 1:
+            return 0.0
+        return LOOK_EVERY + 2 * self._watchdog.store.limit + LAST_WORDS
 
     # ------------------------------------------------------------------------------------------------ arriving
 
@@ -87,30 +98,39 @@ class Channel:
         self.what = what
         group = self._group() if self.size > 1 else None
         if group is not None:
+            note = json.dumps([what, self._gloo is not None])
             with self._store_errors():
-                meeting = self._watchdog.meet(group, what, json.dumps([what, self._gloo is not None]), timeout)
+                meeting = self._watchdog.meet(group, what, note, timeout)
             self._place = meeting.place
-            notes = {rank: json.loads(text) for rank, text in meeting.notes.items()}
-            failures, must = dict(meeting.missing), f"call {what}"
-            if len({called for called, _ in notes.values()}) > 1:
-                failures |= {rank: f"called {called}" for rank, (called, _) in notes.items()}
+            calls = {}
+            all_connected = True
+            for rank, text in meeting.notes.items():
+                call, connected = json.loads(text)
+                calls[rank] = f"called {call}"
+                all_connected = all_connected and connected
+            failures = dict(meeting.missing)
+            must = f"call {what}"
+            if len(set(calls.values())) > 1:
+                failures |= calls
                 must = "make the same call"
             if failures:
                 raise CheckpointError(f"all {self.size} ranks must {must}{self.among}; nothing was done", failures)
-            if not all(connected for _, connected in notes.values()):
+            if not all_connected:
                 self._connect(timeout)
         self.what = name or what
 
     def _connect(self, timeout: float) -> None:
         self.drop()
-        limit, place, rank, size = max(timeout, 1.0), self._place, self.rank, self.size
+        limit = max(timeout, 1.0)
+        place = f"{self._place}/gloo"
         store = self._watchdog.store
 
         # Not dist.new_group: with use_local_synchronization torch (2.13) puts into the name of a group how many groups
         # the process knows, which differs between ranks that are in different ones, and these wait for each other in
         # vain; without it all ranks of the world must call. And such a group outlives the one that it serves.
         def connected() -> ProcessGroupGloo:
-            return ProcessGroupGloo(PrefixStore(f"{place}/gloo", store.another()), rank, size, timedelta(seconds=limit))
+            own_keys = PrefixStore(place, store.another())
+            return ProcessGroupGloo(own_keys, self.rank, self.size, timedelta(seconds=limit))
 
         try:
             self._gloo = answer_within(limit + store.limit, connected)
@@ -128,11 +148,16 @@ class Channel:
         texts = [_encoded(value)]
         if self.size > 1:
             texts = self._exchange(texts[0], self._limit if timeout is None else timeout)
-        answers = [json.loads(text) for text in texts]
-        unsaid = {rank: answer["unsaid"] for rank, answer in enumerate(answers) if "unsaid" in answer}
+        values = []
+        unsaid = {}
+        for rank, text in enumerate(texts):
+            answer = json.loads(text)
+            values.append(answer.get("value"))
+            if "unsaid" in answer:
+                unsaid[rank] = answer["unsaid"]
         if unsaid:
             raise CheckpointError(f"{self.what}: values that cannot be sent to the other ranks", unsaid)
-        return [answer["value"] for answer in answers]
+        return values
 
     def _exchange(self, text: bytes, limit: float) -> list[bytes]:
         if self._gloo is None:
@@ -153,26 +178,33 @@ class Channel:
     def _all_gather(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
         """Run one operation of gloo; leave it if another rank has lost one: this rank may wait for a third."""
         gloo: Any = self._gloo
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        whole = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
-        sent += [mine, whole]
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        whole = torch.empty(self.size * len(text), dtype=torch.uint8, device="cpu")
+        sent += [own, whole]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=limit)
-        work = allgather_base(gloo, whole, mine, options)
-        begun = looked = time.monotonic()
+        work = allgather_base(gloo, whole, own, options)
+        begun = time.monotonic()
+        looked = begun
         while not done_soon(work, 0.0, on_cpu=True):
-            if time.monotonic() - looked < LOOK_EVERY:
+            now = time.monotonic()
+            if now - looked < LOOK_EVERY:
                 continue
-            looked = time.monotonic()
+            looked = now
             try:
-                if (why := self._watchdog.store.get(f"{self._place}/lost/first")) is not None:
-                    raise RuntimeError(why.decode())
-                if self._hurries and looked - begun > self._limit:
-                    raise RuntimeError(f"this rank is leaving the job after it waited {self._limit:g} s for the others")
+                self._check_losses(now - begun)
             except RuntimeError:  # or the store gives no answer
                 hold_until_done(work, gloo)
                 raise
         return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
+
+    def _check_losses(self, waited: float) -> None:
+        """Raise RuntimeError where another rank has lost one, or this one may wait no longer."""
+        why = self._watchdog.store.get(f"{self._place}/lost/first")
+        if why is not None:
+            raise RuntimeError(why.decode())
+        if self._hurries and waited > self._limit:
+            raise RuntimeError(f"this rank is leaving the job after it waited {self._limit:g} s for the others")
 
     # ------------------------------------------------------------------------------------------------ losses
 
@@ -188,19 +220,24 @@ class Channel:
     def _lost(self, error: RuntimeError) -> NoReturn:
         """Let the others know, find out who is left, and raise."""
         self.drop()
-        store, place = self._watchdog.store, f"{self._place}/lost"
+        store = self._watchdog.store
+        place = f"{self._place}/lost"
         missing: dict[int, str] = {}
-        why = str(error).partition(". This is")[0]  # gloo guesses at reasons at length
+        # gloo guesses at reasons at length.
+        why = str(error).partition(". This is")[0]
+        loss = "lost a rank"
         try:
             store.set(f"{place}/first", why)
             store.set(f"{place}/{self.rank}", "lost one")
-            if not store.awaited([f"{place}/{rank}" for rank in range(self.size)], LAST_WORDS):
-                silent = [rank for rank in range(self.size) if store.get(f"{place}/{rank}") is None]
-                missing = dict.fromkeys(silent, "no answer: it has ended, hangs, or cannot be reached")
-            told = "lost a rank"
+            keys = [f"{place}/{rank}" for rank in range(self.size)]
+            if not store.awaited(keys, LAST_WORDS):
+                for rank, key in enumerate(keys):
+                    if store.get(key) is None:
+                        missing[rank] = "no answer: it has ended, hangs, or cannot be reached"
         except RuntimeError:  # dist.DistError among them
-            told = "lost a rank, and the store of the process group with it (rank 0 or the launcher hosts it)"
-        raise CheckpointError(f"{self.what} {told}{self.among}: {why}", missing) from error
+            missing = {}
+            loss = "lost a rank, and the store of the process group with it (rank 0 or the launcher hosts it)"
+        raise CheckpointError(f"{self.what} {loss}{self.among}: {why}", missing) from error
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
@@ -246,29 +283,44 @@ def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
 @torch.no_grad()
 def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Send the values of one rank of the group to every other, coalesced by dtype. Collective."""
-    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors if t.numel()]
-    # Of others as bytes: gloo (torch 2.13) says "Invalid scalar type" of int16, uint16, uint32 and 8-bit floats.
-    sent = [t if t.dtype in EVERYWHERE_SENT else t.reshape(-1).view(torch.uint8) for t in real]
+    real = []
+    sent = []
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        values = tensor.detach()
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        real.append(values)
+        # Others as bytes: gloo (torch 2.13) says "Invalid scalar type" of int16, uint16, uint32 and 8-bit floats.
+        if values.dtype not in EVERYWHERE_SENT:
+            values = values.reshape(-1).view(torch.uint8)
+        sent.append(values)
     if sent:
         broadcast_coalesced(group, sent, BROADCAST_BYTES, source)
     for tensor, values in zip(real, sent, strict=True):
-        if not tensor.is_contiguous() and tensor is not values:  # a copy was sent
+        # A copy was sent of what is not contiguous.
+        if not tensor.is_contiguous() and tensor is not values:
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 def batches(
-    items: Iterable[Item], nbytes: Callable[[Item], int], most: int, kind: Callable[[Item], object] = lambda _: None
+    items: Iterable[Item],
+    nbytes: Callable[[Item], int],
+    most: int,
+    kind: Callable[[Item], object] = lambda _: None,
 ) -> Iterator[list[Item]]:
     """Yield successive items of one kind, of at most ``most`` bytes together; a larger one is alone."""
     batch: list[Item] = []
-    held = 0
+    batch_bytes = 0
     for item in items:
         size = nbytes(item)
-        if batch and (held + size > most or kind(item) != kind(batch[0])):
+        if batch and (batch_bytes + size > most or kind(item) != kind(batch[0])):
             yield batch
-            batch, held = [], 0
+            batch = []
+            batch_bytes = 0
         batch.append(item)
-        held += size
+        batch_bytes += size
     if batch:
         yield batch
 
@@ -293,17 +345,20 @@ def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) 
         timeout: seconds, over a channel; None for its group's own. A rank's work may take that much longer than
             another's.
     """
-    result, error = None, None
+    result = None
+    error: Exception | None = None
     try:
         result = work()
-    except Exception as raised:
+    except FsshardError as raised:
         # The text of our own errors is enough: frames of the checks would hide the caller's line.
-        error = raised.with_traceback(None) if isinstance(raised, FsshardError) else raised
+        error = raised.with_traceback(None)
+    except Exception as raised:
+        error = raised
     except BaseException:  # Ctrl-C, say: the others must not wait for this rank
         if isinstance(over, Channel):
             over.drop()
         raise
-    if over is None or (over.size if isinstance(over, Channel) else over.size()) == 1:
+    if over is None or _size_of(over) == 1:
         if error is not None:
             raise error
         return over.gather(result) if isinstance(over, Channel) else [result]
@@ -323,7 +378,16 @@ def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) 
     return [report["result"] for report in reports]
 
 
-def check_alike(group: dist.ProcessGroup | None, call: str, facts: Mapping[str, str], advice: str) -> None:
+def _size_of(over: dist.ProcessGroup | Channel) -> int:
+    return over.size if isinstance(over, Channel) else over.size()
+
+
+def check_alike(
+    group: dist.ProcessGroup | None,
+    call: str,
+    facts: Mapping[str, str],
+    advice: str,
+) -> None:
     """Raise RankMismatch on every rank unless all were given the same. Collective; for rare calls, which are met first.
 
     ``facts`` are texts by name, ``call`` is as users write it, and ``advice`` says what to do instead.
@@ -339,17 +403,26 @@ def digest_of(facts: Mapping[str, str]) -> str:
 
 
 def raise_differences(
-    group: dist.ProcessGroup, call: str, facts: Mapping[str, str], digests: Sequence[str], advice: str
+    group: dist.ProcessGroup,
+    call: str,
+    facts: Mapping[str, str],
+    digests: Sequence[str],
+    advice: str,
 ) -> NoReturn:
     """Raise RankMismatch, which says what differs in the facts of two ranks; ``digests``: of all ranks. Collective."""
     tables: list[dict[str, str]] = per_rank(group, dict(facts))
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    here, there = tables[0], tables[other]
-    names = [name for name in dict.fromkeys((*here, *there)) if here.get(name) != there.get(name)]
-    told = [f"{name} is {here.get(name, 'not given')} and {there.get(name, 'not given')}"[:200] for name in names[:3]]
-    more = [f"and {len(names) - 3} more"] if len(names) > 3 else []
+    here = tables[0]
+    there = tables[other]
+    differences = []
+    for name in {**here, **there}:
+        if here.get(name) != there.get(name):
+            text = f"{name} is {here.get(name, 'not given')} and {there.get(name, 'not given')}"
+            differences.append(text[:200])
+    if len(differences) > 3:
+        differences[3:] = [f"and {len(differences) - 3} more"]
     what = f"{call}: ranks 0 and {other} were given different things"
-    raise RankMismatch(f"{what}: {'; '.join([*told, *more])}; {advice}")
+    raise RankMismatch(f"{what}: {'; '.join(differences)}; {advice}")
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -362,11 +435,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
     Nothing is read on the host. Sums of rows and columns are weighted by their places, so that order counts, too.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    real = torch.view_as_real(plain) if plain.is_complex() else plain
-    numbers = real.view(_INTEGERS[real.itemsize]).reshape(-1)
-    rows = numbers[: len(numbers) // _WIDTH * _WIDTH].view(-1, _WIDTH)
-    rest = numbers[rows.numel() :].to(torch.int64)
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    numbers = values.view(_INTEGERS[values.itemsize]).reshape(-1)
+    full = len(numbers) // _WIDTH * _WIDTH
+    rows = numbers[:full].view(-1, _WIDTH)
+    rest = numbers[full:].to(torch.int64)
     sums = torch.cat([rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest])
     # Weights in which no few add up to none, as small ones do: products wrap around.
     weights = torch.arange(1, len(sums) + 1, device=sums.device) * 0x1E3779B97F4A7C15
@@ -389,26 +464,41 @@ def described_tensor(value: Tensor) -> str:
     return f"{text} with digest {int(fingerprint(value)) & (2**48 - 1):012x}"
 
 
-def _combined(channel: Channel, failures: Mapping[int, dict[str, Any]], error: Exception | None) -> Exception:
+def _combined(
+    channel: Channel,
+    failures: Mapping[int, dict[str, Any]],
+    error: Exception | None,
+) -> Exception:
     """Return what all ranks raise, from what some of them have raised; ``error`` is this rank's."""
     texts = {rank: failure["text"] for rank, failure in failures.items()}
     kinds = {failure["kind"] for failure in failures.values()}
-    kind = getattr(errors, kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
-    if error is not None and isinstance(error, kind) and len(texts) == channel.size and len(set(texts.values())) == 1:
+    kind: type[FsshardError] = CheckpointError
+    if len(kinds) == 1:
+        kind = getattr(errors, kinds.pop(), CheckpointError)
+    # All ranks raised the same, and each raises its own.
+    if isinstance(error, kind) and len(texts) == channel.size and len(set(texts.values())) == 1:
         return error
     combined = CheckpointError(f"{channel.what} failed{channel.among}", texts)
     if kind is CheckpointError:
         return combined
-    attributes = next(iter(failures.values()))["attributes"] if error is None else vars(error)
+    if error is None:
+        first = next(iter(failures.values()))
+        attributes = first["attributes"]
+    else:
+        attributes = vars(error)
     return _error(kind, str(combined), {**attributes, "failures": combined.failures})
 
 
 def _described(error: Exception) -> dict[str, Any]:
     """Describe an error as JSON can; only errors of ours keep their kind."""
-    known = [kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind is not FsshardError]
-    name = "" if known[:1] == [type(error)] else f"{type(error).__name__}: "
-    attributes = json.loads(json.dumps(vars(error) if known else {}, default=str, skipkeys=True))
-    return {"kind": known[0].__name__ if known else "", "text": f"{name}{error}", "attributes": attributes}
+    text = str(error)
+    for kind in type(error).__mro__:
+        if kind is not FsshardError and vars(errors).get(kind.__name__) is kind:
+            if kind is not type(error):
+                text = f"{type(error).__name__}: {text}"
+            attributes = json.dumps(vars(error), default=str, skipkeys=True)
+            return {"kind": kind.__name__, "text": text, "attributes": json.loads(attributes)}
+    return {"kind": "", "text": f"{type(error).__name__}: {text}", "attributes": {}}
 
 
 def _error(kind: type[FsshardError], message: str, attributes: Mapping[str, Any]) -> FsshardError:

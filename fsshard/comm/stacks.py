@@ -65,11 +65,16 @@ class StackLocation:
 
     def told(self, verb: str = "waits") -> str:
         """Say ``"waits in all_reduce, at train.py:7 in step: dist.all_reduce(x)"``, or where else it is."""
-        if not self.collective:
-            inner = f"{self.inner}; no line of the user's is on its stack" if self.inner else "an unknown place"
-            return f"{'is' if verb == 'waits' else 'was'} at {self.line or inner}"
-        preposition = "for" if self.collective == EARLIER else "in"
-        return f"{verb} {preposition} {self.collective}" + (f", at {self.line}" if self.line else "")
+        if self.collective:
+            preposition = "for" if self.collective == EARLIER else "in"
+            line = f", at {self.line}" if self.line else ""
+            return f"{verb} {preposition} {self.collective}{line}"
+        was = "is" if verb == "waits" else "was"
+        if self.line:
+            return f"{was} at {self.line}"
+        if self.inner:
+            return f"{was} at {self.inner}; no line of the user's is on its stack"
+        return f"{was} at an unknown place"
 
 
 def timed_out(text: str) -> bool:
@@ -80,11 +85,15 @@ def timed_out(text: str) -> bool:
 def location_in_traceback(text: str) -> StackLocation:
     """Return where the rank was when the error arose that the traceback of a lost or late neighbour ends with."""
     parts = text.split(TRACEBACK)[1:]
-    chosen = next((part for part in parts if timed_out(part)), parts[0] if parts else "")
-    frames = _frames(chosen)[::-1]
-    # One that was started before has no frame of its own.
-    hidden = IN_BACKWARD if frames and _in_backward(frames[0]) else EARLIER
-    return _place(_collective(frames) or (hidden if frames else ""), frames)
+    frames: list[_StackFrame] = []
+    if parts:
+        late = next(filter(timed_out, parts), parts[0])
+        frames = _frames(late)[::-1]
+    collective = _collective(frames)
+    if not collective and frames:
+        # One that was started before has no frame of its own.
+        collective = IN_BACKWARD if _in_backward(frames[0]) else EARLIER
+    return _place(collective, frames)
 
 
 def location_in_dump(text: str) -> StackLocation:
@@ -98,13 +107,18 @@ def location_in_dump(text: str) -> StackLocation:
 
 def location_of_this_rank() -> StackLocation:
     """Return where the main thread of this process is; asked by another thread."""
-    stacks = {  # between two lines of code a frame has none
-        ident: [_StackFrame(f.f_code.co_filename, n or 0, f.f_code.co_name) for f, n in traceback.walk_stack(frame)]
-        for ident, frame in sys._current_frames().items()
-    }
+    stacks = {}
+    for ident, innermost in sys._current_frames().items():
+        frames = []
+        for frame, line in traceback.walk_stack(innermost):
+            # Between two lines of code a frame has none.
+            frames.append(_StackFrame(frame.f_code.co_filename, line or 0, frame.f_code.co_name))
+        stacks[ident] = frames
     main = stacks.pop(threading.main_thread().ident or 0, [])
-    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("fsshard-")}
-    return _located(main, [frames for ident, frames in stacks.items() if ident not in ours])
+    for thread in threading.enumerate():
+        if thread.name.startswith("fsshard-"):
+            stacks.pop(thread.ident or 0, None)
+    return _located(main, stacks.values())
 
 
 def _located(main: Sequence[_StackFrame], others: Iterable[Sequence[_StackFrame]]) -> StackLocation:
@@ -116,43 +130,70 @@ def _located(main: Sequence[_StackFrame], others: Iterable[Sequence[_StackFrame]
 
 
 def _place(collective: str, frames: Sequence[_StackFrame]) -> StackLocation:
-    line = next((_describe_frame(frame) for frame in frames if _is_users(frame)), "")
-    return StackLocation(collective, line, _describe_frame(frames[0]) if frames and not line and not collective else "")
+    for frame in frames:
+        if _is_users(frame):
+            return StackLocation(collective, _describe_frame(frame))
+    if frames and not collective:
+        return StackLocation(inner=_describe_frame(frames[0]))
+    return StackLocation(collective)
 
 
 def _frames(text: str) -> list[_StackFrame]:
-    return [_StackFrame(found["file"], int(found["line"]), found["function"]) for found in FRAME.finditer(text)]
+    frames = []
+    for match in FRAME.finditer(text):
+        frames.append(_StackFrame(match["file"], int(match["line"]), match["function"]))
+    return frames
 
 
 def _collective(frames: Sequence[_StackFrame]) -> str:
     """Return the collective that the innermost frames (first) are in, or ""."""
     # Beyond the first frame that is neither torch's nor of our own collectives other work is being done.
     inside = list(takewhile(lambda frame: frame.within(TORCH, GLOO) and not _in_backward(frame), frames))
-    calls = [(depth, frame) for depth, frame in enumerate(inside) if frame.function not in WRAPPERS]
-    in_c10d = [depth for depth, frame in calls if frame.file.endswith("/distributed_c10d.py")]
-    in_ours = [depth for depth, frame in calls if frame.within(GLOO) and frame.function == "wait"]
-    in_torch = [depth for depth, frame in calls if frame.within(f"{TORCH}distributed{os.sep}")]
-    in_cpp = [0] if inside and inside[0].file.endswith(DDP) else []  # its broadcast has no frame of its own
-    depths = in_c10d or in_ours or in_torch or in_cpp
+    in_c10d: list[int] = []
+    in_ours: list[int] = []
+    in_torch: list[int] = []
+    for depth, frame in enumerate(inside):
+        if frame.function in WRAPPERS:
+            continue
+        if frame.file.endswith("/distributed_c10d.py"):
+            in_c10d.append(depth)
+        if frame.within(GLOO) and frame.function == "wait":
+            in_ours.append(depth)
+        if frame.within(f"{TORCH}distributed{os.sep}"):
+            in_torch.append(depth)
+    depths = in_c10d or in_ours or in_torch
+    # DDP's broadcast has no frame of its own.
+    if not depths and inside and inside[0].file.endswith(DDP):
+        depths = [0]
     if not depths:
         return ""
-    function = frames[depths[0]].function
-    name = "all_gather" if depths is in_ours else STANDARD_NAMES.get(function, function)
-    return f"{name} (in backward)" if any(map(_in_backward, frames[depths[0] :])) else name
+    depth = depths[0]
+    function = frames[depth].function
+    name = STANDARD_NAMES.get(function, function)
+    if depths is in_ours:
+        name = "all_gather"
+    if any(map(_in_backward, frames[depth:])):
+        return f"{name} (in backward)"
+    return name
 
 
 def _in_backward(frame: _StackFrame) -> bool:
-    return frame.file == BACKWARD  # the innermost in Python while a backward runs in C++
+    # The innermost frame in Python while a backward runs in C++.
+    return frame.file == BACKWARD
 
 
 def _describe_frame(frame: _StackFrame) -> str:
     """Say ``"train.py:7 in step: dist.all_reduce(x)"``."""
-    source = linecache.getline(frame.file, frame.line).strip()
-    source = source if len(source) <= LONGEST_SOURCE else source[: LONGEST_SOURCE - 3] + "..."
     name = frame.file
     with suppress(OSError):  # the folder is gone
         name = name.removeprefix(os.getcwd() + os.sep)
-    return f"{name}:{frame.line} in {frame.function}" + (f": {source}" if source else "")
+    text = f"{name}:{frame.line} in {frame.function}"
+    source = linecache.getline(frame.file, frame.line).strip()
+    if len(source) > LONGEST_SOURCE:
+        source = source[: LONGEST_SOURCE - 3] + "..."
+    if source:
+        text = f"{text}: {source}"
+    return text
 
 
 def _is_users(frame: _StackFrame) -> bool:

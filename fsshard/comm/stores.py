@@ -41,7 +41,8 @@ class PatientStore:
     """
 
     def __init__(self, store: Store, limit: float = ANSWER_SECONDS) -> None:
-        self.limit, self._store = limit, store
+        self.limit = limit
+        self._store = store
         self._asking: threading.Event | None = None
 
     def set(self, key: str, value: str) -> None:
@@ -58,15 +59,20 @@ class PatientStore:
             there = list(keys)
             if not self._store.check(there):
                 there = [key for key in keys if len(keys) > 1 and self._store.check([key])]
-            return dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+            if there:
+                return dict(zip(there, self._store.multi_get(there), strict=True))
+            return {}
 
-        return self._ask(found) if keys else {}
+        if keys:
+            return self._ask(found)
+        return {}
 
     def awaited(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait until ranks have set all keys; return False if they do not in time."""
         # No wait of the store with a limit: torch 2.13 prints "waitForInput: socket ... timed out" and a C++ stack,
         # and holds the lock of the connection meanwhile.
-        deadline, pause = time.monotonic() + seconds, SHORTEST_PAUSE
+        deadline = time.monotonic() + seconds
+        pause = SHORTEST_PAUSE
         while len(self.get_all(keys)) < len(keys):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -97,7 +103,11 @@ class PatientStore:
                 self._asking = answered
 
 
-def answer_within(seconds: float, question: Callable[[], Answer], answered: threading.Event | None = None) -> Answer:
+def answer_within(
+    seconds: float,
+    question: Callable[[], Answer],
+    answered: threading.Event | None = None,
+) -> Answer:
     """Return what ``question()`` returns, or raise what it raises, or DistStoreError if it does not come back in time.
 
     Its thread is left behind then. Time in which this process stands still (a suspended job) counts as one slice at
@@ -148,7 +158,14 @@ def own_store(group: dist.ProcessGroup) -> PatientStore:
     return PatientStore(answer_within(limit, connected), limit)
 
 
-def loopback_store(address: str, port: int, world_size: int | None, *, serves: bool, timeout: timedelta) -> TCPStore:
+def loopback_store(
+    address: str,
+    port: int,
+    world_size: int | None,
+    *,
+    serves: bool,
+    timeout: timedelta,
+) -> TCPStore:
     """Return a TCPStore that only this host can reach: torch's own (2.13) listens on all interfaces.
 
     Args:

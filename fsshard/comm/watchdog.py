@@ -107,17 +107,27 @@ def taking_part(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 
 def lost_ranks(group: dist.ProcessGroup, error: BaseException, what: str) -> RankMismatch:
     """Return the error that names who is missing in ``what``, where ``error`` does not. Waits for the others' word."""
-    why = str(error).partition(". This is")[0].strip()  # gloo guesses at reasons at length
+    # gloo guesses at reasons at length.
+    why = str(error).partition(". This is")[0].strip()
+    who = "another rank was lost"
     watchdog = Watchdog.of_job()
-    limit = timeout_of(group) if "time" in why.lower() else None
-    told = "another rank was lost" if watchdog is None else watchdog.missing(what, _ranks_of(group), limit)
-    return RankMismatch(f"{what}: {told} ({why})")
+    if watchdog is not None:
+        limit = timeout_of(group) if "time" in why.lower() else None
+        who = watchdog.missing(what, _ranks_of(group), limit)
+    return RankMismatch(f"{what}: {who} ({why})")
 
 
 # -------------------------------------------------------------------------------------------- a collective takes long
 
 
-def wait(work: Any, group: dist.ProcessGroup, what: str, limit: float | None = None, *, on_cpu: bool = False) -> None:
+def wait(
+    work: Any,
+    group: dist.ProcessGroup,
+    what: str,
+    limit: float | None = None,
+    *,
+    on_cpu: bool = False,
+) -> None:
     """Wait for a collective until it is done, or nobody will come: the rank that waits asks where all are.
 
     Args:
@@ -132,7 +142,8 @@ def wait(work: Any, group: dist.ProcessGroup, what: str, limit: float | None = N
     if watchdog is None:  # one process that plays a rank: its work is never completed
         work.wait()
         return
-    began, questions = time.monotonic(), _Questions(watchdog, _ranks_of(group), what)
+    began = time.monotonic()
+    questions = _Questions(watchdog, _ranks_of(group), what)
     try:
         with seen_waiting(group, what):
             while not done_soon(work, time.monotonic() - began, on_cpu=on_cpu):
@@ -189,7 +200,8 @@ def seen_waiting(group: dist.ProcessGroup, what: str, *, meets: bool = False) ->
         yield
         return
     watchdog.go_on()
-    before, watchdog.waits = watchdog.waits, (f"waits in {what}", _ranks_of(group), meets)
+    before = watchdog.waits
+    watchdog.waits = (f"waits in {what}", _ranks_of(group), meets)
     try:
         yield
     finally:
@@ -211,9 +223,11 @@ class Place(NamedTuple):
 
     def stands_since(self, before: Place) -> bool:
         """Tell whether it has waited in the same place since then."""
-        computed, passed = self.busy - before.busy, self.clock - before.clock
-        same = bool(self.with_ranks) and self._replace(busy=before.busy, clock=before.clock) == before
-        return same and before.busy >= 0 and 0 <= computed < BUSY * passed
+        computed = self.busy - before.busy
+        passed = self.clock - before.clock
+        if not self.with_ranks or self._replace(busy=before.busy, clock=before.clock) != before:
+            return False
+        return before.busy >= 0 and 0 <= computed < BUSY * passed
 
     def waits_for(self, others: Mapping[int, Place]) -> bool:
         """Tell whether it cannot go on before one of these does: one that has not begun what it waits in.
@@ -222,10 +236,10 @@ class Place(NamedTuple):
         """
         if self.pending is None:
             return any(rank in self.with_ranks and place.text != self.text for rank, place in others.items())
-        begun_by_all = (
-            all(place.last.get(group, number) >= number for place in others.values()) for group, number in self.pending
-        )
-        return bool(self.pending) and not any(begun_by_all)
+        for group, number in self.pending:
+            if all(place.last.get(group, number) >= number for place in others.values()):
+                return False
+        return bool(self.pending)
 
 
 def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
@@ -234,12 +248,19 @@ def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
     Each rank begins its collectives in the order of the program: were that the same on all ranks, the one that is
     behind would wait for none that is ahead. ``before``: their places a while ago.
     """
-    ranks = {rank for rank, place in places.items() if rank in before and place.stands_since(before[rank])}
+    ranks = set()
+    for rank, place in places.items():
+        if rank in before and place.stands_since(before[rank]):
+            ranks.add(rank)
     while True:
-        waits = {rank for rank in ranks if places[rank].waits_for({other: places[other] for other in ranks - {rank}})}
-        if waits == ranks:
+        waiting = set()
+        for rank in ranks:
+            others = {other: places[other] for other in ranks if other != rank}
+            if places[rank].waits_for(others):
+                waiting.add(rank)
+        if waiting == ranks:
             return ranks
-        ranks = waits
+        ranks = waiting
 
 
 class _Questions:
@@ -248,23 +269,31 @@ class _Questions:
     def __init__(self, watchdog: Watchdog, ranks: tuple[int, ...], what: str) -> None:
         # Where a rank is, is where its main thread is: one that saves in the background trains on meanwhile.
         asks = threading.current_thread() is threading.main_thread()
-        self._watchdog, self._what, self.ranks = watchdog, what, ranks
+        self._watchdog = watchdog
+        self._what = what
+        self.ranks = ranks
         self._number: int | None = None
         self.places: Mapping[int, Place] = {}
-        self._alike, self._warned = 1, False
+        self._alike = 1
+        self._warned = False
         self.next = FIRST_QUESTION if asks else float("inf")
 
     def look(self, waited: float) -> None:
         """Read the answers to the last question, and ask again; raise if this rank waits for ranks that wait for it."""
         self.next = waited + NEXT_QUESTION
+        places: Mapping[int, Place] = {}
         try:
-            places = {} if self._number is None else self._watchdog.places(self._number)
+            if self._number is not None:
+                places = self._watchdog.places(self._number)
             self._number = self._watchdog.store.add("asked", 1)
         except RuntimeError:  # dist.DistError among them: the store is gone, and so will be the collective
             self.next = float("inf")
             return
-        is_stuck = self._watchdog.rank in stuck(places, self.places)
-        self.places, self._alike = places, self._alike + 1 if is_stuck else 1
+        if self._watchdog.rank in stuck(places, self.places):
+            self._alike += 1
+        else:
+            self._alike = 1
+        self.places = places
         if self._alike >= ALIKE:
             raise RankMismatch(f"{self._what}: {self.missing()}; they wait for each other forever")
         if places and not self._warned:
@@ -273,10 +302,17 @@ class _Questions:
 
     def missing(self) -> str:
         """Say who is not here, and where instead, as far as it has answered."""
-        own, there = f"waits in {self._what}", self.places
-        peers = [rank for rank in self.ranks if rank != self._watchdog.rank]
-        elsewhere = [f"rank {rank} {there[rank].text}" for rank in peers if rank in there and there[rank].text != own]
-        silent = [f"rank {rank} computes, or does not answer" for rank in peers if rank not in there]
+        own = f"waits in {self._what}"
+        elsewhere = []
+        silent = []
+        for rank in self.ranks:
+            if rank == self._watchdog.rank:
+                continue
+            place = self.places.get(rank)
+            if place is None:
+                silent.append(f"rank {rank} computes, or does not answer")
+            elif place.text != own:
+                elsewhere.append(f"rank {rank} {place.text}")
         return "; ".join(elsewhere + silent) or "a rank did not take part"
 
 
@@ -305,7 +341,8 @@ def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list
     check_not_destroyed(group, what)
     if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
         return [note]
-    limit, ranks = timeout_of(group), _ranks_of(group)
+    limit = timeout_of(group)
+    ranks = _ranks_of(group)
     meeting = Watchdog.made().meet(group, what, note, limit)
     if group.rank() in meeting.missing:
         first = ranks[min(meeting.notes)]
@@ -313,8 +350,8 @@ def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list
     if meeting.late:
         raise lost_ranks(group, RuntimeError(f"Timed out after {limit:g} s"), what)
     if meeting.missing:
-        told = "; ".join(f"rank {ranks[rank]} {text}" for rank, text in meeting.missing.items())
-        raise RankMismatch(f"{what}: {told}. {ALL_RANKS.format(what=what)}")
+        reasons = [f"rank {ranks[rank]} {text}" for rank, text in meeting.missing.items()]
+        raise RankMismatch(f"{what}: {'; '.join(reasons)}. {ALL_RANKS.format(what=what)}")
     return list(meeting.notes.values())
 
 
@@ -340,7 +377,9 @@ class Watchdog:
     """Tells the other ranks of the job about this one over ``store``, and asks them."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
-        self.rank, self._size, self._world = world.rank(), world.size(), weakref.ref(world)
+        self.rank = world.rank()
+        self._size = world.size()
+        self._world = weakref.ref(world)
         # The call in which this rank's main thread waits, in words, with which global ranks, and whether it meets them.
         self.waits: tuple[str, tuple[int, ...], bool] | None = None
         self._began = time.time_ns()
@@ -357,7 +396,9 @@ class Watchdog:
     @classmethod
     def of_job(cls) -> Watchdog | None:
         """Return the one of the default process group; None where this rank has not joined."""
-        return None if dist.group.WORLD is None else _watchdogs.get(dist.group.WORLD)
+        if dist.group.WORLD is None:
+            return None
+        return _watchdogs.get(dist.group.WORLD)
 
     @classmethod
     def made(cls) -> Watchdog:
@@ -396,18 +437,22 @@ class Watchdog:
         if left:
             return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
         if unknown:
-            advice = (
-                f"; if it needs more than {limit or 0:g} s, pass a longer timeout= to fsshard.launch or fsshard.init"
-            )
+            advice = ""
+            if limit:
+                advice = (
+                    f"; if it needs more than {limit:g} s, pass a longer timeout= to fsshard.launch or fsshard.init"
+                )
             return (
                 f"rank {', '.join(map(str, unknown))} did not take part and does not answer: it hangs, is busy with "
-                f"something else, or cannot be reached{advice if limit else ''}"
+                f"something else, or cannot be reached{advice}"
             )
         elsewhere = [f"rank {rank} waits in {text} instead" for rank, text in waits.items() if text != what]
         if elsewhere:
             return f"{'; '.join(elsewhere)}. {UNEQUAL_CALLS}"
         alive = "all ranks are alive and wait in it, but in different collectives: they took different paths. "
-        return alive + UNEQUAL_CALLS if limit else "all ranks are alive, but have lost their connections"
+        if limit:
+            return alive + UNEQUAL_CALLS
+        return "all ranks are alive, but have lost their connections"
 
     def _last_words(self, others: Sequence[int]) -> tuple[dict[int, str], dict[int, str], list[int]]:
         """Return who has left and why, who waits and where, and of whom nothing is known."""
@@ -423,13 +468,20 @@ class Watchdog:
     def left(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return those of ``ranks`` that are known to take part no longer, with the reason."""
         left = self._said("left", ranks)
-        processes = self._said("process", [rank for rank in ranks if rank not in left])
-        left |= {rank: "has ended: its process is gone" for rank, text in processes.items() if _is_gone(text)}
+        others = [rank for rank in ranks if rank not in left]
+        for rank, text in self._said("process", others).items():
+            if _is_gone(text):
+                left[rank] = "has ended: its process is gone"
         return dict(sorted(left.items()))
 
     def _said(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
         texts = self.store.get_all([f"{kind}/{rank}" for rank in ranks])
-        return {int(key.rpartition("/")[2]): text.decode() for key, text in texts.items() if text}
+        said = {}
+        for key, text in texts.items():
+            if text:
+                rank = int(key.rpartition("/")[2])
+                said[rank] = text.decode()
+        return said
 
     # ------------------------------------------------------------------------------------------ where do they wait
 
@@ -440,37 +492,51 @@ class Watchdog:
 
     def places(self, number: int) -> Mapping[int, Place]:
         """Return where ranks are, of those that have answered this question or a later one."""
-        answers = {rank: json.loads(text) for rank, text in self._said("at", range(self._size)).items()}
-        return {
-            rank: Place(text, tuple(ranks), *rest)
-            for rank, (asked, text, ranks, *rest) in answers.items()
-            if asked >= number
-        }
+        places = {}
+        for rank, answer in self._said("at", range(self._size)).items():
+            asked, text, ranks, *rest = json.loads(answer)
+            if asked >= number:
+                places[rank] = Place(text, tuple(ranks), *rest)
+        return places
 
     def here(self) -> Place:
         """Return where this rank's main thread is, without what it has begun."""
         if self.waits is not None:
             text, ranks, meets = self.waits
-            return Place(text, ranks, _computed(), time.monotonic(), None if meets else ())
+            pending = None if meets else ()
+            return Place(text, ranks, _computed(), time.monotonic(), pending)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         location = location_of_this_rank()
+        # An engine's wait for what it began names no group.
+        ranks = _group_of_call(frame) or tuple(range(self._size))
         # On the CPU a main thread that computes in a backward does not stand still.
-        waits = location.collective and not (location.may_compute and torch.cuda.is_initialized())
-        ranks = _group_of_call(frame) or tuple(range(self._size))  # an engine's wait for what it began names no group
-        return Place(location.told(), ranks if waits else (), _computed(), time.monotonic())
+        if not location.collective or (location.may_compute and torch.cuda.is_initialized()):
+            ranks = ()
+        return Place(location.told(), ranks, _computed(), time.monotonic())
 
     def answer(self, question: int) -> None:
         """Tell where this rank is, and what it has begun."""
-        here, begun, groups = self.here(), collectives(self._began), self._groups()
-        pending = None if here.pending is None else [(groups.get(name, ""), number) for name, number in begun.pending]
-        none = -1 if begun.complete else None
-        last = {key: found for name, key in groups.items() if (found := begun.last.get(name, none)) is not None}
+        here = self.here()
+        begun = collectives(self._began)
+        groups = self._groups()
+        pending = None
+        if here.pending is not None:
+            pending = [(groups.get(name, ""), number) for name, number in begun.pending]
+        last = {}
+        for name, key in groups.items():
+            if name in begun.last:
+                last[key] = begun.last[name]
+            elif begun.complete:
+                last[key] = -1
         self.store.set(f"at/{self.rank}", json.dumps([question, *here[:4], pending, last]))
 
     def _groups(self) -> dict[str, str]:
         """Return the groups of this process: name -> what no other one is called on any rank."""
-        names = {str(group.group_name): _ranks_of(group) for group in all_groups()}
-        return {name: f"{name}:{','.join(map(str, ranks))}" for name, ranks in names.items()}
+        groups = {}
+        for group in all_groups():
+            name = str(group.group_name)
+            groups[name] = f"{name}:{','.join(map(str, _ranks_of(group)))}"
+        return groups
 
     # ------------------------------------------------------------------------------------------ meetings
 
@@ -485,39 +551,68 @@ class Watchdog:
         if group not in self._meetings:
             # torch numbers groups anew after some were destroyed, so that a name can come twice.
             self._names[group.group_name] += 1
-            self._meetings[group] = f"meet/{group.group_name}.{self._names[group.group_name]}", itertools.count()
+            name = f"meet/{group.group_name}.{self._names[group.group_name]}"
+            self._meetings[group] = name, itertools.count()
         prefix, numbers = self._meetings[group]
         number = next(numbers)
         place = f"{prefix}/{number}"
-        keys, outcome = [f"{place}/{rank}" for rank in range(group.size())], f"{place}/outcome"
+        keys = [f"{place}/{rank}" for rank in range(group.size())]
         self.store.set(keys[group.rank()], note)
         is_last = self.store.add(f"{place}/count", 1) == len(keys)
-        main = threading.current_thread() is threading.main_thread()
-        with seen_waiting(group, what, meets=True) if main else nullcontext():
-            missing: dict[int, str] = {}
-            late = False
+        is_main = threading.current_thread() is threading.main_thread()
+        waiting = seen_waiting(group, what, meets=True) if is_main else nullcontext()
+        absent: dict[int, str] = {}
+        is_late = False
+        with waiting:
             if not is_last:
-                missing, late = self._await_outcome(keys, outcome, _Questions(self, _ranks_of(group), what), timeout)
-        if self.store.get(outcome) is None and self.store.add(f"{place}/decided", 1) == 1:
-            texts = self.store.get_all(keys)
-            notes = {rank: texts[key].decode() for rank, key in enumerate(keys) if key in texts}
-            missing = {rank: missing.get(rank, "has not come yet") for rank in range(len(keys)) if rank not in notes}
-            self.store.set(outcome, json.dumps([notes, missing, late and bool(missing)]))
-        if not self.store.awaited([outcome], DECISION):  # the rank that decides has died before it could write
+                questions = _Questions(self, _ranks_of(group), what)
+                absent, is_late = self._await_outcome(keys, f"{place}/outcome", questions, timeout)
+        self._decide(place, keys, absent, is_late)
+        # The rank that decides may have died before it could write.
+        if not self.store.awaited([f"{place}/outcome"], DECISION):
             raise RankMismatch(f"{what}: a rank was lost while the ranks waited for each other")
-        *texts_by_rank, late = json.loads(self.store.get(outcome) or b"")
-        notes, missing = ({int(rank): text for rank, text in texts.items()} for texts in texts_by_rank)
-        if not missing:  # all have come here, and so are done with the one before
-            for key in (str(group.rank()), *(("count", "decided", "outcome") if group.rank() == 0 else ())):
-                with suppress(NotImplementedError):  # by a store of files
-                    self.store.delete_key(f"{prefix}/{number - 1}/{key}")
-        return Meeting(place, notes, missing, late)
+        notes, missing, late = json.loads(self.store.get(f"{place}/outcome") or b"")
+        if not missing:
+            # All have come here, and so are done with the one before.
+            self._forget(f"{prefix}/{number - 1}", group.rank())
+        return Meeting(place, _by_rank(notes), _by_rank(missing), late)
+
+    def _decide(self, place: str, keys: Sequence[str], absent: Mapping[int, str], is_late: bool) -> None:
+        """Write down for all what came of a meeting, if no other rank does."""
+        outcome = f"{place}/outcome"
+        if self.store.get(outcome) is not None or self.store.add(f"{place}/decided", 1) != 1:
+            return
+        texts = self.store.get_all(keys)
+        notes = {}
+        missing = {}
+        for rank, key in enumerate(keys):
+            if key in texts:
+                notes[rank] = texts[key].decode()
+            else:
+                missing[rank] = absent.get(rank, "has not come yet")
+        self.store.set(outcome, json.dumps([notes, missing, is_late and bool(missing)]))
+
+    def _forget(self, place: str, rank: int) -> None:
+        """Delete this rank's keys of a meeting that has ended; the first rank's are those of all, too."""
+        keys = [str(rank)]
+        if rank == 0:
+            keys += ["count", "decided", "outcome"]
+        for key in keys:
+            with suppress(NotImplementedError):  # by a store of files
+                self.store.delete_key(f"{place}/{key}")
 
     def _await_outcome(
-        self, keys: Sequence[str], outcome: str, questions: _Questions, timeout: float
+        self,
+        keys: Sequence[str],
+        outcome: str,
+        questions: _Questions,
+        timeout: float,
     ) -> tuple[dict[int, str], bool]:
         """Return why ranks will not come, and whether time ran out; nothing if all are there, or one has decided."""
-        began, pause, next_look, ranks = time.monotonic(), SHORTEST, FIRST_QUESTION, questions.ranks
+        began = time.monotonic()
+        pause = SHORTEST
+        next_look = FIRST_QUESTION
+        ranks = questions.ranks
         while True:
             if self.store.get(outcome) is not None:
                 return {}, False
@@ -533,16 +628,18 @@ class Watchdog:
                 return {}, False
             if waited > timeout:
                 return dict.fromkeys(missing, f"did not come within {timeout:g} s"), True
-            reasons: Mapping[int, str] = {}
+            reasons: Mapping[int, str] = {}  # by global rank
             if waited > next_look:
-                next_look, reasons = waited + FIRST_QUESTION, self.left([ranks[rank] for rank in missing])
+                next_look = waited + FIRST_QUESTION
+                reasons = self.left([ranks[rank] for rank in missing])
             if not reasons and waited > questions.next:
                 try:
                     questions.look(waited)
                 except RankMismatch:
-                    reasons = {known: place.text for known, place in questions.places.items()}
+                    reasons = {other: place.text for other, place in questions.places.items()}
             if reasons:
-                return {rank: reasons[ranks[rank]] for rank in missing if ranks[rank] in reasons}, False
+                absent = {rank: reasons[ranks[rank]] for rank in missing if ranks[rank] in reasons}
+                return absent, False
             time.sleep(min(pause, max(0.0, timeout - waited)))
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -554,20 +651,32 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def _by_rank(texts: Mapping[str, str]) -> dict[int, str]:
+    """Return texts by rank, which JSON has made a string."""
+    return {int(rank): text for rank, text in texts.items()}
+
+
 def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Event) -> None:
     """Say where this rank is, as long as there is its process group."""
-    answered, before, idle = 0, _computed(), 0
+    answered = 0
+    before = _computed()
+    idle = 0
     while not ended.wait(INTERVAL):
-        watchdog, now = reference(), _computed()
+        watchdog = reference()
+        now = _computed()
         if watchdog is None or dist.group.WORLD is None or dist.group.WORLD is not watchdog._world():
             return
         # It looks for questions only while the main thread stands still: a rank that computes answers nothing.
-        idle = idle + 1 if now - before < BUSY * INTERVAL else 0
+        if now - before < BUSY * INTERVAL:
+            idle += 1
+        else:
+            idle = 0
         try:
-            stands_still = idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks)
-            if stands_still and (asked := watchdog.store.add("asked", 0)) != answered:
-                watchdog.answer(asked)
-                answered = asked
+            if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
+                asked = watchdog.store.add("asked", 0)
+                if asked != answered:
+                    watchdog.answer(asked)
+                    answered = asked
         except Exception as error:
             # Stacks, groups and records change while it reads them ("'code' object has no attribute 'f_lineno'", Python
             # 3.11): it looks again. But where the store is gone, or does not answer, nobody can ask.
@@ -584,7 +693,9 @@ def _computed() -> float:
     """Return the seconds of CPU time of the main thread; -1 where the system does not tell (macOS, Windows)."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     ident = threading.main_thread().ident
-    return -1.0 if clock is None or ident is None else time.clock_gettime(clock(ident))
+    if clock is None or ident is None:
+        return -1.0
+    return time.clock_gettime(clock(ident))
 
 
 def _group_of_call(frame: FrameType | None) -> tuple[int, ...]:
@@ -592,7 +703,8 @@ def _group_of_call(frame: FrameType | None) -> tuple[int, ...]:
     while frame is not None:
         if frame.f_code.co_filename.endswith("distributed_c10d.py") and "group" in frame.f_locals:
             group = frame.f_locals["group"]
-            group = dist.group.WORLD if group is None else group
+            if group is None:
+                group = dist.group.WORLD
             return _ranks_of(group) if isinstance(group, dist.ProcessGroup) else ()
         frame = frame.f_back
     return ()
@@ -610,7 +722,9 @@ def _began(pid: str) -> str:
     """Return when a process has begun, in ticks; "" for one that has ended and is not waited for yet."""
     # proc(5): behind the name in parentheses come the state (3rd field) and, as the 22nd, the start.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
+    if fields[0] in "ZX":
+        return ""
+    return fields[19]
 
 
 def _is_gone(text: str) -> bool:

@@ -7,7 +7,6 @@ rank. A bucket has one real dtype, in which complex gradients are pairs; all are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,34 +31,52 @@ class _Segment:
     """
 
     def __init__(self, indices: Iterable[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        self.indices = sorted(indices, key=lambda i: not parameters[i].is_complex())
-        numels = [parameters[i].numel() * (1 + parameters[i].is_complex()) for i in self.indices]
-        self.places = [0, *itertools.accumulate(numels)]  # where each gradient begins, in numbers; and the end
-        self.gradients = self.places.pop() * dtype.itemsize  # bytes of all of them
-        size = self.gradients + len(self.indices)
-        self.size = size + -size % _ALIGNMENT  # bytes up to where the next segment may begin
+        # Complex ones come first, so that their pairs begin at even places.
+        self.indices = sorted(indices, key=lambda index: not parameters[index].is_complex())
+        self._reals = [_reals(parameters[index]) for index in self.indices]
+        # Bytes of all gradients, and those up to where the next segment may begin.
+        self.gradients = sum(self._reals) * dtype.itemsize
+        self._end = self.gradients + len(self.indices)
+        self.size = self._end + -self._end % _ALIGNMENT
 
     def parts(
-        self, data: Tensor, parameters: Sequence[nn.Parameter], dtype: torch.dtype
+        self,
+        data: Tensor,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return views of a segment's bytes: its numbers, each gradient in its parameter's own layout, the flags."""
-        flat = data[: self.gradients].view(dtype)
-        found = []
-        for i, place in zip(self.indices, self.places, strict=True):
-            parameter = parameters[i]
-            part = flat[place : place + parameter.numel() * (1 + parameter.is_complex())]
+        numbers = data[: self.gradients].view(dtype)
+        views = []
+        for index, part in zip(self.indices, numbers.split(self._reals), strict=True):
+            parameter = parameters[index]
             if parameter.is_complex():
                 part = torch.view_as_complex(part.view(-1, 2))
-            found.append(part.as_strided(parameter.size(), dense_strides(parameter)))
-        return flat, found, data[self.gradients : self.gradients + len(self.indices)]
+            views.append(part.as_strided(parameter.size(), dense_strides(parameter)))
+        return numbers, views, data[self.gradients : self._end]
+
+
+def _reals(parameter: Tensor) -> int:
+    """Return how many real numbers a gradient is."""
+    numel = parameter.numel()
+    if parameter.is_complex():
+        return 2 * numel
+    return numel
+
+
+def _as_reals(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return views of tensors, complex ones as pairs of reals."""
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 def share_memory(buckets: Sequence[GradientBucket], device: torch.device) -> None:
     """Give buckets memory that they take turns in, so that not all gradients are twice in memory."""
-    sent, received = max(b.sent_bytes for b in buckets), max(b.received_bytes for b in buckets)
-    memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (sent, received)]
+    sent = max(bucket.sent_bytes for bucket in buckets)
+    received = max(bucket.received_bytes for bucket in buckets)
+    outgoing = torch.zeros(sent, dtype=torch.uint8, device=device)
+    incoming = torch.zeros(received, dtype=torch.uint8, device=device)
     for bucket in buckets:
-        bucket.use(*memory)
+        bucket.use(outgoing, incoming)
 
 
 class GradientBucket:
@@ -79,48 +96,60 @@ class GradientBucket:
         reduce_dtype: torch.dtype | None,
         rounds_first: bool = False,
     ) -> None:
-        self.indices, self.group = indices, group
-        self.rank, self.world_size = group.rank(), group.size()
+        self.indices = indices
+        self.group = group
+        self.rank = group.rank()
+        self.world_size = group.size()
         self._scale = 1.0 / self.world_size
         self.waiting = len(indices)
         self._rounds_first = rounds_first
-        self._reduce_dtype = reduce_dtype  # in which dtype gradients travel and are added up; None is their own
+        # In which dtype gradients travel and are added up; None is their own.
+        self._reduce_dtype = reduce_dtype
         self._dtype = reduce_dtype or real_dtype(parameters[indices[0]].dtype)
         self._parameters = parameters
-        self._segments = [
-            _Segment([i for i in indices if owners[i] == rank], parameters, self._dtype)
-            for rank in range(self.world_size)
-        ]
-        mine = self._segments[self.rank]
-        self.mine = [parameters[i] for i in mine.indices]
-        self._sizes = [0 if rank == self.rank else s.size for rank, s in enumerate(self._segments)]
-        self._sizes_received = [0 if rank == self.rank else mine.size for rank in range(self.world_size)]
-        self.sent_bytes, self.received_bytes = sum(self._sizes), sum(self._sizes_received)
+        self._segments = []
+        for rank in range(self.world_size):
+            owned = [index for index in indices if owners[index] == rank]
+            self._segments.append(_Segment(owned, parameters, self._dtype))
+        self._own = self._segments[self.rank]
+        # A rank sends its own segment to nobody, and receives one from every other rank.
+        self._sizes = [segment.size for segment in self._segments]
+        self._sizes_received = [self._own.size] * self.world_size
+        self._sizes[self.rank] = 0
+        self._sizes_received[self.rank] = 0
+        self.sent_bytes = sum(self._sizes)
+        self.received_bytes = sum(self._sizes_received)
         self._work: Any = None
 
     def use(self, sent: Tensor, received: Tensor) -> None:
         """Take memory, once and for all."""
-        self._sent, self._received = sent[: self.sent_bytes], received[: self.received_bytes]
+        self._sent = sent[: self.sent_bytes]
+        self._received = received[: self.received_bytes]
         self._outgoing: list[tuple[list[int], list[Tensor], Tensor]] = []
         for part, segment in zip(self._sent.split(self._sizes), self._segments, strict=True):
             if part.numel():
                 _, views, flags = segment.parts(part, self._parameters, self._dtype)
                 self._outgoing.append((segment.indices, views, flags))
-        mine = self._segments[self.rank]
-        received = self._received.split(mine.size) if mine.size else []
-        found = [mine.parts(part, self._parameters, self._dtype) for part in received]
-        self._numbers = [numbers for numbers, _, _ in found]
-        self._parts = [views for _, views, _ in found]
-        self._flags = [flags for _, _, flags in found]
+        # Of each other rank, in their order: its numbers, the same by parameter, and its flags.
+        self._numbers: list[Tensor] = []
+        self._parts: list[list[Tensor]] = []
+        self._flags: list[Tensor] = []
+        if not self._own.size:
+            return
+        for part in self._received.split(self._own.size):
+            numbers, views, flags = self._own.parts(part, self._parameters, self._dtype)
+            self._numbers.append(numbers)
+            self._parts.append(views)
+            self._flags.append(flags)
 
     # ------------------------------------------------------------------------------------------ sending
 
     def launch(self, arrived: set[int]) -> None:
         """Send what other ranks own, and drop it here."""
-        self._used = [i in arrived for i in self._segments[self.rank].indices]
+        self._used = [index in arrived for index in self._own.indices]
         for indices, views, flags in self._outgoing:
             self._pack(indices, views)
-            used = [i in arrived for i in indices]
+            used = [index in arrived for index in indices]
             if all(used):
                 flags.fill_(1)
             else:
@@ -130,26 +159,31 @@ class GradientBucket:
         )
 
     def _pack(self, indices: list[int], views: list[Tensor]) -> None:
-        into: list[Tensor] = []
+        targets: list[Tensor] = []
         gradients: list[Tensor] = []
-        for i, view in zip(indices, views, strict=True):
-            gradient, self._parameters[i].grad = self._parameters[i].grad, None
+        for index, view in zip(indices, views, strict=True):
+            parameter = self._parameters[index]
+            gradient = parameter.grad
+            parameter.grad = None
             if gradient is None:
                 view.zero_()
                 continue
-            into.append(view)
+            targets.append(view)
             gradients.append(as_dense(gradient))
-        if into:
-            foreach_copy_(into, gradients if self._reduce_dtype is None else self._parts_of_mean(gradients))
+        if not targets:
+            return
+        if self._reduce_dtype is not None:
+            gradients = self._parts_of_mean(gradients)
+        foreach_copy_(targets, gradients)
 
     def _parts_of_mean(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return this rank's gradients divided by the number of ranks, in the dtype in which they are added up."""
         # FairScale's reduce_fp16 divides and then rounds. DDP's own hooks round and then divide, which differs where a
         # part is subnormal in float16, or too large for it before it is divided.
-        scale = self._scale
+        dtype = self._reduce_dtype
         if self._rounds_first:
-            return list(foreach_mul([gradient.to(self._reduce_dtype) for gradient in gradients], scale))
-        return [gradient.to(self._reduce_dtype) for gradient in foreach_mul(gradients, scale)]
+            return list(foreach_mul([gradient.to(dtype) for gradient in gradients], self._scale))
+        return [gradient.to(dtype) for gradient in foreach_mul(gradients, self._scale)]
 
     # ------------------------------------------------------------------------------------------ receiving
 
@@ -158,26 +192,37 @@ class GradientBucket:
 
         ``take_mean`` takes an earlier mean, to which every rank's part is to be added, out of ``grad``.
         """
-        work, self._work = self._work, None
+        work = self._work
+        self._work = None
         if work is None:
             return []
         with seen_waiting(self.group, "the reduction of gradients"):
             work.wait()
-        chosen = self._to_reduce() if self.mine else []
+        own = self._own.indices
+        chosen = self._to_reduce() if own else []
         if not chosen:
             return []
-        indices = self._segments[self.rank].indices
-        means = {i: mean for i in chosen if (mean := take_mean(indices[i])) is not None}
-        local = [self._local(self.mine[i]) for i in chosen]
-        (self._add_in_reduce_dtype if self._reduce_dtype is not None else self._add)(chosen, local, means)
-        return [indices[i] for i in chosen]
+        means: dict[int, Tensor] = {}
+        for place in chosen:
+            mean = take_mean(own[place])
+            if mean is not None:
+                means[place] = mean
+        local = [self._local(self._parameters[own[place]]) for place in chosen]
+        if self._reduce_dtype is None:
+            self._add(chosen, local, means)
+        else:
+            self._add_in_reduce_dtype(chosen, local, means)
+        return [own[place] for place in chosen]
 
     def _to_reduce(self) -> list[int]:
-        """Return the own parameters that any rank has used; look at others' flags only where this one used none."""
+        """Return the places of the own parameters that any rank has used.
+
+        Others' flags are looked at only where this one used none: that waits for the device.
+        """
         if all(self._used):
-            return list(range(len(self.mine)))
+            return list(range(len(self._used)))
         others = torch.stack(self._flags).amax(0).tolist()
-        return [i for i, used in enumerate(self._used) if used or others[i]]
+        return [place for place, used in enumerate(self._used) if used or others[place]]
 
     def _local(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part, which may be changed in place."""
@@ -189,20 +234,27 @@ class GradientBucket:
         parameter.grad = gradient
         return gradient
 
-    def _add(self, chosen: list[int], local: list[Tensor], means: dict[int, Tensor]) -> None:
+    def _add(
+        self,
+        chosen: list[int],
+        local: list[Tensor],
+        means: dict[int, Tensor],
+    ) -> None:
         """Add each rank's sum times 1/N, in the order of :mod:`fsshard.comm.tree`."""
         # Without no_sync a second backward adds to a mean that all ranks have under DDP; here its owner alone has it,
         # and adds it to the part of each rank.
         if means:
-            own_parts = [gradient for i, gradient in zip(chosen, local, strict=True) if i in means]
-            for parts in (own_parts, *([received[i] for i in means] for received in self._parts)):
-                foreach_add_(parts, list(means.values()))
+            earlier = list(means.values())
+            of_place = dict(zip(chosen, local, strict=True))
+            foreach_add_([of_place[place] for place in means], earlier)
+            for views in self._parts:
+                foreach_add_([views[place] for place in means], earlier)
         for numbers in self._numbers:
             numbers.mul_(self._scale)
-        own = [torch.view_as_real(g) if g.is_complex() else g for g in local]
+        own = _as_reals(local)
         foreach_mul_(own, self._scale)
         for views in self._sums(chosen):
-            foreach_add_(own, [torch.view_as_real(v) if v.is_complex() else v for v in views])
+            foreach_add_(own, _as_reals(views))
 
     def _sums(self, chosen: list[int]) -> Iterator[list[Tensor]]:
         """Yield sums of other ranks' parts of the chosen parameters, to be added to the own part in turn."""
@@ -210,13 +262,19 @@ class GradientBucket:
             # What this rank has received lacks its own place.
             places = [rank if rank < self.rank else rank - 1 for rank in block]
             tree.add_up([self._numbers[place] for place in places])
-            yield [self._parts[places[0]][i] for i in chosen]
+            views = self._parts[places[0]]
+            yield [views[place] for place in chosen]
 
-    def _add_in_reduce_dtype(self, chosen: list[int], local: list[Tensor], means: dict[int, Tensor]) -> None:
+    def _add_in_reduce_dtype(
+        self,
+        chosen: list[int],
+        local: list[Tensor],
+        means: dict[int, Tensor],
+    ) -> None:
         own = self._parts_of_mean(local)
         for views in self._sums(chosen):
             foreach_add_(own, views)
         foreach_copy_(local, own)
-        for i, gradient in zip(chosen, local, strict=True):
-            if i in means:
-                gradient.add_(means[i])
+        for place, gradient in zip(chosen, local, strict=True):
+            if place in means:
+                gradient.add_(means[place])

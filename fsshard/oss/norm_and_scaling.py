@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 
 from fsshard.errors import GradientError
 from fsshard.oss.collectives import all_reduced
-from fsshard.oss.reduction import reduction_of
+from fsshard.oss.reduction import Reduction, reduction_of
 from fsshard.patches import CLIP_GRAD_NORM
 from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
 from fsshard.torch_private.optimizers import scale_of, states_of_scaler
@@ -28,54 +28,75 @@ from fsshard.torch_private.tensors import amp_unscale, foreach_norm
 
 
 def owned_norms(
-    parameters: Sequence[Tensor], mine: Sequence[int], norm_type: float, group: dist.ProcessGroup, device: torch.device
+    parameters: Sequence[Tensor],
+    places: Sequence[int],
+    norm_type: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[int, float]:
     """Return the norm of each gradient, in its own dtype, by place, from the rank that speaks for it. Collective.
 
-    This one does for the places in ``mine``; a parameter that no rank speaks for is left out.
+    This one does for ``places``; a parameter that no rank speaks for is left out.
     """
-    own = _norms([parameters[i].grad for i in mine], norm_type)
-    return exchanged(dict(zip(mine, own, strict=True)), len(parameters), group, device)
+    norms = _norms([parameters[place].grad for place in places], norm_type)
+    return exchanged(dict(zip(places, norms, strict=True)), len(parameters), group, device)
 
 
-def exchanged(own: Mapping[int, float], count: int, group: dist.ProcessGroup, device: torch.device) -> dict[int, float]:
+def exchanged(
+    own: Mapping[int, float],
+    count: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[int, float]:
     """Return the numbers of all ranks by place, each of which one rank has. Collective, over a tensor on ``device``."""
+    places = list(own)
     buffer = torch.zeros(2, count, dtype=torch.float64)
-    buffer[0, list(own)] = torch.tensor(list(own.values()), dtype=torch.float64)
-    buffer[1, list(own)] = 1
+    buffer[0, places] = torch.tensor(list(own.values()), dtype=torch.float64)
+    buffer[1, places] = 1
     buffer = buffer.to(device)
     dist.all_reduce(buffer, group=group)
-    values, seen = buffer.tolist()
-    return {place: value for place, (value, there) in enumerate(zip(values, seen, strict=True)) if there}
+    values, is_there = buffer.tolist()
+    return {place: values[place] for place in range(count) if is_there[place]}
 
 
 def _norms(gradients: Sequence[Any], norm_type: float) -> list[float]:
     """Return the norm of each tensor alone, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
-    found = [0.0] * len(gradients)
-    # torch's own has no kernel for sparse ones
-    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    values = []
+    for gradient in gradients:
+        # torch's own has no kernel for sparse ones.
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        values.append(gradient)
+    norms = [0.0] * len(values)
     for places in grouped_by_device_and_dtype(values):
-        norms = torch.stack(list(foreach_norm([values[place] for place in places], norm_type))).tolist()
-        for place, norm in zip(places, norms, strict=True):
-            found[place] = norm
-    return found
+        of_group = foreach_norm([values[place] for place in places], norm_type)
+        for place, norm in zip(places, torch.stack(list(of_group)).tolist(), strict=True):
+            norms[place] = norm
+    return norms
 
 
 def combined(
-    norms: Mapping[int, float] | Mapping[int, Tensor], parameters: Sequence[Tensor], norm_type: float
+    norms: Mapping[int, float] | Mapping[int, Tensor],
+    parameters: Sequence[Tensor],
+    norm_type: float,
 ) -> Tensor:
     """Return the norm of all gradients from that of each, by place; devices and dtypes decide how torch adds."""
     present = sorted(norms)
     if not present:
         return torch.tensor(0.0)
-    owners = [parameters[index].detach() for index in present]
+    owners = [parameters[place].detach() for place in present]
+    device = owners[0].device
     # One list per device and dtype, one list after the other: torch's own grouping gives the order of the sum.
-    order = [present[place] for places in grouped_by_device_and_dtype(owners) for place in places]
-    if isinstance(norms[order[0]], Tensor):  # all are, and no device is waited for
-        values = torch.stack([torch.as_tensor(norms[index]).to(owners[0].device) for index in order])
+    order: list[int] = []
+    for indices in grouped_by_device_and_dtype(owners):
+        order += [present[index] for index in indices]
+    if isinstance(norms[order[0]], Tensor):
+        # All are tensors then, and no device is waited for.
+        values = torch.stack([torch.as_tensor(norms[place]).to(device) for place in order])
     else:
-        dtype = functools.reduce(torch.promote_types, [parameter.dtype.to_real() for parameter in owners])
-        values = torch.tensor([norms[index] for index in order], dtype=torch.float64).to(owners[0].device, dtype)
+        dtype = functools.reduce(torch.promote_types, [owner.dtype.to_real() for owner in owners])
+        values = torch.tensor([norms[place] for place in order], dtype=torch.float64)
+        values = values.to(device, dtype)
     total: Tensor = torch.linalg.vector_norm(values, norm_type)
     return total
 
@@ -83,12 +104,19 @@ def combined(
 @torch.no_grad()
 def scale(parameters: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     """Clip what gradients there are, as ``torch.nn.utils.clip_grads_with_norm_`` does, sparse ones included."""
-    dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    dense: list[Tensor] = []
+    sparse: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            sparse.append(parameter.grad)
+        else:
+            dense.append(parameter)
     torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad.mul_(factor.to(parameter.device))
+    for gradient in sparse:
+        gradient.mul_(factor.to(gradient.device))
 
 
 def count_owners(wrapper: Any) -> None:
@@ -98,25 +126,48 @@ def count_owners(wrapper: Any) -> None:
 
 @torch.no_grad()
 def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
-    told = next((text for p in parameters if (text := getattr(p, "_fsshard_clip_with", None))), None)
-    if told is not None:
-        raise GradientError(f"torch.nn.utils.clip_grad_norm_ would compute the norm of this rank's part only; {told}")
-    reductions = list(dict.fromkeys(r for p in parameters if (r := reduction_of(p)) is not None))
+    """Return the norm of these parameters' gradients over all ranks; None where none of them is reduced to owners."""
+    reductions = _reductions_of(parameters)
     if not reductions:
         return None
-    given = {id(parameter) for parameter in parameters if parameter.grad is not None}
-    counted, norms = list[Tensor](), dict[int, float]()
+    with_gradient = {id(parameter) for parameter in parameters if parameter.grad is not None}
+    counted: list[Tensor] = []
+    norms: dict[int, float] = {}
     for reduction in reductions:
-        # What is owned everywhere is the same everywhere: the first rank speaks for it.
-        speaks = [reduction.group.rank() == max(owner, 0) for owner in reduction.owners]
-        mine = [i for i, p in enumerate(reduction.parameters) if id(p) in given and speaks[i]]
-        found = owned_norms(reduction.parameters, mine, norm_type, reduction.group, parameters[0].device)
-        norms.update({len(counted) + i: value for i, value in found.items()})
+        places = []
+        for place, (parameter, owner) in enumerate(zip(reduction.parameters, reduction.owners, strict=True)):
+            # What is owned everywhere is the same everywhere: the first rank speaks for it.
+            speaks = reduction.group.rank() == max(owner, 0)
+            if speaks and id(parameter) in with_gradient:
+                places.append(place)
+        first = len(counted)
+        of_owners = owned_norms(reduction.parameters, places, norm_type, reduction.group, parameters[0].device)
+        for place, norm in of_owners.items():
+            norms[first + place] = norm
         counted += reduction.parameters
-    known = {id(parameter) for parameter in counted}
-    rest = [p for p in parameters if id(p) in given and id(p) not in known]  # of other modules
-    norms.update(enumerate(_norms([p.grad for p in rest], norm_type), len(counted)))
+    others = with_gradient - {id(parameter) for parameter in counted}
+    rest = [parameter for parameter in parameters if id(parameter) in others]
+    norms.update(enumerate(_norms([parameter.grad for parameter in rest], norm_type), len(counted)))
     return combined(norms, [*counted, *rest], norm_type).to(parameters[0].device)
+
+
+def _reductions_of(parameters: Sequence[Tensor]) -> list[Reduction]:
+    """Return the reductions that these parameters' gradients go through, each once, in order.
+
+    Raises:
+        GradientError: a parameter has an error's text instead, of an engine that has a norm of its own.
+    """
+    reductions: dict[Reduction, None] = {}
+    for parameter in parameters:
+        text = getattr(parameter, "_fsshard_clip_with", None)
+        if text is not None:
+            raise GradientError(
+                f"torch.nn.utils.clip_grad_norm_ would compute the norm of this rank's part only; {text}"
+            )
+        reduction = reduction_of(parameter)
+        if reduction is not None:
+            reductions[reduction] = None
+    return list(reductions)
 
 
 # ------------------------------------------------------------------------------------------------ loss scaling
@@ -128,8 +179,12 @@ warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", 
 
 def agreed(optimizer: Any, scaler: Any) -> bool:
     """Unscale the complete gradients of an OSS, unless that is done, and tell whether to step. Collective."""
-    work = (lambda _: None) if is_unscaled(optimizer, scaler) else scaler.unscale_
-    return not bool(unscale_together(work, optimizer, scaler, [optimizer.group]))
+    groups = [optimizer.group]
+    if is_unscaled(optimizer, scaler):
+        overflow = unscale_together(lambda _: None, optimizer, scaler, groups)
+    else:
+        overflow = unscale_together(scaler.unscale_, optimizer, scaler, groups)
+    return not bool(overflow)
 
 
 def is_unscaled(optimizer: Any, scaler: Any) -> bool:
@@ -137,7 +192,12 @@ def is_unscaled(optimizer: Any, scaler: Any) -> bool:
     return states_of_scaler(scaler)[id(optimizer)]["stage"] is not OptState.READY
 
 
-def unscale_together(work: Callable[[Any], None], optimizer: Any, scaler: Any, groups: Iterable[Any]) -> Tensor:
+def unscale_together(
+    work: Callable[[Any], None],
+    optimizer: Any,
+    scaler: Any,
+    groups: Iterable[Any],
+) -> Tensor:
     """Unscale by ``work``, and let ``update`` go by what any rank of these groups has found. Collective.
 
     Returns:
@@ -149,22 +209,25 @@ def unscale_together(work: Callable[[Any], None], optimizer: Any, scaler: Any, g
     state: Any = states_of_scaler(scaler)[id(optimizer)]
     scaled_by = scale_of(scaler)
     # One for all devices: ranks that own nothing, or own on other devices, take part in the same reduction.
-    found = torch.zeros((), device=None if scaled_by is None else scaled_by.device)
-    failed: Exception | None = None
+    device = None if scaled_by is None else scaled_by.device
+    overflow = torch.zeros((), device=device)
+    failure: Exception | None = None
     try:
         work(optimizer)
         for each in state["found_inf_per_device"].values():
-            found = torch.maximum(found, each.to(found.device))
+            overflow = torch.maximum(overflow, each.to(overflow.device))
     except Exception as error:
-        failed, found = error, torch.full_like(found, 2.0)
+        failure = error
+        # More than any overflow is: the other ranks raise, too.
+        overflow = torch.full_like(overflow, 2.0)
     for group in groups:
-        found = all_reduced(found, dist.ReduceOp.MAX, group)
-    if failed is not None:
-        raise failed
-    if found > 1:
+        overflow = all_reduced(overflow, dist.ReduceOp.MAX, group)
+    if failure is not None:
+        raise failure
+    if overflow > 1:
         raise GradientError("unscale_ has raised an error on another rank; see the error there")
-    state["found_inf_per_device"] = {found.device: found}
-    return found
+    state["found_inf_per_device"] = {overflow.device: overflow}
+    return overflow
 
 
 @torch.no_grad()
@@ -174,9 +237,11 @@ def unscale(gradients: Iterable[Tensor], inv_scale: Tensor) -> dict[torch.device
     # "_amp_foreach_non_finite_check_and_unscale_cpu" not implemented for 'ComplexFloat').
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    found: dict[torch.device, Tensor] = {}
+        kind = (gradient.device, gradient.dtype)
+        by_kind.setdefault(kind, []).append(gradient)
+    overflows: dict[torch.device, Tensor] = {}
     for (device, _), same_kind in by_kind.items():
-        found.setdefault(device, torch.zeros((), device=device))
-        amp_unscale(same_kind, found[device], inv_scale.to(device))
-    return found
+        if device not in overflows:
+            overflows[device] = torch.zeros((), device=device)
+        amp_unscale(same_kind, overflows[device], inv_scale.to(device))
+    return overflows

@@ -72,7 +72,8 @@ class OSS(PartitionedOptimizer, Optimizer):
     ) -> None:
         everyone: Any = dist.group.WORLD
         self.group = everyone if group is None else group
-        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
         self.global_rank = dist.get_global_rank(self.group, self.rank)
         self.backend = dist.get_backend(self.group)
         watchdog.join()  # so that ranks that wait for this one can find out where it is
@@ -107,10 +108,11 @@ class OSS(PartitionedOptimizer, Optimizer):
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return the groups of each rank: all settings, and the parameters that it owns."""
-        return [
-            [partition.group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
-            for rank in range(self.world_size)
-        ]
+        of_ranks = []
+        for rank in range(self.world_size):
+            groups = [partition.group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
+            of_ranks.append(groups)
+        return of_ranks
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what was there before stays with its owners. Not a collective, but to be called on all ranks."""
@@ -118,14 +120,16 @@ class OSS(PartitionedOptimizer, Optimizer):
         if self.in_super_constructor:
             return
         group = self.param_groups[-1]
-        owners, loads = dict(self._param_to_rank), list(self._loads)
+        owners = dict(self._param_to_rank)
+        loads = list(self._loads)
         partition.assign_owners(group["params"], owners, loads)
         try:
             self.optim.add_param_group(partition.group_of_owner(group, owners, self.rank))
         except BaseException:
             self.param_groups.pop()
             raise
-        self._param_to_rank, self._loads = owners, loads
+        self._param_to_rank = owners
+        self._loads = loads
         self._partition_version += 1
         self._shards_are_old = True
         self._sync_param_groups(self.optim.param_groups[-1:], self.param_groups[-1:])
@@ -141,17 +145,21 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _refresh_buckets(self) -> None:
         # Not by copying back: memory that a parameter has left belongs to whoever still holds it: a backup by
         # reference, an average whose weights were exchanged with the model's.
-        if any(p.requires_grad != flag or p.data_ptr() != where for p, flag, where in self._pointers):
-            self.refresh_trainable()
+        for parameter, trained, pointer in self._pointers:
+            if parameter.requires_grad != trained or parameter.data_ptr() != pointer:
+                self.refresh_trainable()
+                return
 
     def _current_pointers(self) -> list[tuple[Tensor, bool, int]]:
-        return [(p, p.requires_grad, p.data_ptr()) for p in self._parameters()]
+        return [(parameter, parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters()]
 
     @staticmethod
     def _sync_param_groups(source: Iterable[Mapping[str, Any]], destination: Iterable[dict[str, Any]]) -> None:
         """Copy settings from one list of groups to another: what schedulers change, what a step adds."""
-        for one, other in zip(source, destination, strict=False):
-            other.update((key, value) for key, value in one.items() if key not in partition.NOT_SYNCED)
+        for group, other in zip(source, destination, strict=False):
+            for key, value in group.items():
+                if key not in partition.NOT_SYNCED:
+                    other[key] = value
 
     # ------------------------------------------------------------------------------------------------ reducers
 
@@ -166,7 +174,8 @@ class OSS(PartitionedOptimizer, Optimizer):
 
     def _attached(self) -> list[Any]:
         """Return the reducers that are alive, in the order in which they came, which is the same on all ranks."""
-        return [reducer for reducer in (reference() for reference in self._reducers) if reducer is not None]
+        reducers = [reference() for reference in self._reducers]
+        return [reducer for reducer in reducers if reducer is not None]
 
     def finish_gradients(self) -> None:
         for reducer in self._attached():
@@ -175,9 +184,15 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _in_order_of_model(self) -> list[Tensor]:
         """Return all parameters, in the order of the attached models where there are any, else of the groups."""
         # A sum of norms depends on it, and clip_grad_norm_(model.parameters(), ...) adds in the model's order.
-        mine = dict.fromkeys(self._parameters())
-        models = [reducer for reducer in self._attached() if isinstance(reducer, nn.Module)]
-        return list(dict.fromkeys([p for model in models for p in model.parameters() if p in mine] + list(mine)))
+        own = dict.fromkeys(self._parameters())
+        ordered: dict[Tensor, None] = {}
+        for reducer in self._attached():
+            if isinstance(reducer, nn.Module):
+                for parameter in reducer.parameters():
+                    if parameter in own:
+                        ordered[parameter] = None
+        ordered.update(own)
+        return list(ordered)
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -214,23 +229,31 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._refresh_buckets()
         if self.world_size == 1:
             return
-        buckets = [bucket for by_owner in self.buckets.values() for bucket in by_owner.values()]
-        sent = [(buffer, bucket.owner) for bucket in buckets for buffer in bucket.as_bytes]
+        works = []
+        for by_owner in self.buckets.values():
+            for bucket in by_owner.values():
+                works += [self._send(buffer, bucket.owner) for buffer in bucket.as_bytes]
         for parameter in self._moved_frozen():
-            if parameter.stride() != partition.dense_strides(parameter):  # a view with gaps
+            # A view with gaps cannot be sent.
+            if parameter.stride() != partition.dense_strides(parameter):
                 parameter.data = parameter.detach().clone()
-            sent.append((partition.as_bytes(parameter), self._param_to_rank[parameter]))
-        works = [dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True) for buffer, owner in sent]
+            works.append(self._send(partition.as_bytes(parameter), self._param_to_rank[parameter]))
         with watchdog.seen_waiting(self.group, "step()"):
             for work in works:
                 work.wait()
 
+    def _send(self, buffer: Tensor, owner: int) -> Any:
+        return dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True)
+
     def _moved_frozen(self) -> list[Tensor]:
         """Return the frozen parameters that their owners' optimizers move all the same, by a gradient left over."""
         # One that is not moved is not asked about again until it is trained, so that a frozen trunk costs nothing.
-        asked = [p for p, trains, _ in self._pointers if not trains and p.numel() and p not in self._at_rest]
-        moved = self.with_gradient_at_owner(asked, self._comm_device)
-        self._at_rest.update(asked)
+        frozen = []
+        for parameter, trains, _ in self._pointers:
+            if not trains and parameter.numel() and parameter not in self._at_rest:
+                frozen.append(parameter)
+        moved = self.with_gradient_at_owner(frozen, self._comm_device)
+        self._at_rest.update(frozen)
         self._at_rest.difference_update(moved)
         return moved
 
@@ -238,8 +261,9 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _comm_device(self) -> torch.device:
         """Return the device of tensors that the group can send: NCCL takes no memory of the CPU."""
         kinds = [device.type for device in device_types(self.group)]
-        index = None if "cpu" in kinds else torch.accelerator.current_device_index()
-        return torch.device("cpu") if index is None else torch.device(kinds[0], index)
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds[0], torch.accelerator.current_device_index())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set them to zero; what is under way is forgotten. Not collective."""
@@ -267,13 +291,19 @@ class OSS(PartitionedOptimizer, Optimizer):
             The norm before clipping, the same on all ranks, equal to torch's to the last bit.
         """
         self.finish_gradients()
-        parameters, norm_type = self._in_order_of_model(), float(norm_type)
-        own = [p for p in self._parameters() if self._param_to_rank[p] == self.rank and p.grad is not None]
-        if filter_params_fn is not None:  # the user's: if it raises on one rank, the others must not wait for the norm
+        norm_type = float(norm_type)
+        own = []
+        for parameter in self._parameters():
+            if self._param_to_rank[parameter] == self.rank and parameter.grad is not None:
+                own.append(parameter)
+        # The user's function: if it raises on one rank, the others must not wait for the norm.
+        if filter_params_fn is not None:
             own = agree(self.group, lambda: list(filter_params_fn(own)))
         counted = {id(parameter) for parameter in own}
-        mine = [i for i, parameter in enumerate(parameters) if id(parameter) in counted]
-        total = combined(owned_norms(parameters, mine, norm_type, self.group, self._comm_device), parameters, norm_type)
+        parameters = self._in_order_of_model()
+        places = [place for place, parameter in enumerate(parameters) if id(parameter) in counted]
+        norms = owned_norms(parameters, places, norm_type, self.group, self._comm_device)
+        total = combined(norms, parameters, norm_type)
         scale(parameters, float(max_norm), total)
         return total
 
@@ -292,8 +322,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         come_together(self.group, f"consolidate_state_dict({recipient_rank})")
         index = {parameter: number for number, parameter in enumerate(self._parameters())}
-        mine = agree(self.group, lambda: _own_state(self.optim, index))
-        self._shards = _send_objects(mine, recipient_rank, self.group)
+        shard = agree(self.group, lambda: _own_state(self.optim, index))
+        self._shards = _send_objects(shard, recipient_rank, self.group)
         self._shards_are_old = False
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -318,12 +348,16 @@ class OSS(PartitionedOptimizer, Optimizer):
                 "add_param_group; call it again, on all ranks",
                 stacklevel=2,
             )
-        parameters = list(self._parameters())
+        # What comes besides the parameters' state, by keys that are no numbers, is the first rank's.
         whole: dict[Any, Any] = {}
         for shard in reversed(self._shards):
-            whole.update(shard)  # of what comes besides the parameters' state, the first rank's
-        order = sorted(whole, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else 0))
-        own, self.state = self.state, {parameters[key] if isinstance(key, int) else key: whole[key] for key in order}
+            whole.update(shard)
+        parameters = list(self._parameters())
+        state = {}
+        for number in sorted(key for key in whole if isinstance(key, int)):
+            state[parameters[number]] = whole.pop(number)
+        own = self.state
+        self.state = state | whole
         try:
             return super().state_dict()  # which numbers the parameters, and runs hooks
         finally:
@@ -351,17 +385,18 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _load_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_fits(state_dict, self.param_groups)
         _load_inner(self.optim, self.param_groups, state_dict)
-        return {**state_dict, "state": {number: {} for number in state_dict["state"]}}
+        empty: dict[Any, Any] = {number: {} for number in state_dict["state"]}
+        return {**state_dict, "state": empty}
 
     def _show_own_part(self) -> None:
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
-        loaded = _State(dict)
+        state = _State(dict)
         for parameter in self.state:
             if isinstance(parameter, Tensor):
-                own = self._param_to_rank[parameter] == self.rank
-                loaded[parameter] = self.optim.state[parameter] if own else {}
-        loaded.initialised = True
-        self.state = loaded
+                is_own = self._param_to_rank[parameter] == self.rank
+                state[parameter] = self.optim.state[parameter] if is_own else {}
+        state.initialised = True
+        self.state = state
         self._shards_are_old = True
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -392,63 +427,82 @@ def _own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, 
     """Copy to the CPU what a rank's optimizer keeps, by the parameter's place in all groups."""
 
     def on_cpu(value: Any) -> Any:
-        return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", copy=True)
+        return copy.deepcopy(value)
 
-    return {
-        index[key] if isinstance(key, Tensor) else key: map_leaves(on_cpu, state)
-        for key, state in inner.state.items()
-        if not isinstance(key, Tensor) or key in index
-    }
+    shard: dict[Hashable, Any] = {}
+    for key, state in inner.state.items():
+        if not isinstance(key, Tensor):
+            shard[key] = map_leaves(on_cpu, state)
+        elif key in index:
+            shard[index[key]] = map_leaves(on_cpu, state)
+    return shard
 
 
 def _send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list[Any] | None:
     """Return every rank's object on one rank, or on all (-1), and None elsewhere. Collective."""
-    found: list[Any] = []
-    for source in range(group.size()):  # one after the other: together they would be in memory twice
+    rank = group.rank()
+    payloads: list[Any] = []
+    # One after the other: together they would be in memory twice.
+    for source in range(group.size()):
         box = [payload]
         if recipient == -1:
             dist.broadcast_object_list(box, group=group, group_src=source)
-        elif source != recipient and source == group.rank():
+        elif source != recipient and source == rank:
             dist.send_object_list(box, group=group, group_dst=recipient)
-        elif source != recipient and recipient == group.rank():
+        elif source != recipient and recipient == rank:
             dist.recv_object_list(box, group=group, group_src=source)
-        found += box
-    return found if recipient in (-1, group.rank()) else None
+        payloads += box
+    return payloads if recipient in (-1, rank) else None
 
 
 def _check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless a state dict is of these groups, and its tensors of their parameters' shapes."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise OptimizerStateMismatch("optimizer state", missing=["state", "param_groups"])
-    saved = state_dict["param_groups"]
-    sizes = [[len(group["params"]) for group in each] for each in (groups, saved)]
-    if sizes[0] != sizes[1]:
-        wrong: dict[str, tuple[object, object]] = {"number of parameters in each group": (sizes[0], sizes[1])}
+    saved_groups = state_dict["param_groups"]
+    states = state_dict["state"]
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    wrong: dict[str, tuple[object, object]] = {}
+    if sizes != saved_sizes:
+        wrong["number of parameters in each group"] = (sizes, saved_sizes)
         raise OptimizerStateMismatch("optimizer state", mismatched=wrong)
-    wrong = {}
-    for i, (own, other) in enumerate(zip(groups, saved, strict=True)):
-        names = own.get("param_names") or [f"parameter {number} (in group {i})" for number in other["params"]]
-        for parameter, number, name in zip(own["params"], other["params"], names, strict=True):
-            for key, value in (state_dict["state"].get(number) or {}).items():
+    known = set()
+    for i, (own, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        numbers = saved["params"]
+        known.update(numbers)
+        names = own.get("param_names") or [f"parameter {number} (in group {i})" for number in numbers]
+        for parameter, number, name in zip(own["params"], numbers, names, strict=True):
+            for key, value in (states.get(number) or {}).items():
                 if key in SHAPED and isinstance(value, Tensor) and value.shape != parameter.shape:
                     wrong[f"{name}: {key}"] = (tuple(parameter.shape), tuple(value.shape))
-    known = {number for group in saved for number in group["params"]}
-    unexpected = [f"state of parameter {k}" for k in state_dict["state"] if isinstance(k, int) and k not in known]
+    unexpected = [f"state of parameter {key}" for key in states if isinstance(key, int) and key not in known]
     if unexpected or wrong:
         raise OptimizerStateMismatch("optimizer state", (), unexpected, wrong)
 
 
-def _load_inner(inner: Optimizer, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def _load_inner(
+    inner: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+) -> None:
     """Load a rank's part of a state dict, which fits all ranks' groups, by its optimizer's own method, from copies."""
-    here = {parameter: number for number, parameter in enumerate(p for g in inner.param_groups for p in g["params"])}
-    state, param_groups, known = {}, [], set()
+    own_parameters = chain.from_iterable(group["params"] for group in inner.param_groups)
+    here = {parameter: number for number, parameter in enumerate(own_parameters)}
+    states = dict(state_dict["state"])
+    state = {}
+    param_groups = []
     for own, group, saved in zip(inner.param_groups, groups, state_dict["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
-            known.add(number)
-            if parameter in here and number in state_dict["state"]:
-                state[here[parameter]] = copy.deepcopy(state_dict["state"][number])
+            of_parameter = states.pop(number, None)
+            if parameter in here and of_parameter is not None:
+                state[here[parameter]] = copy.deepcopy(of_parameter)
         settings = {key: value for key, value in saved.items() if key not in partition.NOT_SYNCED}
-        param_groups.append({**settings, "params": [here[p] for p in own["params"]]})
-    # with what an optimizer keeps besides the state of parameters
-    state |= {key: copy.deepcopy(value) for key, value in state_dict["state"].items() if key not in known}
+        settings["params"] = [here[parameter] for parameter in own["params"]]
+        param_groups.append(settings)
+    # What an optimizer keeps besides the state of parameters.
+    for key, value in states.items():
+        state[key] = copy.deepcopy(value)
     inner.load_state_dict({"state": state, "param_groups": param_groups})

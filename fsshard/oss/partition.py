@@ -6,6 +6,7 @@ An owner's parameters are views of one flat buffer, which a step sends in one pi
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,11 @@ NOT_SYNCED = ("params", "param_names")  # what a group of one rank has for itsel
 ALIGNMENT = 64  # bytes, of torch's own allocations on the CPU
 
 
-def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads: list[int]) -> None:
+def assign_owners(
+    parameters: Iterable[Tensor],
+    owners: dict[Tensor, int],
+    loads: list[int],
+) -> None:
     """Give each parameter without an owner, in an order that all ranks have, to the rank with the least bytes so far.
 
     This is FairScale's own rule. ``owners`` and ``loads``, in bytes, are added to.
@@ -30,18 +35,25 @@ def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads
     for parameter in parameters:
         # An owner stays for good. FairScale 0.4.13 deals all of them out anew in add_param_group and leaves the state
         # where it was: what changes hands is updated by nobody.
-        if parameter not in owners:
-            owners[parameter] = rank = loads.index(min(loads))
-            # Bytes: elements, which FairScale counts, would count a complex number as one.
-            loads[rank] += parameter.element_size() * (parameter.numel() if parameter.requires_grad else 1)
+        if parameter in owners:
+            continue
+        rank = loads.index(min(loads))
+        owners[parameter] = rank
+        # Bytes: elements, which FairScale counts, would count a complex number as one. What is frozen counts as one.
+        loads[rank] += parameter.nbytes if parameter.requires_grad else parameter.element_size()
 
 
-def group_of_owner(group: Mapping[str, Any], owners: Mapping[Tensor, int], rank: int) -> dict[str, Any]:
+def group_of_owner(
+    group: Mapping[str, Any],
+    owners: Mapping[Tensor, int],
+    rank: int,
+) -> dict[str, Any]:
     """Copy a group with the parameters, and their names, of one rank."""
-    mine = [index for index, parameter in enumerate(group["params"]) if owners[parameter] == rank]
-    part = {**group, "params": [group["params"][index] for index in mine]}
-    if "param_names" in group:
-        part["param_names"] = [group["param_names"][index] for index in mine]
+    part = dict(group)
+    is_own = [owners[parameter] == rank for parameter in group["params"]]
+    for key in NOT_SYNCED:
+        if key in group:
+            part[key] = list(itertools.compress(group[key], is_own))
     return part
 
 
@@ -50,18 +62,22 @@ def check_separable(optimizer_class: Any, world_size: int) -> None:
 
     FairScale 0.4.13 runs LBFGS on each shard, with a line search each: NaN.
     """
-    known = {base.__name__ for base in getattr(optimizer_class, "__mro__", ())} & GLOBAL_OPTIMIZERS
     # That of build_optimizer asks all ranks by itself.
-    if known and world_size > 1 and not getattr(optimizer_class, "counts_all_ranks", False):
-        raise UnsupportedByBackend(
-            f"optim={optimizer_class.__name__} on {world_size} ranks (it needs all parameters on every rank)",
-            "OSS",
-            f"use torch.optim.{known.pop()} itself, with DistributedDataParallel",
-        )
+    if world_size == 1 or getattr(optimizer_class, "counts_all_ranks", False):
+        return
+    for base in getattr(optimizer_class, "__mro__", ()):
+        if base.__name__ in GLOBAL_OPTIMIZERS:
+            raise UnsupportedByBackend(
+                f"optim={optimizer_class.__name__} on {world_size} ranks (it needs all parameters on every rank)",
+                "OSS",
+                f"use torch.optim.{base.__name__} itself, with DistributedDataParallel",
+            )
 
 
 def build_inner(
-    optimizer_class: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
+    optimizer_class: Callable[..., Optimizer],
+    groups: Sequence[dict[str, Any]],
+    defaults: Mapping[str, Any],
 ) -> Optimizer:
     """Build the user's optimizer over one rank's groups."""
     try:
@@ -70,11 +86,14 @@ def build_inner(
         # OSS(opt.param_groups, optim=type(opt), **opt.defaults), as Lightning writes it, hands over what the
         # constructor does not take (torch 2.13: AdamW subclasses Adam and keeps decoupled_weight_decay: "unexpected
         # keyword argument"). Such a key is left out if the class sets it by itself, to the same value.
-        taken = inspect.signature(optimizer_class).parameters
-        inner = optimizer_class([dict(group) for group in groups], **{k: v for k, v in defaults.items() if k in taken})
-        foreign = [key for key in defaults if key not in taken]
-        if not foreign or any(key not in inner.defaults or inner.defaults[key] != defaults[key] for key in foreign):
+        names = inspect.signature(optimizer_class).parameters
+        accepted = {key: value for key, value in defaults.items() if key in names}
+        if len(accepted) == len(defaults):
             raise
+        inner = optimizer_class([dict(group) for group in groups], **accepted)
+        for key, value in defaults.items():
+            if key not in names and (key not in inner.defaults or inner.defaults[key] != value):
+                raise
         return inner
 
 
@@ -95,10 +114,13 @@ class ParameterBucket:
         self.owner = owner
         self.buffers: dict[torch.dtype, Tensor] = {}
         self.parameters: list[Tensor] = []
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            group = sorted((p for p in parameters if p.dtype == dtype), key=Tensor.numel)
-            self.buffers[dtype] = packed(group, dtype, device)
-            self.parameters += group
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for dtype, same_dtype in by_dtype.items():
+            same_dtype.sort(key=Tensor.numel)
+            self.buffers[dtype] = packed(same_dtype, dtype, device)
+            self.parameters += same_dtype
         self.as_bytes = [as_bytes(buffer) for buffer in self.buffers.values()]
 
 
@@ -109,19 +131,25 @@ def packed(parameters: Iterable[Tensor], dtype: torch.dtype, device: torch.devic
     Each begins where memory of its own would. Products with a vector are rounded by its address (MKL, torch 2.13); and
     behind a parameter of odd size a complex view fails: "Tensor must have a storage_offset divisible by 2".
     """
-    parameters, step = list(parameters), ALIGNMENT // dtype.itemsize
-    buffer = torch.zeros(sum(-(-p.numel() // step) * step for p in parameters), dtype=dtype, device=device)
-    start = 0
+    parameters = list(parameters)
+    step = ALIGNMENT // dtype.itemsize
+    places = []
+    size = 0
     for parameter in parameters:
+        places.append(size)
+        size += -(-parameter.numel() // step) * step
+    buffer = torch.zeros(size, dtype=dtype, device=device)
+    for parameter, start in zip(parameters, places, strict=True):
         view = torch.as_strided(buffer, parameter.shape, dense_strides(parameter), start)
         parameter.data = view.copy_(parameter.detach())
-        start += -(-parameter.numel() // step) * step
     return buffer
 
 
 def as_bytes(dense: Tensor) -> Tensor:
-    """Return a dense tensor's memory as bytes, to be sent; gloo (torch 2.13) on 8-bit floats: "Invalid scalar type"."""
-    return dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
+    """Return a dense tensor's memory as bytes, to be sent."""
+    # gloo (torch 2.13) refuses 8-bit floats: "Invalid scalar type".
+    flat = dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset())
+    return flat.view(torch.uint8)
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
@@ -130,20 +158,34 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def lay_out(
-    parameters: Iterable[Tensor], owners: dict[Tensor, int], before: dict[torch.device, dict[int, ParameterBucket]]
+    parameters: Iterable[Tensor],
+    owners: dict[Tensor, int],
+    before: dict[torch.device, dict[int, ParameterBucket]],
 ) -> dict[torch.device, dict[int, ParameterBucket]]:
     """Put the trainable parameters into new buckets, by device and owner, in an order that all ranks have.
 
     What is frozen since leaves the buckets of before for memory of its own.
     """
-    left = {parameter for buckets in before.values() for bucket in buckets.values() for parameter in bucket.parameters}
     lists: dict[torch.device, dict[int, list[Tensor]]] = {}
+    frozen = []
     for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad and parameter.numel():
-            lists.setdefault(parameter.device, {}).setdefault(owners[parameter], []).append(parameter)
-        elif parameter in left:
-            parameter.data = parameter.detach().clone()
-    return {
-        device: {rank: ParameterBucket(by_owner[rank], device, rank) for rank in sorted(by_owner)}
-        for device, by_owner in lists.items()
-    }
+            by_owner = lists.setdefault(parameter.device, {})
+            by_owner.setdefault(owners[parameter], []).append(parameter)
+        else:
+            frozen.append(parameter)
+    _leave(frozen, before)
+    buckets: dict[torch.device, dict[int, ParameterBucket]] = {}
+    for device, by_owner in lists.items():
+        buckets[device] = {rank: ParameterBucket(by_owner[rank], device, rank) for rank in sorted(by_owner)}
+    return buckets
+
+
+def _leave(frozen: Iterable[Tensor], buckets: dict[torch.device, dict[int, ParameterBucket]]) -> None:
+    """Give those parameters memory of their own that are views of buckets."""
+    views: set[Tensor] = set()
+    for by_owner in buckets.values():
+        for bucket in by_owner.values():
+            views.update(bucket.parameters)
+    for parameter in views.intersection(frozen):
+        parameter.data = parameter.detach().clone()

@@ -55,7 +55,7 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def partitioned_within(optimizer: Any) -> PartitionedOptimizer | None:
-    """Return the optimizer that divides its state among ranks: this one, or one that it wraps (AdaScale).
+    """Return the optimizer that divides its state among ranks: this one, or one that it wraps and passes on.
 
     Raises:
         MisuseError: it is the OSS of FairScale itself, which does not say which rank owns what.

@@ -8,6 +8,7 @@ checkpoint (torch 2.13; FairScale issue #354).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -68,23 +69,32 @@ class Reduction:
         reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None],
         before: Reduction | None = None,
     ) -> None:
-        self.parameters, self.group = list(parameters), group
+        self.parameters = list(parameters)
+        self.group = group
         self.owners = list(owners)
         self.silenced: int = 0 if before is None else before.silenced
-        self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
-        backwards = range(len(self.parameters) - 1, -1, -1)
-        self._everywhere = [i for i in backwards if owners[i] == EVERYWHERE]
-        owned = [i for i in backwards if owners[i] != EVERYWHERE]
-        self._buckets = self._made_of(owned if group.size() > 1 else [], reduce_dtypes, bucket_elements)
-        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+        self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self._everywhere: list[int] = []
+        owned: list[int] = []
+        for index in reversed(range(len(self.parameters))):
+            indices = self._everywhere if owners[index] == EVERYWHERE else owned
+            indices.append(index)
+        self._buckets: list[GradientBucket] = []
+        if group.size() > 1:
+            self._buckets = self._new_buckets(owned, reduce_dtypes, bucket_elements)
+        self._bucket_of: dict[int, GradientBucket] = {}
+        for bucket in self._buckets:
+            self._bucket_of.update(dict.fromkeys(bucket.indices, bucket))
         # Parameters whose gradient here is a mean. What is frozen is among them, too: it may be thawed with its mean.
         self._means: set[Tensor] = set() if before is None else before._means
         self._has_means = False  # owners may have some that nobody has dropped; the same on all ranks
         self._aside: dict[int, Tensor] = {}  # means, while the backward adds to them
         self._arrived: set[int] = set()  # gradients that have not been reduced
         if before is not None:
-            thawed = (p for p in self.parameters if p.grad is not None and p not in before._index)
-            self._arrived = {self._index[p] for p in thawed if p not in self._means}
+            for index, parameter in enumerate(self.parameters):
+                is_thawed = parameter.grad is not None and parameter not in before._index
+                if is_thawed and parameter not in self._means:
+                    self._arrived.add(index)
         self._deferred: set[int] = set()  # gradients that come in parts, or at the end of an inner backward
         self._learning = True
         self._task: int | None = None  # the graph task of the outermost backward that runs
@@ -92,32 +102,46 @@ class Reduction:
         self._launched = 0
         self._lock = threading.RLock()  # a module on several GPUs has several threads in its backward
         self._late: set[int] = set()  # came after their bucket had left
-        self.local = self._warned = False
+        self.local = False
+        self._warned = False
         self._hooks: list[Any] = []
         if group.size() > 1:
             self._take_over()
 
-    def _made_of(
-        self, indices: Sequence[int], reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None], elements: int
+    def _new_buckets(
+        self,
+        indices: Sequence[int],
+        reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None],
+        elements: int,
     ) -> list[GradientBucket]:
         """Return buckets of one dtype on the way each, in the order in which they are complete."""
         kinds: dict[Any, list[nn.Parameter]] = {}
-        for parameter in (self.parameters[i] for i in indices):
+        for index in indices:
+            parameter = self.parameters[index]
             reduce_dtype = reduce_dtypes.get(parameter)
-            kinds.setdefault((reduce_dtype, reduce_dtype or real_dtype(parameter.dtype)), []).append(parameter)
-        made = [
-            GradientBucket(
-                [self._index[p] for p in run], self.owners, self.parameters, self.group, reduce_dtype, self.rounds_first
-            )
-            for (reduce_dtype, _), parameters in kinds.items()
-            for run in runs(parameters, elements)
-        ]
-        made.sort(key=lambda bucket: -min(bucket.indices))
-        for device in dict.fromkeys(self.parameters[i].device for i in indices):
-            here = [bucket for bucket in made if self.parameters[bucket.indices[0]].device == device]
-            for turn in range(min(SLOTS, len(here))):
-                share_memory(here[turn::SLOTS], device)
-        return made
+            kind = (reduce_dtype, reduce_dtype or real_dtype(parameter.dtype))
+            kinds.setdefault(kind, []).append(parameter)
+        buckets = []
+        for (reduce_dtype, _), parameters in kinds.items():
+            for run in runs(parameters, elements):
+                bucket = GradientBucket(
+                    [self._index[parameter] for parameter in run],
+                    self.owners,
+                    self.parameters,
+                    self.group,
+                    reduce_dtype,
+                    self.rounds_first,
+                )
+                buckets.append(bucket)
+        buckets.sort(key=lambda bucket: -min(bucket.indices))
+        by_device: dict[torch.device, list[GradientBucket]] = {}
+        for bucket in buckets:
+            device = self.parameters[bucket.indices[0]].device
+            by_device.setdefault(device, []).append(bucket)
+        for device, of_device in by_device.items():
+            for turn in range(min(SLOTS, len(of_device))):
+                share_memory(of_device[turn::SLOTS], device)
+        return buckets
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -150,7 +174,10 @@ class Reduction:
     def _comes(self, i: int) -> None:
         """Set a mean aside when the backward is about to add to it."""
         parameter = self.parameters[i]
-        if self._means and parameter in self._means and (parameter.grad is None or _accumulates(parameter)):
+        # A look at the set first: hashing a tensor takes its time.
+        if not self._means or parameter not in self._means:
+            return
+        if parameter.grad is None or _accumulates(parameter):
             mean = self._take_mean(i)
             if mean is not None:
                 self._aside[i] = mean
@@ -161,13 +188,15 @@ class Reduction:
         if not self._means or parameter not in self._means:  # a look at the set first: hashing a tensor takes its time
             return self._aside.pop(i, None)
         self._means.discard(parameter)
-        mean, parameter.grad = parameter.grad, None
+        mean = parameter.grad
+        parameter.grad = None
         return mean
 
     @torch.no_grad()
     def _put_back(self, i: int) -> None:
         """End the backward for a mean that was set aside, where no reduction follows."""
-        mean, parameter = self._aside.pop(i), self.parameters[i]
+        mean = self._aside.pop(i)
+        parameter = self.parameters[i]
         if parameter.grad is None:
             parameter.grad = mean
             self._means.add(parameter)
@@ -198,20 +227,23 @@ class Reduction:
 
     def begins(self) -> None:
         """Begin the outermost backward; called in its graph task, before any gradient arrives."""
-        task = current_graph_task_id()
-        if self._task is None and self.group.size() > 1:
-            self._task, self._quiet = task, self.silenced > 0
-            self._forget_dropped()
-            for bucket in self._buckets:
-                bucket.waiting = len(bucket.indices)
-            queue_callback(self._ends)
-            if self.silenced and self._has_means:
-                self._has_means = False
-                dense = [i for bucket in self._buckets for i in bucket.indices]
-                parameters = [self.parameters[i] for i in dense]
-                has_mean = [p in self._means and p.grad is not None for p in parameters]
-                share_means(parameters, [self.owners[i] for i in dense], has_mean, self.group)
-                self._means.difference_update(parameters)  # all ranks have them, as under DDP
+        if self._task is not None or self.group.size() == 1:
+            return
+        self._task = current_graph_task_id()
+        self._quiet = self.silenced > 0
+        self._forget_dropped()
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.indices)
+        queue_callback(self._ends)
+        if self.silenced and self._has_means:
+            self._has_means = False
+            indices = [index for bucket in self._buckets for index in bucket.indices]
+            parameters = [self.parameters[index] for index in indices]
+            owners = [self.owners[index] for index in indices]
+            has_mean = [parameter in self._means and parameter.grad is not None for parameter in parameters]
+            share_means(parameters, owners, has_mean, self.group)
+            # All ranks have them now, as under DDP.
+            self._means.difference_update(parameters)
 
     def check_ended(self) -> None:
         """Raise if a backward never ended."""
@@ -250,7 +282,9 @@ class Reduction:
 
     def _forget_dropped(self) -> None:
         """Count a gradient that was dropped (``grad = None``) as one that never came."""
-        self._arrived = {i for i in self._arrived if self.parameters[i].grad is not None}
+        for index in list(self._arrived):
+            if self.parameters[index].grad is None:
+                self._arrived.discard(index)
 
     def _finish(self, bucket: GradientBucket) -> None:
         self._means.update(self.parameters[i] for i in bucket.finish(self._take_mean))
@@ -266,14 +300,24 @@ class Reduction:
         for bucket in self._buckets:
             self._finish(bucket)
         if self._everywhere:
-            flags = [i in self._arrived for i in self._everywhere]
-            used = used_anywhere(flags, self.group, self.parameters[0].device)
-            average([self.parameters[i] for i, flag in zip(self._everywhere, used, strict=True) if flag], self.group)
+            self._average_everywhere()
         self._all_reduced()
-        self._task, self._launched, self.local, self._has_means = None, 0, False, True
-        self._arrived, self._late = self._late, set()
-        if self._arrived:  # from the next backward on their buckets wait for them
+        self._task = None
+        self._launched = 0
+        self.local = False
+        self._has_means = True
+        self._arrived = self._late
+        self._late = set()
+        # From the next backward on their buckets wait for them.
+        if self._arrived:
             self._flush()
+
+    def _average_everywhere(self) -> None:
+        """Give all ranks the means of what no optimizer has. Collective."""
+        flags = [index in self._arrived for index in self._everywhere]
+        used = used_anywhere(flags, self.group, self.parameters[0].device)
+        indices = itertools.compress(self._everywhere, used)
+        average([self.parameters[index] for index in indices], self.group)
 
     # Do nothing: for subclasses, called on all ranks alike where all buckets of this backward are on their way, and
     # where owners have the means over the group.
@@ -285,9 +329,11 @@ class Reduction:
     @property
     def waiting(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients have not been reduced."""
-        if self.group.size() == 1:  # nothing is, and nobody looks
-            return [parameter for parameter in self.parameters if parameter.grad is not None]
-        return [self.parameters[i] for i in sorted(self._arrived) if self.parameters[i].grad is not None]
+        parameters = self.parameters
+        # With one rank nothing is, and nobody looks.
+        if self.group.size() > 1:
+            parameters = [self.parameters[index] for index in sorted(self._arrived)]
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     def reduce(self) -> None:
         """Reduce what waits, now. Collective."""
@@ -319,13 +365,14 @@ class Reduction:
 def _weakly(method: Any, i: int) -> Callable[[Tensor], None]:
     """Make a hook that does not keep its owner alive."""
     # The collector cannot see through a parameter's hooks while C++ holds the parameter, and the model, the reduction
-    # and the process group with its threads would live forever (torch 2.13).
-    reference, function = weakref.ref(method.__self__), method.__func__  # WeakMethod is slower, for each gradient
+    # and the process group with its threads would live forever (torch 2.13). WeakMethod is slower, for each gradient.
+    reference = weakref.ref(method.__self__)
+    function = method.__func__
 
     def hook(_: Tensor) -> None:
-        found = reference()
-        if found is not None:
-            function(found, i)
+        reduction = reference()
+        if reduction is not None:
+            function(reduction, i)
 
     return hook
 
@@ -340,11 +387,15 @@ def _accumulates(parameter: nn.Parameter) -> bool:
 
 def reduction_of(parameter: Tensor) -> Reduction | None:
     """Return the reduction that a parameter's gradient goes through, if there is one."""
-    found: Reduction | None = _reducing.get(parameter, lambda: None)()
-    return None if found is None or found.group.size() == 1 or found.is_detached else found
+    reduction: Reduction | None = _reducing.get(parameter, lambda: None)()
+    if reduction is None or reduction.group.size() == 1 or reduction.is_detached:
+        return None
+    return reduction
 
 
 def owners_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Any]) -> list[int]:
     """Return the rank that updates each parameter; ``EVERYWHERE`` for those that no optimizer has."""
-    owner = {parameter: rank for each in optimizers for parameter, rank in each._param_to_rank.items()}
-    return [owner.get(parameter, EVERYWHERE) for parameter in parameters]
+    owners: dict[nn.Parameter, int] = {}
+    for optimizer in optimizers:
+        owners.update(optimizer._param_to_rank)
+    return [owners.get(parameter, EVERYWHERE) for parameter in parameters]

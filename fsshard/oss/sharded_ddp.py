@@ -83,14 +83,16 @@ class ShardedDataParallel(nn.Module):
         self._enable_broadcast_buffers = broadcast_buffers
         self._auto_refresh_trainable = auto_refresh_trainable
         self._warn_on_trainable_params_changed = warn_on_trainable_params_changed
-        self._buffer_max_size, self._reduce_fp16 = reduce_buffer_size, reduce_fp16
+        self._buffer_max_size = reduce_buffer_size
+        self._reduce_fp16 = reduce_fp16
         self._process_group = _checked_group(optimizers, process_group)
         devices = {parameter.device for parameter in module.parameters()}
         kinds = sorted({device.type for device in devices})
         if len(kinds) != 1:
             found = ", ".join(kinds) or "no parameters"
             raise MisuseError(f"ShardedDataParallel needs a module with parameters on one kind of device, got {found}")
-        self.is_multi_device_module, self.device_type = len(devices) > 1, kinds[0]
+        self.is_multi_device_module = len(devices) > 1
+        self.device_type = kinds[0]
         self._reduction: Reduction | None = None
         self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
         self._build()
@@ -123,7 +125,8 @@ class ShardedDataParallel(nn.Module):
         size = self._buffer_max_size
         self._reduction = Reduction(trainable, owners, self._process_group, size, reduce_dtypes, before)
         self._build_others()
-        if (left := owners.count(EVERYWHERE)) and before is None:
+        left = owners.count(EVERYWHERE)
+        if left and before is None:
             log.warning(
                 "%d trainable parameters are in no optimizer of this ShardedDataParallel; their gradients are reduced "
                 "to all ranks; freeze them (requires_grad=False) if nothing uses these",

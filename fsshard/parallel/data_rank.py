@@ -34,14 +34,17 @@ def data_rank(mesh: Any = None) -> DataRank:
         ConfigurationError: the names of the dimensions do not say which are for data, or this rank is not in the mesh.
     """
     if mesh is None:
-        return DataRank(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else DataRank(0, 1)
+        if dist.is_initialized():
+            return DataRank(dist.get_rank(), dist.get_world_size())
+        return DataRank(0, 1)
     if not hasattr(mesh, "get_coordinate") or not getattr(mesh, "ndim", 0):
         raise ConfigurationError(f"data_rank({mesh!r}): expected a DeviceMesh, or None for all ranks")
     chosen = _dimensions(mesh)
     coordinate: Sequence[int] | None = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigurationError(f"data_rank: rank {dist.get_rank()} is not in {shape_text(mesh)}")
-    rank, shape = 0, tuple(mesh.shape)
+    rank = 0
+    shape = tuple(mesh.shape)
     for dim in chosen:
         rank = rank * shape[dim] + coordinate[dim]
     return DataRank(rank, math.prod(shape[dim] for dim in chosen))
@@ -59,10 +62,15 @@ def _dimensions(mesh: Any) -> list[int]:
         )
     if mesh.ndim == 1 and roles != ["model"]:
         return [0]  # a slice, whatever its name
-    unknown = [name for name, role in zip(names, roles, strict=True) if role is None]
+    unknown = [name for name in names if role_of(name) is None]
     data = [dim for dim, role in enumerate(roles) if role not in (None, "model")]
     if unknown or not data:
-        why = f"{unknown[0]!r} does not say" if unknown else "no dimension's name says" if names else "nothing says"
+        if unknown:
+            why = f"{unknown[0]!r} does not say"
+        elif names:
+            why = "no dimension's name says"
+        else:
+            why = "nothing says"
         raise ConfigurationError(
             f"data_rank of {shape_text(mesh)}: {why} whether its ranks see the same samples; pass a 1-D slice such as "
             f"{data_slice(mesh)}, or name the dimensions (data, replicate, shard; tp, cp, pp, domain, ...)"

@@ -41,8 +41,12 @@ _ROLES = {"replicas": REPLICAS, "shards": SHARDS | SHARDS_OF_PARTS, "data": DATA
 
 
 def role_of(name: str) -> str | None:
-    """``"replicas"``, ``"shards"``, ``"data"`` or ``"model"`` for a dimension's name; None for an unknown one."""
-    return next((role for role, names in _ROLES.items() if _plain(name) in names), None)
+    """Return ``"replicas"``, ``"shards"``, ``"data"`` or ``"model"`` for a dimension's name; None if it is unknown."""
+    plain = _plain(name)
+    for role, names in _ROLES.items():
+        if plain in names:
+            return role
+    return None
 
 
 def shares_samples(name: str) -> bool:
@@ -60,11 +64,12 @@ def _plain(name: str) -> str:
 
 
 def shape_text(mesh: Any) -> str:
-    """A mesh for people, such as ``"a mesh (data=2, tp=2)"``."""
-    sizes = [str(size) for size in mesh.shape]
+    """Return a mesh for people, such as ``"a mesh (data=2, tp=2)"``."""
+    texts = [str(size) for size in mesh.shape]
     names = _names(mesh)
-    told = [f"{name}={size}" for name, size in zip(names, sizes, strict=True)] if names else sizes
-    return f"a mesh ({', '.join(told)})"
+    if names:
+        texts = [f"{name}={size}" for name, size in zip(names, texts, strict=True)]
+    return f"a mesh ({', '.join(texts)})"
 
 
 def _names(mesh: Any) -> tuple[str, ...]:
@@ -72,16 +77,19 @@ def _names(mesh: Any) -> tuple[str, ...]:
 
 
 def data_dimensions(mesh: Any) -> list[str]:
-    """The names of the dimensions of a mesh along which ranks see other samples."""
+    """Return the names of the dimensions of a mesh along which ranks see other samples."""
     return [name for name in _names(mesh) if role_of(name) in ("replicas", "shards", "data")]
 
 
 def data_slice(mesh: Any) -> str:
     """Return how a user takes the dimensions of data out of ``mesh``, by names that it has; for errors."""
     names = _names(mesh)
-    data = data_dimensions(mesh) or [name for name in names if role_of(name) != "model"][:1]
-    named = "" if names else ", once the mesh has mesh_dim_names="
-    return f"mesh[{', '.join(map(repr, data[:2] or ['data']))}]{named}"
+    data = data_dimensions(mesh)[:2]
+    if not data:
+        others = [name for name in names if role_of(name) != "model"]
+        data = others[:1] or ["data"]
+    hint = "" if names else ", once the mesh has mesh_dim_names="
+    return f"mesh[{', '.join(map(repr, data))}]{hint}"
 
 
 def data_mesh(mesh: Any, *, hybrid: bool) -> Any:
@@ -115,22 +123,24 @@ _NAMED = "_fsshard_named"
 def _check(mesh: Any, hybrid: bool) -> None:
     names = _names(mesh)
     roles = [role_of(name) for name in names]
-    splits = [name for name, role in zip(names, roles, strict=True) if role == "model"]
+    splits = [name for name in names if role_of(name) == "model"]
     if splits or mesh.ndim != 2:
         why = "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards)"
         if splits:
             verb = "split" if len(splits) > 1 else "splits"
-            named = " and ".join(map(repr, splits))
-            why = f"{named} {verb} the model, and wrap shares work among ranks that see different samples"
+            dimensions = " and ".join(map(repr, splits))
+            why = f"{dimensions} {verb} the model, and wrap shares work among ranks that see different samples"
         raise ConfigurationError(f"device_mesh={shape_text(mesh)}: {why}; pass device_mesh={data_slice(mesh)}")
-    if roles[:1] == ["shards"] and roles[1:] != ["shards"]:
+    first, second = roles or (None, None)
+    if first == "shards" and second != "shards":
         raise ConfigurationError(
             f"device_mesh={shape_text(mesh)}: expected replicas first and shards second, as torch takes them; make it "
             f"with mesh_dim_names=({names[1]!r}, {names[0]!r})"
         )
-    if hybrid or (roles[:1] in (["replicas"], ["data"]) and roles[1:] == ["shards"]):
+    if hybrid or (first in ("replicas", "data") and second == "shards"):
         return
-    if not any(mesh.get_coordinate() or ()):  # one rank speaks for all of its mesh
+    # One rank speaks for all of its mesh.
+    if not any(mesh.get_coordinate() or ()):
         warnings.warn(
             f"device_mesh={shape_text(mesh)} is taken as (replicas, shards): every rank sees different samples. If "
             "this is intended, name its dimensions mesh_dim_names=('replicate', 'shard') or pass "

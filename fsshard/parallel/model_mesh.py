@@ -24,13 +24,16 @@ HOW_REPLICATED = 'a mesh dimension such as mesh["cp"], or (mesh["cp"], "mean") f
 HOW_SHARDED = '(mesh["tp"], dim) with the dimension along which the parts lie, or mesh["tp"] where there is none'
 
 
+Ranks = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Axis:
     """A mesh dimension other than data."""
 
     name: str  # as the mesh has it
     group: dist.ProcessGroup = field(compare=False)  # of this rank's ranks along it
-    ranks: tuple[int, ...]  # global ones
+    ranks: Ranks  # global ones
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,25 @@ class ModelMesh:
     def shape(self) -> dict[str, int]:
         """Return the number of ranks of each dimension by its name; data first."""
         names = [axis.name for axis in self.axes]
-        unlike = [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names)]
-        sizes = [len(axis.ranks) for axis in self.axes]
-        return {"data": self.data_size, **dict(zip(unlike, sizes, strict=True))}
+        shape = {"data": self.data_size}
+        for index, axis in enumerate(self.axes):
+            name = axis.name
+            if names.count(name) > 1:
+                name = f"{name} ({index})"
+            shape[name] = len(axis.ranks)
+        return shape
 
     def described(self) -> list[Any]:
         """Return what ranks have to ask for alike."""
-
-        def told(layout: Layout) -> tuple[Any, ...]:
-            return type(layout).__name__, getattr(layout, "dim", None), getattr(layout, "mean", None)
-
-        kinds = [(name, list(map(told, layouts))) for name, layouts in self.layouts.items()]
-        return [[(axis.name, len(axis.ranks)) for axis in self.axes], kinds]
+        axes = [(axis.name, len(axis.ranks)) for axis in self.axes]
+        kinds = []
+        for name, layouts in self.layouts.items():
+            of_name = []
+            for layout in layouts:
+                kind = type(layout).__name__
+                of_name.append((kind, getattr(layout, "dim", None), getattr(layout, "mean", None)))
+            kinds.append((name, of_name))
+        return [axes, kinds]
 
 
 def find_model_mesh(
@@ -81,55 +91,67 @@ def find_model_mesh(
             these meshes that divides samples or the model and is named nowhere.
         ModelError: a DTensor that cannot be taken.
     """
-    dtensors = list(dtensor_parameters(table.modules))
+    dtensors = {name: parameter for name, _, _, parameter in dtensor_parameters(table.modules)}
     if not dtensors and replicated is None and sharded is None:
         return None  # nothing is said, and so nothing is known
     check_dtensors(table)
     data_ranks = tuple(dist.get_process_group_ranks(data))
-    axes: dict[tuple[int, ...], Axis] = {}
-    for name, _, _, parameter in dtensors:
-        for dim in range(parameter.device_mesh.ndim):
-            _add(axes, _axis(parameter.device_mesh, dim, f"parameter {name!r}, a DTensor,"), data_ranks)
-    groups = {name: p.device_mesh.get_all_groups() for name, *_, p in dtensors}
-    ranks = {name: {tuple(dist.get_process_group_ranks(each)) for each in found} for name, found in groups.items()}
-    named = _Declared(table, ranks)
-    for argument, given in (("replicated", replicated), ("sharded", sharded)):
-        for axis in named.take(argument, given):
+    axes: dict[Ranks, Axis] = {}
+    of_dtensors: dict[str, set[Ranks]] = {}
+    has_parts = False
+    for name, parameter in dtensors.items():
+        mesh = parameter.device_mesh
+        of_dtensors[name] = set()
+        for dim in range(mesh.ndim):
+            axis = _axis(mesh, dim, f"parameter {name!r}, a DTensor,")
+            of_dtensors[name].add(axis.ranks)
+            _add(axes, axis, data_ranks)
+        has_parts |= any(placed.is_shard() for placed in parameter.placements)
+    declared = _Declared(table, of_dtensors)
+    for argument, mapping in (("replicated", replicated), ("sharded", sharded)):
+        for axis in declared.take(argument, mapping):
             _add(axes, axis, data_ranks)
     if axes:
-        roots = [device_mesh, *(parameter.device_mesh for *_, parameter in dtensors)]
-        _check_all_named(axes, roots, set(data_ranks))
-    found = tuple(axes.values())
-    layouts = named.layouts()
-    parted = any(placed.is_shard() for *_, parameter in dtensors for placed in parameter.placements)
-    parted |= any(layout.divides for each in layouts.values() for layout in each)
-    return ModelMesh(found, keep_group(_everyone(data, found)), layouts, len(data_ranks), parted)
+        meshes = [device_mesh, *(parameter.device_mesh for parameter in dtensors.values())]
+        _check_all_named(axes, meshes, set(data_ranks))
+    layouts = declared.layouts()
+    for of_name in layouts.values():
+        has_parts |= any(layout.divides for layout in of_name)
+    group = keep_group(_everyone(data, axes.values()))
+    return ModelMesh(tuple(axes.values()), group, layouts, len(data_ranks), has_parts)
 
 
 def check_asked_alike(mesh: ModelMesh, names: Sequence[str]) -> None:
     """Raise on every rank unless all have parameters of the same ``names``, and say the same of each. Collective."""
-    told = per_rank(mesh.group, (mesh.described(), list(names)))
-    for rank, (said, held) in enumerate(told):
-        if said != told[0][0]:
-            raise RankMismatch(f"replicated= and sharded= differ: {told[0][0]} on rank 0, {said} on rank {rank}")
-        if held != told[0][1]:
-            only = {*held} ^ {*told[0][1]} or {"in another order"}
+    (description, of_first), *others = per_rank(mesh.group, (mesh.described(), list(names)))
+    for rank, (other_description, of_rank) in enumerate(others, start=1):
+        if other_description != description:
             raise RankMismatch(
-                f"ranks 0 and {rank} have parameters of different names ({', '.join(sorted(only)[:3])}): along every "
+                f"replicated= and sharded= differ: {description} on rank 0, {other_description} on rank {rank}"
+            )
+        if of_rank != of_first:
+            unlike = set(of_rank) ^ set(of_first) or {"in another order"}
+            raise RankMismatch(
+                f"ranks 0 and {rank} have parameters of different names ({', '.join(sorted(unlike)[:3])}): along every "
                 "mesh dimension parts have one name; give all ranks the parameter, even where its values are not used"
             )
 
 
 def _axis(mesh: Any, dim: int, what: str) -> Axis:
     group = mesh.get_group(dim)
-    names = mesh.mesh_dim_names
     ranks = tuple(dist.get_process_group_ranks(group))
     if dist.get_rank() not in ranks:
         raise ConfigurationError(f"{what} names a mesh that rank {dist.get_rank()} is not in: {mesh}")
-    return Axis(names[dim] if names else f"dim{dim}", group, ranks)
+    names = mesh.mesh_dim_names
+    name = names[dim] if names else f"dim{dim}"
+    return Axis(name, group, ranks)
 
 
-def _add(axes: dict[tuple[int, ...], Axis], axis: Axis, data_ranks: Sequence[int]) -> None:
+def _add(
+    axes: dict[Ranks, Axis],
+    axis: Axis,
+    data_ranks: Sequence[int],
+) -> None:
     if len(axis.ranks) == 1:
         return
     if len(set(axis.ranks) & set(data_ranks)) > 1:
@@ -141,14 +163,21 @@ def _add(axes: dict[tuple[int, ...], Axis], axis: Axis, data_ranks: Sequence[int
     axes.setdefault(axis.ranks, axis)
 
 
-def _check_all_named(axes: Iterable[tuple[int, ...]], meshes: Iterable[Any], data_ranks: set[int]) -> None:
+def _check_all_named(
+    axes: Iterable[Ranks],
+    meshes: Iterable[Any],
+    data_ranks: set[int],
+) -> None:
     """Raise for a dimension of these meshes whose ranks share samples, and of which nothing was said. Local."""
     known = [data_ranks, *map(set, axes)]
     for mesh in meshes:
         whole = whole_mesh(mesh)
-        for dim, name in enumerate(getattr(whole, "mesh_dim_names", None) or ()):
+        names = getattr(whole, "mesh_dim_names", None) or ()
+        for dim, name in enumerate(names):
             ranks = set(dist.get_process_group_ranks(whole.get_group(dim)))
-            if shares_samples(name) and len(ranks) > 1 and not any(ranks <= each for each in known):
+            if not shares_samples(name) or len(ranks) == 1:
+                continue
+            if not any(ranks <= each for each in known):
                 raise ConfigurationError(
                     f"{shape_text(whole)}: dimension {name!r} is not named, while others are: if its ranks have parts "
                     "of gradients, training is silently wrong; name it in replicated= or sharded=, or pass "
@@ -158,38 +187,43 @@ def _check_all_named(axes: Iterable[tuple[int, ...]], meshes: Iterable[Any], dat
 
 def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGroup:
     """Return the group of all ranks that are reached along data and the axes. Collective over them."""
-    known = set(dist.get_process_group_ranks(data))
+    reached = set(dist.get_process_group_ranks(data))
     for axis in axes:
-        known = {rank for found in per_rank(axis.group, sorted(known)) for rank in found}
+        for ranks in per_rank(axis.group, sorted(reached)):
+            reached.update(ranks)
     for group in (data, dist.group.WORLD):
         assert group is not None
-        if known == set(dist.get_process_group_ranks(group)):
+        if reached == set(dist.get_process_group_ranks(group)):
             return group
-    made = _groups.setdefault(dist.group.WORLD, {})
-    key = tuple(sorted(known))
-    if key not in made:
-        group_of_all: Any = dist.new_group(list(key), use_local_synchronization=True)  # -100 for who is not in it
-        made[key] = group_of_all
-    return made[key]
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    key = tuple(sorted(reached))
+    if key not in groups:
+        # It would be -100 on a rank that is not in it.
+        new_group: Any = dist.new_group(list(key), use_local_synchronization=True)
+        groups[key] = new_group
+    return groups[key]
 
 
-_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, dict[Ranks, dist.ProcessGroup]] = WeakKeyDictionary()
 """The groups that were made for models in each world, by their ranks: a group is never freed before its world."""
 
 
 class _Declared:
     """The words of ``replicated`` and ``sharded`` on each parameter."""
 
-    def __init__(self, table: ModuleTable, dtensors: Mapping[str, set[tuple[int, ...]]]) -> None:
+    def __init__(self, table: ModuleTable, dtensors: Mapping[str, set[Ranks]]) -> None:
         self._dtensors = dtensors
-        self._modules, slots = table.modules, list(table.slots())
-        first: dict[int, str] = {}
-        self._tied = {slot.name: first.setdefault(id(slot.parameter), slot.name) for slot in slots}
-        self._dims = {slot.name: len(slot.kind.user_shape(slot.parameter.shape)) for slot in slots}
-        self._found: dict[str, dict[tuple[int, ...], Layout]] = {}
+        self._modules = table.modules
+        self._tied: dict[str, str] = {}  # a parameter's name -> its first name
+        self._dims: dict[str, int] = {}
+        first_names: dict[int, str] = {}
+        for slot in table.slots():
+            self._tied[slot.name] = first_names.setdefault(id(slot.parameter), slot.name)
+            self._dims[slot.name] = len(slot.kind.user_shape(slot.parameter.shape))
+        self._layouts: dict[str, dict[Ranks, Layout]] = {}
 
     def take(self, argument: str, given: object) -> list[Axis]:
-        """Remember one of the two arguments; the mesh dimensions that it names."""
+        """Remember one of the two arguments, and return the mesh dimensions that it names."""
         if given is None:
             return []
         if not isinstance(given, Mapping):
@@ -197,25 +231,29 @@ class _Declared:
             raise ConfigurationError(
                 f"{argument}={given!r}: expected a mapping from a parameter's name, pattern or module class to {how}"
             )
-        found = []
+        axes = []
         for key, value in given.items():
-            axis, said = _named_axis(argument, key, value)
+            axis, detail = _named_axis(argument, key, value)
             if len(axis.ranks) > 1:
                 for name in self._fitting(argument, key):
-                    self._say(argument, name, axis, said)
-                found.append(axis)
-        return found
+                    self._say(argument, name, axis, detail)
+                axes.append(axis)
+        return axes
 
     def layouts(self) -> dict[str, tuple[Layout, ...]]:
-        """Parameter's name -> what it is along the mesh dimensions."""
-        return {name: tuple(found.values()) for name, found in self._found.items()}
+        """Map a parameter's name to what it is along the mesh dimensions."""
+        return {name: tuple(layouts.values()) for name, layouts in self._layouts.items()}
 
     def _fitting(self, argument: str, key: object) -> list[str]:
+        # The dimension is named, and no parameter.
         if key == ():
-            return []  # the dimension is named, and no parameter
+            return []
         if isinstance(key, type) and issubclass(key, nn.Module):
-            owners = [name for name, module in self._modules.items() if isinstance(module, key)]
-            names = [n for n in self._tied if any(n.startswith(f"{owner}." if owner else "") for owner in owners)]
+            prefixes = []
+            for name, module in self._modules.items():
+                if isinstance(module, key):
+                    prefixes.append(f"{name}." if name else "")
+            names = [name for name in self._tied if name.startswith(tuple(prefixes))]
         elif isinstance(key, str):
             try:
                 names = [name for name in self._tied if re.search(key, name)]
@@ -231,9 +269,9 @@ class _Declared:
             )
         return list(dict.fromkeys(self._tied[name] for name in names))
 
-    def _say(self, argument: str, name: str, axis: Axis, said: Any) -> None:
-        known = self._found.setdefault(name, {})
-        if axis.ranks in known:
+    def _say(self, argument: str, name: str, axis: Axis, detail: Any) -> None:
+        layouts = self._layouts.setdefault(name, {})
+        if axis.ranks in layouts:
             raise ConfigurationError(
                 f"{argument}: parameter {name!r} is named twice for mesh dimension {axis.name!r}; let one pattern fit"
             )
@@ -243,21 +281,27 @@ class _Declared:
                 f"{axis.name!r}; leave it out"
             )
         if argument == "replicated":
-            known[axis.ranks] = Shared(axis.group, mean=said == "mean")
+            layouts[axis.ranks] = Shared(axis.group, mean=detail == "mean")
             return
-        dims = self._dims[name]
-        if said is not None and not -dims <= said < dims:
-            raise ConfigurationError(f"sharded: parameter {name!r} has {dims} dimensions, and no dimension {said}")
-        known[axis.ranks] = HandSplit(axis.group, None if said is None else said % dims)
+        dim = detail
+        if dim is not None:
+            dims = self._dims[name]
+            if not -dims <= dim < dims:
+                raise ConfigurationError(f"sharded: parameter {name!r} has {dims} dimensions, and no dimension {dim}")
+            dim %= dims
+        layouts[axis.ranks] = HandSplit(axis.group, dim)
 
 
 def _named_axis(argument: str, key: object, value: object) -> tuple[Axis, Any]:
-    how = HOW_REPLICATED if argument == "replicated" else HOW_SHARDED
-    mesh, said = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-    allowed = said is None or (said in ("sum", "mean") if argument == "replicated" else type(said) is int)
-    if isinstance(mesh, dist.ProcessGroup) and allowed:
+    how = HOW_SHARDED
+    mesh, detail = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    is_allowed = detail is None or type(detail) is int
+    if argument == "replicated":
+        how = HOW_REPLICATED
+        is_allowed = detail in (None, "sum", "mean")
+    if isinstance(mesh, dist.ProcessGroup) and is_allowed:
         ranks = tuple(dist.get_process_group_ranks(mesh))
-        return Axis(f"ranks of {key}", mesh, ranks), said
-    if getattr(mesh, "ndim", None) != 1 or not hasattr(mesh, "get_group") or not allowed:
+        return Axis(f"ranks of {key}", mesh, ranks), detail
+    if getattr(mesh, "ndim", None) != 1 or not hasattr(mesh, "get_group") or not is_allowed:
         raise ConfigurationError(f"{argument}={{{key!r}: {value!r}}}: expected {how}")
-    return _axis(mesh, 0, f"{argument}={{{key!r}: ...}}"), said
+    return _axis(mesh, 0, f"{argument}={{{key!r}: ...}}"), detail

@@ -41,7 +41,7 @@ class _Sum(NamedTuple):
     reduction: tree.AllReduce
 
     def with_gradients(self) -> list[tuple[_Part, Tensor | None]]:
-        """Each part with this rank's gradient."""
+        """Return each part with this rank's gradient."""
         return list(zip(self.parts, self.gradients, strict=True))
 
 
@@ -60,10 +60,13 @@ class SharedGradients:
         owned: Callable[[Entry], bool],
         device: torch.device | None = None,
     ) -> None:
-        self._parts = [
-            _Part(entry, layout) for entry in entries for layout in entry.layouts if isinstance(layout, Shared)
-        ]
-        self._owned, self._device = owned, device
+        self._parts: list[_Part] = []
+        for entry in entries:
+            for layout in entry.layouts:
+                if isinstance(layout, Shared):
+                    self._parts.append(_Part(entry, layout))
+        self._owned = owned
+        self._device = device
         self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
         self._simulated = False
 
@@ -76,9 +79,11 @@ class SharedGradients:
         # Accumulated gradients need no second copy: one rank along the dimension keeps the sum, the others begin at
         # zero, and the next sum has each of its terms once.
         for entry, shared in self._parts:
-            gradient = entry.grad() if entry.name in self._summed else None
             # The mean of what all have is what each has: of that nobody need let go.
-            if gradient is not None and not shared.mean and dist.get_rank(shared.group):
+            if entry.name not in self._summed or shared.mean:
+                continue
+            gradient = entry.grad()
+            if gradient is not None and dist.get_rank(shared.group):
                 gradient.zero_()
         self._summed.clear()
 
@@ -91,52 +96,71 @@ class SharedGradients:
         """
         if not self._parts:
             return
-        wanted = {entry.name for entry in entries}
-        left = [part for part in self._parts if part.entry.name in wanted and part.entry.name not in self._summed]
-        trained = [part for part in left if part.entry.parameter.requires_grad and self._owned(part.entry)]
-        for group, parts in _by_group(trained):
-            # A sum is under way while the next bucket is filled, and the device is waited for once, at the end.
-            begun: deque[_Sum] = deque()
-            told: list[tuple[Sequence[_Part], Tensor]] = []
-            for bucket in _buckets(parts, self._value):
-                begun.append(self._begin(group, bucket))
-                if len(begun) > IN_FLIGHT:
-                    told.append(self._end(begun.popleft()))
-            told += [self._end(one) for one in begun]
-            if not self._simulated:  # whose ranks do all the same, and have no numbers
-                _check_counts(group, told)
-        self._summed.update(part.entry.name for part in left)
+        names = {entry.name for entry in entries} - self._summed
+        by_group: dict[dist.ProcessGroup, list[_Part]] = {}
+        for part in self._parts:
+            entry = part.entry
+            if entry.name in names and entry.parameter.requires_grad and self._owned(entry):
+                by_group.setdefault(part.shared.group, []).append(part)
+        for group, parts in by_group.items():
+            self._sum(group, parts)
+        self._summed |= names
+
+    def _sum(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> None:
+        # A sum is under way while the next bucket is filled, and the device is waited for once, at the end.
+        begun: deque[_Sum] = deque()
+        counts: list[Tensor] = []
+        summed: list[_Part] = []
+        for bucket in _buckets(parts, self._value):
+            begun.append(self._begin(group, bucket))
+            summed += bucket
+            if len(begun) > IN_FLIGHT:
+                counts.append(self._end(begun.popleft()))
+        for one in begun:
+            counts.append(self._end(one))
+        # In a simulation all ranks do the same, and have no numbers.
+        if not self._simulated:
+            of_all = torch.cat([each.float() for each in counts])
+            _check_counts(group, summed, of_all.tolist())
 
     def _value(self, part: _Part) -> Tensor:
         gradient = part.entry.grad()
-        return torch.zeros_like(part.entry.local()) if gradient is None else gradient
+        if gradient is None:
+            return torch.zeros_like(part.entry.local())
+        return gradient
 
     def _begin(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> _Sum:
         """Begin to sum gradients, all of one dtype, and to learn in the same exchange who has them."""
         gradients = [part.entry.grad() for part in parts]
         values = [self._value(part).reshape(-1) for part in parts]
-        there = values[0].new_tensor([gradient is not None for gradient in gradients])
-        flat = torch.cat([*values, there]).to(self._device or values[0].device)
+        first = values[0]
+        has_gradient = first.new_tensor([gradient is not None for gradient in gradients])
+        device = self._device or first.device
+        flat = torch.cat([*values, has_gradient]).to(device)
         return _Sum(parts, gradients, flat, tree.AllReduce(flat, group))
 
-    def _end(self, begun: _Sum) -> tuple[Sequence[_Part], Tensor]:
-        """Put the sums where the gradients are; the parts, and how many ranks have a gradient of each."""
+    def _end(self, begun: _Sum) -> Tensor:
+        """Put the sums where the gradients are, and return how many ranks have a gradient of each part."""
         begun.reduction.wait()
-        sizes = [part.entry.local().numel() if grad is None else grad.numel() for part, grad in begun.with_gradients()]
-        *sums, counts = begun.flat.split([*sizes, len(begun.parts)])
-        for (part, gradient), total in zip(begun.with_gradients(), sums, strict=True):
-            if gradient is not None:
-                mean = total / part.shared.group.size() if part.shared.mean else total
-                gradient.copy_(mean.view(gradient.shape))
-        return begun.parts, counts.clone()  # a view would keep the whole bucket
+        sizes = []
+        for part, gradient in begun.with_gradients():
+            numbers = part.entry.local() if gradient is None else gradient
+            sizes.append(numbers.numel())
+        sums = begun.flat.split([*sizes, len(begun.parts)])
+        for (part, gradient), total in zip(begun.with_gradients(), sums, strict=False):
+            if gradient is None:
+                continue
+            if part.shared.mean:
+                total = total / part.shared.group.size()
+            gradient.copy_(total.view(gradient.shape))
+        counts: Tensor = sums[-1]
+        # A view would keep the whole bucket.
+        return counts.clone()
 
 
-def _check_counts(group: dist.ProcessGroup, told: Sequence[tuple[Sequence[_Part], Tensor]]) -> None:
+def _check_counts(group: dist.ProcessGroup, parts: Sequence[_Part], counts: Sequence[float]) -> None:
     """Raise unless of each parameter all ranks have a gradient, or none."""
-    if not told:
-        return
-    counts = torch.cat([counts.float() for _, counts in told]).tolist()
-    for part, count in zip((part for parts, _ in told for part in parts), counts, strict=True):
+    for part, count in zip(parts, counts, strict=True):
         if 0 < count < group.size():
             raise GradientError(
                 f"of the {group.size()} ranks that share parameter {part.entry.name!r} (replicated=), {round(count)} "
@@ -145,23 +169,17 @@ def _check_counts(group: dist.ProcessGroup, told: Sequence[tuple[Sequence[_Part]
             )
 
 
-def _by_group(parts: Iterable[_Part]) -> Iterator[tuple[dist.ProcessGroup, list[_Part]]]:
-    found: dict[dist.ProcessGroup, list[_Part]] = {}
-    for part in parts:
-        found.setdefault(part.shared.group, []).append(part)
-    yield from found.items()
-
-
 def _buckets(parts: Iterable[_Part], value: Callable[[_Part], Tensor]) -> Iterator[list[_Part]]:
-    """Parts whose gradients are of one dtype and device, some megabytes at a time, in one order on all ranks."""
+    """Yield parts whose gradients are of one dtype and device, some megabytes at a time, in one order on all ranks."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for part in parts:
         tensor = value(part)
         kind = (tensor.dtype, tensor.device)
-        if sizes.get(kind, 0) + tensor.nbytes > BUCKET_BYTES and kind in by_kind:
+        size = sizes.get(kind, 0) + tensor.nbytes
+        if size > BUCKET_BYTES and kind in by_kind:
             yield by_kind.pop(kind)
-            sizes[kind] = 0
+            size = tensor.nbytes
         by_kind.setdefault(kind, []).append(part)
-        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+        sizes[kind] = size
     yield from by_kind.values()

@@ -23,8 +23,8 @@ current_graph_task_id: Callable[[], int] = AREA.take(
 current_node: Callable[[], Any] = AREA.take(
     "torch._C:_current_autograd_node",
     source=MODULE,
-    use="the node that a backward runs now: names a simulation's module, tells AdaScale of an outer backward",
-    otherwise="memory of a backward is counted for no module; AdaScale does not refuse reentrant checkpoints",
+    use="the node that a backward runs now: names a simulation's module",
+    otherwise="memory of a backward is counted for no module",
     fallback=lambda: None,
 )
 will_execute: Callable[[Any], bool] = AREA.take(

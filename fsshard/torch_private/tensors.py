@@ -60,7 +60,7 @@ lazy_clone: Callable[[Tensor], Tensor] = AREA.take(
     fallback=lambda tensor: tensor.detach().clone(),
 )
 
-_LISTS = {"source": KERNELS, "otherwise": "OSS, ShardedDDP and AdaScale"}
+_LISTS = {"source": KERNELS, "otherwise": "OSS and ShardedDDP"}
 foreach_add_: Callable[..., None] = AREA.take("torch:_foreach_add_", use="one kernel for a list of tensors", **_LISTS)
 foreach_copy_: Callable[..., None] = AREA.take("torch:_foreach_copy_", use="as _foreach_add_", **_LISTS)
 foreach_mul: Callable[..., Any] = AREA.take("torch:_foreach_mul", use="as _foreach_add_", **_LISTS)

@@ -24,7 +24,6 @@ ELSEWHERE = {
     "return one, or run the module with validate()": "compat/lightning/test_strategy.py",
     "use EMAWeightAveraging or WeightAveraging, or": "compat/lightning/test_strategy.py",
     "call the parts: self('generator', noise)": "compat/lightning/test_strategy.py",
-    "its hooks are on the parameters; use state_dict()": "compat/fairscale/optim/test_adascale.py",
     "call install() before the first import of fairscale, or run:": "compat/test_redirect.py",
     "wrap it first: model = fsshard.wrap(model, backend=...)": "compat/test_neuralop.py",
     "use bf16=True": "compat/transformers/test_trainer.py",

@@ -167,7 +167,7 @@ def test_other_ranks_and_inner_runs_print_no_report(world: World) -> None:
 def test_the_report_as_text() -> None:
     assert report.text([]) == "fsshard.compat: this run used nothing of FairScale"
     found = [
-        Note("call", "fairscale.optim.adascale.AdaScale", "an engine"),
+        Note("call", "fairscale.nn.checkpoint.checkpoint_utils.patch_batchnorm", "an engine"),
         Note("import", "fairscale.nn.Pipe", "__main__"),
         Note("import", "fairscale.nn.Pipe", "their.library"),
         Note("import", "fairscale.nn.wrap.no_such", "__main__"),
@@ -178,11 +178,11 @@ def test_the_report_as_text() -> None:
         "    fairscale.nn.Pipe          by __main__, their.library",
         "    fairscale.nn.wrap.no_such  by __main__",
         "  called:",
-        "    fairscale.optim.adascale.AdaScale  served by an engine",
+        "    fairscale.nn.checkpoint.checkpoint_utils.patch_batchnorm  served by an engine",
         "  to leave FairScale, write:",
-        "    instead of AdaScale:",
+        "    instead of patch_batchnorm:",
         "        # torch has nothing like it; import it from fsshard.compat",
-        "        from fsshard.compat.fairscale.optim import AdaScale",
+        "        from fsshard.compat.fairscale.nn.checkpoint.checkpoint_utils import patch_batchnorm",
         "    instead of Pipe:",
         "        # torch.distributed.pipelining.pipeline, torch.distributed.pipelining.ScheduleGPipe",
         "        from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline",

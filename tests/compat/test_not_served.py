@@ -31,6 +31,19 @@ def test_flatten_params_wrapper_names_what_shards(name: str) -> None:
     assert "instead of FlattenParamsWrapper: " in explain("fairscale.nn.misc.flatten_params_wrapper")
 
 
+@pytest.mark.fairscale_row(13)
+@pytest.mark.fairscale_row(14)
+@pytest.mark.fairscale_row(30)
+@pytest.mark.parametrize("name", ["AdaScale", "AdaScaleWrapper"])
+def test_adascale_is_refused_with_what_to_write_instead(name: str) -> None:
+    instead = r"(?s)is not served.*instead: a plain torch optimizer whose learning rate is scaled by hand"
+    with pytest.raises(NotServed, match=instead):
+        exec(f"from fsshard.compat.fairscale.optim import {name}", {})
+    with pytest.raises(AttributeError, match=instead):
+        getattr(mirror.optim, name)(None)
+    assert f"instead of {name}: a plain torch optimizer" in explain("fairscale.optim.adascale")
+
+
 def test_the_text() -> None:
     first, *lines, last = explain("fairscale.experimental.nn").splitlines()
     assert (

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ...not_served import missing_from
-from .adascale import AdaScale, AdaScaleWrapper
 from .grad_scaler import GradScaler
 from .oss import OSS
 
-__all__ = ["OSS", "AdaScale", "AdaScaleWrapper", "GradScaler"]
+__all__ = ["OSS", "GradScaler"]
 
 __getattr__ = missing_from(__name__)

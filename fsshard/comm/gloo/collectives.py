@@ -23,7 +23,8 @@ class _Broadcasts(dist.Work):
 
     def __init__(self, works: list[Any], lent: list[Tensor]) -> None:
         super().__init__()
-        self._works, self._lent = works, lent
+        self._works = works
+        self._lent = lent
 
     def wait(self, timeout: Any = None) -> bool:
         while self._works:
@@ -41,7 +42,11 @@ class Gather(AllGather):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work:
         """Fill ``output_tensor`` with every rank's ``input_tensor``; asynchronous whatever ``async_op`` says."""
         # FSDP2 waits for any Work that it is given where it needs the numbers, so that the gather that it starts ahead

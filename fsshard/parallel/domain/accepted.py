@@ -81,12 +81,10 @@ def order_of(model: nn.Module) -> int:
     from neuralop.layers.spectral_convolution import SpectralConv
 
     orders = {module.order for module in model.modules() if isinstance(module, SpectralConv)}
-    if len(orders) != 1:
-        raise ModelError(
-            f"shard_domain splits neuraloperator's FNO and TFNO; {type(model).__name__} has "
-            f"{'no spectral convolution' if not orders else 'spectral convolutions in several numbers of dimensions'}"
-        )
-    return int(orders.pop())
+    if len(orders) == 1:
+        return int(orders.pop())
+    reason = "spectral convolutions in several numbers of dimensions" if orders else "no spectral convolution"
+    raise ModelError(f"shard_domain splits neuraloperator's FNO and TFNO; {type(model).__name__} has {reason}")
 
 
 def check_operator(model: nn.Module, split: int, pointwise: Sequence[Any]) -> None:
@@ -102,7 +100,8 @@ def check_operator(model: nn.Module, split: int, pointwise: Sequence[Any]) -> No
     """
     from neuralop.layers import complex
 
-    taken = (*_known(), *replacements(), *(kind for kind in pointwise if isinstance(kind, type)))
+    classes = [kind for kind in pointwise if isinstance(kind, type)]
+    accepted = (*_known(), *replacements(), *classes)
     functions = (*POINTWISE_FUNCTIONS, *pointwise, complex.CGELU, complex.ctanh)
     left_out = {id(module) for module in _on_no_field(model)}
     for name, module in model.named_modules():
@@ -110,14 +109,14 @@ def check_operator(model: nn.Module, split: int, pointwise: Sequence[Any]) -> No
             continue
         if type(module) in CONVOLUTIONS:
             _check_convolution(name, module)
-        elif type(module) not in taken:
+        elif type(module) not in accepted:
             _refuse(
                 name,
                 module,
                 "is not known to treat every point by itself; if it does, pass pointwise=(its class,), and if it only "
                 "contains an operator, split that (docs/domain.md lists what is taken)",
             )
-        _check_settings(name, module, functions, pointwise)
+        _check_settings(name, module, functions)
     order = order_of(model)
     if order <= split:
         raise ModelError(
@@ -133,12 +132,13 @@ def _refuse(name: str, module: nn.Module, why: str) -> None:
 
 
 def _check_convolution(name: str, module: Any) -> None:
-    if {*module.kernel_size, *module.stride} != {1} or any(part != 0 for part in module.padding):
+    reads_one_point = {*module.kernel_size, *module.stride} == {1}
+    if not reads_one_point or any(part != 0 for part in module.padding):
         _refuse(name, module, "reads neighbouring points (kernel, stride or padding), which another rank may have")
 
 
-def _check_settings(name: str, module: Any, functions: Sequence[Any], pointwise: Sequence[Any]) -> None:
-    """Return what modules hold that is no module: precisions, functions, statistics."""
+def _check_settings(name: str, module: Any, functions: Sequence[Any]) -> None:
+    """Raise for what modules hold that is no module: precisions, functions, statistics."""
     from neuralop.layers.normalization_layers import InstanceNorm
     from neuralop.layers.padding import DomainPadding
 
@@ -147,10 +147,12 @@ def _check_settings(name: str, module: Any, functions: Sequence[Any], pointwise:
         _refuse(name, module, f"has fno_block_precision={precision!r}; only 'full' is split")
     function = getattr(module, "non_linearity", None)
     if function is not None and not isinstance(function, nn.Module) and function not in functions:
-        told = getattr(function, "__name__", function)
-        _refuse(name, module, f"has non_linearity={told}, not known to be pointwise; if it is, pass pointwise=(it,)")
-    if isinstance(module, InstanceNorm) and (set(module.kwargs) - {"eps", "weight", "bias", "momentum"}):
-        _refuse(name, module, f"has {sorted(module.kwargs)}; only eps, weight and bias are taken")
+        text = getattr(function, "__name__", function)
+        _refuse(name, module, f"has non_linearity={text}, not known to be pointwise; if it is, pass pointwise=(it,)")
+    if isinstance(module, InstanceNorm):
+        foreign = set(module.kwargs) - {"eps", "weight", "bias", "momentum"}
+        if foreign:
+            _refuse(name, module, f"has {sorted(module.kwargs)}; only eps, weight and bias are taken")
     if isinstance(module, DomainPadding) and set(_factors(module.resolution_scaling_factor)) != {1}:
         _refuse(name, module, "pads a field whose resolution is scaled as well, which neuraloperator cannot take away")
 

@@ -8,7 +8,7 @@ batch does so over the domain's, as on a data-parallel rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,31 +30,40 @@ class DomainLpLoss(LpLoss):
         self.domain = domain
 
     def abs(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
-        """The Lp norm of x - y; see neuraloperator. Collective."""
-        _check_slabs(self.domain, x, y)
+        """Return the Lp norm of x - y; see neuraloperator. Collective."""
+        domain = self.domain
+        _check_slabs(domain, x, y)
         if quadrature is None:
-            sizes = [*x.shape[: x.ndim - self.domain.order], *self.domain.whole(self.domain.layout_of(x), x.shape)]
-            quadrature = [self.measure[-j] / sizes[-j] for j in range(self.d, 0, -1)]
+            sizes = _whole_shape(domain, x)[-self.d :]
+            measures = self.measure[-self.d :]
+            quadrature = [measure / size for measure, size in zip(measures, sizes, strict=True)]
         elif isinstance(quadrature, float):
             quadrature = [quadrature] * self.d
-        total = math.prod(quadrature) * summed(self._power(_wide(x) - _wide(y)), self.domain.axes)
-        norm: Tensor = self.reduce_all(total ** (1.0 / self.p) if take_root and self.p != 1 else total)
-        return _as_torch_has_it(norm.squeeze(), x, y)
+        power = self._power(_wide(x) - _wide(y))
+        norm = math.prod(quadrature) * summed(power, domain.axes)
+        if take_root and self.p != 1:
+            norm = norm ** (1.0 / self.p)
+        return _as_torch_has_it(self.reduce_all(norm).squeeze(), x, y)
 
     def rel(self, x: Tensor, y: Tensor, take_root: bool = True) -> Tensor:
-        """The Lp norm of x - y, relative to that of y; see neuraloperator. Collective."""
+        """Return the Lp norm of x - y, relative to that of y; see neuraloperator. Collective."""
         _check_slabs(self.domain, x, y)
-        powers = [self._power(_wide(x) - _wide(y)), self._power(_wide(y))]
+        target = _wide(y)
+        powers = [self._power(_wide(x) - target), self._power(target)]
         over, under = summed(torch.stack(powers), self.domain.axes)
         if take_root and self.p != 1:
-            over, under = over ** (1.0 / self.p), under ** (1.0 / self.p)
-        norm: Tensor = self.reduce_all(over / (under + self.eps))
+            root = 1.0 / self.p
+            over = over**root
+            under = under**root
+        norm = self.reduce_all(over / (under + self.eps))
         return _as_torch_has_it(norm.squeeze(), x, y)
 
     def _power(self, x: Tensor) -> Tensor:
-        """The sum over this rank's points of |x|^p."""
+        """Return the sum over this rank's points of |x|^p."""
         flat = torch.flatten(x, start_dim=-self.d)
-        return torch.sum(flat**self.p if self.p % 2 == 0 else torch.abs(flat) ** self.p, dim=-1)
+        if self.p % 2 != 0:
+            flat = torch.abs(flat)
+        return torch.sum(flat**self.p, dim=-1)
 
 
 class DomainH1Loss(H1Loss):
@@ -66,19 +75,22 @@ class DomainH1Loss(H1Loss):
         self.domain = domain
 
     def abs(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
-        """The H1 norm of x - y; see neuraloperator. Collective."""
-        norm: Tensor = super().abs(*self._whole(x, y), quadrature=quadrature, take_root=take_root)
+        """Return the H1 norm of x - y; see neuraloperator. Collective."""
+        x, y = self._whole(x, y)
+        norm: Tensor = super().abs(x, y, quadrature=quadrature, take_root=take_root)
         return norm
 
     def rel(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
-        """The H1 norm of x - y, relative to that of y; see neuraloperator. Collective."""
-        norm: Tensor = super().rel(*self._whole(x, y), quadrature=quadrature, take_root=take_root)
+        """Return the H1 norm of x - y, relative to that of y; see neuraloperator. Collective."""
+        x, y = self._whole(x, y)
+        norm: Tensor = super().rel(x, y, quadrature=quadrature, take_root=take_root)
         return norm
 
     def _whole(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         _check_slabs(self.domain, x, y)
         layout = self.domain.layout_of(x)
-        return self.domain.join(x, layout), self.domain.join(y, layout)
+        whole = self.domain.join(x, layout)
+        return whole, self.domain.join(y, layout)
 
 
 class DomainMSELoss(MSELoss):
@@ -89,37 +101,45 @@ class DomainMSELoss(MSELoss):
         self.domain = domain
 
     def __call__(self, y_pred: Tensor, y: Tensor, dim: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
-        """The sum of the means. Collective."""
-        _check_slabs(self.domain, y_pred, y)
-        sizes = _whole_shape(self.domain, y_pred)
-        dims = range(1, y_pred.ndim) if dim is None else dim
-        total = summed(((_wide(y_pred) - _wide(y)) ** 2).sum(), self.domain.axes)
-        return _as_torch_has_it(total / math.prod(sizes[at] for at in dims), y_pred, y)
+        """Return the sum of the means. Collective."""
+        if dim is None:
+            dim = range(1, y_pred.ndim)
+        return _mean_of_squares(self.domain, y_pred, y, dim)
 
 
-def mean_of_squares(domain: Slabs, prediction: Tensor, target: Tensor) -> Tensor:
-    """The mean of (prediction - target)^2 over everything. Collective."""
+def _mean_of_squares(domain: Slabs, prediction: Tensor, target: Tensor, dims: Iterable[int]) -> Tensor:
+    """Return the sum of (prediction - target)^2 over everything, over the number of points in ``dims``. Collective."""
     _check_slabs(domain, prediction, target)
-    total = summed(((_wide(prediction) - _wide(target)) ** 2).sum(), domain.axes)
-    return _as_torch_has_it(total / math.prod(_whole_shape(domain, prediction)), prediction, target)
+    sizes = _whole_shape(domain, prediction)
+    squares = (_wide(prediction) - _wide(target)) ** 2
+    mean = summed(squares.sum(), domain.axes)
+    mean = mean / math.prod(sizes[dim] for dim in dims)
+    return _as_torch_has_it(mean, prediction, target)
 
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Float32 for half precision, in which a sum over a field overflows where its mean does not."""
-    return x.float() if x.dtype in HALF else x
+    """Return ``x``, in float32 if it is in half precision, where a sum over a field overflows and its mean does not."""
+    if x.dtype in HALF:
+        return x.float()
+    return x
 
 
 def _as_torch_has_it(value: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """In half precision if both are: of one that is, and another in float32, the loss is in float32."""
+    """Return the loss in half precision if both are: of one that is, and another in float32, it is in float32."""
     dtype = torch.result_type(x, y)
-    return value.to(dtype) if dtype in HALF else value
+    if dtype in HALF:
+        return value.to(dtype)
+    return value
 
 
 def _whole_shape(domain: Slabs, slab: Tensor) -> list[int]:
-    return [*slab.shape[: slab.ndim - domain.order], *domain.whole(domain.layout_of(slab), slab.shape)]
+    """Return the shape of the whole field. Collective where the slab does not tell it."""
+    sizes = domain.whole(domain.layout_of(slab), slab.shape)
+    batch = slab.shape[: slab.ndim - domain.order]
+    return [*batch, *sizes]
 
 
 def _check_dimensions(domain: Slabs, dims: int) -> None:
@@ -128,20 +148,27 @@ def _check_dimensions(domain: Slabs, dims: int) -> None:
 
 
 def _check_slabs(domain: Slabs, x: Tensor, y: Tensor) -> None:
-    """Against a whole target, which broadcasting would take for others, and targets of other samples. Collective."""
+    """Raise for a whole target, which broadcasting would take for others, and targets of other samples. Collective."""
     if x.shape != y.shape:
         raise ConfigurationError(
             f"expected two slabs of one shape, got {tuple(x.shape)} and {tuple(y.shape)}; scatter the target, "
             "domain.scatter(y)"
         )
-    looks = domain.compares_numbers or y.device.type == "cpu"
-    if not (domain.compares_always and looks) or isinstance(y, FakeTensor):
+    if isinstance(y, FakeTensor) or not domain.compares_always:
+        return
+    # The checksum of a tensor on an accelerator would wait for the device.
+    if y.device.type != "cpu" and not domain.compares_numbers:
         return
     mark = mark_of(y)
-    known = None if mark is None else mark.checksum
-    header = torch.tensor([0, 0]) if known is None else torch.stack([torch.ones_like(known), known]).cpu()
-    told = domain.table(header).flatten(0, -2)
-    if bool(told[:, 0].all()) and not bool((told[:, 1] == told[0, 1]).all()):
+    row = torch.tensor([0, 0])
+    if mark is not None and mark.checksum is not None:
+        row[0] = 1
+        row[1] = mark.checksum.cpu()
+    marked, checksums = domain.table(row).flatten(0, -2).unbind(1)
+    # A rank whose target is not marked cannot tell, and nobody raises.
+    if not bool(marked.all()):
+        return
+    if not bool((checksums == checksums[0]).all()):
         raise RankMismatch(
             "the ranks of a domain have different targets: they need the same samples, in the same order and with "
             "the same augmentation (fsshard.data_rank(mesh) for the sampler)"
@@ -156,8 +183,8 @@ class Domain(Slabs):
     """
 
     def mse_loss(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """The mean of squares over the whole batch and field, as ``torch.nn.functional.mse_loss``. Collective."""
-        return mean_of_squares(self, prediction, target)
+        """Return the mean of squares over batch and field, as ``torch.nn.functional.mse_loss``. Collective."""
+        return _mean_of_squares(self, prediction, target, range(prediction.ndim))
 
     def LpLoss(self, *args: Any, **kwargs: Any) -> DomainLpLoss:
         """neuraloperator's ``LpLoss`` over the whole field, of slabs; takes the same arguments."""

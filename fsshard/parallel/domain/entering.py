@@ -19,7 +19,7 @@ from torch import Tensor
 from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
 from fsshard.parallel.domain.exchange import DomainGather
-from fsshard.parallel.domain.slabs import FIRST, Slabs, checksum, even_parts, layout_text, mark_of
+from fsshard.parallel.domain.slabs import FIRST, Layout, Slabs, checksum, even_parts, layout_text, mark_of
 from fsshard.patches import FIELD_LOSSES
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.fake_tensors import FakeTensor
@@ -29,7 +29,7 @@ KEY = "fsshard.slab"
 
 
 def marked_in_graph(output: Tensor, is_uneven: bool) -> Tensor:
-    """The same tensor, known in its graph for what a split model has returned."""
+    """Return the same tensor, known in its graph for what a split model has returned."""
     node: Any = output.grad_fn
     if node is not None:
         node.metadata[KEY] = is_uneven
@@ -41,7 +41,12 @@ def guard_losses(domain: Slabs) -> None:
     FIELD_LOSSES.keep_for(domain, _refuse_slabs)
 
 
-def _refuse_slabs(loss: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_slabs(
+    loss: Callable[..., Any],
+    kind: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if kind and any(_is_slab(value) for value in values):
         raise ConfigurationError(
@@ -64,7 +69,9 @@ def _is_slab(value: Tensor, *, uneven: bool = False) -> bool:
     """Return whether it is, or was computed of, a slab; with ``uneven``: of ranks with different numbers of rows."""
     mark = mark_of(value)
     if mark is not None:
-        return mark.domain.is_uneven(mark.sizes) if uneven else mark.domain.size > 1
+        if uneven:
+            return mark.domain.is_uneven(mark.sizes)
+        return mark.domain.size > 1
     seen: set[Any] = set()
     left: list[Any] = [value.grad_fn]
     while left:
@@ -80,7 +87,11 @@ def _is_slab(value: Tensor, *, uneven: bool = False) -> bool:
 
 
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16)
-FAILED, DTYPE, OF_WHOLE, CHECKSUM, SHAPE = 0, 1, 2, 3, 4
+FAILED = 0
+DTYPE = 1
+OF_WHOLE = 2
+CHECKSUM = 3
+SHAPE = 4
 """Places in a rank's header: whether it cannot go on; its dtype's number; whether the checksum is of the whole field
 (1), of the slab (0), or was not made (NOT_MADE); the checksum; the shape of its input, and then that of the whole."""
 NOT_MADE = 2
@@ -93,9 +104,16 @@ class Entrance:
         self._domain = domain
         self._warned = False
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ranks tell each other what they have. Where their group has no backend for the CPU it would wait for the
-        device: there they do not for inputs that they know, and have agreed on before. Collective.
+    def __call__(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Find out how the input lies on the ranks, which tell each other what they have. Collective.
+
+        Where their group has no backend for the CPU this would wait for the device: there they do not for inputs that
+        they know, and have agreed on before.
 
         Raises:
             ConfigurationError: the input is none, or of another domain.
@@ -103,39 +121,38 @@ class Entrance:
         """
         if current_graph_task_id() != -1:
             return  # computed again: every module looks its layout up
+        domain = self._domain
         field: Any = args[0] if args else kwargs.get("x")
-        error, known = None, None
+        error = None
+        kind = None
+        sizes = None
         try:
-            known = _known(self._domain, field)
+            sizes = _known(domain, field)
         except FsshardError as raised:
             error = raised
-        kind = None if known is None else (known, field.shape, field.dtype)
-        alone = isinstance(field, FakeTensor)  # in a simulation, whose other ranks do as this one does
-        if kind is not None and (alone or (kind in self._domain.agreed and not self._domain.compares_always)):
-            self._domain.enter(self._domain.even(kind[0]))
-            return
-        looks = self._domain.compares_numbers or kind not in self._domain.agreed
-        header = _header(self._domain, field, known, error, looks=looks)
-        table = self._domain.table(header)
+        if sizes is not None:
+            kind = (sizes, field.shape, field.dtype)
+            is_agreed = kind in domain.agreed and not domain.compares_always
+            # In a simulation other ranks do as this one does.
+            if is_agreed or isinstance(field, FakeTensor):
+                domain.enter(domain.even(sizes))
+                return
+        looks = domain.compares_numbers or kind not in domain.agreed
+        table = domain.table(_header(domain, field, sizes, error, looks=looks))
         if table[..., FAILED].any():
-            _raise_everywhere(self._domain, error)
-        _check_alike(self._domain, table)
+            _raise_everywhere(domain, error)
+        _check_alike(domain, table)
         self._look_at_checksums(table.flatten(0, -2))
-        layout = self._domain.fitting(table[..., [SHAPE + FIRST + axis.dim for axis in self._domain.axes]])
-        for axis, sizes in zip(self._domain.axes, layout, strict=True):
-            self._domain.check_rows(sum(sizes), axis)
-            if sizes != even_parts(sum(sizes), axis.size):
-                raise RankMismatch(
-                    f"slabs do not fit together: {layout_text([sizes])}, where torch.tensor_split of {sum(sizes)} rows "
-                    f"over {axis.size} ranks gives {layout_text([even_parts(sum(sizes), axis.size)])}"
-                )
-        self._domain.agreed.add(kind)
-        self._domain.enter(layout)
+        layout = domain.fitting(table[..., _split_places(domain)])
+        _check_even(domain, layout)
+        domain.agreed.add(kind)
+        domain.enter(layout)
 
     def _look_at_checksums(self, rows: Tensor) -> None:
-        alike = bool((rows[:, CHECKSUM] == rows[0, CHECKSUM]).all())
         if bool((rows[:, OF_WHOLE] == NOT_MADE).any()):
             return
+        checksums = rows[:, CHECKSUM]
+        alike = bool((checksums == checksums[0]).all())
         if rows[0, OF_WHOLE]:
             if not alike:
                 raise RankMismatch(
@@ -159,19 +176,23 @@ class Exit:
         self._domain = domain
 
     def __call__(self, module: Any, args: Any, output: Any) -> Any:
-        """The output, marked."""
+        """Return the output, marked."""
         if not isinstance(output, Tensor) or current_graph_task_id() != -1:
             return output
-        sizes = self._domain.leave(output)
-        marked = marked_in_graph(output, self._domain.is_uneven(sizes)) if self._domain.size > 1 else output
-        self._domain.mark(marked, sizes)
-        return marked
+        domain = self._domain
+        sizes = domain.leave(output)
+        if domain.size > 1:
+            output = marked_in_graph(output, domain.is_uneven(sizes))
+        domain.mark(output, sizes)
+        return output
 
 
 def _known(domain: Slabs, field: Any) -> tuple[int, ...] | None:
-    """The sizes of the whole, where this rank knows them."""
+    """Return the sizes of the whole, where this rank knows them."""
     if not isinstance(field, Tensor) or field.ndim != FIRST + domain.order or field.dtype not in DTYPES:
-        got = f"{tuple(field.shape)}, {field.dtype}" if isinstance(field, Tensor) else type(field).__name__
+        got = type(field).__name__
+        if isinstance(field, Tensor):
+            got = f"{tuple(field.shape)}, {field.dtype}"
         dims = ", ".join(f"d{dim + 1}" for dim in range(domain.order))
         raise ConfigurationError(f"a split operator expects a tensor (batch, channels, {dims}), got {got}")
     mark = mark_of(field)
@@ -197,31 +218,59 @@ def _known(domain: Slabs, field: Any) -> tuple[int, ...] | None:
     return tuple(whole)
 
 
+def _split_places(domain: Slabs) -> list[int]:
+    """Return where a header has the sizes of the split dimensions."""
+    return [SHAPE + FIRST + axis.dim for axis in domain.axes]
+
+
+def _check_even(domain: Slabs, layout: Layout) -> None:
+    """Raise unless all ranks have what ``torch.tensor_split`` gives them."""
+    for axis, sizes in zip(domain.axes, layout, strict=True):
+        rows = sum(sizes)
+        domain.check_rows(rows, axis)
+        expected = even_parts(rows, axis.size)
+        if sizes != expected:
+            raise RankMismatch(
+                f"slabs do not fit together: {layout_text([sizes])}, where torch.tensor_split of {rows} rows "
+                f"over {axis.size} ranks gives {layout_text([expected])}"
+            )
+
+
 def _header(
-    domain: Slabs, field: Any, known: tuple[int, ...] | None, error: FsshardError | None, *, looks: bool
+    domain: Slabs,
+    field: Any,
+    known: tuple[int, ...] | None,
+    error: FsshardError | None,
+    *,
+    looks: bool,
 ) -> Tensor:
-    numbers = torch.zeros(SHAPE + FIRST + 2 * domain.order, dtype=torch.int64)
-    if error is None:
+    header = torch.zeros(SHAPE + FIRST + 2 * domain.order, dtype=torch.int64)
+    if error is not None:
+        header[FAILED] = 1
+        return header
+    header[DTYPE] = DTYPES.index(field.dtype)
+    header[OF_WHOLE] = NOT_MADE
+    if looks or field.device.type == "cpu":
         mark = mark_of(field)
         total = None if mark is None else mark.checksum
-        numbers[DTYPE], numbers[OF_WHOLE] = DTYPES.index(field.dtype), NOT_MADE
-        if looks or field.device.type == "cpu":
-            numbers[OF_WHOLE] = total is not None
-            numbers[CHECKSUM] = (checksum(field) if total is None else total).cpu()
-        numbers[SHAPE:] = torch.tensor([*field.shape, *(known or (0,) * domain.order)])
-    else:
-        numbers[FAILED] = 1
-    return numbers
+        header[OF_WHOLE] = total is not None
+        if total is None:
+            total = checksum(field)
+        header[CHECKSUM] = total.cpu()
+    unknown = (0,) * domain.order
+    header[SHAPE:] = torch.tensor([*field.shape, *(known or unknown)])
+    return header
 
 
 def _raise_everywhere(domain: Slabs, error: FsshardError | None) -> None:
-    """Some rank cannot go on: say on all which, and why. Collective."""
+    """Say on all ranks which of them cannot go on, and why. Collective."""
 
     def fail() -> None:
         if error is not None:
             raise error
 
-    for axis in domain.axes:  # ranks of another row hear of it from those that have
+    # Ranks of another row hear of it from those that have.
+    for axis in domain.axes:
         try:
             agree(axis.group, fail)
         except FsshardError as raised:
@@ -232,22 +281,28 @@ def _raise_everywhere(domain: Slabs, error: FsshardError | None) -> None:
 
 def _check_alike(domain: Slabs, table: Tensor) -> None:
     rows = table.flatten(0, -2)
-    split = [SHAPE + FIRST + axis.dim for axis in domain.axes]
-    alike = rows.clone()
+    places = [CHECKSUM, *_split_places(domain)]
     # A rank whose input is of a new kind has made a checksum where others have not.
-    alike[:, [CHECKSUM, *split, *([OF_WHOLE] if bool((rows[:, OF_WHOLE] == NOT_MADE).any()) else [])]] = 0
-    if bool((alike == alike[:1]).all()):
+    if bool((rows[:, OF_WHOLE] == NOT_MADE).any()):
+        places.append(OF_WHOLE)
+    compared = rows.clone()
+    compared[:, places] = 0
+    if bool((compared == compared[:1]).all()):
         return
+    texts = {_header_text(row, domain.order) for row in rows.tolist()}
+    inputs = "; ".join(sorted(texts))
     along = " and ".join(f"d{axis.dim + 1}" for axis in domain.axes)
-    end = SHAPE + FIRST + domain.order
-    found = sorted(
-        {
-            f"{tuple(row[SHAPE:end])} of {tuple(row[end:]) if any(row[end:]) else 'an unknown whole'}, "
-            f"{str(DTYPES[row[DTYPE]]).removeprefix('torch.')}"
-            for row in rows.tolist()
-        }
-    )
     raise RankMismatch(
-        f"slabs do not fit together: the ranks of a domain put in {'; '.join(found)}. They need the same samples "
+        f"slabs do not fit together: the ranks of a domain put in {inputs}. They need the same samples "
         f"(fsshard.data_rank(mesh) for the sampler), cut along {along} only"
     )
+
+
+def _header_text(header: list[int], order: int) -> str:
+    """Return a rank's input for people: its shape, that of the whole, and its dtype."""
+    end = SHAPE + FIRST + order
+    whole = "an unknown whole"
+    if any(header[end:]):
+        whole = str(tuple(header[end:]))
+    dtype = str(DTYPES[header[DTYPE]]).removeprefix("torch.")
+    return f"{tuple(header[SHAPE:end])} of {whole}, {dtype}"

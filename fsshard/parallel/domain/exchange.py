@@ -6,6 +6,7 @@ every transport knows them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,11 +41,20 @@ class Axis:
         bytes_sent: what this rank has sent to others along it, in exchanges and gathers; sums are not counted.
     """
 
-    def __init__(self, dim: int, group: dist.ProcessGroup, device: str = "cpu", limit: float | None = None) -> None:
-        self.dim, self.limit, self.bytes_sent = dim, limit, 0
+    def __init__(
+        self,
+        dim: int,
+        group: dist.ProcessGroup,
+        device: str = "cpu",
+        limit: float | None = None,
+    ) -> None:
+        self.dim = dim
+        self.limit = limit
+        self.bytes_sent = 0
         self._group: dist.ProcessGroup | None = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.device = "cpu" if "cpu" in {kind.type for kind in device_types(group)} else device
+        has_cpu = any(kind.type == "cpu" for kind in device_types(group))
+        self.device = "cpu" if has_cpu else device
         watchdog.join()
 
     @property
@@ -73,39 +83,57 @@ class Axis:
         return self.group.rank()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_group": None}  # a process group cannot be written down
+        # A process group cannot be written down.
+        return {**self.__dict__, "_group": None}
+
+    def own_part(self, tensor: Tensor, parts: Parts) -> Tensor:
+        """Return this rank's part of a dimension that is whole: a view. Local."""
+        rank = self.rank
+        return tensor.narrow(parts.dim, sum(parts.sizes[:rank]), parts.sizes[rank])
 
     def exchange(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send ``pieces[i]`` to rank i, and return what came from each, of these shapes. Collective."""
+        # All pieces lie in one buffer, rank after rank, in the order of all_to_all_single.
         lengths = [piece.numel() for piece in pieces]
-        received = [torch.Size(shape).numel() for shape in shapes]
-        out, into = pieces[0].new_empty(sum(lengths)), pieces[0].new_empty(sum(received))
-        for piece, place in zip(pieces, out.split(lengths), strict=True):
+        received_lengths = [math.prod(shape) for shape in shapes]
+        dtype_of = pieces[0]
+        sent = dtype_of.new_empty(sum(lengths))
+        received = dtype_of.new_empty(sum(received_lengths))
+        for piece, place in zip(pieces, sent.split(lengths), strict=True):
             place.view(piece.shape).copy_(piece)
+        reals = 2 if sent.is_complex() else 1
         with taking_part(self.group, WHAT):
-            reals = 2 if out.is_complex() else 1
-            sizes = [reals * length for length in received], [reals * length for length in lengths]
-            dist.all_to_all_single(_real(into), _real(out), *sizes, group=self.group)
-        self.bytes_sent += (out.numel() - lengths[self.rank]) * out.element_size()
-        return [part.view(tuple(shape)) for part, shape in zip(into.split(received), shapes, strict=True)]
+            dist.all_to_all_single(
+                _real(received),
+                _real(sent),
+                [reals * length for length in received_lengths],
+                [reals * length for length in lengths],
+                group=self.group,
+            )
+        self.bytes_sent += (len(sent) - lengths[self.rank]) * sent.element_size()
+        parts = received.split(received_lengths)
+        return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
     def rows(self, row: Tensor) -> Tensor:
         """Return ``row`` of every rank, one below the other, on the CPU; not counted. Collective."""
         row = row.to(self.device)
-        found = [torch.empty_like(row) for _ in self.ranks]
+        rows = [torch.empty_like(row) for _ in self.ranks]
         with taking_part(self.group, WHAT):
-            work = dist.all_gather(found, row.contiguous(), group=self.group, async_op=True)
+            work = dist.all_gather(rows, row.contiguous(), group=self.group, async_op=True)
             watchdog.wait(work, self.group, CALL, self.limit, on_cpu=self.device == "cpu")
-        return torch.stack(found).cpu()
+        return torch.stack(rows).cpu()
 
 
 def _real(flat: Tensor) -> Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    if flat.is_complex():
+        return torch.view_as_real(flat).view(-1)
+    return flat
 
 
 def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    found: Tensor = function.apply(*arguments)
-    return found
+    """Return ``function.apply(...)``, which torch does not type."""
+    result: Tensor = function.apply(*arguments)
+    return result
 
 
 def redealt(field: Tensor, axis: Axis, dealt: Parts, joined: Parts) -> Tensor:
@@ -120,17 +148,19 @@ def redealt(field: Tensor, axis: Axis, dealt: Parts, joined: Parts) -> Tensor:
     Returns:
         Contiguous, with ``dealt.sizes[rank]`` points of ``dealt.dim`` and all of ``joined.dim``.
     """
-    return field.contiguous() if axis.size == 1 else _applied(_Redealt, field, axis, dealt, joined)
+    if axis.size == 1:
+        return field.contiguous()
+    return _applied(_Redealt, field, axis, dealt, joined)
 
 
 class _Redealt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, field: Tensor, axis: Axis, dealt: Parts, joined: Parts) -> Tensor:
         ctx.settings = axis, joined, dealt
-        own = list(field.shape)
-        own[dealt.dim] = dealt.sizes[axis.rank]
-        received = axis.exchange(field.split(dealt.sizes, dealt.dim), _shapes(own, joined))
-        return torch.cat(received, joined.dim)
+        shape = list(field.shape)
+        shape[dealt.dim] = dealt.sizes[axis.rank]
+        pieces = field.split(dealt.sizes, dealt.dim)
+        return torch.cat(axis.exchange(pieces, _shapes(shape, joined)), joined.dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -142,8 +172,10 @@ def _shapes(own: Sequence[int], parts: Parts) -> list[list[int]]:
 
 
 def gathered(slab: Tensor, axis: Axis, parts: Parts) -> Tensor:
-    """The whole of a dimension, on every rank; the gradient of a slab is the sum of what the ranks have for it."""
-    return slab if axis.size == 1 else _applied(DomainGather, slab, axis, parts)
+    """Return the whole of a dimension, on every rank. A slab's gradient is the sum of what the ranks have for it."""
+    if axis.size == 1:
+        return slab
+    return _applied(DomainGather, slab, axis, parts)
 
 
 class DomainGather(torch.autograd.Function):
@@ -153,7 +185,9 @@ class DomainGather(torch.autograd.Function):
     def forward(ctx: Any, slab: Tensor, axis: Axis, parts: Parts) -> Tensor:
         """The parts, one after the other."""
         ctx.settings = axis, parts
-        return torch.cat(axis.exchange([slab] * axis.size, _shapes(slab.shape, parts)), parts.dim)
+        # Every rank is sent the same slab.
+        slabs = axis.exchange([slab] * axis.size, _shapes(slab.shape, parts))
+        return torch.cat(slabs, parts.dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -166,9 +200,11 @@ class _PartOfSum(torch.autograd.Function):
     def forward(ctx: Any, whole: Tensor, axis: Axis, parts: Parts) -> Tensor:
         ctx.settings = axis, parts
         pieces = whole.split(parts.sizes, parts.dim)
-        first, *others = axis.exchange(pieces, [list(pieces[axis.rank].shape)] * axis.size)
+        shape = pieces[axis.rank].shape
+        first, *others = axis.exchange(pieces, [shape] * axis.size)
         total = first.clone()
-        for other in others:  # in rank order, so that repeats have the same bits
+        # In rank order, so that repeats have the same bits.
+        for other in others:
             total += other
         return total
 
@@ -178,9 +214,11 @@ class _PartOfSum(torch.autograd.Function):
 
 
 def summed(value: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """The sum over all ranks that share a field, on each of them; its adjoint sums the ranks' gradients."""
+    """Return the sum over all ranks that share a field, on each of them; its adjoint sums the ranks' gradients."""
     several = tuple(axis for axis in axes if axis.size > 1)
-    return _applied(_Summed, value, several) if several else value
+    if not several:
+        return value
+    return _applied(_Summed, value, several)
 
 
 class _Summed(torch.autograd.Function):

@@ -14,7 +14,7 @@ from neuralop.layers.padding import DomainPadding
 from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError
-from fsshard.parallel.domain.exchange import summed
+from fsshard.parallel.domain.exchange import Parts, summed
 from fsshard.parallel.domain.slabs import FIRST, Layout, Slabs
 
 
@@ -28,20 +28,21 @@ class _GlobalGrid:
     _res: Any
 
     def grid(self, spatial_dims: Any, device: Any, dtype: Any) -> Any:
-        """This rank's coordinates, one tensor (1, 1, d1, ..., dN) per dimension; as neuraloperator computes them."""
+        """Return this rank's coordinates, one tensor (1, 1, d1, ..., dN) per dimension; as neuraloperator has them."""
         layout = self.domain.layout(self.domain_name, spatial_dims)
-        wanted = (layout, tuple(spatial_dims), str(device), dtype)
-        if self._grid is None or self._res != wanted:
-            self._grid, self._res = self._coordinates(layout, spatial_dims, device, dtype), wanted
+        key = (layout, tuple(spatial_dims), str(device), dtype)
+        if self._grid is None or self._res != key:
+            self._grid = self._coordinates(layout, spatial_dims, device, dtype)
+            self._res = key
         return self._grid
 
     def _coordinates(self, layout: Layout, spatial_dims: Sequence[int], device: Any, dtype: Any) -> list[Tensor]:
+        sizes = self.domain.whole(layout, spatial_dims)
         lines = []
-        whole = self.domain.whole(layout, spatial_dims)
-        for size, (first, end) in zip(whole, self.grid_boundaries, strict=True):
+        for size, (first, end) in zip(sizes, self.grid_boundaries, strict=True):
             lines.append(torch.linspace(first, end, size + 1)[:-1])
-        for axis, sizes in zip(self.domain.axes, layout, strict=True):
-            lines[axis.dim] = lines[axis.dim].narrow(0, sum(sizes[: axis.rank]), sizes[axis.rank])
+        for axis, rows in zip(self.domain.axes, layout, strict=True):
+            lines[axis.dim] = axis.own_part(lines[axis.dim], Parts(0, rows))
         grids = torch.meshgrid(*lines, indexing="ij")
         return [grid.contiguous().to(device).to(dtype)[None, None] for grid in grids]
 
@@ -66,39 +67,57 @@ class DomainPaddingOfSlabs(DomainPadding):
         Raises:
             ConfigurationError: the field's resolution is scaled as well.
         """
-        layout = self.domain.layout(f"{self.domain_name}.pad", x.shape)
-        sizes = self.domain.whole(layout, x.shape)
+        domain = self.domain
+        layout = domain.layout(f"{self.domain_name}.pad", x.shape)
+        sizes = domain.whole(layout, x.shape)
         parts = self.domain_padding
-        parts = [float(parts)] * len(sizes) if isinstance(parts, (int, float)) else parts
+        if isinstance(parts, (int, float)):
+            parts = [float(parts)] * len(sizes)
         widths = [round(part * size) for part, size in zip(parts, sizes, strict=True)]
         ends = [(width, width) for width in widths]
-        padded = list(layout)
-        for at, axis in enumerate(self.domain.axes):
-            width, rows = widths[axis.dim], list(layout[at])
-            ends[axis.dim] = (width * (axis.rank == 0), width * (axis.rank == axis.size - 1))
-            rows[0] += width
-            rows[-1] += width
-            padded[at] = tuple(rows)
-        out = F.pad(x, [width for pair in reversed(ends) for width in pair])
-        note = (self.domain_name, tuple(padded), tuple(out.shape[FIRST:]))
-        self.domain.notes[note] = layout, ends
-        self.domain.becomes(tuple(padded))
+        padded_layout = []
+        for axis, rows in zip(domain.axes, layout, strict=True):
+            width = widths[axis.dim]
+            before = 0
+            after = 0
+            padded_rows = list(rows)
+            padded_rows[0] += width
+            padded_rows[-1] += width
+            padded_layout.append(tuple(padded_rows))
+            if axis.rank == 0:
+                before = width
+            if axis.rank == axis.size - 1:
+                after = width
+            ends[axis.dim] = (before, after)
+        padding = []
+        # F.pad takes the last dimension first.
+        for before, after in reversed(ends):
+            padding += [before, after]
+        out = F.pad(x, padding)
+        padded = tuple(padded_layout)
+        domain.notes[self._note(padded, out)] = layout, ends
+        domain.becomes(padded)
         return out
 
     def unpad(self, x: Tensor) -> Tensor:
-        """This rank's slab without the padding."""
-        padded = self.domain.layout(f"{self.domain_name}.unpad", x.shape)
-        found = self.domain.notes.get((self.domain_name, padded, tuple(x.shape[FIRST:])))
-        if found is None:
+        """Return this rank's slab without the padding."""
+        domain = self.domain
+        padded = domain.layout(f"{self.domain_name}.unpad", x.shape)
+        note = domain.notes.get(self._note(padded, x))
+        if note is None:
             raise ConfigurationError(
                 f"{self.domain_name}: the padded field has changed its size (output_shape), so that the padding cannot "
                 "be taken away"
             )
-        layout, ends = found
-        self.domain.becomes(layout)
+        layout, ends = note
+        domain.becomes(layout)
         for dim, (before, after) in enumerate(ends, start=FIRST):
             x = x.narrow(dim, before, x.shape[dim] - before - after)
         return x
+
+    def _note(self, padded: Layout, slab: Tensor) -> tuple[Any, ...]:
+        """Return the key by which :meth:`unpad` finds what :meth:`pad` has noted."""
+        return self.domain_name, padded, tuple(slab.shape[FIRST:])
 
 
 class DomainInstanceNorm(InstanceNorm):
@@ -108,9 +127,10 @@ class DomainInstanceNorm(InstanceNorm):
     domain_name: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """x normalized, (batch, channels, d1, ..., dN). Collective."""
-        told = self.kwargs
-        return _normalized(self, x, x.shape[1], told.get("eps", 1e-5), told.get("weight"), told.get("bias"))
+        """Return x normalized, (batch, channels, d1, ..., dN). Collective."""
+        settings = self.kwargs
+        eps = settings.get("eps", 1e-5)
+        return _normalized(self, x, x.shape[1], eps, settings.get("weight"), settings.get("bias"))
 
 
 class DomainGroupNorm(nn.GroupNorm):
@@ -120,7 +140,7 @@ class DomainGroupNorm(nn.GroupNorm):
     domain_name: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """x normalized, (batch, channels, d1, ..., dN). Collective."""
+        """Return x normalized, (batch, channels, d1, ..., dN). Collective."""
         return _normalized(self, x, self.num_groups, self.eps, self.weight, self.bias)
 
 
@@ -131,28 +151,40 @@ class DomainAdaIN(AdaIN):
     domain_name: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """x normalized, (batch, channels, d1, ..., dN). Collective."""
+        """Return x normalized, (batch, channels, d1, ..., dN). Collective."""
         if self.embedding is None:
             raise ConfigurationError(f"{self.domain_name}: call set_embedding before the forward")
         weight, bias = self.mlp(self.embedding).split(self.in_channels)
         return _normalized(self, x, self.in_channels, self.eps, weight, bias)
 
 
-def _normalized(module: Any, x: Tensor, groups: int, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, in each sample and group of channels; two sums over the ranks.
-
-    Scales are multiplied with each other before they meet the field, so that one copy of it is kept for the backward.
-    """
+def _normalized(
+    module: Any,
+    x: Tensor,
+    groups: int,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, in each sample and group; two sums over the ranks."""
     domain: Slabs = module.domain
-    sizes = domain.whole(domain.layout(module.domain_name, x.shape), x.shape)
-    members, channels = x.shape[1] // groups, (1, -1, *[1] * domain.order)
+    axes = domain.axes
+    layout = domain.layout(module.domain_name, x.shape)
+    sizes = domain.whole(layout, x.shape)
+    batch, channels = x.shape[:2]
+    members = channels // groups
     count = members * math.prod(sizes)
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # as torch's own norms, inside
-    flat = wide.reshape(x.shape[0], groups, -1)
-    centred = flat - summed(flat.sum(2, keepdim=True), domain.axes) / count
-    variance = summed(centred.square().sum(2, keepdim=True), domain.axes) / count
-    scale = torch.rsqrt(variance + eps).expand(-1, -1, members).reshape(x.shape[0], *channels[1:])
+    # As torch's own norms do inside.
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    flat = wide.reshape(batch, groups, -1)
+    centred = flat - summed(flat.sum(2, keepdim=True), axes) / count
+    variance = summed(centred.square().sum(2, keepdim=True), axes) / count
+    # Scales are multiplied with each other before they meet the field: one copy of it is kept for the backward.
+    ones = [1] * len(sizes)
+    scale = torch.rsqrt(variance + eps).expand(-1, -1, members).reshape(batch, -1, *ones)
     if weight is not None:
-        scale = scale * weight.view(channels)
+        scale = scale * weight.view(1, -1, *ones)
     out = centred.reshape(x.shape) * scale
-    return (out if bias is None else out + bias.view(channels)).to(x.dtype)
+    if bias is not None:
+        out = out + bias.view(1, -1, *ones)
+    return out.to(x.dtype)

@@ -43,18 +43,23 @@ class Modes:
     complex_data: bool
 
     def read(self) -> list[int]:
-        """Bins of the forward transform, in the weight's order."""
-        if self.last:
-            shift = self.bins // 2 if self.complex_data else 0
-            return [(at - shift) % self.bins for at in range(self.kept)]
-        return [(at - self.kept // 2) % self.bins for at in range(self.kept)]
+        """Return the bins of the forward transform, in the weight's order."""
+        if not self.last:
+            shift = self.kept // 2
+        elif self.complex_data:
+            shift = self.bins // 2
+        else:
+            shift = 0
+        return [(index - shift) % self.bins for index in range(self.kept)]
 
     def written(self) -> list[int]:
-        """Bins of the backward transform, in the weight's order."""
+        """Return the bins of the backward transform, in the weight's order."""
         if self.last:
             return list(range(self.kept))
-        first = self.bins // 2 - self.kept // 2
-        return [(first + at + self.bins // 2) % self.bins for at in range(self.kept)]
+        half = self.bins // 2
+        # The shift back is by fftshift again and not by its inverse, hence two halves.
+        first = half - self.kept // 2 + half
+        return [(first + index) % self.bins for index in range(self.kept)]
 
 
 def modes_of(conv: Any, sizes: Sequence[int]) -> list[Modes]:
@@ -66,48 +71,63 @@ def modes_of(conv: Any, sizes: Sequence[int]) -> list[Modes]:
     bins = list(sizes)
     if not conv.complex_data:
         bins[-1] = bins[-1] // 2 + 1
-    found = []
-    for at, (size, asked, most) in enumerate(zip(bins, conv.n_modes, conv.max_n_modes, strict=True)):
-        kept, last = min(size, asked), at == len(bins) - 1
+    modes = []
+    last = len(bins) - 1
+    for index, (size, asked, most) in enumerate(zip(bins, conv.n_modes, conv.max_n_modes, strict=True)):
+        kept = min(size, asked)
         if kept > most:
             raise ConfigurationError(f"n_modes={list(conv.n_modes)}: the weight has {list(conv.max_n_modes)} modes")
-        start = 0 if last and not conv.complex_data else (most - kept) // 2
-        found.append(Modes(size, kept, start, last, conv.complex_data))
-    return found
+        start = (most - kept) // 2
+        # Of real data the last dimension has no negative frequencies, and its modes begin at zero.
+        if index == last and not conv.complex_data:
+            start = 0
+        modes.append(Modes(size, kept, start, index == last, conv.complex_data))
+    return modes
 
 
 def keep(spectrum: Tensor, dim: int, modes: Modes) -> Tensor:
-    """The kept bins of a dimension, in the weight's order."""
+    """Return the kept bins of a dimension, in the weight's order."""
     if modes.last and not modes.complex_data:
         return spectrum.narrow(dim, 0, modes.kept)
-    return spectrum.index_select(dim, _index(tuple(modes.read()), spectrum.device))
+    return spectrum.index_select(dim, _index(modes.read(), spectrum.device))
 
 
 def place(spectrum: Tensor, dim: int, modes: Modes, size: int) -> Tensor:
-    """A dimension of ``size`` bins with the kept ones where they belong, and zeros; those beyond it are dropped."""
-    slots = modes.written()
-    fitting = [at for at, slot in enumerate(slots) if slot < size]
-    if len(fitting) < len(slots):
-        spectrum = spectrum.index_select(dim, _index(tuple(fitting), spectrum.device))
-    out = spectrum.new_zeros([*spectrum.shape[:dim], size, *spectrum.shape[dim + 1 :]])
-    return out.index_copy(dim, _index(tuple(slots[at] for at in fitting), spectrum.device), spectrum)
+    """Return a dimension of ``size`` bins: the kept ones where they belong, zeros elsewhere, none beyond ``size``."""
+    device = spectrum.device
+    bins = modes.written()
+    fitting = [index for index, number in enumerate(bins) if number < size]
+    if len(fitting) < len(bins):
+        spectrum = spectrum.index_select(dim, _index(fitting, device))
+    shape = list(spectrum.shape)
+    shape[dim] = size
+    places = [bins[index] for index in fitting]
+    return spectrum.new_zeros(shape).index_copy(dim, _index(places, device), spectrum)
 
 
 _indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
-def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """These numbers on a device, which need not be sent there for every forward."""
-    if (numbers, device) not in _indices:
-        with torch.inference_mode(False):  # it is kept for trainings
-            _indices[numbers, device] = torch.tensor(numbers, device=device)
-    return _indices[numbers, device]
+def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return these numbers on a device. They are kept, and not sent there for every forward."""
+    key = (tuple(numbers), device)
+    if key not in _indices:
+        # A tensor of inference mode could not be used in trainings later.
+        with torch.inference_mode(False):
+            _indices[key] = torch.tensor(numbers, device=device)
+    return _indices[key]
 
 
 def slice_sizes(modes: int, parts: int) -> tuple[int, ...]:
     """Return how many of the last dimension's modes each rank has: those of ``Shard``, which are ``torch.chunk``'s."""
     most = -(-modes // parts)
-    return tuple(max(0, min(most, modes - part * most)) for part in range(parts))
+    sizes = []
+    left = modes
+    for _ in range(parts):
+        size = min(most, left)
+        sizes.append(size)
+        left -= size
+    return tuple(sizes)
 
 
 def check_sliceable(model: nn.Module, mesh: Any) -> None:
@@ -131,15 +151,20 @@ def slice_weights(model: nn.Module, mesh: Any) -> None:
     """Replace every spectral weight by a DTensor of which this rank has its modes. Local."""
     from torch.distributed.tensor import DTensor, Shard
 
+    rank = mesh.get_local_rank()
     for _, conv in _convolutions(model):
         whole = conv.weight.tensor
-        sizes, rank = slice_sizes(whole.shape[-1], mesh.size()), mesh.get_local_rank()
-        part = whole.detach().narrow(-1, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
-        stride = torch.empty(whole.shape, device="meta").stride()
-        held = DTensor.from_local(
-            part, mesh, [Shard(whole.ndim - 1)], run_check=False, shape=whole.shape, stride=stride
+        sizes = slice_sizes(whole.shape[-1], mesh.size())
+        own = whole.detach().narrow(-1, sum(sizes[:rank]), sizes[rank])
+        sharded = DTensor.from_local(
+            own.clone(memory_format=torch.contiguous_format),
+            mesh,
+            [Shard(whole.ndim - 1)],
+            run_check=False,
+            shape=whole.shape,
+            stride=torch.empty(whole.shape, device="meta").stride(),
         )
-        conv.weight.tensor = nn.Parameter(held, requires_grad=whole.requires_grad)
+        conv.weight.tensor = nn.Parameter(sharded, requires_grad=whole.requires_grad)
 
 
 def has_slice(conv: Any) -> bool:
@@ -148,7 +173,7 @@ def has_slice(conv: Any) -> bool:
 
 
 def _is_dense(weight: Any) -> bool:
-    """Also after ``wrap``, which gives it a class of its own."""
+    """Return whether a weight is dense. Also after ``wrap``, which gives it a class of its own."""
     from tltorch.factorized_tensors.complex_factorized_tensors import ComplexHandler
     from tltorch.factorized_tensors.factorized_tensors import DenseTensor
 
@@ -156,13 +181,13 @@ def _is_dense(weight: Any) -> bool:
 
 
 def own_slice(conv: Any, ranks: int) -> Tensor:
-    """This rank's modes; their gradient is the mean over the ranks of the domain.
+    """Return this rank's modes; their gradient is the mean over the ranks of the domain.
 
     All of them backpropagate through a rank's modes, and no one else averages what only this rank has.
     """
-    part: Tensor = conv.weight.tensor.to_local()
-    function: Any = _MeanOfRanks  # untyped in torch 2.13 alone
-    mean: Tensor = function.apply(part, ranks)
+    # Autograd functions are untyped in torch 2.13 alone.
+    function: Any = _MeanOfRanks
+    mean: Tensor = function.apply(conv.weight.tensor.to_local(), ranks)
     return mean
 
 
@@ -181,11 +206,18 @@ def shared_parameters(model: nn.Module, mesh: Any) -> Mapping[str, tuple[Any, st
     """Return the other parameters as ``wrap`` takes them: the domain's ranks share them, and average gradients."""
     from torch.distributed.tensor import DTensor
 
-    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    return {f"^{re.escape(name)}$": (mesh, "mean") for name in plain}
+    shared = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            shared[f"^{re.escape(name)}$"] = (mesh, "mean")
+    return shared
 
 
 def _convolutions(model: nn.Module) -> list[tuple[str, Any]]:
     from neuralop.layers.spectral_convolution import SpectralConv
 
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, SpectralConv)]
+    convolutions = []
+    for name, module in model.named_modules():
+        if isinstance(module, SpectralConv):
+            convolutions.append((name, module))
+    return convolutions

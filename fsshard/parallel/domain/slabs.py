@@ -15,26 +15,35 @@ from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.parallel.domain.exchange import Axis, Parts, gathered
 from fsshard.torch_private.autograd import current_graph_task_id
 
-Layout = tuple[tuple[int, ...], ...]
+Sizes = tuple[int, ...]
+
+Layout = tuple[Sizes, ...]
 """The number of points that each rank of a split dimension has, in rank order."""
 
 
-def even_parts(size: int, parts: int) -> tuple[int, ...]:
-    """The lengths that ``torch.tensor_split`` gives: the first ``size % parts`` have one more."""
-    return tuple(size // parts + (part < size % parts) for part in range(parts))
+def even_parts(size: int, parts: int) -> Sizes:
+    """Return the lengths that ``torch.tensor_split`` gives: the first ``size % parts`` have one more."""
+    length, longer = divmod(size, parts)
+    return (length + 1,) * longer + (length,) * (parts - longer)
 
 
 def confusable(layouts: Iterable[Layout]) -> bool:
     """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
-    return any(
-        all(any(map(int.__eq__, mine, theirs)) for mine, theirs in zip(one, other, strict=True))
-        for one, other in itertools.combinations(layouts, 2)
-    )
+    for one, other in itertools.combinations(layouts, 2):
+        if all(_have_a_size_in_common(a, b) for a, b in zip(one, other, strict=True)):
+            return True
+    return False
+
+
+def _have_a_size_in_common(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Return whether some rank has the same number of points in both."""
+    return any(size == other for size, other in zip(sizes, others, strict=True))
 
 
 def layout_text(layout: Sequence[Sequence[int]]) -> str:
-    """A layout for people: ``"5 + 4 + 4 + 4 rows"``."""
-    return " by ".join(" + ".join(map(str, sizes)) for sizes in layout) + " rows"
+    """Return a layout for people: ``"5 + 4 + 4 + 4 rows"``."""
+    sums = [" + ".join(map(str, sizes)) for sizes in layout]
+    return " by ".join(sums) + " rows"
 
 
 CHUNK = 2**20
@@ -51,7 +60,7 @@ class Mark(NamedTuple):
     """The facts that are known of a slab."""
 
     domain: Slabs
-    sizes: tuple[int, ...]  # of the whole field
+    sizes: Sizes  # of the whole field
     checksum: Tensor | None = None  # of the whole field, by which ranks see whether theirs is the same, if it was there
 
 
@@ -64,13 +73,19 @@ def mark_of(tensor: Tensor) -> Mark | None:
 
 
 def checksum(field: Tensor) -> Tensor:
-    """A sum of all bits, taken as integers and weighted by their places: the same for the same field only."""
-    reals = torch.view_as_real(field.detach().resolve_conj()) if field.is_complex() else field.detach()
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[reals.element_size()]
+    """Return a sum of all bits, taken as integers and weighted by their places: the same for the same field only."""
+    values = field.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    flat = values.contiguous().view(integers).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=field.device)
-    for number, part in enumerate(reals.contiguous().view(integers).reshape(-1).split(CHUNK)):
-        places = torch.arange(number * CHUNK, number * CHUNK + len(part), device=field.device)
-        total += (part * (places * MULTIPLIER + 1)).sum()  # integers wrap around, in whatever order they are added
+    first = 0
+    for part in flat.split(CHUNK):
+        places = torch.arange(first, first + len(part), device=field.device)
+        # Integers wrap around, in whatever order they are added.
+        total += (part * (places * MULTIPLIER + 1)).sum()
+        first += len(part)
     return total
 
 
@@ -96,8 +111,9 @@ class Slabs:
     """
 
     def __init__(self, axes: Sequence[Axis], order: int) -> None:
-        self.axes, self.order = tuple(axes), order
-        self.shape: tuple[int, ...] | None = None
+        self.axes = tuple(axes)
+        self.order = order
+        self.shape: Sizes | None = None
         self._current: Layout | None = None  # of the activations of the forward under way
         self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
         self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
@@ -111,12 +127,23 @@ class Slabs:
         return self  # a copy of a model works on the same ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten: dict[str, Any] = {"_seen": {}, "_confusable": set(), "agreed": set(), "notes": {}}
-        return {**self.__dict__, **forgotten, "_current": None, "replicated": None}
+        state = dict(self.__dict__)
+        # A model out of a file begins anew: its layouts are found out in its first forward.
+        state.update(
+            _current=None,
+            _seen={},
+            _confusable=set(),
+            agreed=set(),
+            notes={},
+            replicated=None,
+        )
+        return state
 
     def __repr__(self) -> str:
-        split = ", ".join(f"d{axis.dim + 1} over ranks {list(axis.ranks)}" for axis in self.axes)
-        return f"<Domain: {split}>"
+        parts = []
+        for axis in self.axes:
+            parts.append(f"d{axis.dim + 1} over ranks {list(axis.ranks)}")
+        return f"<Domain: {', '.join(parts)}>"
 
     @property
     def attached(self) -> bool:
@@ -152,12 +179,13 @@ class Slabs:
                 "ranks backpropagate; take it of the slab, domain.scatter(field.detach()).requires_grad_(), and divide "
                 "it by domain.size where every rank has the whole loss"
             )
-        slab = field
         for axis in self.axes:
             self.check_rows(sizes[axis.dim], axis)
-            slab = slab.tensor_split(axis.size, self._dim(field, axis))[axis.rank]
+        slab = self.cut(field, self.even(sizes))
         slab = slab.clone(memory_format=torch.contiguous_format)
-        self.mark(slab, sizes, checksum(field) if field.element_size() > 1 else None)
+        # A number of one byte has no integer that the checksum knows.
+        total = checksum(field) if field.element_size() > 1 else None
+        self.mark(slab, sizes, total)
         return slab
 
     def gather(self, slab: Tensor) -> Tensor:
@@ -185,23 +213,30 @@ class Slabs:
             shape: (..., d1, ..., dN) of this rank's slab.
         """
         local = self._rows(shape)
-        if current_graph_task_id() == -1:  # in no backward pass
-            if self._current is None or self.own(self._current) != local:
-                expected = "no forward" if self._current is None else f"one of {self.own(self._current)}"
-                raise ConfigurationError(
-                    f"{place or 'the model'} got a slab of {local} rows where the domain expects {expected}: call the "
-                    "model that was given to shard_domain, not a part of it"
-                )
-            self._see(place, self._current)
-            return self._current
+        # No backward pass runs, and nothing is computed again.
+        if current_graph_task_id() == -1:
+            return self._current_layout(place, local)
         if place in self._confusable:
             return self._ask(shape)
-        fitting = [layout for layout in self._seen.get(place, {}) if self.own(layout) == local]
-        if not fitting:
+        for layout in self._seen.get(place, {}):
+            if self.own(layout) == local:
+                return layout
+        raise ConfigurationError(f"{place or 'the model'}: called in a backward pass with a size that no forward had")
+
+    def _current_layout(self, place: str, local: Sizes) -> Layout:
+        layout = self._current
+        if layout is None or self.own(layout) != local:
+            expected = "no forward" if layout is None else f"one of {self.own(layout)}"
             raise ConfigurationError(
-                f"{place or 'the model'}: called in a backward pass with a size that no forward had"
+                f"{place or 'the model'} got a slab of {local} rows where the domain expects {expected}: call the "
+                "model that was given to shard_domain, not a part of it"
             )
-        return fitting[0]
+        layouts = self._seen.setdefault(place, {})
+        if layout not in layouts:
+            layouts[layout] = None
+            if confusable(layouts):
+                self._confusable.add(place)
+        return layout
 
     def becomes(self, layout: Layout) -> None:
         """Set how activations lie from here on. Local, and without effect where something is recomputed."""
@@ -209,33 +244,39 @@ class Slabs:
             self._current = layout
 
     def resized(self, layout: Layout, target: Sequence[int]) -> Layout:
-        """The layout of a field of other sizes: the same where a split dimension keeps its own."""
+        """Return the layout of a field of other sizes: the same where a split dimension keeps its own."""
+        resized = []
         for axis in self.axes:
             self.check_rows(target[axis.dim], axis)
-        return tuple(
-            sizes if sum(sizes) == target[axis.dim] else even_parts(target[axis.dim], axis.size)
-            for axis, sizes in zip(self.axes, layout, strict=True)
-        )
+        for axis, sizes in zip(self.axes, layout, strict=True):
+            rows = target[axis.dim]
+            if sum(sizes) != rows:
+                sizes = even_parts(rows, axis.size)
+            resized.append(sizes)
+        return tuple(resized)
 
     def whole(self, layout: Layout, shape: Sequence[int]) -> list[int]:
-        """Spatial sizes of the whole field, of a slab's shape (..., d1, ..., dN)."""
+        """Return the spatial sizes of the whole field, of a slab's shape (..., d1, ..., dN)."""
         sizes = list(shape[len(shape) - self.order :])
-        for axis, size in zip(self.axes, map(sum, layout), strict=True):
-            sizes[axis.dim] = size
+        for axis, rows in zip(self.axes, layout, strict=True):
+            sizes[axis.dim] = sum(rows)
         return sizes
 
-    def own(self, layout: Layout) -> tuple[int, ...]:
-        """This rank's sizes along the split dimensions."""
-        return tuple(sizes[axis.rank] for axis, sizes in zip(self.axes, layout, strict=True))
+    def own(self, layout: Layout) -> Sizes:
+        """Return this rank's sizes along the split dimensions."""
+        own = []
+        for axis, sizes in zip(self.axes, layout, strict=True):
+            own.append(sizes[axis.rank])
+        return tuple(own)
 
     def cut(self, field: Tensor, layout: Layout) -> Tensor:
-        """This rank's slab of a whole field (..., d1, ..., dN), by this layout. Local."""
+        """Return this rank's slab of a whole field (..., d1, ..., dN), by this layout: a view. Local."""
         for axis, sizes in zip(self.axes, layout, strict=True):
-            field = field.narrow(self._dim(field, axis), sum(sizes[: axis.rank]), sizes[axis.rank])
+            field = axis.own_part(field, Parts(self._dim(field, axis), sizes))
         return field
 
     def join(self, slab: Tensor, layout: Layout) -> Tensor:
-        """The whole field, by this layout. Collective."""
+        """Return the whole field, by this layout. Collective."""
         for axis, sizes in zip(reversed(self.axes), reversed(layout), strict=True):
             slab = gathered(slab, axis, Parts(self._dim(slab, axis), sizes))
         return slab
@@ -253,19 +294,22 @@ class Slabs:
 
     def same_ranks(self, other: Slabs) -> bool:
         """Return whether fields are split alike."""
-        return [(axis.dim, axis.ranks) for axis in self.axes] == [(axis.dim, axis.ranks) for axis in other.axes]
+        splits = []
+        for domain in (self, other):
+            splits.append([(axis.dim, axis.ranks) for axis in domain.axes])
+        return splits[0] == splits[1]
 
     def enter(self, layout: Layout) -> None:
-        """A forward begins with a field that lies so. Local."""
+        """Begin a forward, with a field that lies so. Local."""
         self._current = layout
 
-    def leave(self, output: Tensor) -> tuple[int, ...]:
-        """Sizes of the whole of what a forward has returned. Local."""
+    def leave(self, output: Tensor) -> Sizes:
+        """Return the sizes of the whole of what a forward has returned. Local."""
         assert self._current is not None, "a forward that has entered"
         return tuple(self.whole(self._current, output.shape))
 
     def table(self, row: Tensor) -> Tensor:
-        """``row`` of all ranks: a dimension for each axis, then the row's. Collective."""
+        """Return ``row`` of all ranks: a dimension for each axis, then the row's. Collective."""
         for axis in reversed(self.axes):
             row = axis.rows(row)
         return row
@@ -280,36 +324,35 @@ class Slabs:
             RankMismatch: ranks that should have the same rows have not.
         """
         layout = []
-        for at in range(len(self.axes)):
-            along = rows[..., at].movedim(at, 0).flatten(1) if len(self.axes) > 1 else rows[..., at][:, None]
-            if not bool((along == along[:, :1]).all()):
-                raise RankMismatch(f"slabs do not fit together: along one split dimension, rows {along.tolist()}")
-            layout.append(tuple(along[:, 0].tolist()))
+        for dim, rows_of_dim in enumerate(rows.unbind(-1)):
+            # One line for each number of the axis; the ranks of a line belong to different rows of the other axes.
+            lines = rows_of_dim.movedim(dim, 0).reshape(rows_of_dim.shape[dim], -1)
+            if not bool((lines == lines[:, :1]).all()):
+                raise RankMismatch(f"slabs do not fit together: along one split dimension, rows {lines.tolist()}")
+            layout.append(tuple(lines[:, 0].tolist()))
         return tuple(layout)
 
     def _ask(self, shape: Sequence[int]) -> Layout:
-        return self.fitting(self.table(torch.tensor(self._rows(shape))))
+        rows = torch.tensor(self._rows(shape))
+        return self.fitting(self.table(rows))
 
-    def _rows(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """This rank's sizes along the split dimensions, of a slab's shape."""
-        return tuple(self._spatial(shape)[axis.dim] for axis in self.axes)
+    def _rows(self, shape: Sequence[int]) -> Sizes:
+        """Return this rank's sizes along the split dimensions, of a slab's shape."""
+        spatial = self._spatial(shape)
+        return tuple(spatial[axis.dim] for axis in self.axes)
 
     def even(self, sizes: Sequence[int]) -> Layout:
-        """The layout that ``torch.tensor_split`` gives a field of these spatial sizes."""
-        return tuple(even_parts(sizes[axis.dim], axis.size) for axis in self.axes)
+        """Return the layout that ``torch.tensor_split`` gives a field of these spatial sizes."""
+        layout = []
+        for axis in self.axes:
+            layout.append(even_parts(sizes[axis.dim], axis.size))
+        return tuple(layout)
 
     def is_uneven(self, sizes: Sequence[int]) -> bool:
         """Return whether ranks have different numbers of rows of a field of these spatial sizes."""
         return any(sizes[axis.dim] % axis.size for axis in self.axes)
 
-    def _see(self, place: str, layout: Layout) -> None:
-        seen = self._seen.setdefault(place, {})
-        if layout not in seen:
-            seen[layout] = None
-            if confusable(seen):
-                self._confusable.add(place)
-
-    def _spatial(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def _spatial(self, shape: Sequence[int]) -> Sizes:
         if len(shape) < self.order:
             raise ConfigurationError(f"expected at least {self.order} dimensions, got {tuple(shape)}")
         return tuple(shape[len(shape) - self.order :])

@@ -30,10 +30,11 @@ class DomainSpectralConv(SpectralConv):
         """Interpolate what passes by the convolution, as neuraloperator does. It reads everything: x is gathered."""
         if self.resolution_scaling_factor is None and output_shape is None:
             return x
-        layout = self.domain.layout(f"{self.domain_name}.transform", x.shape)
-        whole = self.domain.join(x, layout)
-        resampled: Tensor = super().transform(whole, output_shape)
-        return self.domain.cut(resampled, self.domain.resized(layout, resampled.shape[FIRST:])).contiguous()
+        domain = self.domain
+        layout = domain.layout(f"{self.domain_name}.transform", x.shape)
+        resampled: Tensor = super().transform(domain.join(x, layout), output_shape)
+        after = domain.resized(layout, resampled.shape[FIRST:])
+        return domain.cut(resampled, after).contiguous()
 
     def forward(self, x: Tensor, output_shape: Any = None) -> Tensor:
         """This rank's slab of the convolution; of a field that lies on the ranks as the domain says. Collective.
@@ -42,10 +43,11 @@ class DomainSpectralConv(SpectralConv):
             x: (batch, in_channels, d1, ..., dN).
             output_shape: sizes of the whole output, if not those of the input.
         """
-        layout = self.domain.layout(self.domain_name, x.shape)
-        sizes = self.domain.whole(layout, x.shape)
+        domain = self.domain
+        layout = domain.layout(self.domain_name, x.shape)
+        sizes = domain.whole(layout, x.shape)
         target = self._target(sizes, output_shape)
-        after = self.domain.resized(layout, target)
+        after = domain.resized(layout, target)
         modes = modes_of(self, sizes)
         dealings = self._dealings(modes)
         spectrum = self._analysed(x, modes, layout, dealings)
@@ -53,63 +55,91 @@ class DomainSpectralConv(SpectralConv):
         contract = get_contract_fun(weight, implementation=self.implementation, separable=self.separable)
         spectrum = contract(spectrum, weight, separable=self.separable)
         out = self._synthesised(spectrum, modes, target, after, dealings)
-        self.domain.becomes(after)
-        return out if self.bias is None else out + self.bias
+        domain.becomes(after)
+        if self.bias is not None:
+            out = out + self.bias
+        return out
 
     def _target(self, sizes: Sequence[int], output_shape: Any) -> list[int]:
         if output_shape is not None:
             return list(output_shape)
         factors = self.resolution_scaling_factor
-        return list(sizes) if factors is None else [round(s * f) for s, f in zip(sizes, factors, strict=True)]
+        if factors is None:
+            return list(sizes)
+        return [round(size * factor) for size, factor in zip(sizes, factors, strict=True)]
 
     def _dealings(self, modes: Sequence[Modes]) -> list[tuple[Axis, Parts]]:
         """Return each split dimension's ranks, and the tensor dimension whose modes they share meanwhile."""
         axes = self.domain.axes
-        partners = [axis.dim + 1 for axis in axes[:-1]] + [self.order - 1]
-        if has_slice(self):  # each rank multiplies what it has, as far as it is kept
-            sizes = slice_sizes(self.max_n_modes[-1], axes[0].size)
-            ends = [(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(len(sizes))]
-            low, high = modes[-1].start, modes[-1].start + modes[-1].kept
-            kept = tuple(max(0, min(end, high) - max(first, low)) for first, end in ends)
-            return [(axes[0], Parts(FIRST + partners[0], kept))]
-        return [
-            (axis, Parts(FIRST + dim, even_parts(modes[dim].kept, axis.size)))
-            for axis, dim in zip(axes, partners, strict=True)
-        ]
+        last = self.order - 1
+        if has_slice(self):
+            # One dimension is split then. Each rank multiplies the kept modes among those that it has.
+            slices = slice_sizes(self.max_n_modes[-1], axes[0].size)
+            overlaps = _overlaps(modes[-1], slices)
+            return [(axes[0], Parts(FIRST + last, overlaps))]
+        dealings = []
+        for axis in axes:
+            dim = last
+            if axis is not axes[-1]:
+                dim = axis.dim + 1
+            sizes = even_parts(modes[dim].kept, axis.size)
+            dealings.append((axis, Parts(FIRST + dim, sizes)))
+        return dealings
 
     def _local_dims(self) -> range:
         """Spatial dimensions that no one splits, but for the last."""
         return range(len(self.domain.axes), self.order - 1)
 
     def _analysed(
-        self, x: Tensor, modes: Sequence[Modes], layout: Layout, dealings: Sequence[tuple[Axis, Parts]]
+        self,
+        x: Tensor,
+        modes: Sequence[Modes],
+        layout: Layout,
+        dealings: Sequence[tuple[Axis, Parts]],
     ) -> Tensor:
-        """This rank's share of the kept modes."""
+        """Return this rank's share of the kept modes."""
+        norm = self.fft_norm
         last = FIRST + self.order - 1
         transform = torch.fft.fft if self.complex_data else torch.fft.rfft
-        x = keep(transform(x, dim=last, norm=self.fft_norm), last, modes[-1])
-        for dim in reversed(self._local_dims()):
-            x = keep(torch.fft.fft(x, dim=FIRST + dim, norm=self.fft_norm), FIRST + dim, modes[dim])
+        x = transform(x, dim=last, norm=norm)
+        x = keep(x, last, modes[-1])
+        for spatial in reversed(self._local_dims()):
+            dim = FIRST + spatial
+            x = torch.fft.fft(x, dim=dim, norm=norm)
+            x = keep(x, dim, modes[spatial])
         for (axis, dealt), sizes in zip(reversed(dealings), reversed(layout), strict=True):
             dim = FIRST + axis.dim
-            x = redealt(x, axis, dealt, Parts(dim, sizes))
-            x = keep(_transformed(torch.fft.fft, x, dim, self.fft_norm), dim, modes[axis.dim])
+            joined = Parts(dim, sizes)
+            x = redealt(x, axis, dealt, joined)
+            x = _transformed(torch.fft.fft, x, dim, norm)
+            x = keep(x, dim, modes[axis.dim])
         return x
 
-    def _weight_of(self, modes: Sequence[Modes], dealings: Sequence[tuple[Axis, Parts]]) -> Any:
-        """The part of the weight that belongs to this rank's modes."""
-        window = [slice(one.start, one.start + one.kept) for one in modes]
-        for axis, (dim, sizes) in dealings:
-            first = window[dim - FIRST].start + sum(sizes[: axis.rank])
-            window[dim - FIRST] = slice(first, first + sizes[axis.rank])
-        channels = [slice(None)] * (1 if self.separable else 2)
+    def _weight_of(
+        self,
+        modes: Sequence[Modes],
+        dealings: Sequence[tuple[Axis, Parts]],
+    ) -> Any:
+        """Return the part of the weight that belongs to this rank's modes."""
+        channels = 1 if self.separable else 2
+        window = [slice(None)] * channels
+        for each in modes:
+            end = each.start + each.kept
+            window.append(slice(each.start, end))
         if has_slice(self):
-            (axis, dealt) = dealings[0]
-            before = sum(slice_sizes(self.max_n_modes[-1], axis.size)[: axis.rank])
+            axis, dealt = dealings[0]
+            slices = slice_sizes(self.max_n_modes[-1], axis.size)
+            before = sum(slices[: axis.rank])
             first = max(modes[-1].start - before, 0)
-            window[-1] = slice(first, first + dealt.sizes[axis.rank])
-            return own_slice(self, axis.size)[tuple(channels + window)]
-        return self.weight[tuple(channels + window)]
+            end = first + dealt.sizes[axis.rank]
+            window[-1] = slice(first, end)
+            return own_slice(self, axis.size)[tuple(window)]
+        for axis, (dim, sizes) in dealings:
+            spatial = dim - FIRST
+            rank = axis.rank
+            first = modes[spatial].start + sum(sizes[:rank])
+            window[channels + spatial] = slice(first, first + sizes[rank])
+        return self.weight[tuple(window)]
 
     def _synthesised(
         self,
@@ -119,22 +149,46 @@ class DomainSpectralConv(SpectralConv):
         layout: Layout,
         dealings: Sequence[tuple[Axis, Parts]],
     ) -> Tensor:
-        """This rank's slab, from its share of the modes."""
+        """Return this rank's slab, from its share of the modes."""
+        norm = self.fft_norm
         last = FIRST + self.order - 1
         for (axis, dealt), sizes in zip(dealings, layout, strict=True):
-            dim = FIRST + axis.dim
-            x = place(x, dim, modes[axis.dim], target[axis.dim])
-            x = _transformed(torch.fft.ifft, x, dim, self.fft_norm)
-            x = redealt(x, axis, Parts(dim, sizes), dealt)
-        for at in self._local_dims():
-            x = torch.fft.ifft(place(x, FIRST + at, modes[at], target[at]), dim=FIRST + at, norm=self.fft_norm)
+            spatial = axis.dim
+            dim = FIRST + spatial
+            joined = Parts(dim, sizes)
+            x = place(x, dim, modes[spatial], target[spatial])
+            x = _transformed(torch.fft.ifft, x, dim, norm)
+            x = redealt(x, axis, joined, dealt)
+        for spatial in self._local_dims():
+            dim = FIRST + spatial
+            x = place(x, dim, modes[spatial], target[spatial])
+            x = torch.fft.ifft(x, dim=dim, norm=norm)
+        size = target[-1]
         if self.complex_data:
-            x = torch.fft.ifft(place(x, last, modes[-1], target[-1]), dim=last, norm=self.fft_norm)
+            x = place(x, last, modes[-1], size)
+            x = torch.fft.ifft(x, dim=last, norm=norm)
         else:
-            x = torch.fft.irfft(x, n=target[-1], dim=last, norm=self.fft_norm)
+            x = torch.fft.irfft(x, n=size, dim=last, norm=norm)
         return x
 
 
 def _transformed(transform: Callable[..., Tensor], x: Tensor, dim: int, norm: str) -> Tensor:
-    """MKL refuses an empty batch ("MKL FFT error", torch 2.13): a rank without modes."""
-    return transform(x, dim=dim, norm=norm) if x.numel() else x
+    """Return the transform of what may be empty, on a rank without modes."""
+    # MKL refuses an empty batch ("MKL FFT error", torch 2.13).
+    if x.numel() == 0:
+        return x
+    return transform(x, dim=dim, norm=norm)
+
+
+def _overlaps(modes: Modes, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return how many of the kept modes lie in each slice of a weight, whose slices have these sizes."""
+    overlaps = []
+    first = 0
+    kept_end = modes.start + modes.kept
+    for size in sizes:
+        end = first + size
+        low = max(first, modes.start)
+        high = min(end, kept_end)
+        overlaps.append(max(0, high - low))
+        first = end
+    return tuple(overlaps)

@@ -51,8 +51,8 @@ ROWS: dict[int, Row] = {
     10: Row("silent", "`torch.compile(ShardedDDP(model))`: no gradient is reduced", EQUAL),
     11: Row("silent", "deepcopy of a checkpointed module (an EMA) runs on the original's weights", "a copy is its own"),
     12: Row("silent", "`checkpoint_wrapper` loses an instance's `forward`; a dict becomes a tuple of its keys", PLAIN),
-    13: Row("silent", "AdaScale over OSS and ShardedDDP: another gain on each rank", EQUAL),
-    14: Row("silent", "`AdaScaleWrapper(debias_ewma=False)` sets `is_scaled_loss` instead", "sets what it says"),
+    13: Row("silent", "AdaScale over OSS and ShardedDDP: another gain on each rank", "not served"),
+    14: Row("silent", "`AdaScaleWrapper(debias_ewma=False)` sets `is_scaled_loss` instead", "not served"),
     15: Row(
         "silent", "`OSS(optim=LBFGS)`: NaN, each rank searches along its own shard", "raises: it needs all at once"
     ),
@@ -82,7 +82,7 @@ ROWS: dict[int, Row] = {
         "work; DCP after a consolidation",
     ),
     29: Row("crash", "FlattenParamsWrapper inside of a module does not load what it saved; deepcopy", "not served"),
-    30: Row("crash", "AdaScale: its state does not load; `zero_grad(set_to_none=)`; unused parameters", "work"),
+    30: Row("crash", "AdaScale: its state does not load; `zero_grad(set_to_none=)`; unused parameters", "not served"),
     31: Row("crash", "`torch.autograd.grad` through a checkpointed module is refused", PLAIN),
     32: Row("warning", "ShardedGradScaler without CUDA turns itself off", "scales on the CPU too"),
     33: Row(

@@ -33,7 +33,6 @@ PLACES = {
         ("wrap", "auto_wrap", "enable_wrap", "default_auto_wrap_policy", "config_auto_wrap_policy", "ConfigAutoWrap"),
         ("nn", "nn.wrap"),
     ),
-    "optim.adascale": (("AdaScale", "AdaScaleWrapper"), ("optim",)),
     "optim.grad_scaler": (("GradScaler", "ShardedGradScaler"), ()),
     "optim.oss": (("OSS",), ("optim",)),
 }

@@ -45,13 +45,13 @@ from fairscale.nn.data_parallel.sharded_ddp import ShardedDataParallel
 from fairscale.nn import checkpoint_wrapper, wrap, enable_wrap, auto_wrap         # fairseq
 from fairscale.nn.wrap import wrap as the_same
 from fairscale.nn.misc.checkpoint_activations import checkpoint_wrapper as again  # SlowFast, before FairScale 0.4
-from fairscale.optim import AdaScale, OSS
+from fairscale.optim import OSS
 from fairscale.optim.grad_scaler import ShardedGradScaler
 assert the_same is wrap and again is checkpoint_wrapper and ShardedDDP is ShardedDataParallel
 assert fairscale.optim.oss.OSS is OSS                                             # ESPnet
 class OSSAdamW(OSS):                                                              # mmcv
     pass
-names = [FSDP, ShardedDDP, TrainingState, checkpoint_wrapper, wrap, enable_wrap, auto_wrap, AdaScale, ShardedGradScaler]
+names = [FSDP, ShardedDDP, TrainingState, checkpoint_wrapper, wrap, enable_wrap, auto_wrap, ShardedGradScaler]
 print({each.__module__.rpartition("fairscale.")[0] for each in [*names, *OSSAdamW.__mro__[1:2]]})
 """
 
