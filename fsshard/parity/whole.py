@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Whole:
     quantity: str  # "weight", "buffer" or "state"
 
 
-States = Iterator[tuple[str, Mapping[str, Any]]]
+States = Iterator[tuple[str, dict[str, Any]]]
 """Name of a parameter, and what an optimizer keeps for it, or a piece of that."""
 Units = list[tuple[str, nn.Module]]
 """Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's."""
