@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import GenericAlias
@@ -41,6 +41,7 @@ DETAILS = ("losses", "digests", "tensors")
 """How much a trace holds, each with what is before it."""
 INITIAL = -1
 """The step number under which weights before the first step are kept."""
+NamedTensors = dict[str, Tensor]
 _COMPLEX = "complex:"
 _RECORD_AGAIN = "record it again: fsshard parity RECIPE --record FILE"
 
@@ -201,7 +202,7 @@ class Trace:
         return trace
 
 
-def mean_loss(ranks: list[RankTrace], step: int) -> float:
+def mean_loss(ranks: Sequence[RankTrace], step: int) -> float:
     """Return the mean over the ranks of one step's loss."""
     return sum(rank.steps[step].loss for rank in ranks) / len(ranks)
 
