@@ -110,7 +110,9 @@ class ForwardWatch:
         repeated = set()
         for forward in self._forwards:
             counts = Counter(name for name, _ in forward)
-            repeated |= {name for name, count in counts.items() if count > 1}
+            for name, count in counts.items():
+                if count > 1:
+                    repeated.add(name)
         return repeated
 
 
@@ -126,8 +128,8 @@ def first_difference(expected: Sequence[Sequence[str]], got: Sequence[Sequence[s
     # One is the beginning of the other, which goes on with this module.
     longer = max(expected, got, key=len)
     name = longer[min(len(expected), len(got))][0]
-    runs = [module for module, _ in got].count(name)
-    expected_runs = [module for module, _ in expected].count(name)
+    runs = sum(module == name for module, _ in got)
+    expected_runs = sum(module == name for module, _ in expected)
     return f"module {name!r} ran {runs} times, under the reference {expected_runs} times"
 
 
@@ -165,7 +167,11 @@ class Shadow:
             mark_unit_inputs(modules[public_name(name)])
         self._buffers: list[tuple[str, Tensor]] = []
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:
+    def load(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        buffers: Iterable[tuple[str, Tensor]],
+    ) -> None:
         """Take over weights and buffers."""
         parameters = {public_name(name): parameter for name, parameter in self.module.named_parameters()}
         with torch.no_grad():
@@ -173,7 +179,11 @@ class Shadow:
                 parameters[name].copy_(value)
         self._buffers = [(name, buffer.detach().clone()) for name, buffer in buffers]
 
-    def evaluate(self, batches: Callable[[], Sequence[Any]], after_each: Callable[[], None] = lambda: None) -> Draw:
+    def evaluate(
+        self,
+        batches: Callable[[], Sequence[Any]],
+        after_each: Callable[[], None] = lambda: None,
+    ) -> Draw:
         """Return loss and gradients of one step from the loaded weights and buffers; put random numbers back.
 
         ``batches`` makes them, anew for each evaluation, since a loss may change its batch in place.
