@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fsshard.comm.agreement import per_rank
 from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import NotComparable, measure, reduction_bound, reduction_roundings, underflow
-from fsshard.parity.comparing import Found, StepComparison, all_batches
+from fsshard.parity.comparing import Differences, StepComparison, all_batches
 from fsshard.parity.engine import (
     WrappedEngine,
     adds_in_tree,
@@ -27,14 +28,25 @@ from fsshard.parity.engine import (
 from fsshard.parity.one_process import perturbed
 from fsshard.parity.report import Difference, RankStep, difference, worst_of
 from fsshard.parity.sketch import Sketch, real_view, sketch
-from fsshard.parity.trace import INITIAL, RankTrace, Rounding, Step, environment, read_tensors, write_tensors
+from fsshard.parity.trace import (
+    INITIAL,
+    NamedTensors,
+    RankTrace,
+    Rounding,
+    Step,
+    environment,
+    read_tensors,
+    write_tensors,
+)
 from fsshard.parity.training import Bare, Job, Training
 
+Observation = tuple[RankTrace, list[str], dict[str, str]]
+"""What a rank saw, the names of the parameters, and where it ran."""
 REFERENCE = "reference"
 """A detail besides :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
 
 
-def observe(job: Job, detail: str, draw: int = 0) -> tuple[RankTrace, list[str], dict[str, str]]:
+def observe(job: Job, detail: str, draw: int = 0) -> Observation:
     """Train, and return what every step gives, the names of the parameters and where it ran. On every rank.
 
     Args:
@@ -42,25 +54,38 @@ def observe(job: Job, detail: str, draw: int = 0) -> tuple[RankTrace, list[str],
         detail: how much is kept: :data:`REFERENCE`, or one of :data:`~fsshard.parity.trace.DETAILS`.
         draw: if not 0, every operation is rounded otherwise, by generators that this number seeds.
     """
-    run, trace, sketched = Training(job), RankTrace(), detail in ("digests", "tensors")
+    run = Training(job)
+    trace = RankTrace()
+    sketched = detail in ("digests", "tensors")
     generator = torch.Generator().manual_seed(1000 * draw + dist.get_rank())
 
-    def keep(step: int, quantity: str, tensors: Mapping[str, Tensor]) -> dict[str, Sketch]:
+    def keep(
+        step: int,
+        quantity: str,
+        tensors: NamedTensors,
+    ) -> dict[str, Sketch]:
         if detail in (REFERENCE, "tensors"):
             write_tensors(job.folder, step, quantity, tensors.items())
-        return {name: sketch(value) for name, value in tensors.items()} if sketched else {}
+        if not sketched:
+            return {}
+        return {name: sketch(value) for name, value in tensors.items()}
 
     initial = run.weights()
-    names, trace.initial = list(initial), keep(INITIAL, "weight", initial)
+    names = list(initial)
+    trace.initial = keep(INITIAL, "weight", initial)
     del initial  # the whole model
     for number in range(job.steps):
         if detail == REFERENCE or (detail == "tensors" and not run.joins):
-            trace.rounding.append(_rounding(run, number))
+            bounds = _rounding(run, number)
+            trace.rounding.append(bounds)
         rounding = perturbed(generator) if draw else None
         step, tensors = run.step(number, rounding=rounding, sketched=sketched)
-        kept = {quantity: keep(number, quantity, named) for quantity, named in tensors.items()}
-        step.sketches |= kept if sketched else {}
-        step.outputs = [] if detail == "losses" else step.outputs
+        for quantity, values in tensors.items():
+            sketches = keep(number, quantity, values)
+            if sketched:
+                step.sketches[quantity] = sketches
+        if detail == "losses":
+            step.outputs = []
         trace.steps.append(step)
         if not draw:
             tell((number + 1) / job.steps)
@@ -73,29 +98,39 @@ def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
     """Train as it is, and ``draws`` times with every operation rounded otherwise. On every rank."""
     traces = []
     for number in range(draws + 1):
-        traces.append(observe(job, "digests", number)[0])
+        trace, *_ = observe(job, "digests", number)
+        traces.append(trace)
         tell((number + 1) / (draws + 1))
     return traces
 
 
 def _rounding(run: Training, step: int) -> Rounding:
     """Return the bounds of this step as far as this run can give them. Collective."""
-    rounding, magnitudes, world_size = Rounding(), {}, run.job.world_size
+    rounding = Rounding()
+    magnitudes: NamedTensors = {}
+    world_size = run.job.world_size
     if run.joins or isinstance(run.engine, Bare):
-        rounding = measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
+        rounding = _measured(run, step)
         rounding.aligned = run.leaves > 0
-    elif reduction_roundings(world_size, run.recipe.accumulate):  # else no engine can add in another order
-        found, counts = run.magnitudes(step)
+    # Without roundings no engine can add in another order.
+    elif reduction_roundings(world_size, run.recipe.accumulate):
+        sums, counts = run.magnitudes(step)
         rounding = Rounding(reductions=counts, aligned=adds_in_tree(run.engine))
-        magnitudes = {n: value for n, value in found.items() if reduction_roundings(world_size, counts[n])}
+        for name, value in sums.items():
+            if reduction_roundings(world_size, counts[name]):
+                magnitudes[name] = value
     write_tensors(run.job.folder, step, "magnitude", magnitudes.items())
     return rounding
 
 
+def _measured(run: Training, step: int) -> Rounding:
+    shadow = run.shadow()
+    return measure(shadow, run.recipe, lambda: run.batches(step), step)
+
+
 def check_samples_apart(job: Job) -> None:
     """Raise NotComparable if training on the same samples in other batches gives something else. On one process."""
-    run = Training(job)
-    measure(run.shadow(), run.recipe, lambda: run.batches(0), 0)
+    _measured(Training(job), 0)
 
 
 # ------------------------------------------------------------------------------------------ beside the reference
@@ -113,128 +148,181 @@ class _RunComparison(StepComparison):
     recorded_in = "the reference"
 
     def __init__(self, run: Training, reference: list[RankTrace]) -> None:
-        self.run, self.ranks, self.rank, self.owned = run, reference, run.rank, run.engine.owned
+        self.run = run
+        self.ranks = reference
+        self.rank = run.rank
+        self.owned = run.engine.owned
+        several = run.job.world_size > 1 or run.mesh is not None
         # The reference is one process on the joined batch.
-        self.joined = len(reference) == 1 and (run.job.world_size > 1 or run.mesh is not None)
-        self.process, self.regrouped = 0 if self.joined else run.rank, run.joins or self.joined
+        self.joined = several and len(reference) == 1
+        self.process = run.rank
+        if self.joined:
+            self.process = 0
+        self.regrouped = run.joins or self.joined
         # One process has added up the gradients of the ranks' batches as the ranks do.
         in_order = reference[0].rounding[0].aligned and (run.job.world_size <= 2 or adds_in_tree(run.engine))
         self.by_leaves = run.leaves > 0 or (self.joined and in_order)
         self.own_engine = not isinstance(run.engine, WrappedEngine)
+        alone = run.mesh is None and dist.get_world_size() == 1
         # The reference's own process once more: nothing can add in another order.
-        self.again = self.joined and run.mesh is None and dist.get_world_size() == 1
-        self.sees = bool(getattr(getattr(run.engine.optimizer, "request", None), "see", None))
-        self.unrepeated = False  # the optimizer sees matrices, so that a step within rounding cannot be judged
-        self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
-        self.gradients: Mapping[str, Tensor] = {}
+        self.again = self.joined and alone
+        request = getattr(run.engine.optimizer, "request", None)
+        self.sees = bool(getattr(request, "see", None))
+        # The optimizer sees matrices, so that a step within rounding cannot be judged.
+        self.unrepeated = False
+        # A difference was beyond its bound: from then on there is no common start to restore.
+        self.lost = False
+        self.gradients: NamedTensors = {}
         self.rounding = Rounding()
-        self.magnitudes: Mapping[str, Tensor] = {}
-        self.replayed: dict[str, dict[str, Tensor]] | None = None
+        self.magnitudes: NamedTensors = {}
+        self.replayed: dict[str, NamedTensors] | None = None
 
     def step(self, number: int) -> RankStep:
         """Train and compare one step. Collective."""
-        run, job = self.run, self.run.job
-        self.rounding, self.magnitudes = self.ranks[self.process].rounding[number], self._read(number, "magnitude")
+        run = self.run
+        self.rounding = self.ranks[self.process].rounding[number]
+        self.magnitudes = self._read(number, "magnitude")
         # Step 0 of leaves is measured to learn whether the model or its loss mixes samples, or draws numbers.
         if run.joins and not self.joined and (number == 0 or not run.leaves):
-            self.rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
-        initial = run.weights() if number == 0 else {}
-        step, tensors = run.step(number, noted=lambda step: self._check_batches(number, step))
+            self.rounding = _measured(run, number)
+        initial = {}
+        if number == 0:
+            initial["initial weight"] = run.weights()
+        check = partial(self._check_batches, number)
+        step, tensors = run.step(number, noted=check)
         self.gradients = tensors["gradient"]
-        result = self.compare_step(number, step, tensors | ({"initial weight": initial} if number == 0 else {}))
+        result = self.compare_step(number, step, tensors | initial)
         if run.mesh is not None:
-            _note_causes(run.mesh, result, self.recorded("gradient"), self.gradients, self.rounding.gradients)
-        if self.own_engine and not self.gradients and job.world_size > 2 and self._verdict("weight") == "different":
+            expected = self.recorded("gradient")
+            bounds = self.rounding.gradients
+            _note_causes(run.mesh, result, expected, self.gradients, bounds)
+        if self.own_engine and not self.gradients:
+            self._check_weights()
+        self.lost |= self._verdict() == "different"
+        self._restore()
+        # Their memory is needed for the next step.
+        self.gradients = {}
+        self.replayed = None
+        tell((number + 1) / run.job.steps)
+        return result
+
+    def _check_weights(self) -> None:
+        """Raise if they differ under an engine that shows no gradients, on ranks that may add in another order."""
+        world_size = self.run.job.world_size
+        if world_size > 2 and self._verdict("weight") == "different":
             raise NotComparable(
-                f"engine {run.engine.name!r} shows no gradients, and on {job.world_size} ranks its "
+                f"engine {self.run.engine.name!r} shows no gradients, and on {world_size} ranks its "
                 "weights differ: without gradients it cannot be decided whether that is rounding. Let its gradients() "
                 "yield them, or compare on two ranks"
             )
-        self.lost |= self._verdict() == "different"
-        self._restore()
-        self.gradients, self.replayed = {}, None  # their memory is needed for the next step
-        tell((number + 1) / job.steps)
-        return result
 
-    def _read(self, step: int, quantity: str) -> dict[str, Tensor]:
+    def _read(self, step: int, quantity: str) -> NamedTensors:
         return read_tensors(self.run.job.folder, step, quantity, self.process)
 
     def _verdict(self, *quantities: str) -> str:
         """Return the worst verdict so far on some quantities, or on all."""
-        found = self.result.differences
-        return worst_of(d.verdict for quantity in quantities or found for d in found.get(quantity, {}).values())
+        differences = self.result.differences
+        verdicts: list[str] = []
+        for quantity in quantities or differences:
+            items = differences.get(quantity, {})
+            verdicts += [item.verdict for item in items.values()]
+        return worst_of(verdicts)
 
-    def recorded(self, quantity: str) -> Mapping[str, Tensor]:
-        return self._read(INITIAL, "weight") if quantity == "initial weight" else self._read(self.number, quantity)
+    def recorded(self, quantity: str) -> NamedTensors:
+        if quantity == "initial weight":
+            return self._read(INITIAL, "weight")
+        return self._read(self.number, quantity)
 
-    def batches(self) -> Found:
+    def batches(self) -> Differences:
         yield from ()  # they are the reference's: checked before they were trained on
 
     def _check_batches(self, number: int, step: Step) -> None:
         """Raise if the samples are not the reference's."""
         expected = all_batches(self.ranks, number)
-        for micro, parts in enumerate(step.batches):
-            for place, text in enumerate(parts):
+        first = number * len(step.batches)
+        for micro, digests in enumerate(step.batches):
+            batch = first + micro
+            for place, digest in enumerate(digests):
                 rank = place if self.run.joins else self.run.sample_rank
-                if text != expected[micro, rank][0]:
+                expected_digest, _ = expected[micro, rank]
+                if digest != expected_digest:
                     raise RecipeError(
-                        f"recipe.batches gave rank {rank} another batch (number {number * len(step.batches) + micro}) "
+                        f"recipe.batches gave rank {rank} another batch (number {batch}) "
                         "than in the reference's run: batches must depend on (rank, world_size, number) only, neither "
                         "on the engine nor on random numbers that are not seeded from these three"
                     )
 
     def mean_loss(self) -> float:
-        return self.now.loss if self.run.joins else self.run.loss_of_all(self.now.loss)
+        if self.run.joins:
+            return self.now.loss
+        return self.run.loss_of_all(self.now.loss)
 
     def number_bound(self, quantity: str, got: float) -> float:
         return self.rounding.loss if quantity == "loss" and self.regrouped and not self.by_leaves else 0.0
 
-    def norms(self) -> Found:
+    def norms(self) -> Differences:
         """Compare the norm by which the engine clipped."""
         # It is the reference's, or, where gradients differ by rounding, that of this run's own gradients.
-        expected, clipped, clipping = self.before.clipped_norm, self.now.clipped_norm, self.run.recipe.clipping
+        expected = self.before.clipped_norm
+        clipped = self.now.clipped_norm
+        clipping = self.run.recipe.clipping
         if clipped is None or expected is None or clipping is None:
             return
-        found = self.number_difference("norm", expected, clipped)
+        item = self.number_difference("norm", expected, clipped)
         wide = norm_dtype(self.gradients) is torch.float64
-        if found.verdict != "exact" and (wide or self._verdict("gradient") == "bound"):
+        if item.verdict != "exact" and (wide or self._verdict("gradient") == "bound"):
             own = total_norm(self.gradients, clipping[1])
             # Summed in another order in float64, then rounded: the next float32 at most. A norm that stays float64
             # shows the order of its sum: at most a rounding per summand.
-            summands = sum(gradient.numel() for gradient in self.gradients.values())
-            ulp = (2.0**-53 * summands if wide else 2.0**-23) * abs(own)
+            relative = 2.0**-23
+            if wide:
+                summands = sum(gradient.numel() for gradient in self.gradients.values())
+                relative = 2.0**-53 * summands
+            ulp = relative * abs(own)
             verdict = "bound" if abs(own - clipped) <= ulp else "different"
-            found = replace(found, verdict=verdict, bound=abs(own - expected) + ulp)
-        yield "", found
+            bound = abs(own - expected) + ulp
+            item = replace(item, verdict=verdict, bound=bound)
+        yield "", item
 
-    def tensor(self, quantity: str, name: str, expected: Tensor, got: Tensor) -> Difference:
-        found = difference(expected, got, self._bound(name, got) if quantity == "gradient" else 0.0, rank=self.rank)
-        if found.verdict == "exact" or quantity not in ("weight", "state"):
-            return found
+    def tensor(
+        self,
+        quantity: str,
+        name: str,
+        expected: Tensor,
+        got: Tensor,
+    ) -> Difference:
+        bound = self._bound(name, got) if quantity == "gradient" else 0.0
+        item = difference(expected, got, bound, rank=self.rank)
+        if item.verdict == "exact" or quantity not in ("weight", "state"):
+            return item
         if self.replayed is None:
+            self.replayed = {"weight": {}, "state": {}}
             # Weights and state are the reference's, or what the gradients of this run make of it: if these, or the
             # norm, differ by rounding, and nothing by more.
-            before = [q for q in self.result.differences if q not in ("weight", "state")]
-            rounded = self._verdict("gradient", "norm") == "bound" and self._verdict(*before) == "bound"
+            before = [other for other in self.result.differences if other not in self.replayed]
+            gradients_round = self._verdict("gradient", "norm") == "bound"
+            rounded = gradients_round and self._verdict(*before) == "bound"
             self.unrepeated |= rounded and self.sees
-            replays = rounded and not self.lost and not self.sees
-            self.replayed = self._replay() if replays else {"weight": {}, "state": {}}
+            if rounded and not self.lost and not self.sees:
+                self.replayed = self._replay()
         replayed = self.replayed[quantity].get(name)
         if replayed is None:
-            return found
+            return item
         again = difference(replayed, got, rank=self.rank)
         if again.verdict == "exact":  # one process makes exactly these bits of this run's gradients
-            return replace(found, verdict="bound", bound=found.max_abs)
+            return replace(item, verdict="bound", bound=item.max_abs)
         note = f"{again.ulps:.3g} ulp from what the optimizer makes of this run's gradients on one process"
-        return replace(found, verdict="different", note=note)
+        return replace(item, verdict="different", note=note)
 
     def _bound(self, name: str, gradient: Tensor) -> Tensor | float:
         """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
+        if self.again:
+            return 0.0
         # On other samples, or with a divided model, every operation may round; else only the sum over ranks.
         if self.by_leaves:
             return 0.0
         if self.regrouped:
-            return 0.0 if self.again else float(self.rounding.gradients.get(name, 0.0))
+            return self.rounding.gradients.get(name, 0.0)
         world_size = self.run.job.world_size
         aligned = self.rounding.aligned and adds_in_tree(self.run.engine)
         reductions = self.rounding.reductions.get(name, 1)
@@ -248,43 +336,62 @@ class _RunComparison(StepComparison):
 
     # ------------------------------------------------------------------- the optimizer's step again, a common start
 
-    def _replay(self) -> dict[str, dict[str, Tensor]]:
+    def _replay(self) -> dict[str, NamedTensors]:
         """Step the recipe's optimizer on one process, from the reference's state, with this run's gradients."""
         # An update may amplify a rounding error without limit (Adam divides by a square root that can be zero), so no
         # bound is derived for it: these must be this run's weights and state, to the last bit.
-        recipe, device, clipping = self.run.recipe, self.run.job.device, self.run.recipe.clipping
-        weights, scale = self._read(self.number - 1, "weight"), None
-        if clipping is not None and self.now.clipped_norm is not None:
-            # torch.nn.utils.clip_grad_norm_'s formula, from the norm that this run clipped with
-            norm = torch.tensor(self.now.clipped_norm, dtype=norm_dtype(self.gradients))
-            scale = torch.clamp(clipping[0] / (norm + 1e-6), max=1.0)
-        held: dict[str, torch.nn.Parameter] = {}
-        for name in [name for group in self.before.groups for name in group["params"]]:
-            parameter = held[name] = torch.nn.Parameter(weights[name].to(device))
-            gradient = self.gradients.get(name)
-            if gradient is not None:
-                # multiplied where the run multiplied: kernels of another device may round otherwise
-                factor = None if scale is None else scale.to(gradient.device, gradient.dtype)
-                parameter.grad = gradient.clone() if factor is None else gradient * factor
-        groups = [{**group, "params": [held[name] for name in group["params"]]} for group in self.before.groups]
-        optimizer = bare_optimizer(recipe, groups)
+        device = self.run.job.device
+        weights = self._read(self.number - 1, "weight")
+        gradients = self._clipped_gradients()
+        parameters: dict[str, torch.nn.Parameter] = {}
+        groups = []
+        for group in self.before.groups:
+            for name in group["params"]:
+                weight = weights[name].to(device)
+                parameters[name] = torch.nn.Parameter(weight)
+                parameters[name].grad = gradients.get(name)
+            members = [parameters[name] for name in group["params"]]
+            groups.append({**group, "params": members})
+        optimizer = bare_optimizer(self.run.recipe, groups)
         if self.number > 0:
             for name, state in self._states(self.number - 1).items():
                 for key, value in state.items():
-                    kept = not isinstance(value, Tensor) or not value.dim()  # torch keeps counters on the CPU
-                    optimizer.state[held[name]][key] = value if kept else value.to(device)
+                    # torch keeps counters on the CPU.
+                    if isinstance(value, Tensor) and value.dim():
+                        value = value.to(device)
+                    optimizer.state[parameters[name]][key] = value
         optimizer.step()
-        states = ((name, optimizer.state.get(parameter, {})) for name, parameter in held.items())
-        return {
-            "weight": {name: parameter.detach() for name, parameter in held.items()},
-            "state": {f"{n}: {k}": v for n, state in states for k, v in state.items() if isinstance(v, Tensor)},
-        }
+        states = {}
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    states[f"{name}: {key}"] = value
+        stepped = {name: parameter.detach() for name, parameter in parameters.items()}
+        return {"weight": stepped, "state": states}
+
+    def _clipped_gradients(self) -> NamedTensors:
+        """Return copies of the gradients as this run clipped them."""
+        clipping = self.run.recipe.clipping
+        if clipping is None or self.now.clipped_norm is None:
+            return {name: gradient.clone() for name, gradient in self.gradients.items()}
+        # torch.nn.utils.clip_grad_norm_'s formula, from the norm that this run clipped with
+        norm = torch.tensor(self.now.clipped_norm, dtype=norm_dtype(self.gradients))
+        scale = torch.clamp(clipping[0] / (norm + 1e-6), max=1.0)
+        clipped = {}
+        for name, gradient in self.gradients.items():
+            # Multiplied where the run multiplied: kernels of another device may round otherwise.
+            factor = scale.to(gradient.device, gradient.dtype)
+            clipped[name] = gradient * factor
+        return clipped
 
     def _states(self, step: int) -> dict[str, dict[str, Any]]:
         """Return the reference's optimizer state after a step, by parameter."""
         states: dict[str, dict[str, Any]] = {}
-        plain = self.ranks[self.process].steps[step].plain
-        for name, value in [*self._read(step, "state").items(), *plain.items()]:
+        recorded = self.ranks[self.process].steps[step]
+        values: dict[str, Any] = {}
+        values |= self._read(step, "state")
+        values |= recorded.plain
+        for name, value in values.items():
             parameter, _, key = name.rpartition(": ")
             states.setdefault(parameter, {})[key] = value
         return states
@@ -294,19 +401,24 @@ class _RunComparison(StepComparison):
         # Every step starts from the reference's weights and state, so that no bound has to follow errors from step to
         # step. After a real difference the run goes on freely, or its loss curve would snap back and hide the fault.
         apart = self._verdict("weight", "state") != "exact"
-        flags = torch.tensor([apart, self.lost, self.unrepeated], dtype=torch.float32, device=self.run.job.device)
+        flags = torch.tensor(
+            [apart, self.lost, self.unrepeated],
+            dtype=torch.float32,
+            device=self.run.job.device,
+        )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if flags[2]:
             check_seen_as_they_are({"see": True})
         if not flags[0] or flags[1]:
             return
         states = self._states(self.number)
-        for key, value in [item for state in states.values() for item in state.items()]:
-            if isinstance(value, dict):
-                raise NotComparable(
-                    f"the optimizer's state {key!r} is neither tensor nor number: it cannot be reset to the "
-                    "reference's, which a comparison within a rounding bound needs; compare on two ranks"
-                )
+        for state in states.values():
+            for key, value in state.items():
+                if isinstance(value, dict):
+                    raise NotComparable(
+                        f"the optimizer's state {key!r} is neither tensor nor number: it cannot be reset to the "
+                        "reference's, which a comparison within a rounding bound needs; compare on two ranks"
+                    )
         self.run.engine.restore(self.recorded("weight").items(), states)
 
 
@@ -316,66 +428,94 @@ class _RunComparison(StepComparison):
 def _note_causes(
     mesh: DeviceMesh,
     step: RankStep,
-    expected: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
+    expected: NamedTensors,
+    gradients: NamedTensors,
     bounds: Mapping[str, float],
 ) -> None:
     """Note at the loss and each gradient that differ which usual mistake explains it, if one does. Collective."""
-    sizes = {dim: mesh[dim].size() for dim in mesh.mesh_dim_names or () if mesh[dim].size() > 1}
-    loss = step.differences["loss"][""]
-    for dim, ranks in sizes.items() if loss.verdict == "different" else ():
-        note = ""
-        if abs(step.loss * ranks - step.reference_loss) <= loss.bound * ranks:
-            note = f"it is {ranks} times too small: if the losses of {dim!r}'s ranks add up, Split(adds=({dim!r},))"
-        elif abs(step.loss / ranks - step.reference_loss) <= loss.bound:
-            note = f"it is {ranks} times too large: if each rank of {dim!r} has all of it, it is not for Split(adds=)"
-        if note:
-            step.differences["loss"][""] = replace(loss, note=note)
-            break
-    found, everyone = step.differences.get("gradient", {}), dist.group.WORLD
+    sizes = {}
+    for dim in mesh.mesh_dim_names or ():
+        if mesh[dim].size() > 1:
+            sizes[dim] = mesh[dim].size()
+    losses = step.differences["loss"]
+    loss = losses[""]
+    if loss.verdict == "different":
+        note = _cause_of_loss(sizes, step, loss.bound)
+        losses[""] = replace(loss, note=note or loss.note)
+    items = step.differences.get("gradient", {})
+    everyone = dist.group.WORLD
     assert everyone is not None
     # All ranks ask about the same gradients, in one order, since they add them up to find out.
-    whole = [n for n, gradient in gradients.items() if n in expected and gradient.shape == expected[n].shape]
-    told = per_rank(everyone, ([name for name, d in found.items() if d.verdict == "different"], whole))
-    for name in dict.fromkeys(name for different, _ in told for name in different):
-        if all(name in held for _, held in told):
-            one, other = (real_view(side[name]).double() for side in (expected, gradients))
-            note = _cause(mesh, sizes, one, other, bounds.get(name, 0.0))
-            if note and found[name].verdict == "different":
-                found[name] = replace(found[name], note=note)
+    names = []
+    for name, item in items.items():
+        if item.verdict == "different":
+            names.append(name)
+    comparable = []
+    for name, gradient in gradients.items():
+        if name in expected and gradient.shape == expected[name].shape:
+            comparable.append(name)
+    names_of_ranks = per_rank(everyone, (names, comparable))
+    asked: dict[str, None] = {}
+    for different, _ in names_of_ranks:
+        asked |= dict.fromkeys(different)
+    for name in asked:
+        if all(name in comparable for _, comparable in names_of_ranks):
+            reference = real_view(expected[name]).double()
+            gradient = real_view(gradients[name]).double()
+            note = _cause(mesh, sizes, reference, gradient, bounds.get(name, 0.0))
+            if note and items[name].verdict == "different":
+                items[name] = replace(items[name], note=note)
 
 
-def _cause(mesh: DeviceMesh, sizes: Mapping[str, int], expected: Tensor, gradient: Tensor, bound: float) -> str:
+def _cause_of_loss(sizes: Mapping[str, int], step: RankStep, bound: float) -> str:
+    for dim, ranks in sizes.items():
+        gap = abs(step.loss * ranks - step.reference_loss)
+        if gap <= bound * ranks:
+            return f"it is {ranks} times too small: if the losses of {dim!r}'s ranks add up, Split(adds=({dim!r},))"
+        gap = abs(step.loss / ranks - step.reference_loss)
+        if gap <= bound:
+            return f"it is {ranks} times too large: if each rank of {dim!r} has all of it, it is not for Split(adds=)"
+    return ""
+
+
+def _cause(
+    mesh: DeviceMesh,
+    sizes: Mapping[str, int],
+    expected: Tensor,
+    gradient: Tensor,
+    bound: float,
+) -> str:
     """Return the mistake in words, "" if it is none of them. Collective."""
 
     def near(value: Tensor, within: float) -> bool:
         return bool(((value - expected).abs() <= within).all())
 
-    causes: list[tuple[bool, str]] = []
+    # Every rank adds up along every dimension: what it finds before may be what another one does not.
+    causes: list[str] = []
     for dim, ranks in sizes.items():
-        total, where = gradient.clone(), f"mesh[{dim!r}]"
+        total = gradient.clone()
         dist.all_reduce(total, group=mesh[dim].get_group())
-        apart, times = not torch.equal(total, gradient * ranks), f"the number of ranks of {dim!r}"
-        parts = f"the parts that the {ranks} ranks of {dim!r} have add up to it: replicated={{...: {where}}}"
-        causes += [
-            (apart and near(total, bound * ranks), parts),
-            (
-                apart and near(total / ranks, bound),
-                f'the mean over {dim!r} is right: replicated={{...: ({where}, "mean")}}',
-            ),
-            (
-                near(gradient / ranks, bound),
-                f"it is {ranks} times too large, {times}: added up where all have the whole?",
-            ),
-            (
-                near(gradient * ranks, bound * ranks),
-                f"it is {ranks} times too small, {times}: averaged where each has a part?",
-            ),
-        ]
+        where = f"mesh[{dim!r}]"
+        times = f"the number of ranks of {dim!r}"
+        if not torch.equal(total, gradient * ranks):
+            if near(total, bound * ranks):
+                parts = f"the parts that the {ranks} ranks of {dim!r} have"
+                causes.append(f"{parts} add up to it: replicated={{...: {where}}}")
+            if near(total / ranks, bound):
+                causes.append(f'the mean over {dim!r} is right: replicated={{...: ({where}, "mean")}}')
+        if near(gradient / ranks, bound):
+            causes.append(f"it is {ranks} times too large, {times}: added up where all have the whole?")
+        if near(gradient * ranks, bound * ranks):
+            causes.append(f"it is {ranks} times too small, {times}: averaged where each has a part?")
+    if causes:
+        return causes[0]
     length = float(expected.square().sum())
-    ratio = float((gradient * expected).sum()) / length if length else 0.0
-    if ratio:
-        causes.append(
-            (near(gradient / ratio, bound / abs(ratio) + bound), f"it is {ratio:.6g} times what it should be")
-        )
-    return next((text for right, text in causes if right), "")
+    if not length:
+        return ""
+    ratio = float((gradient * expected).sum()) / length
+    if not ratio:
+        return ""
+    within = bound / abs(ratio) + bound
+    if near(gradient / ratio, within):
+        return f"it is {ratio:.6g} times what it should be"
+    return ""

@@ -28,17 +28,27 @@ State = dict[str, Any]
 
 def total_norm(gradients: Mapping[str, Tensor], norm_type: float) -> float:
     """Return the norm of whole gradients, in float64; a complex number counts by its modulus."""
-    wide = (g.to(torch.complex128 if g.is_complex() else torch.float64) for g in gradients.values() if g.numel())
-    moduli = [gradient.abs() for gradient in wide]
+    powers = []
+    for gradient in gradients.values():
+        if not gradient.numel():
+            continue
+        wide = torch.complex128 if gradient.is_complex() else torch.float64
+        moduli = gradient.to(wide).abs()
+        if norm_type == math.inf:
+            powers.append(float(moduli.max()))
+        else:
+            powers.append(float(moduli.pow(norm_type).sum()))
     if norm_type == math.inf:
-        return max((float(m.max()) for m in moduli), default=0.0)
-    return math.pow(sum(float(m.pow(norm_type).sum()) for m in moduli), 1.0 / norm_type)
+        return max(powers, default=0.0)
+    return math.pow(sum(powers), 1.0 / norm_type)
 
 
 def norm_dtype(gradients: Mapping[str, Tensor]) -> torch.dtype:
     """Return the dtype of the norm that training clips by: float32, or float64 if a gradient has that precision."""
-    wide = any(g.dtype in (torch.float64, torch.complex128) for g in gradients.values())
-    return torch.float64 if wide else torch.float32
+    for gradient in gradients.values():
+        if gradient.dtype in (torch.float64, torch.complex128):
+            return torch.float64
+    return torch.float32
 
 
 class Engine(ABC):
@@ -67,8 +77,11 @@ class Engine(ABC):
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of all batches of a step but the last: the model's ``no_sync``, if it has one."""
-        quiet = getattr(self.model, "no_sync", None) if self.recipe.no_sync else None
-        return contextlib.nullcontext() if quiet is None else quiet()
+        no_sync = getattr(self.model, "no_sync", None)
+        if no_sync is None or not self.recipe.no_sync:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = no_sync()
+        return context
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward and its loss."""
@@ -82,8 +95,9 @@ class Engine(ABC):
         """Clip the gradients and return their norm before, summed in float64. Collective."""
         gradients = {name: gradient for name, gradient in self.gradients() if gradient is not None}
         norm = torch.tensor(total_norm(gradients, norm_type), dtype=norm_dtype(gradients))
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in gradients.values():
-            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradient.device, gradient.dtype))
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))
         return float(norm)
 
     def step(self) -> None:
@@ -101,7 +115,9 @@ class Engine(ABC):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by name, of parameters that FSDP1 or FSDP2 has divided too."""
-        yield from ((one.name, one.value) for one in whole_tensors(self.module) if one.quantity == "weight")
+        for whole in whole_tensors(self.module):
+            if whole.quantity == "weight":
+                yield whole.name, whole.value
 
     def states(self) -> Iterator[tuple[str, State]]:
         """Yield the optimizer's state by parameter, whole as the weights are; a parameter comes once per key.
@@ -109,7 +125,9 @@ class Engine(ABC):
         Nothing of an optimizer with another one in it, whose ranks have a share each: torch's ZeroRedundancyOptimizer,
         FairScale's OSS.
         """
-        return iter(()) if hasattr(self.optimizer, "optim") else whole_state(self.module, self.optimizer)
+        if hasattr(self.optimizer, "optim"):
+            return iter(())
+        return whole_state(self.module, self.optimizer)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's buffers by name."""
@@ -118,7 +136,11 @@ class Engine(ABC):
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups as they are now, names for parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        return [{**g, "params": [names.get(id(p), "?") for p in g["params"]]} for g in self.optimizer.param_groups]
+        groups = []
+        for group in self.optimizer.param_groups:
+            members = [names.get(id(parameter), "?") for parameter in group["params"]]
+            groups.append({**group, "params": members})
+        return groups
 
     def owned(self, name: str) -> tuple[int, int]:
         """Return [start, stop) of the real numbers of a parameter that this rank updates."""
@@ -130,7 +152,9 @@ class Engine(ABC):
         Needed where engines agree within a bound only: every step is judged from a common start.
         """
         raise UnsupportedByBackend(
-            "restore(), which a comparison within a rounding bound needs", self.name, "compare at two ranks or less"
+            "restore(), which a comparison within a rounding bound needs",
+            self.name,
+            "compare at two ranks or less",
         )
 
 
@@ -167,13 +191,18 @@ class WrappedEngine(Engine):
 
     def __init__(self, recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]) -> None:
         super().__init__(recipe, module)
-        self.model = wrap(module, **{"mixed_precision": recipe.precision, **recipe.settings, **settings})
+        arguments = {"mixed_precision": recipe.precision, **recipe.settings, **settings}
+        self.model = wrap(module, **arguments)
         self.module = self.model
-        names = [name for name, _ in self.model.named_parameters()]
-        groups = None if recipe.param_groups is None else recipe.param_groups(names)
-        self.optimizer = optimizer_of(
-            recipe, lambda: build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
-        )
+        groups = None
+        if recipe.param_groups is not None:
+            names = [name for name, _ in self.model.named_parameters()]
+            groups = recipe.param_groups(names)
+
+        def make() -> ShardedOptimizer:
+            return build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
+
+        self.optimizer = optimizer_of(recipe, make)
         precision = self.model.plan.precision
         halves = torch.float16 in (precision.param, precision.reduce_dtype)
         self.scaler = GradScaler(self.model, init_scale=LOSS_SCALE, enabled=halves)
@@ -209,7 +238,10 @@ class WrappedEngine(Engine):
         controller_of(self.model).finish_gradients(backend.entries.values())
         self._unscale()
         for entry, gradient in gather_grads(backend):
-            yield entry.name, None if gradient is None else entry.put_together(entry.kind.to_user(gradient))
+            if gradient is None:
+                yield entry.name, None
+            else:
+                yield entry.name, entry.put_together(entry.kind.to_user(gradient))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
@@ -227,9 +259,11 @@ class WrappedEngine(Engine):
             return 0, 0
         if entry.divided_over:  # ranges are those of this rank's part
             return 0, 2**62
-        if not entry.in_order:  # elements from all over: whoever is asked first speaks for all
-            return (0, entry.stored_shape.numel()) if backend.settings.rank == 0 else (0, 0)
-        return entry.here
+        if entry.in_order:
+            return entry.here
+        # It has elements from all over, so rank 0 speaks for all.
+        stop = 0 if backend.settings.rank else entry.stored_shape.numel()
+        return 0, stop
 
     def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
         backend = self.model.backend
@@ -237,7 +271,8 @@ class WrappedEngine(Engine):
         with torch.no_grad():
             for name, value in weights:
                 entry = backend.entries[name]
-                entry.put(entry.kind.to_stored(entry.take_part(value.to(backend.settings.device))))
+                part = entry.take_part(value.to(backend.settings.device))
+                entry.put(entry.kind.to_stored(part))
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
 
 
@@ -253,8 +288,9 @@ def engine_name(spec: EngineSpec) -> str:
     if isinstance(spec, str):
         return spec
     if isinstance(spec, Mapping) and "backend" in spec:
-        others = ", ".join(f"{key}={value!r}" for key, value in spec.items() if key != "backend")
-        return f"{spec['backend']}({others})" if others else str(spec["backend"])
+        backend = str(spec["backend"])
+        others = [f"{key}={value!r}" for key, value in spec.items() if key != "backend"]
+        return f"{backend}({', '.join(others)})" if others else backend
     if isinstance(spec, type) and issubclass(spec, Engine):
         return getattr(spec, "name", spec.__name__)
     raise ConfigurationError(
@@ -271,7 +307,10 @@ def backend_of(spec: EngineSpec) -> str:
 
 
 def make_engine(
-    spec: EngineSpec, recipe: Recipe, module: nn.Module, settings: Mapping[str, Any] | None = None
+    spec: EngineSpec,
+    recipe: Recipe,
+    module: nn.Module,
+    settings: Mapping[str, Any],
 ) -> Engine:
     """Return the engine that ``spec`` means, over a fresh model; the recipe says what it recomputes. Collective.
 
@@ -282,9 +321,10 @@ def make_engine(
         checkpoint_blocks(module, recipe.activation_checkpointing, auto_wrap_policy=policy)
         engine: Engine = spec(recipe, module)
         return engine
-    given = {"backend": spec} if isinstance(spec, str) else dict(spec)
-    recomputed = {"activation_checkpointing": recipe.activation_checkpointing}
-    return WrappedEngine(recipe, module, {**recomputed, **(settings or {}), **given})
+    arguments: dict[str, Any] = {"activation_checkpointing": recipe.activation_checkpointing}
+    arguments |= settings
+    arguments |= {"backend": spec} if isinstance(spec, str) else spec
+    return WrappedEngine(recipe, module, arguments)
 
 
 def adds_in_tree(engine: Engine) -> bool:

@@ -26,29 +26,40 @@ from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 
 def random_state() -> str:
     """Return a digest of the state of every global generator that a training on this rank could draw from."""
-    return digest([torch.get_rng_state(), *cuda_states(), repr(random.getstate()), np.random.get_state(legacy=True)])
+    python = repr(random.getstate())
+    numpy = np.random.get_state(legacy=True)
+    return digest([torch.get_rng_state(), *cuda_states(), python, numpy])
 
 
 @contextlib.contextmanager
 def kept_random_numbers() -> Iterator[None]:
     """Put every global generator back afterwards."""
-    torch_state, cuda, python, numpy = torch.get_rng_state(), cuda_states(), random.getstate(), np.random.get_state()
+    cpu = torch.get_rng_state()
+    cuda = cuda_states()
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        if cuda:
-            torch.cuda.set_rng_state(cuda[0])
+        torch.set_rng_state(cpu)
+        for state in cuda:
+            torch.cuda.set_rng_state(state)
         random.setstate(python)
         np.random.set_state(numpy)
 
 
 def cuda_states() -> list[Tensor]:
     """Return the state of the current device's generator, if CUDA is in use."""
-    return [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return [torch.cuda.get_rng_state()]
+    return []
 
 
 # ----------------------------------------------------------------------------------------------------- module outputs
+
+
+Outputs = list[tuple[str, str]]
+"""Module and digest of its output, in order of execution."""
 
 
 class ForwardWatch:
@@ -58,8 +69,9 @@ class ForwardWatch:
     """
 
     def __init__(self, model: nn.Module, *, outputs: bool = True) -> None:
-        self._outputs, self._on = outputs, False
-        self._forwards: list[list[tuple[str, str]]] = []
+        self._outputs = outputs
+        self._on = False
+        self._forwards: list[Outputs] = []
         for name, module in model.named_modules():
             module.register_forward_hook(self._recorder(public_name(name)))
 
@@ -70,7 +82,8 @@ class ForwardWatch:
             # dynamo cannot follow the bytes of a tensor ("setStorage ... out of bounds", torch 2.13). So a compiled
             # unit is one module here. And no recomputation is recorded, which runs in the backward pass.
             if not torch.compiler.is_compiling() and self._on:
-                self._forwards[-1].append((name, digest(output, strict=False) if self._outputs else ""))
+                text = digest(output, strict=False) if self._outputs else ""
+                self._forwards[-1].append((name, text))
 
         return record
 
@@ -84,29 +97,40 @@ class ForwardWatch:
         finally:
             self._on = False
 
-    def take(self) -> list[tuple[str, str]]:
-        """Return ``(module, digest of its output)`` in order of execution, since the last call."""
-        seen, self._forwards = [one for forward in self._forwards for one in forward], []
-        return seen
+    def take(self) -> Outputs:
+        """Return the outputs since the last call."""
+        outputs: Outputs = []
+        for forward in self._forwards:
+            outputs += forward
+        self._forwards = []
+        return outputs
 
     def repeated(self) -> set[str]:
         """Return the modules that ran more than once in one forward, since the last :meth:`take`."""
-        counts = (Counter(name for name, _ in forward) for forward in self._forwards)
-        return {name for found in counts for name, count in found.items() if count > 1}
+        repeated = set()
+        for forward in self._forwards:
+            counts = Counter(name for name, _ in forward)
+            for name, count in counts.items():
+                if count > 1:
+                    repeated.add(name)
+        return repeated
 
 
 def first_difference(expected: Sequence[Sequence[str]], got: Sequence[Sequence[str]]) -> str:
     """Return in words the first module of a forward that did otherwise; "" if none."""
-    for one, other in zip(expected, got, strict=False):
-        if one[0] != other[0]:
-            return f"module {other[0]!r} ran where {one[0]!r} does under the reference"
-        if one[1] != other[1]:
-            return f"the first module with a different output is {one[0]!r}"
+    for (name, output), (other_name, other_output) in zip(expected, got, strict=False):
+        if name != other_name:
+            return f"module {other_name!r} ran where {name!r} does under the reference"
+        if output != other_output:
+            return f"the first module with a different output is {name!r}"
     if len(expected) == len(got):
         return ""
-    name = max(expected, got, key=len)[min(len(expected), len(got))][0]
-    counts = [sum(item[0] == name for item in side) for side in (got, expected)]
-    return f"module {name!r} ran {counts[0]} times, under the reference {counts[1]} times"
+    # One is the beginning of the other, which goes on with this module.
+    longer = max(expected, got, key=len)
+    name = longer[min(len(expected), len(got))][0]
+    runs = sum(module == name for module, _ in got)
+    expected_runs = sum(module == name for module, _ in expected)
+    return f"module {name!r} ran {runs} times, under the reference {expected_runs} times"
 
 
 # ------------------------------------------------------------------------------------------------------- a bare copy
@@ -143,55 +167,66 @@ class Shadow:
             mark_unit_inputs(modules[public_name(name)])
         self._buffers: list[tuple[str, Tensor]] = []
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:
+    def load(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        buffers: Iterable[tuple[str, Tensor]],
+    ) -> None:
         """Take over weights and buffers."""
-        mine = {public_name(name): parameter for name, parameter in self.module.named_parameters()}
+        parameters = {public_name(name): parameter for name, parameter in self.module.named_parameters()}
         with torch.no_grad():
             for name, value in weights:
-                mine[name].copy_(value)
+                parameters[name].copy_(value)
         self._buffers = [(name, buffer.detach().clone()) for name, buffer in buffers]
 
-    def evaluate(self, batches: Callable[[], Sequence[Any]], after_each: Callable[[], None] | None = None) -> Draw:
+    def evaluate(
+        self,
+        batches: Callable[[], Sequence[Any]],
+        after_each: Callable[[], None] = lambda: None,
+    ) -> Draw:
         """Return loss and gradients of one step from the loaded weights and buffers; put random numbers back.
 
         ``batches`` makes them, anew for each evaluation, since a loss may change its batch in place.
         """
-        owners = {public_name(name): module for name, module in self.module.named_modules()}
+        modules = {public_name(name): module for name, module in self.module.named_modules()}
         for name, value in self._buffers:
-            owner, _, own = name.rpartition(".")
-            if owner in owners:  # else of a module that is made in a forward still to come
+            path, _, own = name.rpartition(".")
+            if path in modules:  # else of a module that is made in a forward still to come
                 # by assignment: a forward may have replaced a buffer by one of another shape
-                owners[owner]._buffers[own] = value.clone()
+                modules[path]._buffers[own] = value.clone()
         self.module.zero_grad(set_to_none=True)
         self.watch.take()
-        before, loss = random_state(), 0.0
+        before = random_state()
+        total = 0.0
         with kept_random_numbers():
-            given = batches()
-            for batch in given:
+            parts = batches()
+            for batch in parts:
                 with self.watch.forward():
-                    part = check_loss(self._recipe.loss(self.module, batch)) / len(given)
-                part.backward()
-                loss += float(part.detach())
-                if after_each is not None:
-                    after_each()
+                    loss = check_loss(self._recipe.loss(self.module, batch)) / len(parts)
+                loss.backward()
+                total += float(loss.detach())
+                after_each()
             drew = random_state() != before
-        return Draw(loss, self._gradients(), drew)
+        return Draw(total, self._gradients(), drew)
 
     def moduli(self, batches: Callable[[], Sequence[Any]]) -> dict[str, Tensor]:
         """Return the sum over the batches of a step of |gradient|, element by element of the real view."""
-        found: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
 
         def collect() -> None:
             for name, gradient in self._gradients().items():
-                found[name] = found.get(name, 0) + real_view(gradient).abs()
+                sums[name] = sums.get(name, 0) + real_view(gradient).abs()
             self.module.zero_grad(set_to_none=True)
 
         self.evaluate(batches, collect)
-        return found
+        return sums
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = ((public_name(name), parameter.grad) for name, parameter in self.module.named_parameters())
-        return {name: gradient.clone() for name, gradient in named if gradient is not None}
+        gradients = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                gradients[public_name(name)] = parameter.grad.clone()
+        return gradients
 
 
 # -------------------------------------------------------------------------------------------------- other rounding
@@ -209,8 +244,9 @@ class perturbed(TorchDispatchMode):
         self._generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if _makes_new(func) and _differentiated((*args, *(kwargs or {}).values())):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if _makes_new(func) and _differentiated((*args, *kwargs.values())):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                     self._move(leaf)
@@ -219,7 +255,8 @@ class perturbed(TorchDispatchMode):
     def _move(self, value: Tensor) -> None:
         real = real_view(value)
         step = torch.finfo(real.dtype).eps
-        up = torch.empty(real.shape, dtype=real.dtype).bernoulli_(0.5, generator=self._generator).to(real.device)
+        up = torch.empty(real.shape, dtype=real.dtype)
+        up = up.bernoulli_(0.5, generator=self._generator).to(real.device)
         real.mul_(up.mul_(2 * step).add_(1 - step))
 
 
@@ -227,8 +264,9 @@ class perturbed(TorchDispatchMode):
 def _makes_new(func: Any) -> bool:
     """Return whether an operation of torch's own returns memory that is none of its arguments'."""
     schema = schema_of(func)
-    new = not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
-    return bool(func.namespace == "aten" and new)
+    if func.namespace != "aten" or schema.is_mutable:
+        return False
+    return all(value.alias_info is None for value in schema.returns)
 
 
 def _differentiated(arguments: Iterable[Any]) -> bool:
@@ -237,5 +275,8 @@ def _differentiated(arguments: Iterable[Any]) -> bool:
     # which no kernel does that rounds correctly.
     # In forward a tensor requires a gradient; in backward nothing does, and nothing is recorded.
     backward = not torch.is_grad_enabled()
-    flat = (each for value in arguments for each in (value if isinstance(value, (list, tuple)) else (value,)))
-    return any(isinstance(each, Tensor) and (backward or each.requires_grad) for each in flat)
+    for value in arguments:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, Tensor) and (backward or each.requires_grad):
+                return True
+    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -25,11 +25,16 @@ class WrongField(ConfigurationError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
-        self.field, self.problem = field, problem
+        self.field = field
+        self.problem = problem
         super().__init__(f"field {field}: {problem}")
 
 
-def plain(value: Any, special: Callable[[str], Any], other: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
+def plain(
+    value: Any,
+    special: Callable[[str], Any],
+    other: Mapping[type, Callable[[Any], Any]] | None = None,
+) -> Any:
     """Return ``value`` with objects for dataclasses, and lists for tuples, as JSON has them.
 
     ``special`` makes what stands for a number of :data:`SPECIAL`; ``other`` writes the instances of some classes.
@@ -37,68 +42,121 @@ def plain(value: Any, special: Callable[[str], Any], other: Mapping[type, Callab
     if other and type(value) in other:
         value = other[type(value)](value)
     if dataclasses.is_dataclass(value):
+        # The fields only: dataclasses.asdict() would copy what is within them, too.
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: plain(item, special, other) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, special, other) for item in value]
-    return special(str(value)) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return special(str(value))
+    return value
 
 
-def read_as(kind: Any, value: Any, path: str = "", other: Mapping[Any, Callable[[Any, str], Any]] | None = None) -> Any:
+Readers = Mapping[Any, Callable[[Any, str], Any]]
+
+
+def read_as(
+    kind: Any,
+    value: Any,
+    path: str = "",
+    other: Readers | None = None,
+) -> Any:
     """Return what :func:`plain` made JSON of, as an instance of ``kind``, or raise WrongField with the ``path`` to it.
 
     ``kind`` is a dataclass, or what stands in a type hint of one; ``other`` reads instances of some classes. A field
     may be absent where its metadata says ``optional``, as old files are; any other must not read as its default.
     """
-    origin, inner = get_origin(kind), get_args(kind)
     if other and kind in other:
         return other[kind](value, path)
+    if kind is Any:
+        return _any(value)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if isinstance(kind, UnionType):
-        return None if value is None else read_as(inner[0], value, path, other)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        given, hints, found = _checked(dict, value, path, "an object"), _hints(kind), {}
-        for field in dataclasses.fields(kind):
-            place = f"{path}.{field.name}" if path else field.name
-            if field.name in given:
-                found[field.name] = read_as(hints[field.name], given[field.name], place, other)
-            elif not field.metadata.get("optional"):
-                raise WrongField(place, "is missing")
-        return kind(**found)
+        # The only unions are those with None.
+        if value is None:
+            return None
+        return read_as(arguments[0], value, path, other)
     if origin is dict:
-        given = _checked(dict, value, path, "an object")
-        return {key: read_as(inner[1], item, f"{path}.{key}", other) for key, item in given.items()}
+        _check(dict, value, path, "an object")
+        kind_of_items = arguments[1]
+        items = {}
+        for key, item in value.items():
+            items[key] = read_as(kind_of_items, item, f"{path}.{key}", other)
+        return items
     if origin in (list, tuple):
-        items = _checked(list, value, path, "a list")
-        fixed = origin is tuple and inner[-1] is not ...
-        if fixed and len(items) != len(inner):
-            raise WrongField(path, f"expected {len(inner)} elements, got {len(items)}")
-        kinds = inner if fixed else inner[:1] * len(items)
-        pairs = enumerate(zip(kinds, items, strict=True))
-        return origin(read_as(one, item, f"{path}[{number}]", other) for number, (one, item) in pairs)
-    return _any(value) if kind is Any else _scalar(kind, value, path)
+        return origin(_items(kind, value, path, other))
+    if dataclasses.is_dataclass(kind):
+        return _instance(kind, value, path, other)
+    return _scalar(kind, value, path)
 
 
 _hints = lru_cache(maxsize=64)(get_type_hints)
 
 
-def _checked(kind: Any, value: Any, path: str, expected: str) -> Any:
-    if not isinstance(value, kind):
-        raise WrongField(path, f"expected {expected}, got {repr(value)[:60]}")
-    return value
+def _instance(
+    kind: Any,
+    value: Any,
+    path: str,
+    other: Readers | None,
+) -> Any:
+    _check(dict, value, path, "an object")
+    hints = _hints(kind)
+    fields = {}
+    for field in dataclasses.fields(kind):
+        name = field.name
+        place = f"{path}.{name}" if path else name
+        if name in value:
+            fields[name] = read_as(hints[name], value[name], place, other)
+            continue
+        if not field.metadata.get("optional"):
+            raise WrongField(place, "is missing")
+    return kind(**fields)
+
+
+def _items(
+    kind: Any,
+    value: Any,
+    path: str,
+    other: Readers | None,
+) -> Iterator[Any]:
+    arguments = get_args(kind)
+    _check(list, value, path, "a list")
+    if get_origin(kind) is list or arguments[-1] is ...:
+        arguments = arguments[:1] * len(value)
+    if len(value) != len(arguments):
+        raise WrongField(path, f"expected {len(arguments)} elements, got {len(value)}")
+    for index, item in enumerate(value):
+        yield read_as(arguments[index], item, f"{path}[{index}]", other)
+
+
+def _check(kind: Any, value: Any, path: str, expected: str) -> None:
+    if isinstance(value, kind):
+        return
+    text = repr(value)[:60]
+    raise WrongField(path, f"expected {expected}, got {text}")
 
 
 def _scalar(kind: Any, value: Any, path: str) -> Any:
-    special = value.get("number") if isinstance(value, dict) else value
-    if kind is float and special in SPECIAL:
-        return float(special)
-    found = _checked((int, float) if kind is float else kind, value, path, SCALARS[kind])
-    if (isinstance(found, bool) and kind is not bool) or (kind is int and found < 0):
-        raise WrongField(path, f"expected {SCALARS[kind]}, got {found!r}")
-    return float(found) if kind is float else found
+    expected = SCALARS[kind]
+    allowed = kind
+    if kind is float:
+        allowed = (int, float)
+        special = value.get("number") if isinstance(value, dict) else value
+        if special in SPECIAL:
+            return float(special)
+    _check(allowed, value, path, expected)
+    # To Python a bool is a number, and to JSON it is none.
+    wrong = isinstance(value, bool) and kind is not bool
+    if wrong or (kind is int and value < 0):
+        raise WrongField(path, f"expected {expected}, got {value!r}")
+    return kind(value)
 
 
 def _any(value: Any) -> Any:
-    if isinstance(value, dict):
-        return float(value["number"]) if set(value) == {"number"} else value
-    return [_any(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_any(item) for item in value]
+    if isinstance(value, dict) and set(value) == {"number"}:
+        return float(value["number"])
+    return value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsshard.errors import MissingExtra, ParityError
 from fsshard.parity.plain import plain, read_as
-from fsshard.parity.report import QUANTITIES, Cell, Difference, StepReport
+from fsshard.parity.report import QUANTITIES, Cell, Difference, worst_of
 from fsshard.pictures import check_picture, save_picture
 
 if TYPE_CHECKING:
@@ -77,8 +77,12 @@ class ParityReport:
             raise ParityError(str(self))
 
     def __str__(self) -> str:
-        aligned = [_aligned(self)] if self.cells else []
-        return "\n\n".join([head(self), *aligned, *details(self), summary(self)])
+        paragraphs = [head(self)]
+        if self.cells:
+            paragraphs.append(_aligned(self))
+        paragraphs += details(self)
+        paragraphs.append(summary(self))
+        return "\n\n".join(paragraphs)
 
     def table(self) -> Table:
         """Return a rich table for the terminal, or raise MissingExtra if rich is not installed."""
@@ -89,24 +93,34 @@ class ParityReport:
             from rich.text import Text
         except ImportError as error:
             raise MissingExtra("rich", "cli", "a table in the terminal") from error
-        made = Table(title=escape(head(self)), caption=_caption(self), box=box.SIMPLE_HEAD, pad_edge=False)
-        made.title_justify = made.caption_justify = "left"
-        made.padding = (0, 1, 0, 0)  # 80 columns hold it
+        table = Table(
+            title=escape(head(self)),
+            title_justify="left",
+            caption=_caption(self),
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),  # 80 columns hold it
+            pad_edge=False,
+        )
         names, *lines = rows(self)
         for place, name in enumerate(names):
-            # a number never breaks; its ulp may go to the next line
-            width = max(7, len(name)) if 2 < place < len(names) - 1 else None
-            made.add_column(
-                name,
-                justify="right" if name in ("ranks", "mesh", "seconds") else "left",
-                no_wrap=place < 3,
-                min_width=width,
-            )
+            column: dict[str, Any] = {}
+            if name in ("ranks", "mesh", "seconds"):
+                column["justify"] = "right"
+            if place < 3:
+                column["no_wrap"] = True
+            elif name != "seconds":
+                # A number never breaks; its ulp may go to the next line.
+                column["min_width"] = max(7, len(name))
+            table.add_column(name, **column)
         for cell, line in zip(self.cells, lines, strict=True):
-            entries = [Text(entry, style="dim" if entry in ("0", "-") else "") for entry in line]
-            entries[2] = Text(line[2], style=STYLES.get(cell.verdict, ""))
-            made.add_row(*entries)
-        return made
+            entries = []
+            for text in line:
+                style = "dim" if text in ("0", "-") else ""
+                entries.append(Text(text, style))
+            entries[2].style = STYLES[cell.verdict]
+            table.add_row(*entries)
+        return table
 
     def plot(self, path: str | Path) -> None:
         """Write a picture: loss curves, and below how far loss and weights are from the reference's at each step.
@@ -145,7 +159,9 @@ def number(value: float) -> str:
 
 def units(value: float) -> str:
     """Write units of the last place: whole numbers while they are short, ``<1`` below the first."""
-    return "<1" if value < 1 else f"{value:.3g}" if value < 1000 else f"{value:.0e}"
+    if value < 1:
+        return "<1"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0e}"
 
 
 def size(difference: Difference) -> str:
@@ -156,13 +172,15 @@ def size(difference: Difference) -> str:
         return "see below"
     if difference.estimated:
         return f"~{number(difference.max_abs)}"
+    text = number(difference.max_abs)
     # Numbers that are not finite have no distance in units of the last place.
-    known = difference.max_abs > 0 and math.isfinite(difference.ulps) and math.isfinite(difference.max_abs)
-    return number(difference.max_abs) + (f" {units(difference.ulps)} ulp" if known else "")
+    if 0 < difference.max_abs < math.inf and math.isfinite(difference.ulps):
+        text += f" {units(difference.ulps)} ulp"
+    return text
 
 
 def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _ranks(cell: Cell) -> str:
@@ -171,25 +189,35 @@ def _ranks(cell: Cell) -> str:
 
 def head(report: ParityReport) -> str:
     """Return what was compared with what."""
-    runs, steps = _count(len(report.cells), "run"), _count(report.steps, "step")
+    runs = _count(len(report.cells), "run")
+    steps = _count(report.steps, "step")
     return f"parity of {report.recipe or 'a recipe'}: {runs} of {steps} against {report.reference}"
 
 
 def quantities(report: ParityReport) -> list[str]:
     """Return the columns: the usual quantities, and whichever else differs in some cell."""
-    return [q for q in QUANTITIES if q in ALWAYS_SHOWN or any(c.worst(q).verdict != "exact" for c in report.cells)]
+    columns = []
+    for quantity in QUANTITIES:
+        verdicts = [cell.worst(quantity).verdict for cell in report.cells]
+        if quantity in ALWAYS_SHOWN or worst_of(verdicts) != "exact":
+            columns.append(quantity)
+    return columns
 
 
 def rows(report: ParityReport) -> list[list[str]]:
     """Return the table: its head, then backend, ranks, verdict, a size per quantity and seconds of each cell."""
-    shown, where = quantities(report), "mesh" if any(cell.mesh for cell in report.cells) else "ranks"
-    lines = [["backend", where, "verdict", *shown, "seconds"]]
+    columns = quantities(report)
+    where = "mesh" if any(cell.mesh for cell in report.cells) else "ranks"
+    lines = [["backend", where, "verdict", *columns, "seconds"]]
     for cell in report.cells:
-        # a run without steps has no differences, which is not the same as differences of zero
-        known = {quantity for step in cell.steps for quantity in step.differences}
-        sizes = [size(cell.worst(quantity)) if quantity in known else "-" for quantity in shown]
-        ranks, verdict = cell.mesh or str(cell.world_size), WORDS.get(cell.verdict, cell.verdict)
-        lines.append([cell.backend, ranks, verdict, *sizes, f"{cell.seconds:.1f}"])
+        ranks = cell.mesh or str(cell.world_size)
+        line = [cell.backend, ranks, WORDS[cell.verdict]]
+        for quantity in columns:
+            # A run without steps has no differences, which is not the same as differences of zero.
+            compared = any(quantity in step.differences for step in cell.steps)
+            line.append(size(cell.worst(quantity)) if compared else "-")
+        line.append(f"{cell.seconds:.1f}")
+        lines.append(line)
     return lines
 
 
@@ -197,34 +225,51 @@ def _aligned(report: ParityReport) -> str:
     lines = rows(report)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
-    right = {1, len(widths) - 1}
-    padded = (
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    )
-    return "\n".join([_caption(report), *(line.rstrip() for line in padded)])
+    right = (1, len(widths) - 1)
+    texts = [_caption(report)]
+    for line in lines:
+        entries = []
+        for place, width in enumerate(widths):
+            entry = line[place]
+            if place in right:
+                entries.append(entry.rjust(width))
+            else:
+                entries.append(entry.ljust(width))
+        texts.append("  ".join(entries).rstrip())
+    return "\n".join(texts)
 
 
 def _caption(report: ParityReport) -> str:
-    found = (d for cell in report for step in cell.steps for named in step.differences.values() for d in named.values())
-    estimated = "; ~ is a root mean square, estimated from digests" if any(d.estimated for d in found) else ""
-    return f"largest |difference| per quantity, in units of the last place (ulp) too{estimated}"
+    caption = "largest |difference| per quantity, in units of the last place (ulp) too"
+    for cell in report:
+        for step in cell.steps:
+            for differences in step.differences.values():
+                if any(difference.estimated for difference in differences.values()):
+                    return f"{caption}; ~ is a root mean square, estimated from digests"
+    return caption
 
 
 def details(report: ParityReport) -> list[str]:
     """Write a paragraph for what is not exact or reproducible, one for cells that failed alike; then the warnings."""
-    told = [cell for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
-    changes = [f"since it was recorded:\n{indent(chr(10).join(report.changes), '  ')}"] if report.changes else []
-    return [*changes, *map(_paragraph, _alike(told)), *(f"warning: {warning}" for warning in report.warnings)]
+    paragraphs = []
+    if report.changes:
+        changes = indent("\n".join(report.changes), "  ")
+        paragraphs.append(f"since it was recorded:\n{changes}")
+    cells = [cell for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
+    paragraphs += map(_paragraph, _alike(cells))
+    paragraphs += [f"warning: {warning}" for warning in report.warnings]
+    return paragraphs
 
 
 def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Group cells that were refused or failed for one reason, as all are whose reference failed."""
-    found: dict[Any, list[Cell]] = {}
+    groups: dict[Any, list[Cell]] = {}
     for cell in cells:
-        reason = (cell.verdict, cell.world_size, cell.mesh, cell.reason, cell.traceback)
-        found.setdefault(reason if cell.verdict in ("refused", "failed") else id(cell), []).append(cell)
-    return list(found.values())
+        key: Any = id(cell)
+        if cell.verdict in ("refused", "failed"):
+            key = (cell.verdict, cell.world_size, cell.mesh, cell.reason, cell.traceback)
+        groups.setdefault(key, []).append(cell)
+    return list(groups.values())
 
 
 def _headline(cells: list[Cell]) -> str:
@@ -233,19 +278,22 @@ def _headline(cells: list[Cell]) -> str:
     meaning = MEANINGS.get(cell.verdict, cell.verdict)
     if cell.verdict == "different" and cell.first_divergence is not None:
         meaning = f"different from step {cell.first_divergence.step} on"
-    places = ", ".join(each.backend for each in cells)
-    return f"{places} {'on' if cell.mesh else 'at'} {_ranks(cell)}: {meaning}"
+    backends = ", ".join(each.backend for each in cells)
+    preposition = "on" if cell.mesh else "at"
+    return f"{backends} {preposition} {_ranks(cell)}: {meaning}"
 
 
 def _paragraph(cells: list[Cell]) -> str:
-    cell, lines = cells[0], [_headline(cells)]
+    cell = cells[0]
+    lines = [_headline(cells)]
     if cell.first_divergence is not None:
         lines.append(f"  first: {cell.first_divergence}")
     if cell.reproducible is False:
         lines.append("  not reproducible: a second run of the same backend gave different numbers")
     if cell.reason:
         word = "why" if cell.verdict in ("refused", "failed") else "hint"
-        lines.append(f"  {word}: " + indent(cell.reason.strip(), "    ").lstrip())
+        reason = indent(cell.reason.strip(), "    ").lstrip()
+        lines.append(f"  {word}: {reason}")
     if cell.traceback.strip():
         lines.append(indent(cell.traceback.strip("\n"), "    "))
     return "\n".join(lines)
@@ -256,27 +304,45 @@ def summary(report: ParityReport) -> str:
     if not report.cells:
         return "nothing was compared"
     if report.ok:
-        exact = [cell.verdict for cell in report.cells].count("exact")
-        bound = len(report.cells) - exact
-        said = [f"{exact} exact"] * (exact > 0) + [f"{bound} within the rounding bound"] * (bound > 0)
-        warned = f"; {_count(len(report.warnings), 'warning')}" if report.warnings else ""
-        return f"all agree: {', '.join(said)}{warned}"
-    bad = _alike(cell for cell in report.cells if not cell.ok)
+        return _agreement(report)
+    groups = _alike(cell for cell in report.cells if not cell.ok)
     # A fault first: that a backend was refused matters less.
-    bad.sort(key=lambda cells: ("different", "failed", "refused").index(cells[0].verdict))
-    named = "; ".join(_brief(cells) for cells in bad[:MOST_NAMED])
-    more = f"; and {sum(map(len, bad[MOST_NAMED:]))} more" if len(bad) > MOST_NAMED else ""
-    proven = "NOT the same training" if bad[0][0].verdict == "different" else "NOT shown to be the same training"
-    return f"{proven}: {named}{more}"
+    groups.sort(key=lambda cells: ("different", "failed", "refused").index(cells[0].verdict))
+    texts = [_brief(cells) for cells in groups[:MOST_NAMED]]
+    unnamed = sum(map(len, groups[MOST_NAMED:]))
+    if unnamed:
+        texts.append(f"and {unnamed} more")
+    result = "NOT shown to be the same training"
+    if groups[0][0].verdict == "different":
+        result = "NOT the same training"
+    return f"{result}: {'; '.join(texts)}"
+
+
+def _agreement(report: ParityReport) -> str:
+    exact = [cell.verdict for cell in report.cells].count("exact")
+    bound = len(report.cells) - exact
+    counts = []
+    if exact:
+        counts.append(f"{exact} exact")
+    if bound:
+        counts.append(f"{bound} within the rounding bound")
+    text = f"all agree: {', '.join(counts)}"
+    if report.warnings:
+        text += f"; {_count(len(report.warnings), 'warning')}"
+    return text
 
 
 def _brief(cells: list[Cell]) -> str:
-    cell, said = cells[0], ""
-    if cell.verdict != "different" and cell.reason:
-        said = f" ({cell.reason.strip().partition(chr(10))[0]})"
-    elif cell.verdict == "different" and (first := cell.first_divergence) is not None:
-        said = f", {first.quantity}{f' of {first.name}' if first.name else ''}"
-    return f"{_headline(cells)}{said}"
+    cell = cells[0]
+    text = _headline(cells)
+    first = cell.first_divergence
+    if cell.verdict != "different":
+        reason = cell.reason.strip().partition("\n")[0]
+        return f"{text} ({reason})" if cell.reason else text
+    if first is None:
+        return text
+    text += f", {first.quantity}"
+    return f"{text} of {first.name}" if first.name else text
 
 
 # ----------------------------------------------------------------------------------------------------------- picture
@@ -309,82 +375,150 @@ def figure(report: ParityReport) -> Figure:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
-    sizes = list(dict.fromkeys(map(_ranks, report.cells))) or ["1 rank"]
-    looks: Looks = {}
-    names = list(dict.fromkeys(cell.backend for cell in report.cells))
-    for i, name in enumerate(names):  # wide and below first, narrow and on top last, so that equal curves all show
-        width = 6.5 - 5.3 / max(1, len(names) - 1) * i
-        looks[name] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": width}
-        looks[name] |= {"markersize": 4 + 1.2 * width, "markeredgewidth": 0, "solid_capstyle": "round"}
-    gaps = {name: [_gap(s, name) for cell in report.cells for s in cell.steps] for name in ("loss", "weight")}
-    drawn = {name: values for name, values in gaps.items() if any(values)}
-    panels = ["loss", *(f"{name} difference" for name in drawn)]
-    made = Figure(figsize=(max(8.4, 1.4 + 5.2 * len(sizes)), 4.4 + 2.0 * len(drawn)), layout="constrained")
-    ratios = {"height_ratios": [1.6, *[1] * len(drawn)]}
-    grid = made.subplots(len(panels), len(sizes), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios)
-    for column, ranks in enumerate(sizes):
-        cells = [cell for cell in report.cells if _ranks(cell) == ranks]
-        _draw_losses(grid[0, column], cells, looks, report.reference)
-        for axes, (quantity, values) in zip(grid[1:, column], drawn.items(), strict=True):
-            _draw_gaps(axes, cells, looks, quantity, values)
-        for axes, panel in zip(grid[:, column], panels, strict=True):
-            label = PANELS[panel]
-            axes.set_label(f"{panel}, {ranks.partition(' ')[0]}")
-            axes.set_ylabel(label if column == 0 else "")
+    columns: dict[str, list[Cell]] = {}
+    for cell in report.cells:
+        columns.setdefault(_ranks(cell), []).append(cell)
+    if not columns:
+        columns["1 rank"] = []
+    looks = _looks(report.cells)
+    gaps = {}
+    for quantity in ("loss", "weight"):
+        values: list[float] = []
+        for cell in report.cells:
+            values += _gaps(cell, quantity)
+        if any(values):
+            gaps[quantity] = values
+    panels = ["loss", *(f"{name} difference" for name in gaps)]
+    width = max(8.4, 1.4 + 5.2 * len(columns))
+    figure = Figure(figsize=(width, 4.4 + 2.0 * len(gaps)), layout="constrained")
+    ratios = {"height_ratios": [1.6, *[1] * len(gaps)]}
+    grid = figure.subplots(
+        len(panels),
+        len(columns),
+        sharex="col",
+        sharey="row",
+        squeeze=False,
+        gridspec_kw=ratios,
+    )
+    for column, (ranks, cells) in enumerate(columns.items()):
+        top = grid[0, column]
+        _draw_losses(top, cells, looks, report.reference)
+        for row, quantity in enumerate(gaps, 1):
+            _draw_gaps(grid[row, column], cells, looks, quantity, gaps[quantity])
+        for row, panel in enumerate(panels):
+            axes = grid[row, column]
+            short = ranks.partition(" ")[0]
+            axes.set_label(f"{panel}, {short}")
+            axes.set_ylabel(PANELS[panel] if column == 0 else "")
             axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(color=GREY, labelsize=9)
-        grid[0, column].xaxis.set_major_locator(MaxNLocator(integer=True))
-        grid[0, column].set_title(ranks, fontsize=11, color=GREY)
+        top.xaxis.set_major_locator(MaxNLocator(integer=True))
+        top.set_title(ranks, fontsize=11, color=GREY)
         grid[-1, column].set_xlabel("step")
-    result = fill(summary(report), width=max(90, 55 * len(sizes)))
-    made.suptitle(f"{head(report)}\n{result}", fontsize=11, x=0.02, ha="left", parse_math=False)
-    return made
+    characters = max(90, 55 * len(columns))
+    result = fill(summary(report), characters)
+    figure.suptitle(f"{head(report)}\n{result}", fontsize=11, x=0.02, ha="left", parse_math=False)
+    return figure
 
 
-def _gap(step: StepReport, quantity: str) -> float:
-    return max((d.max_abs for d in step.differences.get(quantity, {}).values()), default=0.0)
+def _looks(cells: list[Cell]) -> Looks:
+    """Return how the lines of each backend are drawn."""
+    names = list(dict.fromkeys(cell.backend for cell in cells))
+    looks: Looks = {}
+    for index, name in enumerate(names):
+        # Wide and below first, narrow and on top last, so that equal curves all show.
+        width = 6.5 - 5.3 / max(1, len(names) - 1) * index
+        looks[name] = {
+            "color": COLOURS[index % len(COLOURS)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "linewidth": width,
+            "markersize": 4 + 1.2 * width,
+            "markeredgewidth": 0,
+            "solid_capstyle": "round",
+        }
+    return looks
+
+
+def _gaps(cell: Cell, quantity: str) -> list[float]:
+    """Return the largest difference of each step."""
+    gaps = []
+    for step in cell.steps:
+        differences = step.differences.get(quantity, {})
+        gaps.append(max((each.max_abs for each in differences.values()), default=0.0))
+    return gaps
 
 
 def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) -> None:
     longest = max((cell.steps for cell in cells), key=len, default=[])
-    below: dict[str, Any] = {"color": FAINT, "linewidth": 11, "solid_capstyle": "round"}
-    axes.plot([step.reference_loss for step in longest], **below, label=f"{reference} (reference)")
+    axes.plot(
+        [step.reference_loss for step in longest],
+        color=FAINT,
+        linewidth=11,
+        solid_capstyle="round",
+        label=f"{reference} (reference)",
+    )
     for cell in cells:
         # Without steps there is a line in the legend and none in the picture; it must not look like a hidden one.
         look = looks[cell.backend] if cell.steps else {"linestyle": "none"}
-        label = f"{cell.backend}: {WORDS.get(cell.verdict, cell.verdict)}"
-        axes.plot([step.loss for step in cell.steps], **look, label=label, markevery=_every(cell))
+        losses = [step.loss for step in cell.steps]
+        label = f"{cell.backend}: {WORDS[cell.verdict]}"
+        axes.plot(losses, **look, label=label, markevery=_every(cell))
     verdicts = {cell.verdict for cell in cells if cell.steps}
-    title = NO_DIFFERENCE if verdicts == {"exact"} else None
-    # Below the curves, where it hides none of them.
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
-    axes.legend(**place, title=title, frameon=False, fontsize=9, title_fontsize=12, handletextpad=1.2)
+    axes.legend(
+        title=NO_DIFFERENCE if verdicts == {"exact"} else None,
+        # Below the curves, where it hides none of them.
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.12),
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        title_fontsize=12,
+        handletextpad=1.2,
+    )
 
 
-def _draw_gaps(axes: Axes, cells: list[Cell], looks: Looks, quantity: str, everywhere: list[float]) -> None:
+def _draw_gaps(
+    axes: Axes,
+    cells: list[Cell],
+    looks: Looks,
+    quantity: str,
+    everywhere: list[float],
+) -> None:
     """Draw differences on a logarithmic axis that is linear near zero; NaN and infinity have a place above.
 
     Equal curves lie on top of each other, as losses do. ``everywhere`` has the differences of all columns.
     """
-    decades = [math.floor(math.log10(value)) for value in everywhere if 0 < value < math.inf] or [-8]  # all nan, inf
-    low, high = 10.0 ** min(decades), 10.0 ** (max(decades) + 1)
+    decades = [math.floor(math.log10(value)) for value in everywhere if 0 < value < math.inf]
+    if not decades:  # all are nan or infinite
+        decades = [-8]
+    lowest = min(decades)
+    top = max(decades) + 1
+    low = 10.0**lowest
+    high = 10.0**top
+    not_finite = 10 * high
     axes.set_yscale("symlog", linthresh=low, linscale=0.5)
     broken = not all(map(math.isfinite, everywhere))
     axes.set_ylim(-0.3 * low, 30 * high if broken else high)
+    here: list[float] = []
     for cell in cells:
         look = looks[cell.backend]
-        gaps = [value if math.isfinite(value) else 10 * high for value in (_gap(s, quantity) for s in cell.steps)]
-        axes.plot(gaps, **look, markevery=_every(cell))
+        gaps = _gaps(cell, quantity)
+        here += gaps
+        heights = [gap if math.isfinite(gap) else not_finite for gap in gaps]
+        axes.plot(heights, **look, markevery=_every(cell))
         if cell.verdict == "different" and cell.first_divergence is not None:
-            axes.axvline(cell.first_divergence.step, color=look["color"], linewidth=0.8, linestyle=":", zorder=0)
-    here = [_gap(step, quantity) for cell in cells for step in cell.steps]
+            step = cell.first_divergence.step
+            axes.axvline(step, color=look["color"], linewidth=0.8, linestyle=":", zorder=0)
     if here and not any(here):
         axes.text(0.5, 0.5, NO_DIFFERENCE, transform=axes.transAxes, ha="center", color=GREY, size=11)
-    every = max(1, math.ceil((max(decades) + 1 - min(decades)) / 5))
-    marks = {10.0**e: f"$10^{{{e}}}$" for e in range(min(decades), max(decades) + 1, every)}
-    ticks = {0.0: "0", **marks, **({10 * high: "nan, inf"} if broken else {})}
+    ticks = {0.0: "0"}
+    every = max(1, math.ceil((top - lowest) / 5))
+    for exponent in range(lowest, top, every):
+        ticks[10.0**exponent] = f"$10^{{{exponent}}}$"
+    if broken:
+        ticks[not_finite] = "nan, inf"
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
 

@@ -71,16 +71,30 @@ class Divergence:
     difference: Difference
 
     def __str__(self) -> str:
-        d = self.difference
-        what = f"{self.quantity} of {self.name}" if self.name else self.quantity
-        where = f" at {list(d.index)}" if d.index else ""
-        values = f": expected {d.expected}, got {d.got}" if d.expected or d.got else ""
-        ulps = "<1" if d.max_abs and d.ulps < 1 else f"{d.ulps:.3g}"
-        size = f" (off by {d.apart:.3g}, bound {d.bound:.3g}; at most {d.max_abs:.3g}, {ulps} ulp)"
-        if d.estimated:
-            size = f" (off by about {d.max_abs:.3g} per element, bound {d.bound:.3g})"
-        size = size if d.apart or not d.note else ""
-        return f"step {self.step}, {what}, rank {self.rank}{where}{values}{size}{f'; {d.note}' if d.note else ''}"
+        text = f"step {self.step}, {self.quantity}"
+        if self.name:
+            text += f" of {self.name}"
+        text += f", rank {self.rank}"
+        difference = self.difference
+        if difference.index:
+            text += f" at {list(difference.index)}"
+        if difference.expected or difference.got:
+            text += f": expected {difference.expected}, got {difference.got}"
+        if difference.apart or not difference.note:
+            text += f" ({_size(difference)})"
+        if difference.note:
+            text += f"; {difference.note}"
+        return text
+
+
+def _size(difference: Difference) -> str:
+    bound = f"bound {difference.bound:.3g}"
+    if difference.estimated:
+        return f"off by about {difference.max_abs:.3g} per element, {bound}"
+    ulps = f"{difference.ulps:.3g}"
+    if difference.max_abs and difference.ulps < 1:
+        ulps = "<1"
+    return f"off by {difference.apart:.3g}, {bound}; at most {difference.max_abs:.3g}, {ulps} ulp"
 
 
 @dataclass(kw_only=True)
@@ -153,7 +167,10 @@ class Cell:
 
 
 def _most_telling(differences: Iterable[Difference]) -> Difference:
-    return max(differences, key=lambda d: (SEVERITY[d.verdict], d.ulps, d.max_abs), default=Difference())
+    def weight(difference: Difference) -> tuple[int, float, float]:
+        return SEVERITY[difference.verdict], difference.ulps, difference.max_abs
+
+    return max(differences, key=weight, default=Difference())
 
 
 def worst_of(verdicts: Iterable[str]) -> str:
@@ -162,53 +179,82 @@ def worst_of(verdicts: Iterable[str]) -> str:
 
 
 def first_divergence(
-    steps: Sequence[StepReport], parameters: list[str], verdict: str = "", quantities: Sequence[str] = QUANTITIES
+    steps: Sequence[StepReport],
+    parameters: list[str],
+    verdict: str = "",
+    quantities: Sequence[str] = QUANTITIES,
 ) -> Divergence | None:
     """Return the earliest difference: by step, by stage of the step, by the order of ``parameters`` in the model.
 
     ``verdict`` is that of the difference; "" for any that is not exact.
     """
+    verdicts = (verdict,) if verdict else ("bound", "different")
+    order = {name: index for index, name in enumerate(parameters)}
+
+    def place(name: str) -> int:
+        # The name of a tensor of the optimizer's state begins with its parameter's.
+        parameter = name.partition(": ")[0]
+        return order.get(parameter, len(order))
+
     for number, step in enumerate(steps):
         for quantity in quantities:
-            named = step.differences.get(quantity, {})
-            hits = [name for name, d in named.items() if d.verdict != "exact" and verdict in ("", d.verdict)]
-            if hits:
-                order = {name: index for index, name in enumerate(parameters)}
-                name = min(hits, key=lambda n: order.get(n.partition(": ")[0], len(order)))
-                found = named[name]
-                return Divergence(step=number, quantity=quantity, name=name, rank=found.rank, difference=found)
+            differences = step.differences.get(quantity, {})
+            names = [name for name, each in differences.items() if each.verdict in verdicts]
+            if names:
+                name = min(names, key=place)
+                return Divergence(
+                    step=number,
+                    quantity=quantity,
+                    name=name,
+                    rank=differences[name].rank,
+                    difference=differences[name],
+                )
     return None
 
 
 # ------------------------------------------------------------------------------------------- tensors and numbers
 
 
-def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, rank: int = 0) -> Difference:
+def difference(
+    expected: Tensor,
+    got: Tensor,
+    bound: Tensor | float = 0.0,
+    *,
+    rank: int = 0,
+) -> Difference:
     """Compare ``got`` with ``expected``.
 
     ``bound`` is the largest difference that rounding explains, of a real number or element by element of the real view.
     """
     if expected.dtype != got.dtype or expected.shape != got.shape:
-        note = f"{got.dtype}{tuple(got.shape)} where the reference has {expected.dtype}{tuple(expected.shape)}"
+        reference = f"{expected.dtype}{tuple(expected.shape)}"
+        note = f"{got.dtype}{tuple(got.shape)} where the reference has {reference}"
         return Difference(verdict="different", max_abs=math.inf, ulps=math.inf, rank=rank, note=note)
-    a, b = (real_view(tensor.detach().cpu()).reshape(-1) for tensor in (expected, got))
-    if torch.equal(a, b) or bool((same := (a == b) | (a.isnan() & b.isnan())).all()):
+    a = real_view(expected.detach().cpu()).reshape(-1)
+    b = real_view(got.detach().cpu()).reshape(-1)
+    if torch.equal(a, b):
+        return Difference(rank=rank)
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
         return Difference(rank=rank)
     wide = torch.float64 if a.is_floating_point() else torch.int64
-    # infinite where one is NaN, or only one is infinite; nothing where both are the same infinity
-    apart = torch.nan_to_num((a.to(wide) - b.to(wide)).abs().double(), nan=math.inf, posinf=math.inf)
+    apart = (a.to(wide) - b.to(wide)).abs().double()
+    # It is infinite where one is NaN, or only one is infinite, and nothing where both are the same infinity.
+    apart = torch.nan_to_num(apart, nan=math.inf, posinf=math.inf)
     apart[same] = 0.0
-    allowed = bound.reshape(-1).double().cpu() if isinstance(bound, Tensor) else torch.tensor(float(bound)).double()
-    allowed = torch.nan_to_num(allowed, nan=0.0, posinf=0.0)  # an overflow allows nothing
+    allowed = torch.as_tensor(bound).reshape(-1).double().cpu()
+    # An overflow allows nothing.
+    allowed = torch.nan_to_num(allowed, nan=0.0, posinf=0.0).expand_as(apart)
     # The worst element uses most of its bound; among those that have none, it differs most.
     share = torch.where(same, 0.0, apart / allowed)
     worst = int(torch.where(share == share.max(), apart, -1.0).argmax())
-    limit, place = float(allowed[worst] if allowed.dim() else allowed), worst // 2 if expected.is_complex() else worst
-    index = tuple(map(int, torch.unravel_index(torch.tensor(place), expected.shape))) if expected.dim() else ()
+    size = float(apart[worst])
+    limit = float(allowed[worst])
+    index = _index_of(expected, worst)
     return Difference(
-        verdict="different" if float(apart[worst]) > limit else "bound",
+        verdict="different" if size > limit else "bound",
         max_abs=float(apart.max()),
-        apart=float(apart[worst]),
+        apart=size,
         ulps=ulps_between(a, b),
         bound=limit,
         rank=rank,
@@ -218,13 +264,25 @@ def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, ra
     )
 
 
+def _index_of(tensor: Tensor, place: int) -> tuple[int, ...]:
+    """Return the index of the element that a place in the flat real view belongs to."""
+    if not tensor.dim():
+        return ()
+    if tensor.is_complex():
+        place //= 2
+    index = torch.unravel_index(torch.tensor(place), tensor.shape)
+    return tuple(map(int, index))
+
+
 def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: int = 0) -> Difference:
     """Compare two numbers; units in the last place are counted in float32."""
-    a, b = torch.tensor(expected, dtype=torch.float64), torch.tensor(got, dtype=torch.float64)
-    found = difference(a, b, bound, rank=rank)
-    if found.verdict == "exact":
-        return found
-    return replace(found, ulps=ulps_between(a.float(), b.float()), expected=repr(expected), got=repr(got))
+    a = torch.tensor(expected, dtype=torch.float64)
+    b = torch.tensor(got, dtype=torch.float64)
+    result = difference(a, b, bound, rank=rank)
+    if result.verdict == "exact":
+        return result
+    ulps = ulps_between(a.float(), b.float())
+    return replace(result, ulps=ulps, expected=repr(expected), got=repr(got))
 
 
 def unequal(rank: int, note: str, expected: str = "", got: str = "") -> Difference:
@@ -233,13 +291,19 @@ def unequal(rank: int, note: str, expected: str = "", got: str = "") -> Differen
 
 
 def value_differences(
-    expected: Mapping[str, Any], got: Mapping[str, Any], rank: int
+    expected: Mapping[str, Any],
+    got: Mapping[str, Any],
+    rank: int,
 ) -> Iterator[tuple[str, Difference]]:
     """Compare values that are no tensors, key by key; a key that one side lacks is a difference too."""
-    for key in [*expected, *(key for key in got if key not in expected)]:
-        one, other = (repr(side[key]) if key in side else "missing" for side in (expected, got))
-        # as texts: equal for NaN, and exact for numbers
-        yield key, Difference(rank=rank) if one == other else unequal(rank, "not equal", one, other)
+    for key in dict.fromkeys([*expected, *got]):
+        # As texts, which are equal for NaN, and exact for numbers.
+        one = repr(expected[key]) if key in expected else "missing"
+        other = repr(got[key]) if key in got else "missing"
+        if one == other:
+            yield key, Difference(rank=rank)
+        else:
+            yield key, unequal(rank, "not equal", one, other)
 
 
 def place_of(shape: Sequence[int], pairs: bool, index: tuple[int, ...]) -> int:
@@ -261,17 +325,19 @@ def ulps_between(a: Tensor, b: Tensor) -> float:
     Floating Point Numbers, 2012).
     """
     if not a.is_floating_point():
-        return float((a.to(torch.int64) - b.to(torch.int64)).abs().max()) if a.numel() else 0.0
+        apart = (a.to(torch.int64) - b.to(torch.int64)).abs()
+        return float(apart.max()) if apart.numel() else 0.0
     if bool((a.isnan() != b.isnan()).any()):
         return math.inf
-    known = ~a.isnan()
-    if not bool(known.any()):
+    numbers = ~a.isnan()
+    if not bool(numbers.any()):
         return 0.0
-    one, other = _ordered(a[known]), _ordered(b[known])
+    one = _ordered(a[numbers])
+    other = _ordered(b[numbers])
+    same_sign = (one < 0) == (other < 0)
     # A difference of int64 counts can overflow where signs differ; there the counts are so many that float64 will do.
-    apart = torch.where(
-        (one < 0) == (other < 0), (one - other).abs().double(), one.double().abs() + other.double().abs()
-    )
+    across_zero = one.double().abs() + other.double().abs()
+    apart = torch.where(same_sign, (one - other).abs().double(), across_zero)
     return float(apart.max())
 
 
@@ -282,7 +348,7 @@ def _ordered(value: Tensor) -> Tensor:
 
 
 def _element_text(tensor: Tensor, index: tuple[int, ...]) -> str:
-    value = tensor.detach()[index].item() if index else tensor.detach().item()
+    value = tensor.detach()[index].item()
     if isinstance(value, complex):
         return f"{value.real:.9g}{value.imag:+.9g}j"
     return f"{value:.9g}" if isinstance(value, float) else str(value)

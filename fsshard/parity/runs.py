@@ -66,6 +66,8 @@ cell says so: the same recipe may be trained on another one."""
 REFUSALS = (UnsupportedByBackend, MissingExtra, NotComparable)
 """Raised where an engine has no such thing, or a comparison no meaning: the cell says so."""
 Progress = Callable[[float, float, str], None]
+Place = tuple[int, dict[str, int] | None]
+"""Ranks of data, and the mesh that has them, if there is one."""
 
 
 def compare(
@@ -125,27 +127,41 @@ def compare(
         backends = [against.backend] if backends is None else backends
         world_sizes = [against.world_size] if world_sizes is None else world_sizes
         steps = against.steps if steps is None else steps
-    backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
-    judge = reference or ("ddp" if mesh is None else "none")
+    if backends is None:
+        backends = BACKENDS
+    if steps is None:
+        steps = 10
+    judge: EngineSpec = reference or ("ddp" if mesh is None else "none")
     sizes = _checked(backends, (1, 2) if world_sizes is None else world_sizes, steps, judge)
     if against is not None and steps > against.steps:
         raise ConfigurationError(f"steps={steps}: {_named(against)} has {against.steps}; ask for at most as many")
-    places: list[tuple[int, dict[str, int] | None]] = [(size, None) for size in sizes]
+    places: list[Place] = [(size, None) for size in sizes]
     if mesh is not None:
+        judge = Bare
         meshes = _checked_meshes(mesh, recipe, backends, None if world_sizes is None else sizes, reference)
         places = [(data_ranks(each), each) for each in meshes]
-    engine = Bare if mesh is not None else judge
-    name = engine_name(engine) if against is None else _named(against)
-    report = ParityReport(recipe=_transportable(recipe), reference=name, steps=steps)
-    job = Job(source=recipe, engine=engine, steps=steps, world_size=1, device=device)
+    report = ParityReport(
+        recipe=_transportable(recipe),
+        reference=engine_name(judge) if against is None else _named(against),
+        steps=steps,
+    )
+    job = Job(
+        source=recipe,
+        engine=judge,
+        steps=steps,
+        world_size=1,
+        device=device,
+    )
     with _running(pool, device, timeout, progress) as runner:
         if against is None:
             _compare_with_reference(runner, job, backends, places, report)
         else:
             runner.total = len(backends) * len(sizes)
             for size in sizes:
-                kept = _Record(runner, against, recipe, report)
-                report.cells += [_cell(runner, kept, replace(job, engine=spec, world_size=size)) for spec in backends]
+                comparison = _Record(runner, against, recipe, report)
+                for spec in backends:
+                    candidate = replace(job, engine=spec, world_size=size)
+                    report.cells.append(_cell(runner, comparison, candidate))
     return report
 
 
@@ -218,14 +234,20 @@ def _transportable(recipe: RecipeLike) -> str:
     return resolve(recipe).name
 
 
-def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: int, reference: str) -> list[int]:
+def _checked(
+    backends: Sequence[EngineSpec],
+    world_sizes: Iterable[int],
+    steps: int,
+    reference: str,
+) -> list[int]:
     """Raise for what has no meaning; return the numbers of ranks, each once."""
     if isinstance(backends, (str, Mapping)) or not isinstance(backends, Iterable) or not backends:
         raise ConfigurationError(f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'ddp']")
     names = [engine_name(spec) for spec in backends]
     for spec, name in zip(backends, names, strict=True):
-        if backend_of(spec):
-            backend_class(backend_of(spec), 2)  # raises for a name that is none
+        backend = backend_of(spec)
+        if backend:
+            backend_class(backend, 2)  # raises for a name that is none
         elif name in backend_names():  # the report would show the one as the other
             raise ConfigurationError(f"engine {spec.__name__} is named {name!r}, like a backend; give it another name")
     if reference not in backend_names() or not backend_class(reference).facts.is_reference:
@@ -234,18 +256,28 @@ def _checked(backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: 
             "engines, list them in backends"
         )
     sizes = list(world_sizes) if isinstance(world_sizes, Iterable) else [world_sizes]
-    for said, numbers in ((f"world_sizes={world_sizes!r}", sizes), (f"steps={steps!r}", [steps])):
-        if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
-            raise ConfigurationError(f"{said}: expected positive integers, for example [1, 2] and 10")
+    _check_numbers(f"world_sizes={world_sizes!r}", sizes)
+    _check_numbers(f"steps={steps!r}", [steps])
     return list(dict.fromkeys(sizes))
 
 
+def _check_numbers(argument: str, numbers: list[int]) -> None:
+    valid = [n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n > 0]
+    if not numbers or valid != numbers:
+        raise ConfigurationError(f"{argument}: expected positive integers, for example [1, 2] and 10")
+
+
 def _checked_meshes(
-    mesh: Any, recipe: RecipeLike, backends: Sequence[EngineSpec], world_sizes: list[int] | None, reference: str | None
+    mesh: Any,
+    recipe: RecipeLike,
+    backends: Sequence[EngineSpec],
+    world_sizes: list[int] | None,
+    reference: str | None,
 ) -> list[dict[str, int]]:
     """Raise for what has no meaning together with a mesh; return the meshes that ``mesh`` means, each once."""
-    given = [mesh] if isinstance(mesh, Mapping) or not isinstance(mesh, Iterable) else list(mesh)
-    if not given:
+    alone = isinstance(mesh, Mapping) or not isinstance(mesh, Iterable)
+    asked = [mesh] if alone else list(mesh)
+    if not asked:
         raise ConfigurationError('mesh=[]: expected one mesh or several, for example {"data": 2, "tp": 2}')
     if reference is not None and not _in_one_process(reference):
         raise ConfigurationError(
@@ -256,14 +288,15 @@ def _checked_meshes(
         raise ConfigurationError(
             f"backends holds {own[0]}: an engine of your own cannot be given a mesh; name backends of fsshard"
         )
-    meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, given)}
+    meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, asked)}
     for text, sizes in meshes.items():
         ranks = math.prod(sizes.values())
         if world_sizes is not None and world_sizes != [ranks]:
             raise ConfigurationError(f"world_sizes={world_sizes}: mesh {text} has {ranks} ranks; leave world_sizes out")
-        if splits(sizes) and resolve(recipe).split is None:
+        dims = splits(sizes)
+        if dims and resolve(recipe).split is None:
             raise RecipeError(
-                f"mesh {text}: the recipe does not say how its model is divided over {', '.join(splits(sizes))}; give "
+                f"mesh {text}: the recipe does not say how its model is divided over {', '.join(dims)}; give "
                 'it a function split(model, mesh) that divides the model and returns {"device_mesh": mesh["data"], '
                 "...}, or compare on a mesh of data alone"
             )
@@ -275,7 +308,10 @@ def _checked_meshes(
 
 def _in_one_process(spec: EngineSpec) -> bool:
     """Return whether an engine trains on the joined batches of all ranks in one process."""
-    return spec is Bare or (bool(backend_of(spec)) and backend_class(backend_of(spec)).facts.one_process)
+    backend = backend_of(spec)
+    if not backend:
+        return spec is Bare
+    return backend_class(backend).facts.one_process
 
 
 class _Runner:
@@ -286,43 +322,60 @@ class _Runner:
     """
 
     def __init__(self, ranks: RankPool, timeout: float, progress: Progress | None) -> None:
-        self._ranks, self._timeout, self._progress = ranks, timeout, progress
-        self.total, self._done = 0, 0.0
+        self._ranks = ranks
+        self._timeout = timeout
+        self._progress = progress
+        self.total = 0
+        self._done = 0
 
     def run(self, function: Callable[..., Any], job: Job, *arguments: Any, text: str = "") -> list[Any]:
         """Return the results of ``function(job, *arguments)`` of each rank; a user's mistake is raised as it is."""
-        samples = "the samples of " if job.engine is Bare else ""
-        named = job.processes or job.world_size
-        count = 1 if _in_one_process(job.engine) else named
-        where = f"{samples}{named} rank{'s' * (named > 1)}"
+        count = job.processes or job.world_size
+        where = _count(count, "rank")
+        if job.engine is Bare:
+            where = f"the samples of {where}"
+        if _in_one_process(job.engine):
+            count = 1
         if job.mesh is not None:
-            count, where = math.prod(job.mesh.values()), mesh_text(job.mesh)
-        shown = f"{engine_name(job.engine)} on {where}{f' ({text})' if text else ''}"
+            count = math.prod(job.mesh.values())
+            where = mesh_text(job.mesh)
+        shown = f"{engine_name(job.engine)} on {where}"
+        if text:
+            shown += f" ({text})"
 
-        def show(done: float) -> None:
-            if self._progress is not None:
-                self._progress(min(self._done + done, float(self.total)), float(self.total), shown)
+        def show(rank: int, part: float) -> None:
+            if rank == 0 and self._progress is not None:
+                total = float(self.total)
+                self._progress(min(self._done + min(part, 1.0), total), total, shown)
 
-        def hear(rank: int, part: float) -> None:
-            if rank == 0:
-                show(min(part, 1.0))
-
-        show(0.0)
+        show(0, 0.0)
         try:
-            found = self._ranks.run(function, count, job, *arguments, timeout=self._timeout, on_message=hear)
+            results = self._ranks.run(function, count, job, *arguments, timeout=self._timeout, on_message=show)
         except RankFailed as error:
             if isinstance(error.__cause__, USERS_MISTAKES):
                 raise error.__cause__ from error
             raise
-        self._done += 1.0
-        show(0.0)
-        return found
+        self._done += 1
+        show(0, 0.0)
+        return results
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}s" if number > 1 else f"{number} {word}"
 
 
 @contextlib.contextmanager
-def _running(pool: RankPool | None, device: str, timeout: float, progress: Progress | None) -> Iterator[_Runner]:
+def _running(
+    pool: RankPool | None,
+    device: str,
+    timeout: float,
+    progress: Progress | None,
+) -> Iterator[_Runner]:
     """Yield a runner on ``pool``, or on ranks that are started for it, and ended at the end."""
-    with contextlib.nullcontext(pool) if pool is not None else contextlib.closing(RankPool(device=device)) as ranks:
+    if pool is not None:
+        yield _Runner(pool, timeout, progress)
+        return
+    with contextlib.closing(RankPool(device=device)) as ranks:
         yield _Runner(ranks, timeout, progress)
 
 
@@ -332,33 +385,46 @@ Compared = Callable[[Job, str], Cell]
 
 def _cell(runner: _Runner, compared: Compared, job: Job) -> Cell:
     """Return the verdict on one run."""
-    start, refusals = time.perf_counter(), REFUSALS if job.mesh is None else USERS_MISTAKES
+    start = time.perf_counter()
+    refusals = REFUSALS if job.mesh is None else USERS_MISTAKES
     try:
         cell = compared(job, "")
         if cell.verdict == "different":
-            # once more, to tell a race from a fault
+            # It is run once more, to tell a race from a fault.
             runner.total += 1
-            try:
-                cell.reproducible = [s.differences for s in compared(job, "again").steps] == [
-                    s.differences for s in cell.steps
-                ]
-            except FsshardError:
-                cell.reproducible = False
+            cell.reproducible = _is_reproducible(compared, job, cell)
     except RecipeError:
         raise  # whatever the engine
     except refusals as error:
-        cell = Cell(backend="", world_size=0, verdict="refused", reason=str(error))
+        cell = _refused(error)
     except RankFailed as error:
         cell = _failed(error)
         if job.mesh is not None and isinstance(error.__cause__, (GradientError, RankMismatch)):
-            cell.reason, cell.traceback = str(error.__cause__), ""  # found by fsshard, and told in its words
-    return _at(job, replace(cell, seconds=time.perf_counter() - start))
+            # fsshard itself has refused it, and says why.
+            cell.reason = str(error.__cause__)
+            cell.traceback = ""
+    cell.seconds = time.perf_counter() - start
+    return _at(job, cell)
+
+
+def _is_reproducible(compared: Compared, job: Job, cell: Cell) -> bool:
+    try:
+        again = compared(job, "again")
+    except FsshardError:
+        return False
+    return [step.differences for step in again.steps] == [step.differences for step in cell.steps]
 
 
 def _at(job: Job, cell: Cell) -> Cell:
     """Return the cell, with its place in the report."""
-    size, mesh = (job.world_size, "") if job.mesh is None else (math.prod(job.mesh.values()), mesh_text(job.mesh))
-    return replace(cell, backend=engine_name(job.engine), world_size=size, mesh=mesh)
+    place: dict[str, Any] = {"world_size": job.world_size, "mesh": ""}
+    if job.mesh is not None:
+        place = {"world_size": math.prod(job.mesh.values()), "mesh": mesh_text(job.mesh)}
+    return replace(cell, backend=engine_name(job.engine), **place)
+
+
+def _refused(error: Exception) -> Cell:
+    return Cell(backend="", world_size=0, verdict="refused", reason=str(error))
 
 
 def _failed(error: RankFailed, prefix: str = "") -> Cell:
@@ -373,35 +439,50 @@ def _compare_with_reference(
     runner: _Runner,
     reference: Job,
     backends: Sequence[EngineSpec],
-    places: Sequence[tuple[int, dict[str, int] | None]],
+    places: Sequence[Place],
     report: ParityReport,
 ) -> None:
-    """Compare ``backends`` at each of ``places``, (ranks of data, mesh), with ``reference`` on as many of them."""
-    sizes, cells = list(dict.fromkeys(size for size, _ in places)), dict[tuple[int, int], Cell]()
-    same = [spec == reference.engine or spec == {"backend": reference.engine} for spec in backends]
+    """Compare ``backends`` at each of ``places`` with ``reference`` on as many ranks of data."""
+    sizes = dict.fromkeys(size for size, _ in places)
+    same = [spec in (reference.engine, {"backend": reference.engine}) for spec in backends]
     runner.total = 2 * len(sizes) + same.count(False) * len(places)
+    cells: dict[tuple[int, int], Cell] = {}
     for size in sizes:  # the numbers of one reference are on disk at a time
         with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
             job = replace(reference, world_size=size, folder=folder)
-            judge: _Reference | Cell
-            try:
-                judge = _Reference(runner, job)
-                report.warnings += [text for text in _caveats(job, judge.ranks) if text not in report.warnings]
-            except NotComparable as error:
-                if job.engine is not Bare:
-                    raise
-                judge = Cell(backend="", world_size=0, verdict="refused", reason=str(error))
-            except RankFailed as error:  # results at other numbers of ranks are kept
-                name = f", {Bare.name}" if job.engine is Bare else f" {job.engine!r}"
-                judge = _failed(error, f"the reference{name}: ")
+            judge = _run_reference(runner, job, report)
             for place, (ranks, mesh) in enumerate(places):
-                for number, spec in enumerate(backends if ranks == size else ()):
+                if ranks != size:
+                    continue
+                for number, spec in enumerate(backends):
                     candidate = replace(job, engine=spec, mesh=mesh)
                     if isinstance(judge, Cell):
-                        cells[place, number] = _at(candidate, judge)
+                        cell = _at(candidate, judge)
+                    elif same[number]:
+                        cell = judge.again
                     else:
-                        cells[place, number] = judge.again if same[number] else _cell(runner, judge, candidate)
+                        cell = _cell(runner, judge, candidate)
+                    cells[place, number] = cell
     report.cells = [cells[key] for key in sorted(cells)]
+
+
+def _run_reference(runner: _Runner, job: Job, report: ParityReport) -> _Reference | Cell:
+    """Return the reference, or, where it has failed, the cell of all that would be compared with it."""
+    try:
+        reference = _Reference(runner, job)
+    except NotComparable as error:
+        if job.engine is not Bare:
+            raise
+        return _refused(error)
+    except RankFailed as error:  # results at other numbers of ranks are kept
+        name = f", {Bare.name}" if job.engine is Bare else f" {job.engine!r}"
+        return _failed(error, f"the reference{name}: ")
+    _add_new(report.warnings, _caveats(job, reference.ranks))
+    return reference
+
+
+def _add_new(texts: list[str], more: list[str]) -> None:
+    texts += [text for text in more if text not in texts]
 
 
 class _Reference:
@@ -413,51 +494,67 @@ class _Reference:
     """
 
     def __init__(self, runner: _Runner, job: Job) -> None:
-        seen = runner.run(observe, job, REFERENCE, text="reference")
-        self._runner, self._parameters, self.ranks = runner, seen[0][1], [trace for trace, _, _ in seen]
+        observations = runner.run(observe, job, REFERENCE, text="reference")
+        self._runner = runner
+        _, self._parameters, _ = observations[0]
+        self.ranks: list[RankTrace] = [trace for trace, _, _ in observations]
         start = time.perf_counter()
-        self.again = _at(job, replace(self(job, "reference, again"), seconds=time.perf_counter() - start))
+        self.again = _at(job, self(job, "reference, again"))
+        self.again.seconds = time.perf_counter() - start
         check_deterministic(self.again, self._parameters, "compared")
 
     def __call__(self, job: Job, text: str) -> Cell:
         """Run a job, and compare it with the reference."""
-        return cell_of(merged(self._runner.run(rerun, job, self.ranks, text=text)), self._parameters)
+        steps_of_ranks = self._runner.run(rerun, job, self.ranks, text=text)
+        return cell_of(merged(steps_of_ranks), self._parameters)
 
 
 def _caveats(job: Job, ranks: list[RankTrace]) -> list[str]:
     """Say why agreement with this reference proves little, one sentence each."""
     # Engines that all do nothing agree: a recipe may let pass faults that it was meant to find.
-    found, alike = list[str](), job.world_size > 1
+    caveats: list[str] = []
+    alike = job.world_size > 1
     for step in range(job.steps):
-        for number, rank in enumerate(ranks):
-            if not found and not math.isfinite(rank.steps[step].loss):
-                found.append(
-                    f"the loss is {rank.steps[step].loss} at step {step} on rank {number} under the reference: from "
+        for rank, trace in enumerate(ranks):
+            loss = trace.steps[step].loss
+            if not caveats and not math.isfinite(loss):
+                caveats.append(
+                    f"the loss is {loss} at step {step} on rank {rank} under the reference: from "
                     "there on everything is NaN or infinite under every engine, so agreement proves nothing"
                 )
-        batches = {(micro, digest) for (micro, _), (digest, _) in all_batches(ranks, step).items()}
-        alike = alike and len(batches) == len({micro for micro, _ in batches})
+        digests: dict[int, str] = {}
+        for (micro, _), (digest, _) in all_batches(ranks, step).items():
+            if digests.setdefault(micro, digest) != digest:
+                alike = False
     if alike:
-        found.append(
+        caveats.append(
             "all ranks get the same batches, so an engine that reduces no gradient would agree, too; make "
             "recipe.batches depend on the rank"
         )
-    before, after = (read_tensors(job.folder, step, "weight", 0) for step in (INITIAL, job.steps - 1))
+    before = read_tensors(job.folder, INITIAL, "weight", 0)
+    after = read_tensors(job.folder, job.steps - 1, "weight", 0)
     if all(torch.equal(value, after[name]) for name, value in before.items() if name in after):
-        steps = f"{job.steps} step{'s' * (job.steps > 1)}"
-        found.append(f"no weight changed in {steps} (a learning rate of zero?), so the optimizers were not tested")
-    return found
+        steps = _count(job.steps, "step")
+        caveats.append(f"no weight changed in {steps} (a learning rate of zero?), so the optimizers were not tested")
+    return caveats
 
 
 # ------------------------------------------------------------------------------------------------ a recorded training
 
 
-def _observed(runner: _Runner, job: Job, recipe: RecipeLike, detail: str, text: str) -> Trace:
+def _observed(
+    runner: _Runner,
+    job: Job,
+    recipe: RecipeLike,
+    detail: str,
+    text: str,
+) -> Trace:
     """Train, and return the record of it; its tensors lie in a temporary folder until it is saved."""
     folder = tempfile.mkdtemp(prefix="fsshard-parity-") if detail == "tensors" else ""
     try:
-        seen = runner.run(observe, replace(job, folder=folder), detail, text=text)
-        resolved, (_, parameters, environment) = resolve(recipe), seen[0]
+        observations = runner.run(observe, replace(job, folder=folder), detail, text=text)
+        _, parameters, environment = observations[0]
+        resolved = resolve(recipe)
         trace = Trace(
             recipe=told(resolved),
             environment=environment,
@@ -467,7 +564,7 @@ def _observed(runner: _Runner, job: Job, recipe: RecipeLike, detail: str, text: 
             device=job.device,
             detail=detail,
             parameters=parameters,
-            ranks=[one for one, _, _ in seen],
+            ranks=[ranks_trace for ranks_trace, _, _ in observations],
             tensors=merged_tensors(folder) if folder else None,
         )
     except BaseException:
@@ -479,67 +576,76 @@ def _observed(runner: _Runner, job: Job, recipe: RecipeLike, detail: str, text: 
 
 
 def _named(trace: Trace) -> str:
-    where = f"recorded in {trace.file}" if trace.file is not None else "recorded"
-    ranks = f"{trace.world_size} rank{'s' * (trace.world_size > 1)}"
-    return f"{trace.backend} on {ranks} with torch {trace.environment.get('torch', '?')}, {where}"
+    where = "recorded" if trace.file is None else f"recorded in {trace.file}"
+    ranks = _count(trace.world_size, "rank")
+    torchs = trace.environment.get("torch", "?")
+    return f"{trace.backend} on {ranks} with torch {torchs}, {where}"
 
 
 class _Record:
     """A recorded training that all engines at one number of ranks are compared with."""
 
     def __init__(self, runner: _Runner, trace: Trace, recipe: RecipeLike, report: ParityReport) -> None:
-        self.runner, self._trace, self._recipe, self._report = runner, trace, recipe, report
+        self.runner = runner
+        self._trace = trace
+        self._recipe = recipe
+        self._report = report
         self._draws: dict[bool, list[list[RankTrace]]] = {}
         self._checked = False
 
     def __call__(self, job: Job, text: str) -> Cell:
         """Run a job, and compare it with the record."""
-        before, size, recorded = self._trace, job.world_size, self._trace.world_size
+        before = self._trace
         # Processes train on the batches of the recorded ones, or on the same samples, divided otherwise: one process
         # on the joined batches of all ranks.
         one_process = _in_one_process(job.engine)
-        same = len(before.ranks) == (1 if one_process else size) and (one_process or size == recorded)
-        job = replace(job, world_size=recorded, processes=0 if one_process or size == recorded else size)
-        if not same:
-            self._check_samples_apart(job)
-        now = _observed(self.runner, job, self._recipe, before.detail, text or "against the record")
-        self._note_changes(now)
-        may_round = freedom(before, now) if same else "everything"
-        steps = compare_traces(before, now, regrouped=not same, exactly=may_round == "nothing")
-        beside = bool(before.ranks[0].rounding) and bool(backend_of(job.engine))  # its weights can be reset
-        if needs_bounds(steps) and may_round == "sum over ranks" and beside:
-            # With the record's tensors each step starts as it did then, and the bound is the sum's alone.
-            self.runner.total += 1
-            job = replace(job, folder=str(before.tensors))
-            steps = merged(self.runner.run(rerun, job, before.ranks, text="step by step"))
-        elif needs_bounds(steps) and may_round != "nothing":
-            steps = compare_traces(before, now, regrouped=not same, draws=self._drawn(job, one_process))
-        cell = cell_of(steps, before.parameters)
-        said = (_first_bits(cell, before.parameters), first_output(before, now) if same else "")
-        cell.reason = "; ".join(text for text in said if text and cell.verdict != "exact")
-        return cell
-
-    def _check_samples_apart(self, job: Job) -> None:
-        if not self._checked:
+        aligned = one_process or job.world_size == before.world_size
+        processes = 1 if one_process else job.world_size
+        same = aligned and len(before.ranks) == processes
+        job = replace(job, world_size=before.world_size, processes=0 if aligned else processes)
+        if not same and not self._checked:
             self.runner.total += 1
             self.runner.run(check_samples_apart, replace(job, engine=Bare, processes=0), text="other ranks?")
             self._checked = True
+        now = _observed(self.runner, job, self._recipe, before.detail, text or "against the record")
+        self._note_changes(now)
+        may_round = freedom(before, now) if same else "everything"
+        exactly = may_round == "nothing"
+        steps = compare_traces(before, now, regrouped=not same, exactly=exactly)
+        if needs_bounds(steps) and not exactly:
+            resets = bool(before.ranks[0].rounding) and bool(backend_of(job.engine))
+            if may_round == "sum over ranks" and resets:
+                # With the record's tensors each step starts as it did then, and the bound is the sum's alone.
+                self.runner.total += 1
+                job = replace(job, folder=str(before.tensors))
+                steps = merged(self.runner.run(rerun, job, before.ranks, text="step by step"))
+            else:
+                draws = self._drawn(job, one_process)
+                steps = compare_traces(before, now, regrouped=not same, draws=draws)
+        cell = cell_of(steps, before.parameters)
+        if cell.verdict != "exact":
+            texts = [_first_bits(cell, before.parameters)]
+            if same:
+                texts.append(first_output(before, now))
+            cell.reason = "; ".join(filter(None, texts))
+        return cell
 
     def _drawn(self, job: Job, one_process: bool) -> list[list[RankTrace]]:
         """Return one training as it is, then each draw, as their ranks saw them; the same for all engines of a kind."""
         if one_process not in self._draws:
             self.runner.total += 1
-            job = replace(job, engine=job.engine if one_process else "ddp")  # under any engine rounding grows alike
+            if not one_process:
+                job = replace(job, engine="ddp")  # under any engine rounding grows alike
             ranks = self.runner.run(observe_perturbed, job, ORDERS, text="rounded otherwise")
             self._draws[one_process] = [list(draw) for draw in zip(*ranks, strict=True)]
         return self._draws[one_process]
 
     def _note_changes(self, now: Trace) -> None:
         before = self._trace
-        found = changes(before.environment, now.environment)
-        found += [f"recipe.{text}" for text in changes(before.recipe, now.recipe)]
-        found += changes({"commit": before.commit}, {"commit": now.commit})
-        self._report.changes += [text for text in found if text not in self._report.changes]
+        texts = changes(before.environment, now.environment)
+        texts += [f"recipe.{text}" for text in changes(before.recipe, now.recipe)]
+        texts += changes({"commit": before.commit}, {"commit": now.commit})
+        _add_new(self._report.changes, texts)
 
 
 def _first_bits(cell: Cell, parameters: list[str]) -> str:
@@ -547,8 +653,11 @@ def _first_bits(cell: Cell, parameters: list[str]) -> str:
     first = first_divergence(cell.steps, parameters)
     if first is None:
         return ""
-    named = cell.steps[first.step].differences[first.quantity]
-    unequal = [name for name, d in named.items() if d.verdict != "exact"]
-    count = f"{len(unequal)} of {len(named)} differ there" if len(named) > 1 else ""
-    place = "" if first == cell.first_divergence else f"the first bits that differ: {first}"
-    return "; ".join(text for text in (place, count) if text)
+    texts = []
+    if first != cell.first_divergence:
+        texts.append(f"the first bits that differ: {first}")
+    verdicts = [item.verdict for item in cell.steps[first.step].differences[first.quantity].values()]
+    if len(verdicts) > 1:
+        unequal = len(verdicts) - verdicts.count("exact")
+        texts.append(f"{unequal} of {len(verdicts)} differ there")
+    return "; ".join(texts)

@@ -24,7 +24,9 @@ AT_ONCE = 4  # chunks that are multiplied by their signs together
 
 def real_view(tensor: Tensor) -> Tensor:
     """Return ``tensor`` itself, or the pairs of a complex one."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.resolve_conj())
 
 
 def digest(value: Any, *, strict: bool = True) -> str:
@@ -32,44 +34,81 @@ def digest(value: Any, *, strict: bool = True) -> str:
 
     Of what cannot be looked into the type alone counts; ``strict`` raises RecipeError for it.
     """
-    found = hashlib.blake2b(digest_size=16)
-    _feed(found, value, strict, [])
-    return found.hexdigest()
+    feeder = _Feeder(hashlib.blake2b(digest_size=16), strict)
+    feeder.feed(value)
+    return str(feeder.hasher.hexdigest())
 
 
-def _feed(found: Any, value: Any, strict: bool, above: list[int]) -> None:
-    if id(value) in above:
-        return  # an object that holds itself
-    above = [*above, id(value)]
-    if isinstance(value, Tensor):
-        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-        found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        found.update(real_view(dense).contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
-        found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device)):
-        found.update(repr(value).encode())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            found.update(repr(key).encode())
-            _feed(found, item, strict, above)
-    elif isinstance(value, (list, tuple, np.ndarray)):
-        found.update(f"{type(value).__name__}{len(value)}".encode())
-        for item in value:
-            _feed(found, item, strict, above)
-    elif isinstance(value, (set, frozenset)):
-        _feed(found, sorted(digest(item, strict=strict) for item in value), strict, above)
-    elif hasattr(value, "__dict__") or hasattr(value, "__slots__"):  # by its attributes, not its address
-        names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
-        held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        _feed(found, {type(value).__qualname__: held}, strict, above)
-    elif strict:
-        raise RecipeError(
-            f"a batch, or an optimizer's state, holds a {type(value).__name__}, whose contents cannot be compared; use "
-            "tensors, arrays, numbers, texts, and containers of them"
-        )
-    else:
-        found.update(type(value).__qualname__.encode())
+WRITTEN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    Enum,
+    torch.dtype,
+    torch.device,
+)
+"""Types whose ``repr`` says all."""
+
+
+class _Feeder:
+    """Feeds nested values to a hasher."""
+
+    def __init__(self, hasher: Any, strict: bool) -> None:
+        self.hasher = hasher
+        self._strict = strict
+        self._above: list[int] = []
+
+    def feed(self, value: Any) -> None:
+        if id(value) in self._above:
+            return  # an object that holds itself
+        self._above.append(id(value))
+        if isinstance(value, Tensor):
+            self._text(f"{value.dtype}{tuple(value.shape)}")
+            self.hasher.update(_bytes_of(_dense_numbers(value)))
+        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
+            self._text(f"{value.dtype}{value.shape}")
+            self.hasher.update(value.tobytes())
+        elif isinstance(value, WRITTEN):
+            self._text(repr(value))
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._text(repr(key))
+                self.feed(item)
+        elif isinstance(value, (list, tuple, np.ndarray)):
+            self._text(f"{type(value).__name__}{len(value)}")
+            for item in value:
+                self.feed(item)
+        elif isinstance(value, (set, frozenset)):
+            digests = [digest(item, strict=self._strict) for item in value]
+            self.feed(sorted(digests))
+        else:
+            self._feed_object(value)
+        self._above.pop()
+
+    def _feed_object(self, value: Any) -> None:
+        """Feed the attributes of an object, not its address."""
+        kind = type(value)
+        if hasattr(value, "__dict__") or hasattr(value, "__slots__"):
+            attributes = {}
+            for name in (*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())):
+                if hasattr(value, name):
+                    attributes[name] = getattr(value, name)
+            self.feed({kind.__qualname__: attributes})
+            return
+        if self._strict:
+            raise RecipeError(
+                f"a batch, or an optimizer's state, holds a {kind.__name__}, whose contents cannot be compared; use "
+                "tensors, arrays, numbers, texts, and containers of them"
+            )
+        self._text(kind.__qualname__)
+
+    def _text(self, text: str) -> None:
+        self.hasher.update(text.encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,36 +136,52 @@ class Sketch:
     @property
     def elements(self) -> int:
         """Real numbers in the tensor."""
-        return math.prod(self.shape) * (2 if self.dtype.startswith("complex") else 1)
+        elements = math.prod(self.shape)
+        return 2 * elements if self.dtype.startswith("complex") else elements
 
 
 def sketch(tensor: Tensor) -> Sketch:
     """Return the sketch of one tensor; a part of it at a time is copied."""
-    kind, flat = _flat(tensor)
-    found, chunks = _digest_of(kind, flat), -(-len(flat) // CHUNK)
+    dtype, shape = _kind(tensor)
+    flat = _dense_numbers(tensor)
+    hasher = _hash_of(dtype, shape, flat)
+    chunks = math.ceil(len(flat) / CHUNK)
     total, squares, largest = torch.zeros(3, dtype=torch.float64)
-    projections, signs = torch.zeros(PROJECTIONS, dtype=torch.float64), _signs(-chunks, chunks).flip(1)
-    most = min(len(flat), AT_ONCE * CHUNK)  # fresh pages cost more than the sums
-    room, plain = torch.empty(most, dtype=torch.float64), torch.empty(most, dtype=flat.dtype)
+    projections = torch.zeros(PROJECTIONS, dtype=torch.float64)
+    signs_in_chunk = _signs(1, CHUNK)
+    signs_of_chunks = _signs(-chunks, chunks).flip(1)
+    # Memory is allocated once: fresh pages cost more than the sums.
+    most = min(len(flat), AT_ONCE * CHUNK)
+    wide_numbers = torch.empty(most, dtype=torch.float64)
+    plain_numbers = torch.empty(most, dtype=flat.dtype)
     for first in range(0, chunks, AT_ONCE):
         part = flat[first * CHUNK : (first + AT_ONCE) * CHUNK]
-        wide = room[: len(part)].copy_(part)
-        low, high = torch.aminmax(part if _has_arithmetic(part) else wide)
+        count = len(part)
+        wide = wide_numbers[:count].copy_(part)
         if _has_arithmetic(part):
-            part = torch.add(part, 0.0, out=plain[: len(part)])
-            part = _plain_nan(part) if low.isnan() else part
-        found.update(_bytes_of(part))
+            low, high = torch.aminmax(part)
+            part = torch.add(part, 0.0, out=plain_numbers[:count])
+            if low.isnan():
+                part = _plain_nan(part)
+        else:
+            low, high = torch.aminmax(wide)
+        hasher.update(_bytes_of(part))
         total += wide.sum()
         largest = torch.maximum(largest, torch.maximum(-low, high))
-        rows, width = -(-len(wide) // CHUNK), min(len(wide), CHUNK)
-        missing = rows * width - len(wide)
-        even = (torch.nn.functional.pad(wide, (0, missing)) if missing else wide).view(rows, width)
-        projections += (signs[:, first : first + rows].T * (even @ _signs(1, CHUNK)[:, :width].T)).sum(0)
+        rows = math.ceil(count / CHUNK)
+        width = min(count, CHUNK)
+        missing = rows * width - count
+        even = wide
+        if missing:
+            even = torch.nn.functional.pad(wide, (0, missing))
+        sums = even.view(rows, width) @ signs_in_chunk[:, :width].T
+        signs = signs_of_chunks[:, first : first + rows].T
+        projections += (signs * sums).sum(0)
         squares += wide.square_().sum()
     return Sketch(
-        digest=found.hexdigest(),
-        dtype=kind[0].removeprefix("torch."),
-        shape=kind[1],
+        digest=hasher.hexdigest(),
+        dtype=dtype.removeprefix("torch."),
+        shape=shape,
         largest=float(largest),
         total=float(total),
         norm=math.sqrt(float(squares)),
@@ -136,29 +191,35 @@ def sketch(tensor: Tensor) -> Sketch:
 
 def sketch_digest(tensor: Tensor) -> str:
     """Return the digest of a tensor's sketch, without the rest of it."""
-    kind, flat = _flat(tensor)
-    found = _digest_of(kind, flat)
-    for start in range(0, len(flat), CHUNK):
-        part = flat[start : start + CHUNK]
-        # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal
-        found.update(_bytes_of(_plain_nan(part + 0.0) if _has_arithmetic(part) else part))
-    return str(found.hexdigest())
+    flat = _dense_numbers(tensor)
+    hasher = _hash_of(*_kind(tensor), flat)
+    for part in flat.split(CHUNK):
+        if _has_arithmetic(part):
+            # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal.
+            part = _plain_nan(part + 0.0)
+        hasher.update(_bytes_of(part))
+    return str(hasher.hexdigest())
 
 
-def _flat(tensor: Tensor) -> tuple[tuple[str, tuple[int, ...]], Tensor]:
-    """Return dtype and shape, and the numbers of the real view."""
+def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype), tuple(tensor.shape)
+
+
+def _dense_numbers(tensor: Tensor) -> Tensor:
+    """Return the numbers of the real view, on the CPU, in one dimension."""
     value = tensor.detach().cpu()
-    dense = value.to_dense() if value.layout is not torch.strided else value
-    return (str(dense.dtype), tuple(dense.shape)), real_view(dense).reshape(-1)
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    return real_view(value).reshape(-1)
 
 
-def _digest_of(kind: tuple[str, tuple[int, ...]], flat: Tensor) -> Any:
+def _hash_of(dtype: str, shape: tuple[int, ...], flat: Tensor) -> Any:
     """Return a hash that has taken in all but the numbers; files hold what digest([dtype, shape, numbers]) gives."""
-    found = hashlib.blake2b(b"list3", digest_size=16)
-    for item in kind:
-        _feed(found, item, True, [])
-    found.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
-    return found
+    feeder = _Feeder(hashlib.blake2b(b"list3", digest_size=16), strict=True)
+    feeder.feed(dtype)
+    feeder.feed(shape)
+    feeder.hasher.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
+    return feeder.hasher
 
 
 def _has_arithmetic(part: Tensor) -> bool:
@@ -176,8 +237,10 @@ def _bytes_of(part: Tensor) -> Any:
 @lru_cache(maxsize=64)
 def _signs(start: int, count: int) -> Tensor:
     """Return +1 and -1 for ``count`` places and every projection, by integer arithmetic: the same on every machine."""
-    state = splitmix64(torch.arange(start, start + count, dtype=torch.int64) * signed(0x9E3779B97F4A7C15))
-    return 1.0 - 2.0 * torch.stack([(state >> number) & 1 for number in range(PROJECTIONS)]).double()
+    places = torch.arange(start, start + count, dtype=torch.int64)
+    state = splitmix64(places * signed(0x9E3779B97F4A7C15))
+    bits = [(state >> number) & 1 for number in range(PROJECTIONS)]
+    return 1.0 - 2.0 * torch.stack(bits).double()
 
 
 def splitmix64(state: Tensor) -> Tensor:
@@ -195,13 +258,15 @@ def signed(value: int) -> int:
 
 def shifted(value: Tensor, bits: int) -> Tensor:
     """Shift int64 numbers to the right, zeros coming in; torch's shift repeats the sign."""
-    return torch.bitwise_and(value >> bits, 2 ** (64 - bits) - 1)
+    mask = 2 ** (64 - bits) - 1
+    return torch.bitwise_and(value >> bits, mask)
 
 
 def apart(one: Sketch, other: Sketch) -> Iterator[float]:
     """Yield |r.(a - b)| for every vector of signs r; infinite where one side has no number."""
     for a, b in zip(one.projections, other.projections, strict=True):
-        yield abs(a - b) if math.isfinite(a - b) else math.inf
+        gap = a - b
+        yield abs(gap) if math.isfinite(gap) else math.inf
 
 
 def distance(one: Sketch, other: Sketch) -> float:
@@ -209,4 +274,5 @@ def distance(one: Sketch, other: Sketch) -> float:
 
     An unbiased estimate (Alon, Matias and Szegedy, J. Comput. Syst. Sci. 58, 1999).
     """
-    return math.sqrt(sum(value * value for value in apart(one, other)) / PROJECTIONS)
+    squares = sum(value * value for value in apart(one, other))
+    return math.sqrt(squares / PROJECTIONS)

@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import GenericAlias
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import TraceError
-from fsshard.parity.plain import WrongField, plain, read_as
+from fsshard.parity.plain import Readers, WrongField, plain, read_as
 from fsshard.parity.sketch import PROJECTIONS, Sketch, digest, real_view
 from fsshard.pictures import check_file, replace_file
 from fsshard.recipes.recipe import Recipe
@@ -41,6 +41,7 @@ DETAILS = ("losses", "digests", "tensors")
 """How much a trace holds, each with what is before it."""
 INITIAL = -1
 """The step number under which weights before the first step are kept."""
+NamedTensors = dict[str, Tensor]
 _COMPLEX = "complex:"
 _RECORD_AGAIN = "record it again: fsshard parity RECIPE --record FILE"
 
@@ -154,8 +155,9 @@ class Trace:
         """
         path = check_file(path)
         if self.tensors is not None:
-            # a part of the digest is in the name, so that a trace and the tensors of another never meet
-            beside = path.with_name(f"{path.stem}-{_file_digest(self.tensors)[:12]}.safetensors")
+            # A part of the digest is in the name, so that a trace and the tensors of another never meet.
+            digest_of_tensors = _file_digest(self.tensors)[:12]
+            beside = path.with_name(f"{path.stem}-{digest_of_tensors}.safetensors")
             if beside.resolve() != self.tensors.resolve():
                 replace_file(beside, functools.partial(shutil.copyfile, self.tensors))
             self.tensors = beside
@@ -172,26 +174,19 @@ class Trace:
                 the field.
         """
         path = Path(path)
-        try:
-            # A bare NaN is not what save() writes, and would read as a number.
-            data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        except OSError as error:
-            raise TraceError(path, "", f"cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise TraceError(path, "", f"this is not JSON, or it is cut off ({error}); {_RECORD_AGAIN}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise TraceError(path, "format", f"this is not a recorded training (expected {FORMAT!r}); {_RECORD_AGAIN}")
-        if data.get("version") != VERSION:
-            raise TraceError(path, "version", f"expected {VERSION}, got {data.get('version')}; {_RECORD_AGAIN}")
-        known: dict[str, Sketch] = {}
+        data = _load_json(path)
+        sketches: dict[str, Sketch] = {}
 
         def read(value: Any, place: str) -> Sketch:
-            first = re.sub(r"^ranks\[\d+\]", "ranks[0]", place)  # null stands for a sketch that is rank 0's
-            if value is not None or first not in known:
-                known[place] = read_sketch(value, place)
-            return known.get(place) or known[first]
+            if value is None:
+                # null stands for a sketch that is rank 0's.
+                of_first_rank = re.sub(r"^ranks\[\d+\]", "ranks[0]", place)
+                if of_first_rank in sketches:
+                    return sketches[of_first_rank]
+            sketches[place] = read_sketch(value, place)
+            return sketches[place]
 
-        readers = {Path: lambda value, place: _tensors_beside(path, value, place), Sketch: read}
+        readers: Readers = {Path: functools.partial(_tensors_beside, path), Sketch: read}
         try:
             trace: Trace = read_as(cls, {**data, "file": None}, other=readers)
             _check(trace)
@@ -201,7 +196,7 @@ class Trace:
         return trace
 
 
-def mean_loss(ranks: list[RankTrace], step: int) -> float:
+def mean_loss(ranks: Sequence[RankTrace], step: int) -> float:
     """Return the mean over the ranks of one step's loss."""
     return sum(rank.steps[step].loss for rank in ranks) / len(ranks)
 
@@ -209,40 +204,68 @@ def mean_loss(ranks: list[RankTrace], step: int) -> float:
 # ------------------------------------------------------------------------------------------------------------- JSON
 
 
+def _load_json(path: Path) -> dict[str, Any]:
+    """Return the content of a trace's file, or raise TraceError if it is none."""
+    try:
+        # A bare NaN is not what save() writes, and would read as a number.
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise TraceError(path, "", f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(path, "", f"this is not JSON, or it is cut off ({error}); {_RECORD_AGAIN}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise TraceError(path, "format", f"this is not a recorded training (expected {FORMAT!r}); {_RECORD_AGAIN}")
+    version = data.get("version")
+    if version != VERSION:
+        raise TraceError(path, "version", f"expected {VERSION}, got {version}; {_RECORD_AGAIN}")
+    return data
+
+
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
 def _file_digest(path: Path) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(2**20):
-            found.update(part)
-    return found.hexdigest()
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def _as_json(trace: Trace) -> dict[str, Any]:
     """Return the file's content: numbers are the shortest texts that read back to the same bits."""
-    found = plain(replace(trace, file=None), lambda text: {"number": text}, {Sketch: sketch_as_list})
-    first, *others = found["ranks"]
-
-    def own(mine: Any, same: Any) -> Any:  # None stands for what is rank 0's: replicas are written once
-        if isinstance(mine, dict):
-            return {name: own(value, same.get(name, {})) for name, value in mine.items()}
-        return None if mine == same else mine
-
+    whole = replace(trace, file=None)
+    content = plain(whole, lambda text: {"number": text}, {Sketch: sketch_as_list})
+    first, *others = content["ranks"]
     for rank in others:
-        rank["initial"] = own(rank["initial"], first["initial"])
-        for step, one in zip(rank["steps"], first["steps"], strict=True):
-            step["sketches"] = own(step["sketches"], one["sketches"])
-    found["tensors"] = trace.tensors and {"file": trace.tensors.name, "sha256": _file_digest(trace.tensors)}
-    del found["file"]
-    return {"format": FORMAT, "version": VERSION, **found}
+        rank["initial"] = _without_replicas(rank["initial"], first["initial"])
+        for step, step_of_first in zip(rank["steps"], first["steps"], strict=True):
+            step["sketches"] = _without_replicas(step["sketches"], step_of_first["sketches"])
+    if trace.tensors:
+        content["tensors"] = {"file": trace.tensors.name, "sha256": _file_digest(trace.tensors)}
+    del content["file"]
+    return {"format": FORMAT, "version": VERSION, **content}
+
+
+def _without_replicas(value: Any, first: Any) -> Any:
+    """Return ``value`` with None for what is equal to rank 0's: replicas are written once."""
+    if isinstance(value, dict):
+        return {name: _without_replicas(item, first.get(name, {})) for name, item in value.items()}
+    return None if value == first else value
 
 
 def sketch_as_list(one: Sketch) -> list[Any]:
     """Return what stands for a sketch in a file."""
-    return [one.digest, one.dtype, list(one.shape), one.largest, one.total, one.norm, *one.projections]
+    return [
+        one.digest,
+        one.dtype,
+        list(one.shape),
+        one.largest,
+        one.total,
+        one.norm,
+        *one.projections,
+    ]
 
 
 _SKETCH = GenericAlias(tuple, (str, str, tuple[int, ...], *(float,) * (3 + PROJECTIONS)))
@@ -250,30 +273,40 @@ _SKETCH = GenericAlias(tuple, (str, str, tuple[int, ...], *(float,) * (3 + PROJE
 
 def read_sketch(value: Any, place: str) -> Sketch:
     """Return the sketch that :func:`sketch_as_list` wrote, or raise WrongField with the place of what is wrong."""
-    text, dtype, shape, largest, total, norm, *rest = read_as(_SKETCH, value, place)
+    text, dtype, shape, largest, total, norm, *projections = read_as(_SKETCH, value, place)
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise WrongField(f"{place}[1]", f"expected a dtype of torch's, got {dtype!r}")
-    numbers = {"largest": largest, "total": total, "norm": norm, "projections": tuple(rest)}
-    return Sketch(digest=text, dtype=dtype, shape=shape, **numbers)
+    return Sketch(
+        digest=text,
+        dtype=dtype,
+        shape=shape,
+        largest=largest,
+        total=total,
+        norm=norm,
+        projections=tuple(projections),
+    )
 
 
 def _tensors_beside(path: Path, value: Any, place: str) -> Path:
-    said: dict[str, str] = read_as(dict[str, str], value, place)
-    file = path.parent / said.get("file", "")
+    recorded: dict[str, str] = read_as(dict[str, str], value, place)
+    file = path.parent / recorded.get("file", "")
     if not file.is_file():
         raise WrongField(place, f"{str(file)!r} is missing; keep it next to the JSON file")
-    if _file_digest(file) != said.get("sha256"):
+    if _file_digest(file) != recorded.get("sha256"):
         raise WrongField(place, f"{str(file)!r} is not the file that was recorded, or is damaged")
     return file
 
 
 def _check(trace: Trace) -> None:
     """Raise for what no field alone can tell."""
-    if len(trace.ranks) not in (1, trace.world_size) or not trace.ranks:
-        raise WrongField("ranks", f"expected {trace.world_size} ranks, or one for all, got {len(trace.ranks)}")
-    if (trace.detail == "tensors") != (trace.tensors is not None):
+    ranks = len(trace.ranks)
+    if ranks not in (1, trace.world_size) or not ranks:
+        raise WrongField("ranks", f"expected {trace.world_size} ranks, or one for all, got {ranks}")
+    has_tensors = trace.tensors is not None
+    if has_tensors != (trace.detail == "tensors"):
         raise WrongField("tensors", f"expected a file as detail {trace.detail!r} writes it, got {trace.tensors}")
-    for number, steps in enumerate(len(rank.steps) for rank in trace.ranks):
+    for number, rank in enumerate(trace.ranks):
+        steps = len(rank.steps)
         if steps != trace.steps or not steps:
             raise WrongField(f"ranks[{number}].steps", f"expected {trace.steps or 'some'} steps, got {steps}")
 
@@ -281,54 +314,82 @@ def _check(trace: Trace) -> None:
 # ------------------------------------------------------------------------------------------------------------- tensors
 
 
-def write_tensors(folder: str, step: int, quantity: str, items: Iterable[tuple[str, Tensor]]) -> None:
+def write_tensors(
+    folder: str,
+    step: int,
+    quantity: str,
+    items: Iterable[tuple[str, Tensor]],
+) -> None:
     """Write one rank's tensors of a quantity; replicas of rank 0's are kept once. Collective."""
     rank = dist.get_rank()
-    held = {name: value.detach().cpu() for name, value in items}
-    kept = held
+    tensors = {name: value.detach().cpu() for name, value in items}
+    replicas = {}
     if dist.get_world_size() > 1:
-        digests = [{name: digest(value) for name, value in held.items()} if rank == 0 else {}]
-        dist.broadcast_object_list(digests, src=0)
+        digests = {name: digest(value) for name, value in tensors.items()}
+        of_first_rank = [digests if rank == 0 else {}]
+        dist.broadcast_object_list(of_first_rank, src=0)
         if rank:
-            kept = {name: value for name, value in held.items() if digests[0].get(name) != digest(value)}
-    written = {
-        (_COMPLEX if value.is_complex() else "") + name: real_view(value).contiguous().clone()
-        for name, value in kept.items()
-    }
-    # An optimizer's step that is repeated rounds products by how eigenvectors lie in memory.
-    told = {"names": list(held), "orders": {name: order_in_memory(value) for name, value in held.items()}}
-    texts = {key: json.dumps(value) for key, value in told.items()}
-    save_file(written, Path(folder) / f"{_part(step, quantity, rank)}.safetensors", texts)
+            replicas = {name: text for name, text in digests.items() if of_first_rank[0].get(name) == text}
+    written = {}
+    orders = {}
+    for name, value in tensors.items():
+        # An optimizer's step that is repeated rounds products by how eigenvectors lie in memory.
+        orders[name] = order_in_memory(value)
+        if name not in replicas:
+            key = _COMPLEX + name if value.is_complex() else name
+            written[key] = real_view(value).contiguous().clone()
+    texts = {"names": json.dumps(list(tensors)), "orders": json.dumps(orders)}
+    part = _part(step, quantity, rank)
+    save_file(written, Path(folder) / f"{part}.safetensors", texts)
 
 
 def _part(step: int, quantity: str, rank: int) -> str:
     return f"step{step}-{quantity.replace(' ', '-')}-rank{rank}"
 
 
-def read_tensors(path: str | Path, step: int, quantity: str, rank: int) -> dict[str, Tensor]:
+def read_tensors(
+    path: str | Path,
+    step: int,
+    quantity: str,
+    rank: int,
+) -> NamedTensors:
     """Return a rank's tensors of one quantity of one step, mapped from the disk; rank 0's stand for equal ones.
 
     ``path`` is a folder of what :func:`write_tensors` writes, or a file of :func:`merged_tensors`.
     """
-    held: dict[str, Tensor] = {}
-    told: dict[str, str] = {}
+    path = Path(path)
+    is_merged = path.is_file()
+    tensors: NamedTensors = {}
+    texts: dict[str, str] = {}
     for holder in sorted({0, rank}):  # this rank's own part comes last, and wins
-        part, merged = _part(step, quantity, holder), Path(path).is_file()
-        start = f"{part}/" if merged else ""
-        with safe_open(path if merged else Path(path) / f"{part}.safetensors", framework="pt") as file:
-            for key in [key for key in file.keys() if key.startswith(start)]:  # noqa: SIM118
-                value, name = file.get_tensor(key), key.removeprefix(start)
-                real = not name.startswith(_COMPLEX)
-                held[name.removeprefix(_COMPLEX)] = value if real else torch.view_as_complex(value)
-            told = file.metadata() or {}  # a merged file has none
-    names, orders = json.loads(told["names"]) if told else list(held), json.loads(told.get("orders", "{}"))
-    return {name: laid(held[name], orders.get(name, ())) for name in names}
+        part = _part(step, quantity, holder)
+        prefix = f"{part}/" if is_merged else ""
+        with safe_open(path if is_merged else path / f"{part}.safetensors", framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                if not key.startswith(prefix):
+                    continue
+                value = file.get_tensor(key)
+                name = key.removeprefix(prefix)
+                if name.startswith(_COMPLEX):
+                    name = name.removeprefix(_COMPLEX)
+                    value = torch.view_as_complex(value)
+                tensors[name] = value
+            texts = file.metadata() or {}
+    if not texts:  # a merged file has none
+        return tensors
+    orders = json.loads(texts["orders"])
+    return {name: laid(tensors[name], orders[name]) for name in json.loads(texts["names"])}
 
 
 def merged_tensors(folder: str) -> Path:
     """Make one file of all that the ranks have written into ``folder``; keys are ``"step0-gradient-rank0/<name>"``."""
-    parts, file = sorted(Path(folder).glob("step*.safetensors")), Path(folder) / "tensors.safetensors"
-    save_file({f"{part.stem}/{key}": value for part in parts for key, value in load_file(part).items()}, file)
+    parts = sorted(Path(folder).glob("step*.safetensors"))
+    tensors = {}
+    for part in parts:
+        for key, value in load_file(part).items():
+            tensors[f"{part.stem}/{key}"] = value
+    file = Path(folder) / "tensors.safetensors"
+    save_file(tensors, file)
     for part in parts:
         part.unlink()
     return file
@@ -343,26 +404,30 @@ TOLD = ("seed", "hyper", "precision", "activation_checkpointing", "accumulate", 
 
 def environment(device: str = "cpu") -> dict[str, str]:
     """Return the environment of this process, each fact as a text; to be asked on a rank, which has its own threads."""
-    built = [line.strip(" -") for line in torch.__config__.show().splitlines()]
-    libraries = "; ".join(line for line in built if "Math Kernel Library" in line or "MKL-DNN" in line)
-    found = {
+    libraries = []
+    for line in torch.__config__.show().splitlines():
+        if "Math Kernel Library" in line or "MKL-DNN" in line:
+            libraries.append(line.strip(" -"))
+    facts = {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor": _processor(),
         "kernels": str(torch.backends.cpu.get_cpu_capability()),
-        "math libraries": libraries or "none",
+        "math libraries": "; ".join(libraries) or "none",
         "threads": str(torch.get_num_threads()),
         "float32 matmul": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
     if device != "cpu":
-        found["device"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        facts["device"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    for name in VARIABLES:
+        if name in os.environ:
+            facts[name] = os.environ[name]
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            facts[name] = importlib.metadata.version(name)
+    return facts
 
 
 def _processor() -> str:
@@ -371,15 +436,18 @@ def _processor() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
-    named = facts.get("model name", "") or platform.processor() or "unknown"
-    kind = [facts[key] for key in ("cpu family", "model") if key in facts]
-    return f"{named} (family {kind[0]}, model {kind[1]})" if len(kind) == 2 else named
+    name = facts.get("model name") or platform.processor() or "unknown"
+    if "cpu family" in facts and "model" in facts:
+        name += f" (family {facts['cpu family']}, model {facts['model']})"
+    return name
 
 
 def told(recipe: Recipe) -> dict[str, str]:
     """Return what a recipe says of itself, as texts."""
-    found = {name: repr(getattr(recipe, name)) for name in TOLD}
-    return {"name": recipe.name, "optimizer": recipe.optimizer.__qualname__, **found}
+    texts = {"name": recipe.name, "optimizer": recipe.optimizer.__qualname__}
+    for name in TOLD:
+        texts[name] = repr(getattr(recipe, name))
+    return texts
 
 
 def commit_of(recipe: Recipe) -> str:
@@ -395,18 +463,25 @@ def commit_of(recipe: Recipe) -> str:
 def commit_in(folder: Path) -> str:
     """Return the commit that is checked out in a folder, as :func:`commit_of` does."""
     head = _git(folder, "rev-parse", "HEAD")
-    return f"{head}+" if head and _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+    if head and _git(folder, "status", "--porcelain", "--untracked-files=no"):
+        return f"{head}+"
+    return head
 
 
 def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        process = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10)
+        return process.stdout.strip()
     return ""
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return ``"torch 2.13.0 -> 2.15.0"`` for each fact that is another."""
-    names = [*before, *(name for name in now if name not in before)]
-    pairs = [(name, before.get(name, "none"), now.get(name, "none")) for name in names]
-    return [f"{name} {old or 'unknown'} -> {new or 'unknown'}" for name, old, new in pairs if old != new]
+    texts = []
+    for name in dict.fromkeys([*before, *now]):
+        old = before.get(name, "none")
+        new = now.get(name, "none")
+        if old != new:
+            texts.append(f"{name} {old or 'unknown'} -> {new or 'unknown'}")
+    return texts

@@ -20,7 +20,7 @@ from fsshard.parity.bounds import DRAWS_RANDOM_NUMBERS, NotComparable, note_batc
 from fsshard.parity.engine import Engine, WrappedEngine, bare_optimizer, make_engine
 from fsshard.parity.one_process import Shadow, built, random_state
 from fsshard.parity.sketch import digest, real_view
-from fsshard.parity.trace import Step
+from fsshard.parity.trace import NamedTensors, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe, Split, check_loss, resolve, seed_all, split_by
 
@@ -65,29 +65,46 @@ class Training:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.recipe: Recipe = resolve(job.source)
-        self.rank = self.sample_rank = dist.get_rank()
-        self.joins = job.mesh is None and dist.get_world_size() != job.world_size
+        self.rank = dist.get_rank()
+        self.sample_rank = self.rank
+        self._ranks = dist.get_world_size()
+        self.joins = job.mesh is None and self._ranks != job.world_size
         self.mesh = None
         if job.mesh is not None:
-            self.mesh = init_device_mesh(job.device, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
+            sizes = tuple(job.mesh.values())
+            self.mesh = init_device_mesh(job.device, sizes, mesh_dim_names=tuple(job.mesh))
             self.sample_rank = data_rank(self.mesh).rank
         module, self.watch = built(self.recipe, job.device, outputs=self.mesh is None)
-        self._split = Split() if self.mesh is None else split_by(self.recipe, module, self.mesh)
+        self._split = Split()
+        if self.mesh is not None:
+            self._split = split_by(self.recipe, module, self.mesh)
         if self._split.model is not None:
             module = self._split.model.to(job.device)
         self.engine = make_engine(job.engine, self.recipe, module, self._split.settings)
         self.leaves = self._count_leaves()
-        make = self.recipe.scheduler
-        more = [job.world_size] if getattr(make, "takes_world_size", False) else []  # a trainer's schedule per epoch
-        self.scheduler: Any = None if make is None else make(self.engine.optimizer, *more)
+        self.scheduler = self._make_scheduler()
         self._shadow: Shadow | None = None
         seed_all(self.recipe.seed + 1 + self.sample_rank)
 
+    def _make_scheduler(self) -> Any:
+        make: Any = self.recipe.scheduler
+        if make is None:
+            return None
+        # A trainer's schedule per epoch depends on the number of batches, which ranks share.
+        if getattr(make, "takes_world_size", False):
+            return make(self.engine.optimizer, self.job.world_size)
+        return make(self.engine.optimizer)
+
     def batches(self, step: int) -> list[list[Any]]:
         """Return per accumulated batch those of the ranks whose samples this process trains on."""
-        ranks = range(self.job.world_size) if self.joins else [self.sample_rank]
-        numbers = range(step * self.recipe.accumulate, (step + 1) * self.recipe.accumulate)
-        return [[_to(self.recipe.batches(r, self.job.world_size, n), self.job.device) for r in ranks] for n in numbers]
+        world_size = self.job.world_size
+        ranks = range(world_size) if self.joins else [self.sample_rank]
+        first = step * self.recipe.accumulate
+        batches = []
+        for number in range(first, first + self.recipe.accumulate):
+            parts = [self.recipe.batches(rank, world_size, number) for rank in ranks]
+            batches.append(_to(parts, self.job.device))
+        return batches
 
     def _count_leaves(self) -> int:
         """Return how many leaves have the tree of the ranks whose samples these are; 0 if none have."""
@@ -124,9 +141,11 @@ class Training:
         """Run forward and backward of one step; return the mean of this process's losses."""
         if self.leaves:
             return self._losses_by_leaves(batches)
-        total, last = 0.0, len(batches) - 1
+        total = 0.0
+        last = len(batches) - 1
         for number, parts in enumerate(batches):
-            with self.engine.accumulating() if number < last else contextlib.nullcontext():
+            accumulating = contextlib.nullcontext() if number == last else self.engine.accumulating()
+            with accumulating:
                 with self.watch.forward(), self.engine.forward():
                     loss = self._loss(self.recipe.joined(parts)) / len(batches)
                 self.engine.backward(loss)
@@ -134,15 +153,16 @@ class Training:
         return total
 
     def _loss(self, batch: Any) -> Tensor:
-        if self.joins and dist.get_world_size() > 1:
-            batch = part_of(batch, self.rank, dist.get_world_size())
-        found = (self._split.loss or self.recipe.loss)(self.engine.model, batch)
-        if self.mesh is not None and hasattr(found, "full_tensor"):
+        if self.joins and self._ranks > 1:
+            batch = part_of(batch, self.rank, self._ranks)
+        function = self._split.loss or self.recipe.loss
+        loss = function(self.engine.model, batch)
+        if self.mesh is not None and hasattr(loss, "full_tensor"):
             raise RecipeError(
                 "the loss is a DTensor, and it is not known whether ranks have parts or copies of it; return "
                 "loss.full_tensor()"
             )
-        return check_loss(found)
+        return check_loss(loss)
 
     def step(
         self,
@@ -151,41 +171,62 @@ class Training:
         rounding: contextlib.AbstractContextManager[Any] | None = None,
         sketched: bool = False,
         noted: Callable[[Step], None] = lambda step: None,
-    ) -> tuple[Step, dict[str, dict[str, Tensor]]]:
+    ) -> tuple[Step, dict[str, NamedTensors]]:
         """Train one step; return what it gave, and its tensors by quantity and name. Collective.
 
         ``rounding`` is entered around forward and backward; ``sketched`` asks for sketches of the batches;
         ``noted`` is called once these are noted, before they are trained on.
         """
-        step, batches = Step(batches=[], loss=0.0, norm=0.0), self.batches(number)
-        note_batches(step, batches, sketched=sketched)  # now: a loss may change its batch in place
+        step = Step(batches=[], loss=0.0, norm=0.0)
+        batches = self.batches(number)
+        # Noted now, since a loss may change its batch in place.
+        note_batches(step, batches, sketched=sketched)
         noted(step)
         self.watch.take()
-        with contextlib.nullcontext() if rounding is None else rounding:
+        with rounding or contextlib.nullcontext():
             step.loss = self.losses(batches)
         step.outputs = self.watch.take()
-        # copies; an empty one, of a parameter without elements, is none
-        gradients = {n: g.detach().clone() for n, g in self.engine.gradients() if g is not None and g.numel()}
-        step.norm = math.sqrt(sum(float(real_view(g).double().square().sum()) for g in gradients.values()))
+        gradients = self._gradients()
+        squares = []
+        for gradient in gradients.values():
+            square = real_view(gradient).double().square().sum()
+            squares.append(float(square))
+        step.norm = math.sqrt(sum(squares))
         if self.recipe.clipping is not None:
             step.clipped_norm = self.engine.clip(*self.recipe.clipping)
-        step.groups = [{k: _as_json_value(v) for k, v in group.items()} for group in self.engine.groups()]
+        for group in self.engine.groups():
+            step.groups.append({key: _as_json_value(value) for key, value in group.items()})
         self.finish()
         weights = self.weights()
         state, step.plain = states_of(self.engine)
-        buffers = self._held(self.engine.buffers())
+        buffers = self._kept(self.engine.buffers())
         step.random = random_state()
-        return step, {"gradient": gradients, "weight": weights, "state": state, "buffer": buffers}
+        tensors = {
+            "gradient": gradients,
+            "weight": weights,
+            "state": state,
+            "buffer": buffers,
+        }
+        return step, tensors
 
-    def weights(self) -> dict[str, Tensor]:
+    def _gradients(self) -> NamedTensors:
+        """Return copies of the gradients that have elements. Collective."""
+        gradients = {}
+        for name, gradient in self.engine.gradients():
+            if gradient is not None and gradient.numel():
+                gradients[name] = gradient.detach().clone()
+        return gradients
+
+    def weights(self) -> NamedTensors:
         """Return whole weights by name, which later steps leave as they are. Collective."""
-        return self._held(self.engine.weights())
+        return self._kept(self.engine.weights())
 
-    def _held(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _kept(self, named: Iterable[tuple[str, Tensor]]) -> NamedTensors:
+        # fsshard's engines gather weights into memory of their own, and nothing frees their buffers.
+        if isinstance(self.engine, WrappedEngine):
+            return dict(named)
         # An engine of one's own may yield what it trains, or what it frees at the end: FSDP.summon_full_params does.
-        # fsshard's gather weights into memory of their own, and nothing frees their buffers.
-        own = not isinstance(self.engine, WrappedEngine)
-        return {name: value.detach().clone() if own else value for name, value in named}
+        return {name: value.detach().clone() for name, value in named}
 
     def finish(self) -> None:
         """Step, and drop the gradients."""
@@ -198,8 +239,11 @@ class Training:
         """Return the mean of the ranks' losses; along some dimensions of a mesh they add up. Collective."""
         total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
         dist.all_reduce(total)
-        mean = float(total) / dist.get_world_size()
-        return mean if self.mesh is None else mean * math.prod(self.mesh[name].size() for name in self._split.adds)
+        mean = float(total) / self._ranks
+        if self.mesh is None:
+            return mean
+        sizes = [self.mesh[name].size() for name in self._split.adds]
+        return mean * math.prod(sizes)
 
     def shadow(self) -> Shadow:
         """Return a bare copy of the model with the engine's weights and buffers as they are now. Collective."""
@@ -208,18 +252,25 @@ class Training:
         self._shadow.load(self.engine.weights(), self.engine.buffers())
         return self._shadow
 
-    def magnitudes(self, step: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def magnitudes(self, step: int) -> tuple[NamedTensors, dict[str, int]]:
         """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient at most. Collective."""
-        shadow, recipe = self.shadow(), self.recipe
-        found = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
-        for value in found.values():
+        shadow = self.shadow()
+        sums = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
+        for value in sums.values():
             dist.all_reduce(value)
             value /= self.job.world_size
+        if not self.recipe.no_sync:
+            return sums, dict.fromkeys(sums, self.recipe.accumulate)
+        counts = dict.fromkeys(sums, 1)
+        if self.recipe.accumulate == 1:
+            return sums, counts
         # FSDP2 (torch 2.13) ends a unit's backward at each of its uses: for a unit that runs several times in a
         # forward, the first of them reduces what no_sync() had accumulated, and the last one what is new.
-        twice = shadow.watch.repeated() if recipe.accumulate > 1 and recipe.no_sync else set()
-        once = 1 if recipe.no_sync else recipe.accumulate
-        return found, {n: 2 if any(n.startswith(f"{m}.") or not m for m in twice) else once for n in found}
+        for module in shadow.watch.repeated():
+            for name in sums:
+                if not module or name.startswith(f"{module}."):
+                    counts[name] = 2
+        return sums, counts
 
 
 def _to(value: Any, device: str) -> Any:
@@ -228,19 +279,25 @@ def _to(value: Any, device: str) -> Any:
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def states_of(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def states_of(engine: Engine) -> tuple[NamedTensors, dict[str, Any]]:
     """Return tensors of the optimizer's state by "parameter: key", and what is no tensor. Collective."""
-    tensors: dict[str, Tensor] = {}
+    tensors: NamedTensors = {}
     plain: dict[str, Any] = {}
     for name, state in engine.states():
         for key, value in state.items():
+            place = f"{name}: {key}"
             if isinstance(value, Tensor):
-                tensors[f"{name}: {key}"] = value
-            elif isinstance(value, (bool, int, float, str, type(None))):
-                plain[f"{name}: {key}"] = value
-            else:  # a list of tensors, say: compared as one, and not put back
-                plain[f"{name}: {key}"] = {"digest": digest(value)}
+                tensors[place] = value
+            else:
+                plain[place] = _scalar_or_digest(value)
     return tensors, plain
+
+
+def _scalar_or_digest(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    # A list of tensors, say, is compared as one, and not put back.
+    return {"digest": digest(value)}
 
 
 def _as_json_value(value: Any) -> Any:
@@ -248,7 +305,7 @@ def _as_json_value(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [_as_json_value(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else {"digest": digest(value)}
+    return _scalar_or_digest(value)
 
 
 class Bare(Engine):
@@ -259,7 +316,12 @@ class Bare(Engine):
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
         super().__init__(recipe, module)
         self.model = self.module = module
-        named = dict(module.named_parameters())
-        groups = [{"params": list(named)}] if recipe.param_groups is None else recipe.param_groups(list(named))
-        held = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
-        self.optimizer = bare_optimizer(recipe, held)
+        parameters = dict(module.named_parameters())
+        groups: list[dict[str, Any]] = [{"params": list(parameters)}]
+        if recipe.param_groups is not None:
+            groups = recipe.param_groups(list(parameters))
+        filled = []
+        for group in groups:
+            members = [parameters[name] for name in group["params"]]
+            filled.append({**group, "params": members})
+        self.optimizer = bare_optimizer(recipe, filled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ class Whole:
     quantity: str  # "weight", "buffer" or "state"
 
 
+States = Iterator[tuple[str, dict[str, Any]]]
+"""Name of a parameter, and what an optimizer keeps for it, or a piece of that."""
 Units = list[tuple[str, nn.Module]]
 """Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's."""
 
@@ -37,8 +39,10 @@ def whole_weights(model: ShardedModule) -> Iterator[tuple[str, Tensor]]:
     """Yield a wrapped model's weights whole, by the user's names, few at a time. Collective: run it to its end."""
     backend = model.backend
     parts = ((entry, entry.local()) for entry in backend.all)
-    for entry, whole in zip(backend.all, gather_all(parts, backend.settings.device), strict=True):
-        yield entry.name, entry.put_together(entry.kind.to_user(whole))
+    gathered = gather_all(parts, backend.settings.device)
+    for entry, whole in zip(backend.all, gathered, strict=True):
+        value = entry.kind.to_user(whole)
+        yield entry.name, entry.put_together(value)
 
 
 def whole_tensors(root: nn.Module, prefix: str = "") -> Iterator[Whole]:
@@ -47,38 +51,66 @@ def whole_tensors(root: nn.Module, prefix: str = "") -> Iterator[Whole]:
     ``prefix`` is what names begin with that is not the user's.
     """
     units = [("", root)]
-    for path, unit in units:  # to which the walk through a unit adds those within
-        for found in _of_unit(path, unit, units):
-            found.name = clean_path(found.name.removeprefix(prefix))
-            yield found
+    # The walk through a unit adds those within it to the list.
+    for path, unit in units:
+        for whole in _of_unit(path, unit, units):
+            whole.name = clean_path(whole.name.removeprefix(prefix))
+            yield whole
 
 
-def whole_state(root: nn.Module, optimizer: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def whole_state(root: nn.Module, optimizer: Any, prefix: str = "") -> States:
     """Yield an optimizer's state by parameter, whole, one key at a time. Collective: run it to its end."""
-    trained = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
-    mine = [(name, parameter) for name, parameter in user_names(root, prefix) if id(parameter) in trained]
-    states: Iterable[tuple[str, Mapping[str, Any]]]
+    for name, state in _states(root, optimizer, prefix):
+        for key, value in state.items():
+            yield name, {key: _full(value)}
+
+
+def _states(root: nn.Module, optimizer: Any, prefix: str) -> States:
+    """Yield an optimizer's state by parameter; of one parameter it may come in several pieces."""
     if hasattr(optimizer, "iterate_state"):  # fsshard's
-        states = optimizer.iterate_state() if optimizer.model is root else ()
-    elif mine and any(isinstance(module, FullyShardedDataParallel) for module in root.modules()):
-        states = _state_of_fsdp1(root, optimizer)
-    else:
-        # Within FairScale's OSS and torch's ZeroRedundancyOptimizer is one of what this rank updates.
-        state = getattr(getattr(optimizer, "optim", optimizer), "state", {})
-        states = ((name, state[parameter]) for name, parameter in mine if parameter in state)
-    for name, key, value in ((name, key, value) for name, state in states for key, value in state.items()):
-        yield name, {key: _full(value) if isinstance(value, Tensor) else value}
+        if optimizer.model is root:
+            yield from optimizer.iterate_state()
+        return
+    trained: set[int] = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        trained.update(map(id, group["params"]))
+    parameters = {}
+    for name, parameter in user_names(root, prefix):
+        if id(parameter) in trained:
+            parameters[name] = parameter
+    if not parameters:
+        return
+    for module in root.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            yield from _state_of_fsdp1(root, optimizer)
+            return
+    # Within FairScale's OSS and torch's ZeroRedundancyOptimizer is one of what this rank updates.
+    inner = getattr(optimizer, "optim", optimizer)
+    state = getattr(inner, "state", {})
+    for name, parameter in parameters.items():
+        if parameter in state:
+            yield name, state[parameter]
 
 
-def _state_of_fsdp1(root: nn.Module, optimizer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _state_of_fsdp1(root: nn.Module, optimizer: Any) -> States:
     """Yield the state by parameter, one key at a time."""
+    local = optimizer.state_dict()
+    local_states = local["state"]
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    local_keys = set().union(*local_states.values())
+    keys_of_ranks = per_rank(everyone, local_keys)
+    keys = set().union(*keys_of_ranks)
     # On the CPU all keys of a parameter that are asked for at once are views of the same memory (torch 2.13,
     # _allgather_orig_param_states): Adam's averages of gradients have the values of those of their squares.
-    local, everyone = optimizer.state_dict(), dist.group.WORLD
-    assert everyone is not None
-    for key in sorted(set().union(*per_rank(everyone, [key for one in local["state"].values() for key in one]))):
-        state = {place: {k: v for k, v in one.items() if k == key} for place, one in local["state"].items()}
-        whole = FullyShardedDataParallel.optim_state_dict(root, optimizer, {**local, "state": state})
+    for key in sorted(keys):
+        local["state"] = {}
+        for place, state in local_states.items():
+            piece = {}
+            if key in state:
+                piece[key] = state[key]
+            local["state"][place] = piece
+        whole = FullyShardedDataParallel.optim_state_dict(root, optimizer, local)
         yield from whole["state"].items()
 
 
@@ -87,21 +119,26 @@ def user_names(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Para
 
     None of fsshard's, whose optimizers have them by other names.
     """
-    if any(isinstance(module, ShardedModule) for module in (root, *root.modules())):
-        return
+    for module in (root, *root.modules()):
+        if isinstance(module, ShardedModule):
+            return
     for name, parameter in root.named_parameters():
         yield clean_path(name.removeprefix(prefix)), parameter
 
 
 def prefix_of(module: nn.Module) -> str:
     """Return what wrappers put before each name, as DistributedDataParallel does: modules of one child, ``module``."""
-    prefix, inner = "", module
-    wrapped = {"module", "_forward_module", *WRAPPERS}
-    # The module of Lightning's Fabric has the user's own beside what it calls.
-    while [*(children := dict(inner.named_children()))][1:] in ([], ["_original_module"]) and children.keys() & wrapped:
-        name, inner = next(iter(children.items()))
-        prefix += f"{name}."
-    return prefix
+    prefix = ""
+    while True:
+        children = dict(module.named_children())
+        names = [*children]
+        # The module of Lightning's Fabric has the user's own beside what it calls.
+        is_wrapper = names[1:] in ([], ["_original_module"])
+        wrapped = children.keys() & {"module", "_forward_module", *WRAPPERS}
+        if not is_wrapper or not wrapped:
+            return prefix
+        module = children[names[0]]
+        prefix += f"{names[0]}."
 
 
 def steps_itself(module: nn.Module) -> bool:
@@ -124,39 +161,64 @@ def _own_modules(path: str, module: nn.Module, units: Units) -> Iterator[tuple[s
             yield from _own_modules(f"{path}{name}.", child, units)
 
 
+def _of_sharded_module(path: str, unit: ShardedModule) -> Iterator[Whole]:
+    group = unit.backend.settings.group
+    ranks = dist.get_process_group_ranks(group)
+    for name, value in whole_weights(unit):
+        full_name = path + name
+        yield Whole(full_name, value, ranks, "weight")
+    for name, value in unit.named_buffers():
+        full_name = path + name
+        yield Whole(full_name, value, None, "buffer")
+
+
 def _of_unit(path: str, unit: nn.Module, units: Units) -> Iterator[Whole]:
     if isinstance(unit, ShardedModule):
-        group = dist.get_process_group_ranks(unit.backend.settings.group)
-        yield from (Whole(path + name, value, group, "weight") for name, value in whole_weights(unit))
-        yield from (Whole(path + name, value, None, "buffer") for name, value in unit.named_buffers())
+        yield from _of_sharded_module(path, unit)
         return
     ranks: list[int] | None = None
+    gathered: Any = contextlib.nullcontext()
+    if isinstance(unit, FullyShardedDataParallel):
+        ranks = dist.get_process_group_ranks(unit.process_group)
+        gathered = FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
     seen: set[int] = set()
-    with contextlib.ExitStack() as gathered:
-        if isinstance(unit, FullyShardedDataParallel):
-            ranks = dist.get_process_group_ranks(unit.process_group)
-            gathered.enter_context(FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False))
-        for name, module in _own_modules(path, unit, units):
+    with gathered:
+        for prefix, module in _own_modules(path, unit, units):
             with _gathered_by_deepspeed(module):
-                weights = ((name + own, value, "weight") for own, value in module.named_parameters(recurse=False))
-                buffers = ((name + own, value, "buffer") for own, value in module.named_buffers(recurse=False))
-                for full_name, value, quantity in (*weights, *buffers):
-                    if id(value) not in seen and not nn.parameter.is_lazy(value):  # a shared one has its first name
-                        seen.add(id(value))
-                        yield _whole(full_name, value, ranks if quantity == "weight" else None, quantity)
+                for name, value, quantity in _own_tensors(module):
+                    # A shared tensor has its first name, and one of a lazy module has no shape yet.
+                    if id(value) in seen or nn.parameter.is_lazy(value):
+                        continue
+                    seen.add(id(value))
+                    owners = ranks if quantity == "weight" else None
+                    if isinstance(value, DTensor):
+                        owners = value.device_mesh.mesh.flatten().tolist()
+                    yield Whole(
+                        name=prefix + name,
+                        value=_full(value),
+                        ranks=owners,
+                        quantity=quantity,
+                    )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield name, tensor and quantity of a module's own parameters and buffers."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield name, parameter, "weight"
+    for name, buffer in module.named_buffers(recurse=False):
+        yield name, buffer, "buffer"
 
 
 def _gathered_by_deepspeed(module: nn.Module) -> Any:
     """Return the context in which a module's own parameters are whole under ZeRO-3; others are left alone."""
     zero = _known("deepspeed", "zero")
-    return zero.GatheredParameters([*module.parameters(recurse=False)]) if zero else contextlib.nullcontext()
+    if not zero:
+        return contextlib.nullcontext()
+    return zero.GatheredParameters([*module.parameters(recurse=False)])
 
 
-def _whole(name: str, value: Tensor, ranks: list[int] | None, quantity: str) -> Whole:
-    ranks = value.device_mesh.mesh.flatten().tolist() if isinstance(value, DTensor) else ranks
-    return Whole(name, _full(value), ranks, quantity)
-
-
-def _full(value: Tensor) -> Tensor:
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _full(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    detached = value.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
