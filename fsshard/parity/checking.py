@@ -318,9 +318,9 @@ class _RunComparison(StepComparison):
         """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
         if self.again:
             return 0.0
-        # On other samples, or with a divided model, every operation may round; else only the sum over ranks.
         if self.by_leaves:
             return 0.0
+        # On other samples, or with a divided model, every operation may round; else only the sum over ranks.
         if self.regrouped:
             return self.rounding.gradients.get(name, 0.0)
         world_size = self.run.job.world_size

@@ -44,6 +44,14 @@ class LeafLoops:
                 "are not complete; let the loop end first, or drop them with optimizer.zero_grad()"
             )
 
+    def refuse_means(self, what: str) -> None:
+        """Raise ModelError within a loop for what is a mean over ranks, each of which has another leaf at that time."""
+        if self._runs:
+            raise ModelError(
+                f"{what} within `for leaf in {self._under_way}` would be a mean over one leaf of each rank, and so depend "
+                "on the number of ranks; compute it before the loop, on a batch that is the same for all ranks"
+            )
+
     def drop(self) -> None:
         """Forget a loop whose gradients are dropped; raise OptimizerError within one."""
         if self._runs:

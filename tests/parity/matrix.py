@@ -313,7 +313,7 @@ def document(results: Sequence[Result], command: str, *, steps: int, pairs: bool
         "*exact*: bit-identical. *bound*: within the rounding that another order of the same sums can make, derived "
         "from the number of ranks, the dtype and the summands. *refused*: not run; the footnote says why. *different*"
         " and *failed* would be faults; there are none unless a list of faults follows. The backend `none` with "
-        "several ranks is one process on the joined batches of all ranks.",
+        "several ranks is one process that takes the batches of all ranks.",
         "A fault that all backends share cannot show in a comparison between them. So `tests/parity/test_bare.py` "
         "also compares every model of the examples and tests with replicas that contain nothing of fsshard, whose "
         "gradients are averaged by hand, and moves weights in and out in every way (`state_dict`, `load_state_dict`, "

@@ -212,6 +212,21 @@ def test_a_step_in_the_middle_and_a_loop_that_was_left(ranks: Any) -> None:
     ranks.run(job_a_step_in_the_middle_and_a_loop_that_was_left, 1)
 
 
+def job_a_mean_over_ranks_within_the_loop() -> str:
+    model = fsshard.wrap(torch.nn.Linear(5, 3), backend="ddp")
+    for _ in model.leaves(4):
+        loss = model(torch.randn(2, 5)).square().mean()
+        with pytest.raises(ModelError) as refused:
+            model.term_gradients([loss])
+        loss.backward()
+    return str(refused.value)
+
+
+def test_a_mean_over_ranks_within_the_loop_is_refused(ranks: Any) -> None:
+    for text in ranks.run(job_a_mean_over_ranks_within_the_loop, 2):
+        assert "term_gradients() within `for leaf in model.leaves(4)`" in text and "before the loop" in text
+
+
 def job_gradients_of_before_are_not_mixed_in() -> None:
     model = fsshard.wrap(Net(), backend="none")
     model(samples(0, 0)).mean().backward()
