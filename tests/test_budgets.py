@@ -32,12 +32,13 @@ GUARDS = """
 backends/clipping: count_all_ranks _norm _of_owners _each _as_torchs
 backends/forward_guards: Watched LooksAtForwards ReadsGuard _is_asked_by_torch _name_of refuse_losses written
 backends/forward_guards: check_places
-backends/fsdp1: FSDP1Backend._watch FSDP1Backend._check_pass FSDP1Backend._check_accumulation _GatheredGuard _no_guard
+backends/fsdp1: FSDP1Backend._watch FSDP1Backend._check_accumulation _GatheredGuard _no_guard
 backends/fsdp1: _WrittenGuard _before_gather
 backends/fsdp2: FSDP2Backend._watch FSDP2Backend._let_the_root_be_first _before_gather
 backends/part_guards: PartsGuard _tree _before_state_dict _before_load _asked_by_torch _module_of _named
 backends/part_guards: refuse_parameter refuse_numbers_of_parts _refuse
 backends/reducer_arrivals: ReplicatedModel check_step Arrivals.__init__ Arrivals.finish Arrivals._begin Arrivals._end
+backends/step_state: StepState.check_reduced
 backends/step_counts: StepCounts _number _told
 complex_params/shard_tensors: assign _set_item _numbers_of _dispatched _drawn _as_shards _refuse_random
 complex_params/shown: _set_grad
@@ -47,7 +48,7 @@ parallel/domain/entering: _raise_everywhere _check_alike
 parallel/replicas: SameGradients _tells _differing_norms
 sharded/contents: check_same_parameters
 sharded/forward_methods: explain_forward_error
-sharded/controller: ModelController.check_knows_all_ranks ModelController.check_synchronised
+sharded/controller: ModelController.check_knows_all_ranks
 sharded/module: ShardedModule.__deepcopy__ ShardedModule.__reduce_ex__ ShardedModule._apply _refuse_on_parts
 sharded/module: _check_trains_nothing
 sharded/optimizer: ShardedOptimizer._check_unused ShardedOptimizer._check_groups_may_change ShardedOptimizer.state

@@ -250,6 +250,6 @@ class Accelerator(StateFiles):
         owners = [known.get(id(stored_of(parameter))) for parameter in given]
         models = [each[0] for each in owners if each is not None]
         for model, entry in filter(None, owners):
-            controller_of(model).check_synchronised([entry])
+            controller_of(model).step.check_reduced([entry.name])
         self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])
         return given, owners

@@ -150,7 +150,7 @@ class StateFiles(accelerate.Accelerator):
         each_node = self.project_configuration.save_on_each_node
         writes = self.is_local_main_process if each_node else self.is_main_process
         write = functools.partial(super().save_state, output_dir, safe_serialization, **save_model_func_kwargs)
-        if any(isinstance(model, ShardedModule) and controller_of(model).local_gradients for model in self._models):
+        if any(isinstance(model, ShardedModule) and controller_of(model).step.local for model in self._models):
             log.warning("save_state within an accumulation: the gradients accumulated so far are not saved")
         try:
             for model in self._models:

@@ -66,7 +66,7 @@ class ThroughEngine:
 
     def _toggle(self, optimizer: Any) -> None:
         """Leave, until :meth:`_untoggle`, the gradients of all others' parameters as they are. Collective."""
-        if controller_of(self._wrapped).is_silenced:
+        if controller_of(self._wrapped).step.is_silent:
             raise ConfigurationError(
                 "toggle_model(sync_grad=False), or toggle_optimizer without synchronisation: what is toggled needs the "
                 "sum over the ranks; leave sync_grad at True, which accumulates as well"

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fsshard.backends.facts import EngineFacts
 from fsshard.backends.part_guards import PartsGuard
 from fsshard.backends.settings import Settings
+from fsshard.backends.step_state import Stage, StepState
 from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import raw_state
@@ -51,8 +52,7 @@ class Backend(ABC):
         keys: state-dict key of each parameter -> its name; ``key_order`` has all keys in order.
         engine: what forward calls: the user's model, or the engine's wrapper around it.
         groups: unit -> names of the parameters that are sent with it; those sent with another unit are left out.
-        pending: the hooks on the outputs of forwards with gradients that await their backward.
-        drops: names of the parameters whose gradient was dropped since a backward has begun.
+        step: where the model is between two optimizer steps.
         guard: refuses state dicts of a module that holds parts of parameters; None where it holds all.
         on_move: weakly, what makes the context for moving parameters, so that no view keeps the old memory; or None.
     """
@@ -84,12 +84,9 @@ class Backend(ABC):
         self.all = list(self.entries.values())
         self.groups: Mapping[str, tuple[str, ...]] = {unit.name: unit.parameters for unit in settings.plan.units}
         self.on_move: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
-        self.pending: weakref.WeakSet[Callable[[Tensor], None]] = weakref.WeakSet()
-        self.drops: set[str] = set()
+        self.step = StepState(self.name, self.facts.transitions)
         self._flags = [entry.parameter.requires_grad for entry in self.all]  # whether the engine trains it
         self._deviates = False  # others are trainable in the latest forward than were to the engine
-        # Frozen between micro-batches of no_sync(): gradients that are this rank's, and that the engine sends no more.
-        self._left = set[str]()
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]
         flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
@@ -176,15 +173,15 @@ class Backend(ABC):
 
     def _change_trainable(self, flags: list[bool]) -> None:
         """Let the engine train what takes a gradient now, and what a graph that awaits its backward may reach."""
-        if self.pending:
+        if self.step.pending:
             flags = [now or before for now, before in zip(flags, self._flags, strict=True)]
             if flags == self._flags:
                 return
         for entry, now, before in zip(self.all, flags, self._flags, strict=True):
             if now:
-                self._left.discard(entry.name)
+                self.step.left.discard(entry.name)
             elif before and self._holds_local():
-                self._left.add(entry.name)
+                self.step.left.add(entry.name)
         with taking_gradients(entry.parameter for entry, now in zip(self.all, flags, strict=True) if now):
             self.on_trainable_changed()
         self._flags = flags
@@ -225,21 +222,22 @@ class Backend(ABC):
 
     def backward_starts(self, *, synchronised: bool) -> None:
         """Called when the backward of a forward through ShardedModule begins, in its graph."""
+        self.step.move(Stage.SPENT if synchronised else Stage.ACCUMULATED)
 
     def derivative_starts(self) -> None:
         """``torch.autograd.grad`` begins to pass through such a forward (in its graph task)."""
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
-        if not self._left:
+        if not self.step.left:
             return
         entries, group = list(entries), self.settings.group
-        left = [entry.parameter for entry in entries if entry.name in self._left]
+        left = [entry.parameter for entry in entries if entry.name in self.step.left]
         if left and group is not None:
             used = used_anywhere([parameter.grad is not None for parameter in left], group, self.settings.device)
             with torch.no_grad():
                 average(list(itertools.compress(left, used)), group)
-        self._left.difference_update(entry.name for entry in entries)
+        self.step.left.difference_update(entry.name for entry in entries)
 
     def reshard(self) -> None:
         """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
@@ -252,7 +250,7 @@ class Backend(ABC):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
         for entry in entries:
-            self._left.discard(entry.name)
+            self.step.left.discard(entry.name)
             if set_to_none:
                 entry.parameter.grad = None
             elif entry.parameter.grad is not None:

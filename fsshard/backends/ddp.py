@@ -151,6 +151,7 @@ class DDPBackend(Backend):
             )
 
     def backward_starts(self, *, synchronised: bool) -> None:
+        super().backward_starts(synchronised=synchronised)
         if self._arrivals is not None:
             self._arrivals.backward_starts()
 

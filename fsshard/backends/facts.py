@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fsshard.backends.step_state import TRANSITIONS, Stage
 from fsshard.planning.plan import Plan
 
 OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
@@ -67,6 +68,7 @@ class EngineFacts:
         shards_integers: it divides integer parameters, too.
         keeps_grad_dtype: gradients of real parameters have the dtype that ``Tensor.grad_dtype`` asks for.
         needs_whole: methods of users' models that cannot work on parts.
+        transitions: the passes through a graph that it allows in each stage of a step.
         wrapper_classes: names of the classes of modules that it has wrapped already.
         tunable: what a search may try.
     """
@@ -84,5 +86,6 @@ class EngineFacts:
     shards_integers: bool = False
     keeps_grad_dtype: bool = False
     needs_whole: frozenset[str] = frozenset()
+    transitions: Mapping[Stage, frozenset[Stage]] = field(default_factory=lambda: TRANSITIONS)
     wrapper_classes: frozenset[str] = frozenset()
     tunable: Tunable = Tunable()

@@ -29,6 +29,7 @@ from fsshard.backends.forward_guards import (
 )
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
+from fsshard.backends.step_state import WEIGHTS_ARE_FREED, Stage
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
 from fsshard.comm import tree
 from fsshard.comm.watchdog import taking_part
@@ -86,6 +87,9 @@ class FSDP1Backend(TorchShardedBackend):
         DIVIDED,
         option_names=("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
         shards_integers=False,  # "Cannot flatten integer dtype tensors" (torch 2.13)
+        # When a pass through a unit ends that keeps no graph, FSDP1 frees the memory and takes away its hooks, whatever
+        # its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
+        transitions=WEIGHTS_ARE_FREED,
         tunable=Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"}),
     )
 
@@ -106,7 +110,6 @@ class FSDP1Backend(TorchShardedBackend):
     def shard(self) -> nn.Module:
         modules = dict(self.module.named_modules())
         self._told = False
-        self._passed: int | None = None  # the graph task of the last pass backwards since the last forward
         # (parent, child's name, wrapper, the child)
         self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -280,7 +283,7 @@ class FSDP1Backend(TorchShardedBackend):
         trains = {id(self._place[entry.name][0]) for entry, now in zip(self.all, flags, strict=True) if now}
         for entry, now, before in zip(self.all, flags, self._flags, strict=True):
             flat = self._place[entry.name][0]
-            if now != before and self._accumulating and flat.grad is not None and id(flat) in trains:
+            if now != before and entry.name in self.step.local and flat.grad is not None and id(flat) in trains:
                 raise ModelError(
                     f"{entry.name}: requires_grad has changed after a backward under no_sync(), whose gradients "
                     "backend 'fsdp' holds together: change it between two steps, or use backend='fsdp2'"
@@ -310,8 +313,6 @@ class FSDP1Backend(TorchShardedBackend):
         super().before_forward(training=training)
         if functorch_transforms_active():  # "Cannot access storage of TensorWrapper" (torch 2.13)
             raise UnsupportedByBackend("torch.func", self.name, "use backend='ddp' or 'fairscale'")
-        if torch.is_grad_enabled():
-            self._passed = None
         self._start_afresh()
 
     def simulate(self) -> None:
@@ -333,28 +334,13 @@ class FSDP1Backend(TorchShardedBackend):
                 abandon(unit)
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        super().backward_starts(synchronised=synchronised)
         if torch.is_grad_enabled():  # "FSDP does not support gradients of gradients" (torch 2.13)
             raise UnsupportedByBackend("backward(create_graph=True)", self.name, "use backend='fsdp2' or 'fairscale'")
-        self._check_pass(first=not synchronised)
+        super().backward_starts(synchronised=synchronised)
 
     def derivative_starts(self) -> None:
         if not self._passes.is_running():  # one whose graph goes with it
-            self._check_pass(first=False)
-
-    def _check_pass(self, *, first: bool) -> None:
-        """Refuse what needs a unit's weights after the pass that has let go of them."""
-        # When a pass through a unit ends that keeps no graph, FSDP1 frees the memory and takes away its hooks, whatever
-        # its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
-        task = current_graph_task_id()
-        if not first and self._passed not in (None, task):
-            raise ModelError(
-                "a second backward() since the last forward (torch.autograd.grad without retain_graph=True counts): "
-                "backend 'fsdp' has freed the weights by then. Add the losses and call backward() once, or use "
-                "backend='fsdp2' or 'fairscale'"
-            )
-        if not first:
-            self._passed = task
+            self.step.move(Stage.SPENT)
 
     @functools.cached_property
     def unit_of(self) -> dict[Any, Any]:

@@ -33,6 +33,7 @@ from fsshard.backends.fsdp2_gathers import ForwardPrefetch, KeptGathered, abando
 from fsshard.backends.part_guards import refuse_numbers_of_parts, refuse_parameter
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
+from fsshard.backends.step_state import Stage
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend, UsageTracker
 from fsshard.complex_params.flattened import class_in_front, has_own_layout, stored_in
 from fsshard.complex_params.pairs import Form, real_dtype
@@ -172,9 +173,6 @@ class FSDP2Backend(TorchShardedBackend):
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         settings = self.settings
-        self._silenced = 0  # how many no_sync contexts are open
-        self._held = False  # derivatives are being taken, with nothing to reduce
-        self._finished = 0  # how often gradients were made final
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh
@@ -265,7 +263,7 @@ class FSDP2Backend(TorchShardedBackend):
             # FSDP2 replaces Parameter objects and drops their Python attributes (torch 2.13).
             entry.parameter.__dict__.update(old.__dict__)
             entry.parameter.__class__ = cast(Any, held_dtensor())
-            new_record(entry.parameter).drops = self.drops, entry.name
+            new_record(entry.parameter).drops = self.step.dropped, entry.name
             # FSDP2 shards as torch.chunk does, so that the last ranks can have fewer rows, or none.
             rows, *row = entry.parameter.shape
             entry.group = self.shard_group
@@ -301,7 +299,7 @@ class FSDP2Backend(TorchShardedBackend):
             return
         if any(getattr(leaf, "device_mesh", None) == self.mesh for leaf in grad_tensors(output)):
             raise ModelError(READS_SHARD)
-        if self._finished <= FIRST_STEPS and torch.is_grad_enabled():
+        if self.step.finished <= FIRST_STEPS and torch.is_grad_enabled():
             refuse_shards_in_graph(grad_tensors(output))
         before, self._versions = self._versions, []
         names = self._gathered.changed()
@@ -329,8 +327,8 @@ class FSDP2Backend(TorchShardedBackend):
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         super().finish_backward(entries)
-        self._finished += 1
-        if self._finished > FIRST_STEPS:
+        self.step.finished += 1
+        if self.step.finished > FIRST_STEPS:
             return
         for name, part in self._torchs.items():
             whole = getattr(part, UNSHARDED_PARAM, None)
@@ -361,18 +359,20 @@ class FSDP2Backend(TorchShardedBackend):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self._silenced += 1
         self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
         try:
             yield
         finally:
-            self._silenced -= 1
-            self.module.set_requires_gradient_sync(self._silenced == 0 and not self._held)  # type: ignore[operator]
+            is_derived = self.step.stage is Stage.DERIVED
+            self.module.set_requires_gradient_sync(not self.step.is_silent and not is_derived)  # type: ignore[operator]
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         super().zero_grad(entries, set_to_none=set_to_none)
-        for entry in entries if self._accumulating else ():  # the last backward was under no_sync, whose sums are whole
+        for entry in entries:
+            if entry.name not in self.step.local:
+                continue
+            # The last backward was under no_sync, whose sums are whole.
             if set_to_none:
                 drop_accumulated(self._torchs[entry.name])
             for gradient in accumulated(self._torchs[entry.name]):
@@ -391,7 +391,7 @@ class FSDP2Backend(TorchShardedBackend):
         super().before_forward(training=training)
         if deviated or self._deviates:
             self._freeze_gathered()
-        if self._held and not self._kept.keeps:  # by a derivative of which nothing is left
+        if self.step.stage is Stage.DERIVED and not self._kept.keeps:  # by a derivative of which nothing is left
             self._reduce_again()
         if broken_off(self.module) and current_graph_task_id() == -1:
             # FSDP2 would take the next backward for the one that has raised, and reduce none of its gradients, silently
@@ -416,8 +416,8 @@ class FSDP2Backend(TorchShardedBackend):
 
     def derivative_starts(self) -> None:
         # FSDP2 would reduce what no_sync has left to the backward that follows, and the sums be others (torch 2.13).
-        if not self._silenced and not self._held:
-            self._held = True
+        if not self.step.is_silent and self.step.stage is not Stage.DERIVED:
+            self.step.move(Stage.DERIVED)
             self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
             if not torch.is_grad_enabled():
                 queue_callback(self._reduce_again)
@@ -425,22 +425,23 @@ class FSDP2Backend(TorchShardedBackend):
 
     def derivatives_of(self, output: Tensor) -> list[Tensor]:
         # A term of derivatives alone does not pass the outputs of a forward, and derivative_starts is not called.
-        with self.no_sync():
+        with self.no_sync(), self.step.silenced():
             return super().derivatives_of(output)
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        super().backward_starts(synchronised=synchronised)
-        if self._held:
+        if self.step.stage is Stage.DERIVED:
             self._reduce_again()
+        super().backward_starts(synchronised=synchronised)
 
     def _gradients_come(self) -> None:
         """Learn that the backward of a loss of derivatives has begun, which need not pass the outputs of a forward."""
-        if self._held:
+        if self.step.stage is Stage.DERIVED:
             self._reduce_again()
 
     def _reduce_again(self) -> None:
-        self._held = False
-        self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
+        if self.step.stage is Stage.DERIVED:
+            self.step.stage = Stage.PENDING
+        self.module.set_requires_gradient_sync(not self.step.is_silent)  # type: ignore[operator]
 
     def forward_failed(self) -> None:
         # The root stays gathered from its forward on, and does not let itself be resharded while it believes to be in

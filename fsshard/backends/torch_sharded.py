@@ -126,7 +126,6 @@ class TorchShardedBackend(Backend):
     facts: ClassVar[EngineFacts] = DIVIDED
     shard_group: dist.ProcessGroup  # the ranks among which one copy of the parameters is divided
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
-    _accumulating: bool = False  # the latest backward was under no_sync: gradients wait where they cannot be seen
 
     @classmethod
     def check(cls, settings: Settings) -> Settings:
@@ -181,10 +180,6 @@ class TorchShardedBackend(Backend):
         if set_to_none and self.usage is not None:  # zeros are a gradient, as they are for DDP
             self.usage.forget(entries)
 
-    def backward_starts(self, *, synchronised: bool) -> None:
-        super().backward_starts(synchronised=synchronised)
-        self._accumulating = not synchronised
-
     def derivatives_of(self, output: Tensor) -> list[Tensor]:
         used = set() if self.usage is None else set(self.usage.used)
         try:
@@ -195,7 +190,7 @@ class TorchShardedBackend(Backend):
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
-        if self.usage is not None and self.usage.used and not self._accumulating:
+        if self.usage is not None and self.usage.used and not self.step.local:
             # A gradient dropped by hand. A rank without elements of a parameter has none to see; others speak for it.
             gone = [entry for entry in self.all if entry.parameter.grad is None]
             self.usage.forget(entry for entry in gone if entry.local().numel())

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from fsshard.backends.base import Backend
 from fsshard.backends.forward_guards import DerivativesGuard, LooksAtForwards
 from fsshard.backends.step_counts import StepCounts
+from fsshard.backends.step_state import Stage
 from fsshard.backends.whole import owned
 from fsshard.comm.stores import check_not_inherited
 from fsshard.comm.watchdog import lost_ranks, speaks_of_a_lost_rank
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import stored_of
-from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError
+from fsshard.errors import ConfigurationError, FsshardError, OptimizerError
 from fsshard.model.meta import no_numbers_yet
 from fsshard.model.outputs import bases, check_output, forward_begins, hidden_tensors
 from fsshard.nested import grad_tensors
@@ -56,8 +57,7 @@ class ModelController:
         buffers: the model's buffers, rank 0's on every rank.
         whole: the user's whole tensors by name within ``full_parameters()``, else None.
         scaled: whether a GradScaler was made for the model.
-        local_gradients: names of the parameters whose gradients are this rank's own: every backward since they were
-            dropped was under ``no_sync()``.
+        step: the state of the training step, which the engine reads, too.
         step_counts: compares between ranks how many steps each optimizer took.
         optimizers: those that were built over the model and are still used.
         requested_state_dict: the config that torch's ``FSDP.state_dict_type`` was given.
@@ -70,18 +70,16 @@ class ModelController:
         self.buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
         self.whole: dict[str, Tensor] | None = None
         self.scaled = False
-        self.local_gradients: set[str] = set()
+        self.step = backend.step
         self.step_counts = StepCounts(settings.group, settings.device)
         self.optimizers = weakref.WeakSet[Any]()
         self.requested_state_dict: Any = None
         self.leaf_loops = LeafLoops(weakref.proxy(self))
         # Names of what has memory and no values yet, of a model from the meta device.
         self._unfilled: set[str] = set() if settings.source is None else settings.source.unfilled
-        self._silenced = 0  # how many no_sync contexts are open
         self._engine_silence = contextlib.ExitStack()  # the engine's no_sync, while any is open
         self._without_grad_sync = contextlib.ExitStack()  # a no_sync, while require_backward_grad_sync is False
         self._synchronises = True  # require_backward_grad_sync
-        self._runs = False  # a forward is under way
         self._looks = LooksAtForwards()
         self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
         self._same_inputs = SameInputs(backend)
@@ -134,21 +132,20 @@ class ModelController:
         return output
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        self._runs = True
         try:
-            if not torch.is_inference_mode_enabled():
-                return self.backend.engine(*args, **kwargs)
-            # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
-            with torch.inference_mode(False), torch.no_grad():
-                return self.backend.engine(*args, **kwargs)
+            with self.step.forward():
+                if not torch.is_inference_mode_enabled():
+                    return self.backend.engine(*args, **kwargs)
+                # Engines keep what they allocate in the first forward; made in inference mode, it could never be
+                # trained.
+                with torch.inference_mode(False), torch.no_grad():
+                    return self.backend.engine(*args, **kwargs)
         except BaseException as error:
             self.backend.forward_failed()
             clearer = explain_forward_error(error, self.backend)
             if clearer is None:
                 raise
             raise clearer from error
-        finally:
-            self._runs = False
 
     def _refuses_derivatives(self) -> bool:
         """Return whether a forward that is looked at is guarded; what users compile would be compiled twice for it."""
@@ -157,7 +154,7 @@ class ModelController:
     @property
     def runs_user_code(self) -> bool:
         """Return whether the user's code sees whole weights: in a forward, its recomputation, full_parameters()."""
-        return self._runs or self.whole is not None or current_graph_task_id() != -1
+        return self.step.stage is Stage.FORWARD or self.whole is not None or current_graph_task_id() != -1
 
     def check_filled(self) -> None:
         """Raise while anything of a model from the meta device has memory and no values, or is not what was wrapped.
@@ -179,7 +176,7 @@ class ModelController:
 
     def _watch_backward(self, output: Any, since: int) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
-        silent = self._silenced > 0
+        was_silent = self.step.is_silent
         started: int | None = None
 
         def backward_starts(_: Tensor) -> None:
@@ -191,43 +188,29 @@ class ModelController:
             if not self.backend.accumulates():  # a penalty's inner derivative: nothing to reduce
                 self.backend.derivative_starts()
                 if torch.is_grad_enabled():  # the backward of a loss of derivatives alone does not come through here
-                    self._note_gradients(are_local=self._silenced > 0)
+                    self.step.note_gradients(self.backend.entries, are_local=self.step.is_silent)
                 return
-            if (self._silenced > 0) != silent:
-                raise ModelError(
-                    "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
-                    "decide at the one, some at the other"
-                )
-            self.backend.pending.discard(backward_starts)
-            self.backend.drops.clear()
-            self.backend.backward_starts(synchronised=not silent)
+            self.step.begin_backward(backward_starts, was_silent=was_silent)
+            self.backend.backward_starts(synchronised=not was_silent)
             self._shared_gradients.backward_starts()
-            self._note_gradients(are_local=silent)
+            self.step.note_gradients(self.backend.entries, are_local=was_silent)
 
         outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
         for tensor in (*outputs, *bases(outputs, since)):
             tensor.register_hook(backward_starts)
-        self.backend.pending.add(backward_starts)  # until it has run, or goes with the graph
-
-    def _note_gradients(self, *, are_local: bool) -> None:
-        """Remember whose gradients a backward that begins leaves local; one that reduces, reduces all that is held."""
-        if are_local:
-            self.local_gradients.update(self.backend.entries)
-        else:
-            self.local_gradients.clear()
+        self.step.await_backward(backward_starts)  # until it has run, or goes with the graph
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward accumulates local gradients."""
         # Engines take their contexts to end in the reverse order; with require_backward_grad_sync they need not.
-        if not self._silenced:
+        if not self.step.is_silent:
             self._engine_silence.enter_context(self.backend.no_sync())
-        self._silenced += 1
         try:
-            yield
+            with self.step.silenced():
+                yield
         finally:
-            self._silenced -= 1
-            if not self._silenced:
+            if not self.step.is_silent:
                 self._engine_silence.close()
 
     @property
@@ -243,11 +226,6 @@ class ModelController:
         self._without_grad_sync.close()
         if not value:
             self._without_grad_sync.enter_context(self.no_sync())
-
-    @property
-    def is_silenced(self) -> bool:
-        """Return whether this is within :meth:`no_sync`."""
-        return self._silenced > 0
 
     def weigh_gradients(self, weight: float | None) -> None:
         """Multiply what each backward from now on adds to this rank's gradients; None takes that back."""
@@ -274,25 +252,11 @@ class ModelController:
 
     # ------------------------------------------------------------------------------------------ gradients
 
-    def check_synchronised(self, entries: Iterable[Entry]) -> None:
-        """Raise if gradients of ``entries`` are this rank's own, of backward passes under :meth:`no_sync` alone."""
-        if self.local_gradients and any(entry.name in self.local_gradients for entry in entries):
-            raise OptimizerError(
-                "the gradients are local: every backward since the last step ran under no_sync(); run the last "
-                "micro-batch outside of it (also in an incomplete last round of accumulation)"
-            )
-
-    def has_local_gradients(self, entries: Iterable[Entry]) -> bool:
-        """Return whether a gradient of ``entries`` is this rank's own."""
-        return bool(self.local_gradients) and any(entry.name in self.local_gradients for entry in entries)
-
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop the gradients of ``entries``, or zero them."""
         entries = list(entries)
         self.backend.zero_grad(entries, set_to_none=set_to_none)
-        self.leaf_loops.drop()
-        if self.local_gradients:
-            self.local_gradients.difference_update(entry.name for entry in entries)
+        self.step.drop_gradients(entry.name for entry in entries)
 
     def finish_gradients(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective.
@@ -300,13 +264,13 @@ class ModelController:
         Raises:
             OptimizerError: every backward pass since they were dropped ran under :meth:`no_sync`.
         """
-        self.leaf_loops.check_complete("a step or a norm of gradients")
+        self.step.check_complete("a step or a norm of gradients")
         self.finish_backward(entries)
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make gradients final, those within a loop over leaves, too. Collective."""
         entries = list(entries)
-        self.check_synchronised(entries)
+        self.step.check_reduced(entry.name for entry in entries)
         self.backend.finish_backward(entries)
         self._shared_gradients.finish(entries)
         if self._same_gradients is not None:

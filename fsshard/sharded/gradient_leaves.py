@@ -32,54 +32,25 @@ class LeafLoops:
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
-        self._under_way = ""  # the call, while its gradients are not complete
-        self._runs = False  # within the loop: not so where it was left early
         self._looks = LOOKS
-
-    def check_complete(self, what: str) -> None:
-        """Raise OptimizerError while a loop has not come to its end."""
-        if self._under_way:
-            raise OptimizerError(
-                f"{what} within `for leaf in {self._under_way}`, or behind a loop that was left early: its gradients "
-                "are not complete; let the loop end first, or drop them with optimizer.zero_grad()"
-            )
-
-    def refuse_means(self, what: str) -> None:
-        """Raise ModelError within a loop for what is a mean over ranks, each of which has another leaf at that time."""
-        if self._runs:
-            raise ModelError(
-                f"{what} within `for leaf in {self._under_way}` would be a mean over one leaf of each rank, and so depend "
-                "on the number of ranks; compute it before the loop, on a batch that is the same for all ranks"
-            )
-
-    def drop(self) -> None:
-        """Forget a loop whose gradients are dropped; raise OptimizerError within one."""
-        if self._runs:
-            raise OptimizerError(
-                f"zero_grad() within `for leaf in {self._under_way}` would drop gradients of this step; call it before "
-                "or after the loop"
-            )
-        self._under_way = ""
 
     def run(self, leaves: int, seed: int | None) -> Iterator[int]:
         """Yield this rank's leaves of one step, and leave the mean of all ranks' gradients. Collective."""
         controller = self._controller
         backend: Backend = controller.backend
         call = f"model.leaves({leaves})"
-        self.check_complete(call)
+        controller.step.check_complete(call)
         seed = _agreed(backend, leaves, seed, call)
         for entry in backend.all:
             gradient = entry.grad()
             if gradient is not None and bool(gradient.any()):
                 raise OptimizerError(f"{call}: there are gradients already; call optimizer.zero_grad() before the loop")
-        self._under_way = call
-        self._runs = True
-        try:
-            with _restored_random(backend.settings.device), self._unchanged_buffers(backend, call):
-                yield from self._rounds(leaves, seed)
-        finally:
-            self._runs = False
-        self._under_way = ""
+        with (
+            controller.step.leaves(call),
+            _restored_random(backend.settings.device),
+            self._unchanged_buffers(backend, call),
+        ):
+            yield from self._rounds(leaves, seed)
 
     def _rounds(self, leaves: int, seed: int) -> Iterator[int]:
         """Yield this rank's leaves, and add up the gradients of each round of two per rank."""

@@ -300,7 +300,7 @@ class ShardedModule(nn.Module):
             RankMismatch: the ranks have different numbers of terms.
         """
         self._fsshard.check_knows_all_ranks("term_gradients")
-        self._fsshard.leaf_loops.refuse_means("term_gradients()")
+        self._fsshard.step.refuse_means("term_gradients()")
         with taking_part(self.backend.settings.group, "term_gradients()"):
             return term_gradients(self.backend, check_terms(self.backend, terms))
 

@@ -177,7 +177,7 @@ class ShardedOptimizer(Optimizer):
         if whole_owners(self.inner) is not None:
             return self._step_owned_with(closure, kwargs)
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
-        local.gradients_are_local = self.model._fsshard.has_local_gradients(self.entries)
+        local.gradients_are_local = self.model._fsshard.step.has_local(entry.name for entry in self.entries)
         if not (self.request.begins_with_closure and local.gradients_are_local):
             self.finish_gradients()  # they are looked at before the closure runs
         try:
@@ -201,7 +201,9 @@ class ShardedOptimizer(Optimizer):
         backend = self.model.backend
         if backend.settings.find_unused_parameters:
             return
-        unused = [name for name in backend.unused(entry.name for entry in self.entries) if name not in backend.drops]
+        unused = [
+            name for name in backend.unused(entry.name for entry in self.entries) if name not in backend.step.dropped
+        ]
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
             check_same_parameters(backend)  # forwards of torch.compile(model) do not look
             raise OptimizerError(

@@ -136,7 +136,7 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
                 "set to None"
             )
         self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
-        self._fsshard_backend.drops.add(self._fsshard_entry.name)
+        self._fsshard_backend.step.dropped.add(self._fsshard_entry.name)
 
     @grad.deleter
     def grad(self) -> None:

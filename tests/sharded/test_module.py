@@ -125,7 +125,7 @@ def job_flag_in_no_sync(backend: str) -> tuple[bool, list[bool]]:
     train(model, optimizer, range(2))
     with model.full_parameters():
         model.requires_grad_(False)
-    return model._fsshard.is_silenced, [parameter.requires_grad for parameter in model.parameters()]
+    return model._fsshard.step.is_silent, [parameter.requires_grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("backend", ALL)
