@@ -26,7 +26,8 @@ MARK = "_fsshard_taken"
 def name_calls(model: ShardedModule, save: str, load: str) -> None:
     """Let errors about whole weights name the calls by which a front's users save and load, who have called no wrap."""
     if model.backend.guard is not None:
-        model.backend.guard.save, model.backend.guard.load = save, load
+        model.backend.guard.save = save
+        model.backend.guard.load = load
 
 
 @dataclass
@@ -68,7 +69,9 @@ def taken_of(model: Any) -> Any:
 def split_over(model: nn.Module | None) -> Any:
     """Return what :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
     sharding = sys.modules.get("fsshard.parallel.domain.sharding")  # not imported: nothing is split, nor needed for it
-    return None if sharding is None or model is None else sharding.domain_of(model.modules())
+    if sharding is None or model is None:
+        return None
+    return sharding.domain_of(model.modules())
 
 
 def data_rank_of(settings: Mapping[str, Any]) -> DataRank | None:
@@ -84,7 +87,9 @@ def data_rank_of(settings: Mapping[str, Any]) -> DataRank | None:
 
 
 def sampler_arguments(
-    settings: Mapping[str, Any], model: nn.Module | None, lightnings: dict[str, Any] | None
+    settings: Mapping[str, Any],
+    model: nn.Module | None,
+    lightnings: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
     """Return a ``DistributedSampler``'s ``num_replicas`` and ``rank``. Collective where a domain splits the model.
 
@@ -93,7 +98,8 @@ def sampler_arguments(
         model: whose domain is asked then, if it is known.
         lightnings: what Lightning would take: all ranks.
     """
-    found, domain = data_rank_of(settings), split_over(model)
+    found = data_rank_of(settings)
+    domain = split_over(model)
     if settings.get("device_mesh") is None and domain is not None:
         # Domains are numbered in the order of their first ranks.
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -101,7 +107,9 @@ def sampler_arguments(
         firsts = [min(first for rank in axes[0] for first in everyone[rank][-1]) for axes in everyone]
         domains = sorted(set(firsts))
         found = DataRank(domains.index(firsts[dist.get_rank()]), len(domains))
-    return lightnings if found is None else {"num_replicas": found.size, "rank": found.rank}
+    if found is None:
+        return lightnings
+    return {"num_replicas": found.size, "rank": found.rank}
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -159,7 +167,8 @@ def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, 
     Raises:
         StateDictError: groups of other sizes.
     """
-    own, saved = groups_by_name(optimizer), state["param_groups"]
+    own = groups_by_name(optimizer)
+    saved = state["param_groups"]
     if all(isinstance(each, str) for group in saved for each in group["params"]):
         return dict(state)
     sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]

@@ -84,7 +84,12 @@ class Accelerator(StateFiles):
         finally:
             self._ready.clear()
 
-    def _take(self, models: list[nn.Module], optimizers: list[Optimizer], placed: Mapping[int, bool | None]) -> None:
+    def _take(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        placed: Mapping[int, bool | None],
+    ) -> None:
         def checked() -> Any:
             check_samples(self._settings, self.num_processes)
             check_scaler(self.scaler)
@@ -108,7 +113,12 @@ class Accelerator(StateFiles):
             retire(old, new)
             self._replace(old, new)
 
-    def _wrap(self, model: nn.Module, optimizers: list[Optimizer], settings: dict[str, Any]) -> None:
+    def _wrap(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        settings: dict[str, Any],
+    ) -> None:
         bare = model
         while (inner := compiled_within(bare)) is not None:  # wrap takes it out, and compiles units instead
             bare = inner
@@ -140,7 +150,10 @@ class Accelerator(StateFiles):
         self._replaced.append((old, new))
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare a model: in evaluation mode whole, with autocast, else under the engine. Collective."""
         if id(model) in self._ready:
@@ -154,7 +167,10 @@ class Accelerator(StateFiles):
         return wrapped_model
 
     def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
     ) -> Any:
         """Prepare a loader as the parent does. Collective with ``even_batches=False``.
 
@@ -206,7 +222,12 @@ class Accelerator(StateFiles):
         for each in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
             self.scaler.unscale_(each.optimizer if isinstance(each, AcceleratedOptimizer) else each)
 
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> Tensor:
         """Clip gradients by their norm over all ranks, and return it. Collective.
 
         Args:

@@ -77,10 +77,16 @@ def _saved(optimizer: ShardedOptimizer) -> dict[str, Any]:
 class EndedOptimizer(Optimizer):
     """The remains of an optimizer after ``fit()``: its groups over the plain module, and on rank 0 its whole state."""
 
-    def __init__(self, old: ShardedOptimizer, parameters: dict[str, nn.Parameter], saved: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        old: ShardedOptimizer,
+        parameters: dict[str, nn.Parameter],
+        saved: dict[str, Any],
+    ) -> None:
         groups = [{**each, "params": [parameters[name] for name in each["params"]]} for each in saved["param_groups"]]
         super().__init__(groups, dict(old.defaults))
-        self.kind, self.saved = type(old).__name__, saved
+        self.kind = type(old).__name__
+        self.saved = saved
         self.state.update({parameters[name]: state for name, state in saved["state"].items()})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,7 +100,9 @@ class EndedOptimizer(Optimizer):
         """
         if "refused" in self.saved:
             raise OptimizerError(self.saved["refused"])
-        return {name: self.saved[name] for name in ("state", "param_groups")} if self.saved["keeps"] else {}
+        if self.saved["keeps"]:
+            return {name: self.saved[name] for name in ("state", "param_groups")}
+        return {}
 
     def step(self, closure: Any = None) -> Any:
         """Raise: nothing steps after ``fit()``."""

@@ -43,7 +43,8 @@ def average_parts(callback: Any, sharded: Callable[[], ShardedModule | None], *,
         sharded: gives the wrapped module; None when the module has its weights again.
         restored: the average may be that of a checkpoint; else it starts from the model's weights, which are rank 0's.
     """
-    average, model = callback._average_model, sharded()
+    average = callback._average_model
+    model = sharded()
     if average is None or model is None or isinstance(average.module, Parts) or average.module is model.module:
         return
     kind = getattr(type(callback), "users_kind", type(callback))  # of a fit() before
@@ -51,7 +52,8 @@ def average_parts(callback: Any, sharded: Callable[[], ShardedModule | None], *,
     callback.__class__ = type(kind.__name__, bases, {"sharded": staticmethod(sharded), "users_kind": kind})
     callback.copied = False
     start = _live(model)
-    parts, buffers = list(start.parts), list(start.buffers())
+    parts = list(start.parts)
+    buffers = list(start.buffers())
     if restored:
         whole = dict(average.module.named_parameters(remove_duplicate=False))
         own = dict(average.module.named_buffers(remove_duplicate=False))
@@ -130,7 +132,8 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         """Put the whole average into a checkpoint, under the keys of Lightning's own. Collective."""
-        model, average = self.engine(module), self._average_model
+        model = self.engine(module)
+        average = self._average_model
         if average is None or (model is None and average.module is not module):
             super().on_save_checkpoint(trainer, module, checkpoint)
             return
@@ -141,7 +144,8 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         """Load the current weights into the wrapped module, which has the checkpoint's average already."""
-        model, average = self.engine(module), self._average_model
+        model = self.engine(module)
+        average = self._average_model
         if model is None:
             if average is not None and average.module is module:  # they are two again
                 average.module = copy.deepcopy(module)
