@@ -104,10 +104,8 @@ def load_optimizer_state(
         ConfigurationError: ``names`` does not go with the state, or is needed.
         StateDictError: parameters that do not match, by name.
     """
-
-    prepared = agree(
-        optimizer.model.backend.settings.group, lambda: whole_state(optimizer, state, names, strict=strict)
-    )
+    group = optimizer.model.backend.settings.group
+    prepared = agree(group, lambda: whole_state(optimizer, state, names, strict=strict))
     optimizer.load_state_dict(prepared)
 
 
@@ -142,17 +140,23 @@ def fsdp_names(model: ShardedModule, units: Sequence[str] = ()) -> list[list[str
     unknown = sorted(set(units) - set(order))
     if unknown:
         raise ConfigurationError(f"units: the model has no module {', '.join(map(repr, unknown))}")
-    found: dict[str, list[str]] = {name: [] for name in order if name == "" or name in units}
+    of_units: dict[str, list[str]] = {}
+    for name in order:
+        if name == "" or name in units:
+            of_units[name] = []
     for entry in model.backend.entries.values():
-        around = [[unit for unit in found if not unit or slot.name.startswith(f"{unit}.")] for slot in entry.slots]
-        homes = {max(each, key=len) for each in around}
+        # The innermost unit around each place that holds the weight.
+        homes = set()
+        for slot in entry.slots:
+            around = [unit for unit in of_units if not unit or slot.name.startswith(f"{unit}.")]
+            homes.add(max(around, key=len))
         if len(homes) > 1:
             raise ConfigurationError(
                 f"{entry.name!r} is shared by modules of different units ({', '.join(sorted(map(repr, homes)))}), "
                 "which FairScale's FSDP cannot hold; leave one of them out of units"
             )
-        found[homes.pop()].append(entry.name)
-    return [names for names in found.values() if names]
+        of_units[homes.pop()].append(entry.name)
+    return [names for names in of_units.values() if names]
 
 
 def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None) -> dict[str, Any]:
@@ -168,18 +172,19 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
             a state and some have none, or parameters with different counts of steps.
     """
     whole = optimizer.state_dict()
-    units = [list(unit) for unit in names] if names is not None else fsdp_names(optimizer.model)
+    units = fsdp_names(optimizer.model) if names is None else [list(unit) for unit in names]
     if len(whole["param_groups"]) != 1:
         raise ConfigurationError(f"{len(whole['param_groups'])} param_groups: FairScale's FSDP form has one")
-    order = known_names(optimizer, [name for unit in units for name in unit])
-    held = whole["param_groups"][0]["params"]
-    if sorted(order) != sorted(held):
-        raise StateDictError("names", sorted(set(held) - set(order)), sorted(set(order) - set(held)))
+    group = whole["param_groups"][0]
     state = whole["state"]
-    members = iter(order)
-    for unit in ([next(members) for _ in unit] for unit in units):
+    units = [known_names(optimizer, unit) for unit in units]
+    order = [name for unit in units for name in unit]
+    expected = group["params"]
+    if sorted(order) != sorted(expected):
+        raise StateDictError("names", sorted(set(expected) - set(order)), sorted(set(order) - set(expected)))
+    for unit in units:
         without = [name for name in unit if name not in state]
-        if without and len(without) < len(unit):
+        if 0 < len(without) < len(unit):
             raise ConfigurationError(
                 f"{', '.join(without)}: no state, while others in the same wrapped module have one; FSDP keeps "
                 "one flat state for them all"
@@ -188,24 +193,31 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
     steps = {float(item["step"]) for item in state.values() if "step" in item}
     if len(steps) > 1:
         raise ConfigurationError(f"parameters took different counts of steps ({sorted(steps)}); FSDP keeps one for all")
-    unit_of = [index for index, unit in enumerate(units) for _ in unit]
+    numbered: dict[int, dict[str, Any]] = {}
+    unit_of: dict[int, int | None] = {}
+    for index, unit in enumerate(units):
+        for name in unit:
+            number = len(unit_of)
+            unit_of[number] = None
+            if name in state:
+                unit_of[number] = index
+                numbered[number] = _as_fsdp(state[name])
     return {
-        "state": {n: _as_fsdp(state[name]) for n, name in enumerate(order) if name in state},
-        "param_groups": [{**whole["param_groups"][0], "params": list(range(len(order)))}],
-        "param_id_map": {
-            n: unit if name in state else None for n, (unit, name) in enumerate(zip(unit_of, order, strict=True))
-        },
+        "state": numbered,
+        "param_groups": [{**group, "params": list(unit_of)}],
+        "param_id_map": unit_of,
         "uncollected_local_ids": [],
     }
 
 
 def _as_fsdp(item: State) -> dict[str, Any]:
     """Write numbers as FairScale 0.4.13 does: ``step`` plain, others in a list with one per rank (one serves all)."""
-    found = {}
+    written = {}
     for key, value in item.items():
-        is_number = isinstance(value, Tensor) and not value.dim()
-        found[key] = value if not is_number else value.item() if key == "step" else [value.clone()]
-    return found
+        if isinstance(value, Tensor) and value.dim() == 0:
+            value = value.item() if key == "step" else [value.clone()]
+        written[key] = value
+    return written
 
 
 # ------------------------------------------------------------------------------------------------ FSDP's shards
@@ -242,28 +254,48 @@ def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dic
         StateDictError: a flat parameter is missing, or the shards do not add up to it.
     """
     backings = _backings(states, metadata)
-    cleaned = [{clean_path(key): value for key, value in state.items()} for state in states]
+    cleaned = []
+    for state in states:
+        cleaned.append({clean_path(key): value for key, value in state.items()})
+    whole = _joined(backings, cleaned)
     flat = {backing.key for backing in backings}
-    return _joined(backings, cleaned) | {key: value for key, value in cleaned[0].items() if key not in flat}
+    for key, value in cleaned[0].items():
+        if key not in flat:
+            whole[key] = value
+    return whole
 
 
-def consolidate(states: Sequence[State], metadata: Sequence[State], with_buffers: bool, strict: bool) -> dict[str, Any]:
+def consolidate(
+    states: Sequence[State],
+    metadata: Sequence[State],
+    with_buffers: bool,
+    strict: bool,
+) -> dict[str, Any]:
     """Do as ``FullyShardedDataParallel.consolidate_shard_weights``, and tie shared weights again in every module.
 
     ``strict`` raises for what the metadata names and no rank has; ``with_buffers`` takes rank 0's.
     """
     backings = _backings(states, metadata, alone=True)
-    whole = _joined([each for each in backings if strict or each.key in states[0]], states)
+    if not strict:
+        backings = [backing for backing in backings if backing.key in states[0]]
+    whole = _joined(backings, states)
     for module in metadata[0]["param_metadata"]:
-        # FairScale 0.4.13 ties those of the last wrapper only, without its path
+        # FairScale 0.4.13 ties those of the last wrapper only, without its path.
+        path = module["fsdp_path"]
         for kept, alias in module["shared_param_info"]:
-            kept, alias = (path_below(module["fsdp_path"], name) for name in (kept, alias))
-            whole.update({alias: whole[kept]} if kept in whole else {})
-    if with_buffers:
-        buffers = [name for name in metadata[0]["buffer_names"] if strict or name in states[0]]
-        if missing := [name for name in buffers if name not in states[0]]:
-            raise StateDictError("the shards of the model", missing=missing)
-        whole.update((name, states[0][name]) for name in buffers)
+            kept = path_below(path, kept)
+            if kept in whole:
+                whole[path_below(path, alias)] = whole[kept]
+    if not with_buffers:
+        return whole
+    missing = []
+    for name in metadata[0]["buffer_names"]:
+        if name in states[0]:
+            whole[name] = states[0][name]
+        elif strict:
+            missing.append(name)
+    if missing:
+        raise StateDictError("the shards of the model", missing=missing)
     return whole
 
 
@@ -294,32 +326,44 @@ def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) ->
         sizes = {"number of flat parameters": (len(backings), len(numbers))}
         raise StateDictError("the shards of the optimizer", mismatched=sizes)
     whole: dict[int, dict[str, Any]] = {}
-    first = 0
+    names: list[str] = []
     for number, backing in zip(numbers, backings, strict=True):
-        for key in states[0]["state"].get(number, {}):
-            values = [state["state"].get(number, {}).get(key) for state in states]
-            for offset, part in enumerate(_state_parts(backing, values, key)):
-                whole.setdefault(first + offset, {})[key] = part
-        first += len(backing.names)
-    names = [name for backing in backings for name in backing.names]
-    return {"state": whole, "param_groups": [{**groups[0], "params": list(range(first)), "param_names": names}]}
+        of_ranks = [state["state"].get(number, {}) for state in states]
+        for key in of_ranks[0]:
+            values = [state.get(key) for state in of_ranks]
+            for new_number, part in enumerate(_state_parts(backing, values, key), start=len(names)):
+                whole.setdefault(new_number, {})[key] = part
+        names += backing.names
+    group = {**groups[0], "params": list(range(len(names))), "param_names": names}
+    return {"state": whole, "param_groups": [group]}
 
 
 def names_in_metadata(metadata: State) -> list[list[str]]:
     """Return the parameters of each wrapped module of an old model, in FairScale's order, from any rank's metadata."""
-    modules = enumerate(metadata["param_metadata"])
-    units = [[name for b in _of_module(module, [metadata], i) for name in b.names] for i, module in modules]
-    return [names for names in units if names]  # FairScale numbers no module without parameters of its own
+    units = []
+    for index, module in enumerate(metadata["param_metadata"]):
+        names: list[str] = []
+        for backing in _of_module(module, [metadata], index):
+            names += backing.names
+        # FairScale numbers no module without parameters of its own.
+        if names:
+            units.append(names)
+    return units
 
 
 def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, Any]:
     """Join the parameters in flat ones, which all ranks must have."""
-    missing = [f"{b.key} of rank {r}" for b in backings for r in range(len(b.paddings)) if b.key not in states[r]]
+    missing = []
+    for backing in backings:
+        for rank in range(len(backing.paddings)):
+            if backing.key not in states[rank]:
+                missing.append(f"{backing.key} of rank {rank}")
     if missing:
         raise StateDictError("the shards of the model", missing=missing)
     joined: dict[str, Any] = {}
-    for each in backings:
-        joined |= _parts(each, [state[each.key] for state in states[: len(each.paddings)]], each.key)
+    for backing in backings:
+        shards = [state[backing.key] for state in states[: len(backing.paddings)]]
+        joined.update(_parts(backing, shards, backing.key))
     return joined
 
 
@@ -328,19 +372,22 @@ def _backings(states: Sequence[State], metadata: Sequence[State], alone: bool = 
         raise ConfigurationError(
             f"{len(states)} shards with {len(metadata)} metadata; give both of every rank, in rank order"
         )
-    modules = enumerate(metadata[0]["param_metadata"])
-    return [backing for i, module in modules for backing in _of_module(module, metadata, i, alone)]
+    backings: list[_Backing] = []
+    for index, module in enumerate(metadata[0]["param_metadata"]):
+        backings += _of_module(module, metadata, index, alone)
+    return backings
 
 
 def _of_module(module: State, metadata: Sequence[State], index: int, alone: bool = False) -> Iterator[_Backing]:
     path = module["fsdp_path"]
     if module["no_broadcast_optim_state"]:
-        metadata = metadata[:1]  # each rank has another module there
-    if module["no_broadcast_optim_state"] and not alone:
-        raise ConfigurationError(
-            f"the ranks of {path or 'the model'!r} held different weights (no_broadcast_optim_state=True); so they "
-            "are not shards of one tensor; load each rank's file into that rank's experts"
-        )
+        if not alone:
+            raise ConfigurationError(
+                f"the ranks of {path or 'the model'!r} held different weights (no_broadcast_optim_state=True); so they "
+                "are not shards of one tensor; load each rank's file into that rank's experts"
+            )
+        # Each rank has another module there.
+        metadata = metadata[:1]
     for key, item in module["params"].items():
         paddings = [each["param_metadata"][index]["params"][key]["padding"] for each in metadata]
         names = [path_below(path, name) for name in item["names"]]
@@ -349,17 +396,25 @@ def _of_module(module: State, metadata: Sequence[State], index: int, alone: bool
 
 def _state_parts(backing: _Backing, values: Sequence[Any], key: str) -> list[Any]:
     """Split a flat parameter's state into that of each parameter in it."""
+    what = f"{backing.key}: {key}"
     if all(isinstance(value, Tensor) and value.dim() for value in values):
-        return list(_parts(backing, values, f"{backing.key}: {key}").values())
-    if any(not same_value(value, values[0]) for value in values):
-        raise StateDictError("the shards of the optimizer", mismatched={f"{backing.key}: {key}": (values[0], values)})
-    return [values[0] for _ in backing.names]
+        return list(_parts(backing, values, what).values())
+    first = values[0]
+    if any(not same_value(value, first) for value in values):
+        raise StateDictError("the shards of the optimizer", mismatched={what: (first, values)})
+    return [first] * len(backing.names)
 
 
-def _parts(backing: _Backing, shards: Sequence[Tensor], what: str) -> dict[str, Tensor]:
-    kept = [shard.reshape(-1) for shard in shards]
-    flat = torch.cat([shard[: shard.numel() - pad] for shard, pad in zip(kept, backing.paddings, strict=True)])
-    if flat.numel() != sum(backing.numels):
-        raise StateDictError("the shards", mismatched={what: (sum(backing.numels), flat.numel())})
-    parts = zip(flat.split(backing.numels), backing.shapes, strict=True)
-    return {name: part.view(shape) for name, (part, shape) in zip(backing.names, parts, strict=True)}
+def _parts(backing: _Backing, tensors: Sequence[Tensor], what: str) -> dict[str, Tensor]:
+    shards = []
+    for tensor, padding in zip(tensors, backing.paddings, strict=True):
+        flat = tensor.reshape(-1)
+        shards.append(flat[: len(flat) - padding])
+    whole = torch.cat(shards)
+    numel = sum(backing.numels)
+    if len(whole) != numel:
+        raise StateDictError("the shards", mismatched={what: (numel, len(whole))})
+    parts = {}
+    for name, part, shape in zip(backing.names, whole.split(backing.numels), backing.shapes, strict=True):
+        parts[name] = part.view(shape)
+    return parts

@@ -102,7 +102,10 @@ def spec_with_real_imports(spec: ModuleSpec | None) -> ModuleSpec | None:
 
 class _RealFinder(MetaPathFinder):
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if not name.startswith(HERE):
             return None

@@ -259,7 +259,9 @@ def missing_from(module: str, front: str = FRONT) -> Callable[[str], object]:
         redirected = any(getattr(finder, "redirects", False) for finder in sys.meta_path)
         if fall_through.falls_through(whole) and redirected and fall_through.is_installed():
             package = importlib.import_module(fall_through.EXPORTS.get(whole, whole))
-            return getattr(package, name) if whole in fall_through.EXPORTS else package
+            if whole in fall_through.EXPORTS:
+                return getattr(package, name)
+            return package
         _refuse(whole, sys._getframe(1))
 
     return __getattr__

@@ -72,7 +72,9 @@ def active() -> Redirect | None:
 def find_spec(name: str) -> ModuleSpec | None:
     """Return what the redirect of this process finds for a name."""
     redirect = active()
-    return None if redirect is None else redirect.find_spec(name)
+    if redirect is None:
+        return None
+    return redirect.find_spec(name)
 
 
 class Redirect(MetaPathFinder):
@@ -84,7 +86,10 @@ class Redirect(MetaPathFinder):
         self.served = served
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if name == PATCHED:
             import fsshard.backends
@@ -129,7 +134,8 @@ class _AliasLoader(Loader):
     """A module under a second name."""
 
     def __init__(self, redirect: Redirect, ours: str) -> None:
-        self.redirect, self.ours = redirect, ours
+        self.redirect = redirect
+        self.ours = ours
         self.spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -26,7 +26,8 @@ MARK = "_fsshard_taken"
 def name_calls(model: ShardedModule, save: str, load: str) -> None:
     """Let errors about whole weights name the calls by which a front's users save and load, who have called no wrap."""
     if model.backend.guard is not None:
-        model.backend.guard.save, model.backend.guard.load = save, load
+        model.backend.guard.save = save
+        model.backend.guard.load = load
 
 
 @dataclass
@@ -68,7 +69,9 @@ def taken_of(model: Any) -> Any:
 def split_over(model: nn.Module | None) -> Any:
     """Return what :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
     sharding = sys.modules.get("fsshard.parallel.domain.sharding")  # not imported: nothing is split, nor needed for it
-    return None if sharding is None or model is None else sharding.domain_of(model.modules())
+    if sharding is None or model is None:
+        return None
+    return sharding.domain_of(model.modules())
 
 
 def data_rank_of(settings: Mapping[str, Any]) -> DataRank | None:
@@ -84,7 +87,9 @@ def data_rank_of(settings: Mapping[str, Any]) -> DataRank | None:
 
 
 def sampler_arguments(
-    settings: Mapping[str, Any], model: nn.Module | None, lightnings: dict[str, Any] | None
+    settings: Mapping[str, Any],
+    model: nn.Module | None,
+    lightnings: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
     """Return a ``DistributedSampler``'s ``num_replicas`` and ``rank``. Collective where a domain splits the model.
 
@@ -93,15 +98,27 @@ def sampler_arguments(
         model: whose domain is asked then, if it is known.
         lightnings: what Lightning would take: all ranks.
     """
-    found, domain = data_rank_of(settings), split_over(model)
+    place = data_rank_of(settings)
+    domain = split_over(model)
     if settings.get("device_mesh") is None and domain is not None:
-        # Domains are numbered in the order of their first ranks.
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [axis.ranks for axis in domain.axes])
-        firsts = [min(first for rank in axes[0] for first in everyone[rank][-1]) for axes in everyone]
-        domains = sorted(set(firsts))
-        found = DataRank(domains.index(firsts[dist.get_rank()]), len(domains))
-    return lightnings if found is None else {"num_replicas": found.size, "rank": found.rank}
+        place = _place_of_domain(domain)
+    if place is None:
+        return lightnings
+    return {"num_replicas": place.size, "rank": place.rank}
+
+
+def _place_of_domain(domain: Any) -> DataRank:
+    """Return the number of this rank's domain, in the order of their first ranks. Collective."""
+    axes_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(axes_of_ranks, [axis.ranks for axis in domain.axes])
+    firsts = []
+    for axes in axes_of_ranks:
+        members: list[int] = []
+        for rank in axes[0]:
+            members += axes_of_ranks[rank][-1]
+        firsts.append(min(members))
+    domains = sorted(set(firsts))
+    return DataRank(domains.index(firsts[dist.get_rank()]), len(domains))
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -119,11 +136,13 @@ def clip_by_value(model: ShardedModule, limit: float, chosen: Iterable[Entry] | 
         ConfigurationError: a parameter is complex.
     """
     entries = list(model.backend.entries.values() if chosen is None else chosen)
-    named = next((entry.name for entry in entries if entry.kind.is_complex), None)
-    if named is not None:  # as torch: "clamp is not supported for complex types"
-        raise ConfigurationError(
-            f"clipping by value: parameter {named!r} is complex, and complex numbers have no order; clip by norm"
-        )
+    for entry in entries:
+        # As torch: "clamp is not supported for complex types".
+        if entry.kind.is_complex:
+            raise ConfigurationError(
+                f"clipping by value: parameter {entry.name!r} is complex, and complex numbers have no order; clip by "
+                "norm"
+            )
     controller_of(model).finish_gradients(entries)
     for entry in entries:
         gradient = entry.grad()
@@ -144,10 +163,10 @@ def check_scaler(scaler: Any) -> None:
 def scaler_like(scaler: Any, model: ShardedModule) -> fsshard.GradScaler:
     """Return a scaler for all ranks, with another's scale, factors and interval; see :func:`check_scaler`."""
     check_scaler(scaler)
-    found = fsshard.GradScaler(model, enabled=scaler.is_enabled())
+    new = fsshard.GradScaler(model, enabled=scaler.is_enabled())
     if scaler.is_enabled():
-        found.load_state_dict(scaler.state_dict())
-    return found
+        new.load_state_dict(scaler.state_dict())
+    return new
 
 
 # ------------------------------------------------------------------------------------------------ optimizer states
@@ -159,19 +178,21 @@ def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, 
     Raises:
         StateDictError: groups of other sizes.
     """
-    own, saved = groups_by_name(optimizer), state["param_groups"]
-    if all(isinstance(each, str) for group in saved for each in group["params"]):
+    own = groups_by_name(optimizer)
+    saved = state["param_groups"]
+    if all(isinstance(member, str) for group in saved for member in group["params"]):
         return dict(state)
-    sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
-    if sizes[0] != sizes[1]:
-        raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
-    names = {
-        number: name
-        for mine, theirs in zip(own, saved, strict=True)
-        for name, number in zip(mine["params"], theirs["params"], strict=True)
-    }
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
-    return {"state": {names[number]: found for number, found in state["state"].items()}, "param_groups": groups}
+    sizes = [len(group["params"]) for group in own]
+    saved_sizes = [len(group["params"]) for group in saved]
+    if sizes != saved_sizes:
+        raise StateDictError(f"the optimizer has groups of {sizes} parameters, and the checkpoint of {saved_sizes}")
+    names: dict[Any, str] = {}
+    groups = []
+    for own_group, group in zip(own, saved, strict=True):
+        names.update(zip(group["params"], own_group["params"], strict=True))
+        groups.append({**group, "params": list(own_group["params"])})
+    states = {names[number]: values for number, values in state["state"].items()}
+    return {"state": states, "param_groups": groups}
 
 
 def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, Any]:
@@ -182,18 +203,28 @@ def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, An
         keep: a rank that passes False takes part and gets ``{}``.
     """
     groups = groups_by_name(optimizer)
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    state = {numbers[name]: whole for name, whole in whole_states(optimizer, keep=keep).items()}
+    numbers: dict[str, int] = {}
+    for group in groups:
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+    states = whole_states(optimizer, keep=keep)
     if not keep:
         return {}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    numbered = {numbers[name]: values for name, values in states.items()}
+    numbered_groups = []
+    for group in groups:
+        numbered_groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    return {"state": dict(sorted(numbered.items())), "param_groups": numbered_groups}
 
 
 def whole_states(optimizer: ShardedOptimizer, *, keep: bool) -> dict[str, dict[str, Any]]:
     """Return each parameter's whole state in host memory, where ``keep``. Collective."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, whole in optimizer.iterate_state():  # one at a time: they need not fit on a device together
-        if keep and whole:
-            found[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in whole.items()}
-    return found
+    states: dict[str, dict[str, Any]] = {}
+    # One at a time: they need not fit on a device together.
+    for name, whole in optimizer.iterate_state():
+        if not keep or not whole:
+            continue
+        states[name] = {}
+        for key, value in whole.items():
+            states[name][key] = value.cpu() if isinstance(value, Tensor) else value
+    return states

@@ -73,9 +73,15 @@ class Accelerator(StateFiles):
             raise ConfigurationError(
                 f"device_placement={device_placement}: expected one for each of the {len(args)} objects"
             )
-        new = [each for each in args if not getattr(each, "_is_accelerate_prepared", False)]
-        models = [each for each in new if isinstance(each, nn.Module)]
-        optimizers = [each for each in new if isinstance(each, Optimizer)]
+        models = []
+        optimizers = []
+        for each in args:
+            if getattr(each, "_is_accelerate_prepared", False):
+                continue
+            if isinstance(each, nn.Module):
+                models.append(each)
+            elif isinstance(each, Optimizer):
+                optimizers.append(each)
         placed = dict(zip(map(id, args), device_placement or (), strict=False))
         try:
             if models or optimizers:
@@ -84,7 +90,12 @@ class Accelerator(StateFiles):
         finally:
             self._ready.clear()
 
-    def _take(self, models: list[nn.Module], optimizers: list[Optimizer], placed: Mapping[int, bool | None]) -> None:
+    def _take(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        placed: Mapping[int, bool | None],
+    ) -> None:
         def checked() -> Any:
             check_samples(self._settings, self.num_processes)
             check_scaler(self.scaler)
@@ -92,47 +103,58 @@ class Accelerator(StateFiles):
             return shares, [late(each, self._models, self._former) for each in others]
 
         shares, others = agree(world(), checked)
-        settings = []
-        for model, _ in shares:
+        calls = []
+        for model, own in shares:
             place = placed.get(id(model))
-            settings.append(
-                wrap_settings(self, self._settings, placed=self.device_placement if place is None else place)
-            )
-        for (model, own), given in zip(shares, settings, strict=True):
-            if len(shares) > 1:  # so that none is changed where another is refused
-                check_wrap(model, own or None, **given)
-        for (model, own), given in zip(shares, settings, strict=True):
-            self._wrap(model, own, given)
+            if place is None:
+                place = self.device_placement
+            calls.append((model, own, wrap_settings(self, self._settings, placed=place)))
+        # So that none is changed where another is refused.
+        if len(calls) > 1:
+            for model, own, settings in calls:
+                check_wrap(model, own or None, **settings)
+        for model, own, settings in calls:
+            self._wrap(model, own, settings)
         for old, sharded, groups in others:
             new = library.build_optimizer(sharded, type(old), groups, **constructor_arguments(old))
             retire(old, new)
             self._replace(old, new)
 
-    def _wrap(self, model: nn.Module, optimizers: list[Optimizer], settings: dict[str, Any]) -> None:
+    def _wrap(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        settings: dict[str, Any],
+    ) -> None:
+        # wrap takes what torch.compile has put around it out, and compiles units instead.
         bare = model
-        while (inner := compiled_within(bare)) is not None:  # wrap takes it out, and compiles units instead
+        inner = compiled_within(bare)
+        while inner is not None:
             bare = inner
+            inner = compiled_within(bare)
         # Autocast goes around the model's forward, within the engine's wrappers, as under Accelerate's DDP.
         super().prepare_model(bare, device_placement=False, evaluation_mode=True)
         self._models.pop()
         del bare._is_accelerate_prepared
         parameters = dict(model.named_parameters())
+        new_optimizers: list[Any] = []
         try:
-            wrapped: Any = (
-                library.wrap(model, optimizers, **settings) if optimizers else library.wrap(model, **settings)
-            )
+            if optimizers:
+                sharded, new_optimizers = library.wrap(model, optimizers, **settings)
+            else:
+                sharded = library.wrap(model, **settings)
         except BaseException:
             super().unwrap_model(bare, keep_fp32_wrapper=False)
             raise
-        sharded, found = wrapped if optimizers else (wrapped, [])
         name_calls(sharded, SAVE, LOAD)
-        self._former.update({parameter: (weakref.ref(sharded), name) for name, parameter in parameters.items()})
+        for name, parameter in parameters.items():
+            self._former[parameter] = (weakref.ref(sharded), name)
         if isinstance(self.scaler, library.GradScaler):
             controller_of(sharded).scaled = True
         elif self.scaler is not None:
             self.scaler = scaler_like(self.scaler, sharded)
         self._ready[id(model)] = sharded
-        for old, new in zip(optimizers, found, strict=True):
+        for old, new in zip(optimizers, new_optimizers, strict=True):
             self._replace(old, new)
 
     def _replace(self, old: Optimizer, new: ShardedOptimizer) -> None:
@@ -140,7 +162,10 @@ class Accelerator(StateFiles):
         self._replaced.append((old, new))
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare a model: in evaluation mode whole, with autocast, else under the engine. Collective."""
         if id(model) in self._ready:
@@ -154,7 +179,10 @@ class Accelerator(StateFiles):
         return wrapped_model
 
     def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
     ) -> Any:
         """Prepare a loader as the parent does. Collective with ``even_batches=False``.
 
@@ -202,11 +230,18 @@ class Accelerator(StateFiles):
         """Unscale gradients as the parent does, on all ranks alike. Collective."""
         if self.scaler is None:
             return
-        chosen = self._optimizers if optimizer is None else optimizer
-        for each in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+        optimizers = self._optimizers if optimizer is None else optimizer
+        if not isinstance(optimizers, (list, tuple)):
+            optimizers = [optimizers]
+        for each in optimizers:
             self.scaler.unscale_(each.optimizer if isinstance(each, AcceleratedOptimizer) else each)
 
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> Tensor:
         """Clip gradients by their norm over all ranks, and return it. Collective.
 
         Args:
@@ -217,10 +252,10 @@ class Accelerator(StateFiles):
         Raises:
             OptimizerError: gradients are those of one rank yet.
         """
-        given, _ = self._unscaled(parameters)
+        own, _ = self._unscaled(parameters)
         # Not by Accelerate's, which takes DTensors and other gradients apart: torch's own counts all ranks here. Of the
         # stored parameters: those that a wrapped model shows refuse to show shards of gradients (FSDP1).
-        stored = [stored_of(parameter) for parameter in given]
+        stored = [stored_of(parameter) for parameter in own]
         norm: Any = nn.utils.clip_grad_norm_(stored, float(max_norm), float(norm_type))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
@@ -231,12 +266,15 @@ class Accelerator(StateFiles):
             ConfigurationError: a parameter is complex.
             OptimizerError: gradients are those of one rank yet.
         """
-        given, owners = self._unscaled(parameters)
+        tensors, owners = self._unscaled(parameters)
         for model in self._models:
-            chosen = {each[1].name: each[1] for each in owners if each is not None and each[0] is model}
-            if chosen:
-                clip_by_value(model, float(clip_value), chosen.values())
-        others = [parameter for parameter, each in zip(given, owners, strict=True) if each is None]
+            entries = {}
+            for owner in owners:
+                if owner is not None and owner[0] is model:
+                    entries[owner[1].name] = owner[1]
+            if entries:
+                clip_by_value(model, float(clip_value), entries.values())
+        others = [tensor for tensor, owner in zip(tensors, owners, strict=True) if owner is None]
         if others:
             nn.utils.clip_grad_value_(others, clip_value)
 
@@ -244,12 +282,17 @@ class Accelerator(StateFiles):
         self, parameters: Tensor | Iterable[Tensor]
     ) -> tuple[list[Tensor], list[tuple[ShardedModule, Entry] | None]]:
         """Unscale the gradients of the models that have these parameters; return these, and whose they are."""
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        wrapped = [model for model in self._models if isinstance(model, ShardedModule)]
-        known = {id(entry.parameter): (model, entry) for model in wrapped for entry in model.backend.entries.values()}
-        owners = [known.get(id(stored_of(parameter))) for parameter in given]
-        models = [each[0] for each in owners if each is not None]
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known: dict[int, tuple[ShardedModule, Entry]] = {}
+        for model in self._models:
+            if isinstance(model, ShardedModule):
+                for entry in model.backend.entries.values():
+                    known[id(entry.parameter)] = (model, entry)
+        owners = [known.get(id(stored_of(tensor))) for tensor in tensors]
+        models: set[int] = set()
         for model, entry in filter(None, owners):
             controller_of(model).step.check_reduced([entry.name])
-        self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])
-        return given, owners
+            models.add(id(model))
+        # Where no parameter is a model's, the optimizers may be plain ones.
+        self.unscale_gradients([each for each in self._optimizers if models and id(each.optimizer.model) in models])
+        return tensors, owners

@@ -70,7 +70,11 @@ def check_one_precision(autocast: str, settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_arguments(args: tuple[Any, ...], arguments: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+def check_arguments(
+    args: tuple[Any, ...],
+    arguments: Mapping[str, Any],
+    settings: Any,
+) -> dict[str, Any]:
     """Return all of Accelerate's arguments by name, or raise ConfigurationError for one, before anything is made."""
     check_settings(settings)
     given = dict(inspect.signature(THEIRS).bind_partial(*args, **arguments).arguments)
@@ -106,7 +110,8 @@ def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> Non
 
 def check_state(accelerator: Any) -> None:
     """Raise ConfigurationError if Accelerate sees another job than there is, or has promised what nobody does."""
-    kind, ranks = accelerator.distributed_type.value, accelerator.num_processes
+    kind = accelerator.distributed_type.value
+    ranks = accelerator.num_processes
     if kind not in SERVED:
         raise ConfigurationError(
             f"accelerate's state is {kind}, by its configuration or an earlier Accelerator of this process: {ENGINE}"
@@ -169,7 +174,8 @@ def wrap_settings(accelerator: Any, settings: Mapping[str, Any], *, placed: bool
         settings: what was passed as ``fsshard=``.
         placed: whether the model is moved to the accelerator's device.
     """
-    handler, device = accelerator.ddp_handler, accelerator.device
+    handler = accelerator.ddp_handler
+    device = accelerator.device
     found: dict[str, Any] = {} if handler is None else handler.to_kwargs()
     if placed:
         found["device"] = torch.device("cpu") if device.type == "cpu" else device  # FSDP1 does not take "cpu:0"

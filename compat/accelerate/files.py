@@ -32,7 +32,9 @@ PATIENCE = 300.0
 
 def world() -> dist.ProcessGroup | None:
     """Return the group of all ranks."""
-    return dist.group.WORLD if dist.is_initialized() else None
+    if dist.is_initialized():
+        return dist.group.WORLD
+    return None
 
 
 def meet(call: str) -> None:
@@ -126,7 +128,11 @@ class StateFiles(accelerate.Accelerator):
         return OrderedDict(model.state_dict(rank0_only=not everywhere, offload_to_cpu=True))
 
     def save_model(
-        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+        self,
+        model: Any,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
     ) -> None:
         """Save whole weights. Collective; an error of a rank that writes is raised on all."""
         write = super().save_model
@@ -141,7 +147,12 @@ class StateFiles(accelerate.Accelerator):
         finally:
             self._held.clear()
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
+    def save_state(
+        self,
+        output_dir: Any = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Any:
         """Save the state in the files that Accelerate's DDP writes. Collective; an error of a rank is raised on all.
 
         Models and optimizers are assembled in the host memory of the ranks that write.
@@ -165,7 +176,10 @@ class StateFiles(accelerate.Accelerator):
                 prepared.held = None
 
     def load_state(
-        self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+        self,
+        input_dir: Any = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
     ) -> None:
         """Load the state from the files of any engine, and of Accelerate's DDP. Collective.
 

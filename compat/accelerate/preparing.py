@@ -45,7 +45,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a torch optimizer's state, with whole tensors and a number for each parameter. Collective."""
-        return by_number(self.optimizer) if self.held is None else self.held
+        if self.held is None:
+            return by_number(self.optimizer)
+        return self.held
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take a torch optimizer's, or one by name. Collective.
@@ -125,4 +127,6 @@ def _find(parameter: Tensor, models: Iterable[ShardedModule], former: Former) ->
             continue
     reference, name = former.get(parameter, (None, ""))
     found = None if reference is None else reference()
-    return None if found is None else (found, name)
+    if found is None:
+        return None
+    return (found, name)

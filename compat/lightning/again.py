@@ -52,36 +52,45 @@ class Taken(TakenModel):
 
     def come_back_with_states(self) -> None:
         """Come back, with an :class:`EndedOptimizer` in the place of each optimizer. Collective."""
-        saved = [_saved(optimizer) for optimizer in self.optimizers]
+        states = [_saved(optimizer) for optimizer in self.optimizers]
         self.come_back()
         parameters = {slot.name: slot.parameter for slot in parameter_slots(self.wrapped.module)}
-        replaced = [
-            (old, EndedOptimizer(old, parameters, each)) for old, each in zip(self.optimizers, saved, strict=True)
-        ]
+        replaced: list[tuple[Any, Any]] = []
+        for old, saved in zip(self.optimizers, states, strict=True):
+            new = EndedOptimizer(old, parameters, saved)
+            replaced.append((old, new))
+            self.left[id(old)] = new
         point_at(self.schedulers, replaced)
-        self.left = {id(old): new for old, new in replaced}
 
 
 def _saved(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """Return the whole state by name; empty but on rank 0, and ``{"refused": ...}`` where parts give none."""
-    found: dict[str, Any] = {
-        "param_groups": groups_by_name(optimizer),
-        "keeps": optimizer.model.backend.settings.is_first,
-    }
+    keeps = optimizer.model.backend.settings.is_first
+    saved: dict[str, Any] = {"param_groups": groups_by_name(optimizer), "keeps": keeps, "state": {}}
     try:
-        return {**found, "state": whole_states(optimizer, keep=found["keeps"])}
+        saved["state"] = whole_states(optimizer, keep=keeps)
     except OptimizerError as error:  # on every rank; who saves nothing need not know
-        return {**found, "state": {}, "refused": str(error)}
+        saved["refused"] = str(error)
+    return saved
 
 
 class EndedOptimizer(Optimizer):
     """The remains of an optimizer after ``fit()``: its groups over the plain module, and on rank 0 its whole state."""
 
-    def __init__(self, old: ShardedOptimizer, parameters: dict[str, nn.Parameter], saved: dict[str, Any]) -> None:
-        groups = [{**each, "params": [parameters[name] for name in each["params"]]} for each in saved["param_groups"]]
+    def __init__(
+        self,
+        old: ShardedOptimizer,
+        parameters: dict[str, nn.Parameter],
+        saved: dict[str, Any],
+    ) -> None:
+        groups = []
+        for group in saved["param_groups"]:
+            groups.append({**group, "params": [parameters[name] for name in group["params"]]})
         super().__init__(groups, dict(old.defaults))
-        self.kind, self.saved = type(old).__name__, saved
-        self.state.update({parameters[name]: state for name, state in saved["state"].items()})
+        self.kind = type(old).__name__
+        self.saved = saved
+        for name, state in saved["state"].items():
+            self.state[parameters[name]] = state
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "kind": self.kind, "saved": self.saved}
@@ -94,7 +103,9 @@ class EndedOptimizer(Optimizer):
         """
         if "refused" in self.saved:
             raise OptimizerError(self.saved["refused"])
-        return {name: self.saved[name] for name in ("state", "param_groups")} if self.saved["keeps"] else {}
+        if self.saved["keeps"]:
+            return {name: self.saved[name] for name in ("state", "param_groups")}
+        return {}
 
     def step(self, closure: Any = None) -> Any:
         """Raise: nothing steps after ``fit()``."""
@@ -117,9 +128,9 @@ def _named(kind: str, base: Any) -> Any:
 
 def plain_scaler(scaler: Any, device: torch.device) -> torch.amp.GradScaler:
     """Return torch's own in the place of one that knows an engine, at the same scale."""
-    found = torch.amp.GradScaler(device.type, enabled=scaler.is_enabled())
-    found.load_state_dict(scaler.state_dict())
-    return found
+    plain = torch.amp.GradScaler(device.type, enabled=scaler.is_enabled())
+    plain.load_state_dict(scaler.state_dict())
+    return plain
 
 
 def lacking(taken: Taken, *, with_states: bool) -> str:
@@ -132,33 +143,51 @@ def lacking(taken: Taken, *, with_states: bool) -> str:
     backend = taken.wrapped.backend
     if backend.facts.divides != "elements":
         return ""
-    weights = sum(e.stored_shape.numel() * e.parameter.element_size() for e in backend.all)
-    tensors = [v for o in taken.optimizers for state in o.state.values() for v in state.values()] if with_states else []
-    mine = (socket.gethostname(), sum(v.nbytes for v in tensors if isinstance(v, Tensor)), free_memory())
-    told = [mine] if backend.settings.group is None else per_rank(backend.settings.group, mine)
-    hosts = [host for host, *_ in told]
-    for host in dict.fromkeys(hosts):
-        needed = weights * hosts.count(host) + (sum(states for _, states, _ in told) if host == hosts[0] else 0)
-        free = min(free for where, _, free in told if where == host)
-        if needed > free:
-            gigabytes = f"{needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    weights = sum(entry.stored_shape.numel() * entry.parameter.element_size() for entry in backend.all)
+    states = _bytes_of_states(taken.optimizers) if with_states else 0
+    own = (socket.gethostname(), states, free_memory())
+    group = backend.settings.group
+    of_ranks = [own] if group is None else per_rank(group, own)
+    needed: dict[str, float] = {}
+    free: dict[str, float] = {}
+    all_states = 0
+    for host, states, bytes_left in of_ranks:
+        all_states += states
+        needed[host] = needed.get(host, 0) + weights
+        free[host] = min(free.get(host, math.inf), bytes_left)
+    # The states come together on rank 0's host.
+    first_host, *_ = of_ranks[0]
+    needed[first_host] += all_states
+    for host in needed:
+        if needed[host] > free[host]:
+            gigabytes = f"{needed[host] / 1e9:.1f} GB, and {free[host] / 1e9:.1f} GB are free"
             return f"whole weights for all ranks of host {host} take {gigabytes}"
     return ""
 
 
+def _bytes_of_states(optimizers: list[ShardedOptimizer]) -> int:
+    total = 0
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return total
+
+
 def free_memory() -> float:
     """Return the bytes that are left of the host, or the container (cgroup 2); infinite where nobody says."""
-    found = math.inf
+    free = math.inf
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found = int(line.split()[1]) * 1024
-        below = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-        folder = Path("/sys/fs/cgroup", below)
-        folder = folder if (folder / "memory.max").exists() else Path("/sys/fs/cgroup")
-        limit = float((folder / "memory.max").read_text().strip().replace("max", "inf"))
+                free = int(line.split()[1]) * 1024
+        root = Path("/sys/fs/cgroup")
+        below = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2]
+        folder = root / below.strip()
+        if not (folder / "memory.max").exists():
+            folder = root
+        limit = (folder / "memory.max").read_text().strip()
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        return min(found, limit - used)
+        return min(free, float(limit.replace("max", "inf")) - used)
     except (OSError, ValueError):
-        return found  # another system, or no container
+        return free  # another system, or no container

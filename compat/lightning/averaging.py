@@ -29,7 +29,8 @@ class Parts(nn.Module):
 
     def __init__(self, of: Any, parts: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
         super().__init__()
-        self.__dict__["of"] = of  # which is no part of this one
+        # The module is no part of this one.
+        self.__dict__["of"] = of
         self.parts = nn.ParameterList([nn.Parameter(part, requires_grad=False) for part in parts])
         for number, buffer in enumerate(buffers):
             self.register_buffer(f"buffer{number}", buffer)
@@ -43,37 +44,52 @@ def average_parts(callback: Any, sharded: Callable[[], ShardedModule | None], *,
         sharded: gives the wrapped module; None when the module has its weights again.
         restored: the average may be that of a checkpoint; else it starts from the model's weights, which are rank 0's.
     """
-    average, model = callback._average_model, sharded()
-    if average is None or model is None or isinstance(average.module, Parts) or average.module is model.module:
+    average = callback._average_model
+    model = sharded()
+    if average is None or model is None:
+        return
+    if isinstance(average.module, Parts) or average.module is model.module:
         return
     kind = getattr(type(callback), "users_kind", type(callback))  # of a fit() before
     bases = (OverParts,) if kind is AVERAGING else (kind, OverParts)
     callback.__class__ = type(kind.__name__, bases, {"sharded": staticmethod(sharded), "users_kind": kind})
     callback.copied = False
-    start = _live(model)
-    parts, buffers = list(start.parts), list(start.buffers())
+    parts, buffers = _memory(model)
     if restored:
         whole = dict(average.module.named_parameters(remove_duplicate=False))
         own = dict(average.module.named_buffers(remove_duplicate=False))
         parts = [_cut(entry, whole[entry.name].detach()) for entry in model.backend.all]
         buffers = [own[name] for name, _ in model.named_buffers()]
     device = average.n_averaged.device
-    copies = ([value.detach().to(device, copy=True) for value in each] for each in (parts, buffers))
-    average.module = Parts(model.module, *copies)
+    average.module = Parts(
+        model.module,
+        [part.detach().to(device, copy=True) for part in parts],
+        [buffer.detach().to(device, copy=True) for buffer in buffers],
+    )
     update = type(average).update_parameters.__get__(average)
-    average.update_parameters = lambda module: update(module if callback.engine(module) is None else _live(model))
+
+    def update_parameters(module: Any) -> None:
+        update(module if callback.engine(module) is None else _live(model))
+
+    average.update_parameters = update_parameters
 
 
 def _live(model: ShardedModule) -> Parts:
     """Return the model's own memory. Local."""
-    shards = (numbers(entry, entry.local()) for entry in model.backend.all)
-    return Parts(model.module, shards, (buffer for _, buffer in model.named_buffers()))
+    return Parts(model.module, *_memory(model))
+
+
+def _memory(model: ShardedModule) -> tuple[list[Tensor], list[Tensor]]:
+    parts = [numbers(entry, entry.local()) for entry in model.backend.all]
+    return parts, [buffer for _, buffer in model.named_buffers()]
 
 
 def _cut(entry: Entry, whole: Tensor) -> Tensor:
     local = entry.local()
     stored = entry.kind.to_stored(entry.take_part(whole)).to(local.dtype)
-    return numbers(entry, entry.take(stored).reshape(local.shape).contiguous())  # as stored: a view may be permuted
+    # As stored: a view may be permuted.
+    part = entry.take(stored).reshape(local.shape).contiguous()
+    return numbers(entry, part)
 
 
 class OverParts(AVERAGING or object):  # type: ignore[misc]
@@ -107,8 +123,9 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
 
     def _swap_models(self, module: Any) -> None:
         model = self.engine(module)
-        if self._average_model.module is not module:
-            super()._swap_models(module if model is None else _resharded(model))
+        if self._average_model.module is module:
+            return
+        super()._swap_models(module if model is None else _resharded(model))
 
     def _copy_average_to_current(self, module: Any) -> None:
         model = self.engine(module)
@@ -130,7 +147,8 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         """Put the whole average into a checkpoint, under the keys of Lightning's own. Collective."""
-        model, average = self.engine(module), self._average_model
+        model = self.engine(module)
+        average = self._average_model
         if average is None or (model is None and average.module is not module):
             super().on_save_checkpoint(trainer, module, checkpoint)
             return
@@ -141,7 +159,8 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         """Load the current weights into the wrapped module, which has the checkpoint's average already."""
-        model, average = self.engine(module), self._average_model
+        model = self.engine(module)
+        average = self._average_model
         if model is None:
             if average is not None and average.module is module:  # they are two again
                 average.module = copy.deepcopy(module)
@@ -159,9 +178,11 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
             module: the user's, bare.
             average: from :meth:`whole`; None where the module's weights are the average: no rank keeps it twice.
         """
-        self._average_model.module = module if average is None else copy.deepcopy(module)
-        if average is not None:
-            self._average_model.module.load_state_dict(average)
+        if average is None:
+            self._average_model.module = module
+            return
+        self._average_model.module = copy.deepcopy(module)
+        self._average_model.module.load_state_dict(average)
 
 
 def _resharded(model: ShardedModule) -> Parts:

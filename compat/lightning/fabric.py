@@ -38,7 +38,8 @@ class FabricStrategy(DDPStrategy):
     """
 
     def __init__(self, backend: str = "fsdp2", *, start_method: Any = "popen", **settings: Any) -> None:
-        self.backend, self.settings = backend, settings
+        self.backend = backend
+        self.settings = settings
         super().__init__(start_method=start_method, **lightnings(settings))
         self._backward_sync_control: Any = _NoSync()
         self._model: nn.Module | None = None  # the first that is set up
@@ -60,7 +61,10 @@ class FabricStrategy(DDPStrategy):
         self._model = self._model or model
 
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+        self,
+        module: nn.Module,
+        optimizers: list[Optimizer],
+        scheduler: Any = None,
     ) -> tuple[Any, list[Any], Any]:
         """Wrap the model, and hand its live optimizers over. Collective."""
         precision = self.precision
@@ -151,7 +155,9 @@ class FabricStrategy(DDPStrategy):
 class _NoSync:
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         """Accumulate without communication."""
-        return _ours(module).no_sync() if enabled else contextlib.nullcontext()
+        if enabled:
+            return _ours(module).no_sync()
+        return contextlib.nullcontext()
 
 
 class _ByName:

@@ -29,7 +29,12 @@ class ThroughEngine:
         optimizers: all of its own.
     """
 
-    def __init__(self, module: nn.Module, wrapped: ShardedModule, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        wrapped: ShardedModule,
+        optimizers: Sequence[ShardedOptimizer],
+    ) -> None:
         own = module.forward
         self._optimizers = optimizers
         self._toggled: ShardedOptimizer | None = None
@@ -39,7 +44,8 @@ class ThroughEngine:
         changed: Any = module
         changed.__class__ = self._redirected(module)
         changed.forward = functools.partial(self._through, own)
-        changed.toggle_optimizer, changed.untoggle_optimizer = self._toggle, self._untoggle
+        changed.toggle_optimizer = self._toggle
+        changed.untoggle_optimizer = self._untoggle
         for name, part in module.named_modules():
             if part is not module and next(part.parameters(recurse=False), None) is not None:
                 part.register_forward_pre_hook(self._guard(public_name(name)))
@@ -59,7 +65,9 @@ class ThroughEngine:
 
         def call(this: Any, *args: Any, **kwargs: Any) -> Any:
             own = functools.partial(base.__call__, this)
-            return self._through(own, *args, **kwargs) if this is module else own(*args, **kwargs)
+            if this is module:
+                return self._through(own, *args, **kwargs)
+            return own(*args, **kwargs)
 
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         return type(base)(base.__name__, (base,), {"__call__": call, **named})
@@ -82,8 +90,10 @@ class ThroughEngine:
 
     def _untoggle(self, optimizer: Any) -> None:
         """Give the others their gradients of before back. Collective."""
-        backend, others = self._wrapped.backend, self._others
-        self._toggled, self._others = None, []
+        backend = self._wrapped.backend
+        others = self._others
+        self._toggled = None
+        self._others = []
         controller_of(self._wrapped).finish_gradients([entry for entry, _ in others])
         for entry, before in others:
             now = entry.grad()

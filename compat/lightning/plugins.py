@@ -166,7 +166,12 @@ def check_place(path: Any, strategy: Any) -> None:
         )
 
 
-def save_divided(path: Any, model: ShardedModule, optimizers: list[Any], checkpoint: Mapping[str, Any]) -> None:
+def save_divided(
+    path: Any,
+    model: ShardedModule,
+    optimizers: list[Any],
+    checkpoint: Mapping[str, Any],
+) -> None:
     """Write rank 0's checkpoint, and every rank's parts, in fsshard's own format. Collective.
 
     Raises:

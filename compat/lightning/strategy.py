@@ -79,7 +79,9 @@ class Strategy(DDPStrategy):
         save_distributed_checkpoint: bool = False,
         **settings: Any,
     ) -> None:
-        self.backend, self.settings, self.divides_files = backend, settings, save_distributed_checkpoint
+        self.backend = backend
+        self.settings = settings
+        self.divides_files = save_distributed_checkpoint
         self.starts_by = start_method
         self._taken: Taken | None = None  # what an engine has
         self._manual: ThroughEngine | None = None  # what its own steps go through
@@ -92,7 +94,9 @@ class Strategy(DDPStrategy):
     @property
     def precision_plugin(self) -> Any:
         """Lightning's plugin, with gradients clipped by us."""
-        return plugin_for(self, None) if self._precision_plugin is None else self._precision_plugin
+        if self._precision_plugin is None:
+            return plugin_for(self, None)
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, asked: Any) -> None:
@@ -102,7 +106,8 @@ class Strategy(DDPStrategy):
     @property
     def _sharded(self) -> ShardedModule | None:
         """Return the wrapper of the Trainer's module; None where no engine has it."""
-        module, taken = self._lightning_module, self._taken
+        module = self._lightning_module
+        taken = self._taken
         return taken.wrapped if taken is not None and module is not None and taken_of(module) is taken else None
 
     @property
@@ -136,7 +141,8 @@ class Strategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Let the optimizers be made on the bare module, as the user wrote it; then wrap both."""
         module: Any = self._lightning_module
-        taken, fits = taken_of(module), trainer.state.fn == TrainerFn.FITTING
+        taken = taken_of(module)
+        fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self._check_fit(trainer)
         if not fits and (taken is not None or (self._divides and module in divided)):
@@ -160,7 +166,8 @@ class Strategy(DDPStrategy):
     def _wrap_to_evaluate(self, module: Any) -> Taken:
         """Wrap a module of which a device has had parts, and may have no room for the whole. Collective."""
         self._move_all_else(module)
-        bare, given = Bare(module), {name: value for name, value in self.settings.items() if name != "param_init_fn"}
+        bare = Bare(module)
+        given = {name: value for name, value in self.settings.items() if name != "param_init_fn"}
         wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
         return Taken(wrapped, bare)
 
@@ -236,7 +243,8 @@ class Strategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step through the engine."""
-        model, inner = self._sharded, self.lightning_module
+        model = self._sharded
+        inner = self.lightning_module
         # After a validation Lightning gives the inner module its mode back, and the wrappers need it too: FairScale's
         # reduce gradients in training mode only.
         if model is not None and inner is not None and model.training != inner.training:
@@ -364,14 +372,16 @@ class Strategy(DDPStrategy):
         # something has failed, which the other ranks need not know of: the next fit takes it from there.
         if self._taken is not None and self._comes_back(self._taken):
             self._hand_back(self._taken)
-        module, optimizers = self._lightning_module, self.optimizers
+        module = self._lightning_module
+        optimizers = self.optimizers
         kept = module is not None and is_managed(module)  # also by another Trainer's strategy
         self.optimizers = []
         self._lightning_module = None if kept else module  # so that it is not moved to the CPU
         try:
             super().teardown()
         finally:
-            self._lightning_module, self.optimizers = module, optimizers
+            self._lightning_module = module
+            self.optimizers = optimizers
 
     def _comes_back(self, taken: Taken) -> bool:
         module: Any = self._lightning_module
@@ -396,7 +406,8 @@ class Strategy(DDPStrategy):
         taken.come_back_with_states()
         for callback, average in zip(found, averages, strict=True):
             callback.ended(module, average)
-        self.model, self._manual = module, None
+        self.model = module
+        self._manual = None
         self.optimizers = [taken.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
         self._taken = None
         plugin = self.precision_plugin

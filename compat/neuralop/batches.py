@@ -20,15 +20,22 @@ def loss_reduction(loss: Any) -> Reduction | None:
     neuralop's ``MSELoss`` and its aggregates of losses.
     """
     loss = getattr(loss, "__self__", loss)
-    if isinstance(loss, MSELoss):  # neuraloperator 2.0.0: sums over the batch, and has no attribute that says so
+    # neuraloperator 2.0.0: it sums over the batch, and has no attribute that says so.
+    if isinstance(loss, MSELoss):
         return "sum"
-    found = getattr(loss, "reduction", None)
-    if found in ("sum", "mean"):
-        return found  # type: ignore[no-any-return]
+    reduction: Reduction | None = getattr(loss, "reduction", None)
+    if reduction in ("sum", "mean"):
+        return reduction
     parts = getattr(loss, "losses", None) or ()
-    members = list(parts.values()) if isinstance(parts, Mapping) else list(parts)
-    kinds = {loss_reduction(part[0] if isinstance(part, tuple) else part) for part in members}
-    return kinds.pop() if len(kinds) == 1 else None
+    if isinstance(parts, Mapping):
+        parts = parts.values()
+    kinds = set()
+    for part in parts:
+        member = part[0] if isinstance(part, tuple) else part
+        kinds.add(loss_reduction(member))
+    if len(kinds) == 1:
+        return kinds.pop()
+    return None
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -38,12 +45,16 @@ def _samplers(loader: Any) -> list[Any]:
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
     """Return the loader's ``DistributedSampler``, or None."""
-    return next((sampler for sampler in _samplers(loader) if isinstance(sampler, DistributedSampler)), None)
+    for sampler in _samplers(loader):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the loader's samplers the epoch; without it a ``DistributedSampler`` shuffles alike in every epoch."""
-    for sampler in {id(sampler): sampler for sampler in _samplers(loader)}.values():
+    distinct = {id(sampler): sampler for sampler in _samplers(loader)}
+    for sampler in distinct.values():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
@@ -84,18 +95,25 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.void = False
+        last = len(self) - 1
         # A repeated sample would count twice in a metric. There is at most one per rank, always its last one.
         for index, sample in enumerate(self.loader):
-            yield self._without_last(sample) if self._padded and index == len(self) - 1 else sample
+            if self._padded and index == last:
+                sample = self._without_last(sample)
+            yield sample
 
     def _without_last(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         rows = len(sample["y"])
         self.void = rows == 1
         if self.void:
             return sample
-        return {key: value[:-1] if _has_rows(value, rows) else value for key, value in sample.items()}
+        shortened = {}
+        for key, value in sample.items():
+            shortened[key] = value[:-1] if _has_rows(value, rows) else value
+        return shortened
 
 
 def _has_rows(value: Any, rows: int) -> bool:
-    sized = (isinstance(value, Tensor) and value.dim() > 0) or isinstance(value, (list, tuple))
-    return sized and len(value) == rows
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and len(value) == rows
+    return isinstance(value, (list, tuple)) and len(value) == rows

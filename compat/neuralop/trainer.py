@@ -115,7 +115,9 @@ class Trainer(neuralop.Trainer):
         )
         self.global_loss_reduction = global_loss_reduction
         self.n_samples: Any = 0  # a number, or within a training epoch one on the device
-        self._group, self._rank, self._world_size = settings.group, settings.rank, settings.world_size
+        self._group = settings.group
+        self._rank = settings.rank
+        self._world_size = settings.world_size
         self._best = float("inf")
         self._eval_metrics: dict[str, Any] = {}
         self._eval_loader: EvaluationLoader | None = None
@@ -151,7 +153,14 @@ class Trainer(neuralop.Trainer):
         )
         return metrics
 
-    def _check(self, train_loader: Any, tests: Mapping[Any, Any], optimizer: Any, scheduler: Any, loss: Any) -> Any:
+    def _check(
+        self,
+        train_loader: Any,
+        tests: Mapping[Any, Any],
+        optimizer: Any,
+        scheduler: Any,
+        loss: Any,
+    ) -> Any:
         """Raise what can be known to be wrong before the first step. Local; return the loaders' lengths."""
         if not isinstance(optimizer, ShardedOptimizer) or optimizer.model is not self.model:
             raise OptimizerError(
@@ -193,7 +202,8 @@ class Trainer(neuralop.Trainer):
 
     def train_one_batch(self, idx: int, sample: dict[str, Any], training_loss: Any) -> Tensor:
         """Return the loss to call backward on, whose value is that of the global batch. Collective."""
-        counted, self.n_samples = self.n_samples, 0
+        counted = self.n_samples
+        self.n_samples = 0
 
         def weighed(*args: Any, **kwargs: Any) -> Any:
             return training_loss(*args, **kwargs) * self._weight(self._reduction(training_loss))
@@ -230,7 +240,12 @@ class Trainer(neuralop.Trainer):
         return self._eval_metrics
 
     def evaluate(
-        self, loss_dict: Mapping[str, Any], data_loader: Any, log_prefix: Any = "", *args: Any, **kwargs: Any
+        self,
+        loss_dict: Mapping[str, Any],
+        data_loader: Any,
+        log_prefix: Any = "",
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Compute the parent's metrics of one loader: sums of losses over all ranks' samples. Collective."""
         self._eval_loader = loader = EvaluationLoader(data_loader)
@@ -345,9 +360,16 @@ class IncrementalFNOTrainer(Trainer):
         ConfigurationError: not exactly one of the two rules is asked for.
     """
 
-    _loss_gap, _grad_explained = Parent.loss_gap, Parent.grad_explained
+    _loss_gap = Parent.loss_gap
+    _grad_explained = Parent.grad_explained
 
-    def __init__(self, *, incremental_loss_gap: bool = False, incremental_grad: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        incremental_loss_gap: bool = False,
+        incremental_grad: bool = False,
+        **options: Any,
+    ) -> None:
         defaults = {name: each.default for name, each in inspect.signature(Parent).parameters.items()}
         rules = {name: options.pop(name, value) for name, value in defaults.items() if name.startswith("incremental_")}
         super().__init__(**options)

@@ -98,7 +98,10 @@ def _write_all(folder: Path, files: Mapping[str, Any], plain: set[str]) -> None:
 
 
 def load_training_state(
-    save_dir: str | os.PathLike[str], save_name: str, model: ShardedModule, **parts: Any
+    save_dir: str | os.PathLike[str],
+    save_name: str,
+    model: ShardedModule,
+    **parts: Any,
 ) -> dict[str, Any]:
     """Read what :func:`save_training_state`, or neuralop's own Trainer, wrote; give the manifest. Collective.
 
@@ -121,7 +124,10 @@ def load_training_state(
 
 
 def _read_all(
-    folder: Path, save_name: str, model: ShardedModule, wanted: list[str]
+    folder: Path,
+    save_name: str,
+    model: ShardedModule,
+    wanted: list[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     known = dict(_globals_of(getattr(model.module, "_init_kwargs", {})))
     manifest = _read(folder / "manifest.pt", {}) if (folder / "manifest.pt").exists() else {}

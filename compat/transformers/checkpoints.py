@@ -19,7 +19,8 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from ..trainers import by_name, by_number
 
 log = logging.getLogger("fsshard")
-OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
 PARTS = "fsshard"
 """Within a checkpoint: a directory of :func:`fsshard.save`, in which every rank has written what it holds."""
 EARLIER = (SCHEDULER, OPTIMIZER, SCALER_NAME, "model*.safetensors", "adapter_model*", "pytorch_model*", "*.index.json")
@@ -50,7 +51,14 @@ def clear(folder: Path, model: ShardedModule, *, whole: bool, writes: bool) -> N
     agree(model.backend.settings.group, remove)
 
 
-def save_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *, whole: bool, writes: bool) -> None:
+def save_optimizer(
+    folder: Path,
+    optimizer: ShardedOptimizer,
+    scheduler: Any,
+    *,
+    whole: bool,
+    writes: bool,
+) -> None:
     """Write both files; an optimizer that is in parts needs none. Collective; a writer's error is raised on all.
 
     Args:

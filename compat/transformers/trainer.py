@@ -67,7 +67,8 @@ class Trainer(transformers.Trainer):
         if isinstance(taken, _TakenByTrainer) and taken.wrapped.backend.settings.model_mesh is None:
             taken.come_back()
         self.divides_files = save_distributed_checkpoint
-        self._settings, self._shows_whole = dict(fsshard), False
+        self._settings = dict(fsshard)
+        self._shows_whole = False
         self._numbers: int | None = None
         self._gave_away: Any = None  # a model, to another Trainer
         self._runs = False
@@ -100,7 +101,9 @@ class Trainer(transformers.Trainer):
         )
 
     def _unwrap(self, own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.model if model is self._sharded is not None else own(model, *args, **kwargs)
+        if model is self._sharded is not None:
+            return self.model
+        return own(model, *args, **kwargs)
 
     # ------------------------------------------------------------------------------------------ wrapping
 
@@ -121,7 +124,8 @@ class Trainer(transformers.Trainer):
                 "engine; train with that one, or with a new Trainer and resume_from_checkpoint=..."
             )
         if self._created_lr_scheduler:  # by an earlier train(), for its number of steps
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
         if self._sharded is None:
             self._divide()
         self.create_scheduler(num_training_steps=max_steps)
@@ -182,7 +186,9 @@ class Trainer(transformers.Trainer):
     @property
     def _stepped(self) -> Any:
         """Return the optimizer, without what scales its gradients."""
-        return self.optimizer.optimizer if isinstance(self.optimizer, PreparedOptimizer) else self.optimizer
+        if isinstance(self.optimizer, PreparedOptimizer):
+            return self.optimizer.optimizer
+        return self.optimizer
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -201,7 +207,9 @@ class Trainer(transformers.Trainer):
         return self._clip(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self._clip(model, float("inf")) if grad_norm is None else grad_norm
+        if grad_norm is None:
+            return self._clip(model, float("inf"))
+        return grad_norm
 
     def _clip(self, model: Any, limit: float) -> Any:
         if self.accelerator.scaler is not None:
@@ -266,7 +274,8 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        whole, writes = not self.divides_files, self.args.should_save
+        whole = not self.divides_files
+        writes = self.args.should_save
         save_optimizer(Path(output_dir), self._stepped, self.lr_scheduler, whole=whole, writes=writes)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -290,7 +299,8 @@ class Trainer(transformers.Trainer):
 
     def _load(self, folder: str, own: Callable[[], None]) -> None:
         """Load weights into a model under its engine: adapters by ``own``, in PEFT's way. Collective."""
-        parts, sharded = parts_of(folder), self._sharded
+        parts = parts_of(folder)
+        sharded = self._sharded
         assert sharded is not None, "a training has begun"
         if parts is not None or not hasattr(self.model, "peft_config"):
             library.load(parts or folder, sharded, rng=False)

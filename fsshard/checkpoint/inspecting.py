@@ -107,7 +107,10 @@ class Listing:
 
 
 def inspect(
-    path: str | os.PathLike[str], *, verify: bool = False, progress: Callable[[int, int], None] | None = None
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Inspection | Listing:
     """Look at a checkpoint, or at a directory of checkpoints; raise if there is neither.
 
@@ -156,7 +159,11 @@ def _list(path: Path) -> Listing:
     return Listing(path, rows, [stray.name for stray in leftovers(path)])
 
 
-def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] | None) -> Inspection:
+def _inspect_one(
+    path: Path,
+    verify: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Inspection:
     contents: dict[str, Any] = {}
     problems: list[str] = []
     done = total = 0
@@ -169,7 +176,8 @@ def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] 
 
     try:
         index = read_index(path, files=False)
-        contents, total = _contents(index), sum(file.bytes for file in index.files.values())
+        contents = _contents(index)
+        total = sum(file.bytes for file in index.files.values())
         with Reader(path) as reader:
             reader.check_headers()
             if verify:

@@ -197,7 +197,12 @@ def load(
     return _result(jobs)
 
 
-def _open_together(channel: Channel, path: str, opened: Callable[[str | None, Path], str], call: str) -> None:
+def _open_together(
+    channel: Channel,
+    path: str,
+    opened: Callable[[str | None, Path], str],
+    call: str,
+) -> None:
     """Open the same checkpoint on all ranks; once more where a save has replaced it before all had. Collective."""
 
     def choose() -> list[Any]:
@@ -505,7 +510,11 @@ class _Load:
         for name, optimizer in self.optimizers.items():
             self._commit_optimizer(name, optimizer)
 
-    def commit_refusable(self, undo: list[tuple[str, Callable[[], Any]]], rng: bool) -> None:
+    def commit_refusable(
+        self,
+        undo: list[tuple[str, Callable[[], Any]]],
+        rng: bool,
+    ) -> None:
         """Run the code of others, which may raise; how to undo it is noted before each. Local."""
 
         def load(what: str, load_state_dict: Callable[[Any], Any], state: Any) -> None:

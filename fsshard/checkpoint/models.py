@@ -18,7 +18,9 @@ Models = Mapping[str, ShardedModule]
 
 def prefix(model: str) -> str:
     """Return what the names of a model's keys and parameters begin with, for one of several; "" is a single model."""
-    return f"{model}." if model else ""
+    if model:
+        return f"{model}."
+    return ""
 
 
 def check_model(model: object, call: str) -> ShardedModule:
@@ -53,7 +55,9 @@ def name_models(models: object, call: str) -> dict[str, ShardedModule]:
 
 def _ranks_of(model: ShardedModule) -> tuple[int, ...]:
     group = model.backend.settings.everyone
-    return () if group is None else tuple(dist.get_process_group_ranks(group))
+    if group is None:
+        return ()
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def quoted(known: Iterable[str]) -> str:
@@ -77,7 +81,8 @@ def choose_models(index: Index, names: Iterable[str], call: str, hint: str = "")
     chosen: dict[str, Index] = {}
     for name in names:
         if name not in (index.models or ("",)):
-            has, do = "one model, which has no name", "pass it without one"
+            has = "one model, which has no name"
+            do = "pass it without one"
             if index.models:
                 has = f"the models {quoted(index.models)}"
                 do = hint or "pass a mapping of models by these names, or of one of them"

@@ -579,7 +579,10 @@ def check_call(name: str, path: object, timeout: object, **flags: object) -> tup
 
 
 def name_optimizers(
-    models: Models, optimizer: object, call: str, averages: Mapping[str, EMA] | None = None
+    models: Models,
+    optimizer: object,
+    call: str,
+    averages: Mapping[str, EMA] | None = None,
 ) -> dict[str, ShardedOptimizer]:
     """Name one optimizer ("optimizer"), a sequence of them ("0", "1", ...), or a mapping (by its keys).
 
@@ -610,7 +613,13 @@ def name_optimizers(
     return named
 
 
-def as_called(call: str, models: Iterable[str], optimizer: Any, objects: Mapping[str, Any], **options: Any) -> str:
+def as_called(
+    call: str,
+    models: Iterable[str],
+    optimizer: Any,
+    objects: Mapping[str, Any],
+    **options: Any,
+) -> str:
     """Return the call with all that ranks have to agree on, so that they find out where they do not."""
     arguments = []
     if any(models):
@@ -689,7 +698,9 @@ def as_one(value: Any) -> Any:
         ours = isinstance(member, (ShardedModule, ShardedOptimizer))  # they are no state, and are refused
         if ours or not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")):
             return value
-    return _Several(members, named=isinstance(value, Mapping)) if members else value
+    if members:
+        return _Several(members, named=isinstance(value, Mapping))
+    return value
 
 
 class _Several:
@@ -701,7 +712,9 @@ class _Several:
 
     def state_dict(self) -> Any:
         states = {key: member.state_dict() for key, member in self._members.items()}
-        return states if self._named else list(states.values())
+        if self._named:
+            return states
+        return list(states.values())
 
     def load_state_dict(self, state: Any) -> None:
         saved: dict[Any, Any] | None = None

@@ -66,14 +66,22 @@ class PieceReader(TensorReader):
     """Reads tensors whose pieces the index lists."""
 
     def read(self, name: str, wanted: Range) -> Tensor:
-        info, start = self.index.tensors[name], wanted[0]
+        info = self.index.tensors[name]
+        start = wanted[0]
         out = torch.empty(wanted[1] - start, dtype=info.kind, device="cpu")
         for piece, low, high in cover(info.pieces, wanted):
             self.fill(out[low - start : high - start], name, piece, low, high)
         return out
 
     @abstractmethod
-    def fill(self, out: Tensor, name: str, piece: Piece, low: int, high: int) -> None:
+    def fill(
+        self,
+        out: Tensor,
+        name: str,
+        piece: Piece,
+        low: int,
+        high: int,
+    ) -> None:
         """Read elements [low, high) of a tensor, which are in that piece."""
 
 
@@ -144,7 +152,12 @@ class Reader(PieceReader):
                 f"{printable(name)}, which the index expects; was the file exchanged?"
             )
 
-    def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
+    def verify(
+        self,
+        rank: int = 0,
+        ranks: int = 1,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
         """Compare checksums of every ``ranks``-th file, from the ``rank``-th on; the error names files and tensors."""
         # By the descriptors from which tensors are read: a save may have put other files under these names meanwhile.
         faults = [
@@ -156,6 +169,13 @@ class Reader(PieceReader):
         if faults:
             raise CorruptCheckpoint("\n".join(faults))
 
-    def fill(self, out: Tensor, name: str, piece: Piece, low: int, high: int) -> None:
+    def fill(
+        self,
+        out: Tensor,
+        name: str,
+        piece: Piece,
+        low: int,
+        high: int,
+    ) -> None:
         kind = self.index.tensors[name].kind
         self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=out, dtype=kind)

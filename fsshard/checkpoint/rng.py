@@ -45,7 +45,8 @@ def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
     """Put the generators back, the inverse of :func:`capture`; return what could not be, of another kind of device."""
     try:
         torch.set_rng_state(state["torch"])
-        python, saved = state["python"], state["numpy"]
+        python = state["python"]
+        saved = state["numpy"]
         random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
         numpy.random.set_state(
             {

@@ -196,7 +196,8 @@ class _Save:
 
     def arrange(self) -> None:
         """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
-        known, mine = _arrangements.get(self.channel), self.collected
+        known = _arrangements.get(self.channel)
+        mine = self.collected
         held = _digest([parts.as_table(mine.parts), {name: parts.as_table(own) for name, own in mine.own.items()}])
         told = self.channel.gather([held, known.key if known else "", mine.digests], self.timeout)
         self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in told}) == 1}
@@ -224,7 +225,8 @@ class _Save:
             copies = self.staging.copy([cast(Tensor, item.data) for item in self.items])
             self.items = [item._replace(data=copy) for item, copy in zip(self.items, copies, strict=True)]
         except Exception as error:  # the other ranks do not wait for this one here
-            self.uncopied, self.items = error, []
+            self.uncopied = error
+            self.items = []
         self.collected = dataclasses.replace(self.collected, parts={}, own={})
 
     def run(self) -> None:
@@ -289,7 +291,9 @@ class SaveHandle:
     @property
     def progress(self) -> float:
         """Return the share of this rank's bytes that is written, from 0 to 1."""
-        return 1.0 if self._job.total == 0 else min(1.0, self._job.written / self._job.total)
+        if self._job.total == 0:
+            return 1.0
+        return min(1.0, self._job.written / self._job.total)
 
     def done(self) -> bool:
         """Tell whether the save has ended, successfully or not."""
@@ -320,10 +324,12 @@ class SaveHandle:
     def _wait_while_it_moves(self) -> None:
         """Return when the writer has ended, or nothing of it has moved for longer than its own limits allow."""
         assert self._thread is not None
-        seen, deadline = -1, 0.0
+        seen = -1
+        deadline = 0.0
         while self._thread.is_alive() and (time.monotonic() < deadline or self._job.moved != seen):
             if self._job.moved != seen:
-                seen, deadline = self._job.moved, time.monotonic() + self._job.patience
+                seen = self._job.moved
+                deadline = time.monotonic() + self._job.patience
             self._thread.join(min(LOOK_SECONDS, self._job.patience))
 
     def _leave(self, lost: bool) -> None:

@@ -45,7 +45,8 @@ class Staging:
 
     def give_back(self) -> None:
         """Let the copies go."""
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is not None and hasattr(mmap, "MADV_FREE"):
             # The mapping serves the next save; the system may take its pages back at any moment without asking.
             memory.madvise(mmap.MADV_FREE)
@@ -74,7 +75,8 @@ def _copy_into(place: Tensor, tensor: Tensor) -> Tensor:
         return room.copy_(tensor)
     # For copies of that length glibc uses instructions that do not read the target before they write it: on two ranks
     # at a time they take a tenth to a quarter less than torch's own copy of the whole (glibc 2.36, torch 2.13).
-    target, source = room.data_ptr(), tensor.data_ptr()
+    target = room.data_ptr()
+    source = tensor.data_ptr()
     for start in range(0, tensor.nbytes, STRIDE):
         ctypes.memmove(target + start, source + start, min(STRIDE, tensor.nbytes - start))
     return room

@@ -28,7 +28,11 @@ log = logging.getLogger("fsshard")
 
 
 def checkpoint_blocks(
-    model: nn.Module, choice: Recomputed, *, auto_wrap_policy: WrapPolicy = "auto", preserve_rng_state: bool = True
+    model: nn.Module,
+    choice: Recomputed,
+    *,
+    auto_wrap_policy: WrapPolicy = "auto",
+    preserve_rng_state: bool = True,
 ) -> list[str]:
     """Recompute the activations of chosen blocks in the backward pass of a bare model, or keep them in host memory.
 
@@ -70,7 +74,8 @@ def apply_checkpointing(table: ModuleTable, planned: Plan, checkpointing: Checkp
         adopt_fairscale(module, name)
     blocks = [modules[name] for name in planned.recomputed]
     for name in (*planned.recomputed, *planned.offloaded):
-        block, kind = modules[name], RecomputedForward if name in planned.recomputed else OffloadedForward
+        block = modules[name]
+        kind = RecomputedForward if name in planned.recomputed else OffloadedForward
         block.forward = kind(
             block,
             block.__dict__.get("forward"),

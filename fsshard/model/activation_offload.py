@@ -23,11 +23,17 @@ class OffloadedForward(RecomputedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; where gradients are enabled, what it saves leaves the device."""
-        return self.forward(*args, **kwargs) if self.is_off() else _offloading(self, args, kwargs)
+        if self.is_off():
+            return self.forward(*args, **kwargs)
+        return _offloading(self, args, kwargs)
 
 
 @disable_dynamo  # hooks on saved tensors break a graph in any case
-def _offloading(owner: OffloadedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _offloading(
+    owner: OffloadedForward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     weights = _Weights(owner.module)
 
     def pack(tensor: Tensor) -> Tensor | HostCopy:
@@ -43,7 +49,9 @@ def _offloading(owner: OffloadedForward, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _unpack(saved: Tensor | HostCopy) -> Tensor:
-    return to_device(saved) if isinstance(saved, HostCopy) else saved
+    if isinstance(saved, HostCopy):
+        return to_device(saved)
+    return saved
 
 
 class _Weights:

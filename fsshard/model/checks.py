@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
 import torch
@@ -47,9 +46,8 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
         raise ModelError(f"expected a torch.nn.Module, got {type(table.root).__name__}")
     check_not_wrapped(table.modules, wrappers)
     slots = shaped_slots(table)
-    parameters = [(slot.name, slot.parameter) for slot in slots]
     buffers = table.buffers()
-    _check_dense(buffers, parameters)
+    _check_dense(buffers, slots)
     if is_meta(slots):
         return slots
     meta = [name for name, buffer in buffers.items() if buffer.is_meta]
@@ -58,19 +56,21 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
             f"buffers on the meta device, and real parameters: {', '.join(meta[:5])}; materialise them before wrap, or "
             "build the whole model under torch.device('meta')"
         )
-    devices = {p.device: name for name, p in parameters}
+    devices = {slot.parameter.device: slot.name for slot in slots}
     if len(devices) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ModelError(f"the model is on several devices ({found}); move it to one with model.to(device)")
+        places = [f"{name} on {device}" for device, name in devices.items()]
+        raise ModelError(f"the model is on several devices ({', '.join(places)}); move it to one with model.to(device)")
     return slots
 
 
 def check_not_wrapped(modules: Mapping[str, nn.Module], wrappers: Collection[str]) -> None:
     """Raise if the model, or a part of it with parameters, is under an engine or compiled by torch.jit. Local."""
+    names_of_wrappers = {*wrappers, OURS}
     engines: dict[type, str | None] = {}  # class of modules -> the wrapper that it is one of
     managed = False
     for name, module in modules.items():
-        if isinstance(module, nn.DataParallel):  # it copies its module in every forward, past any engine
+        # It copies its module in every forward, past any engine.
+        if isinstance(module, nn.DataParallel):
             within = f"{name}.module" if name else "model.module"
             raise AlreadyWrapped(f"{_where(name)} is an nn.DataParallel; wrap the model without it, which is {within}")
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
@@ -82,54 +82,74 @@ def check_not_wrapped(modules: Mapping[str, nn.Module], wrappers: Collection[str
             )
         kind = type(module)
         if kind not in engines:
-            names = (cls.__name__ for cls in kind.__mro__)
-            engines[kind] = next((found for found in names if found in wrappers or found == OURS), None)
-        if (under := engines[kind]) is not None:
-            raise AlreadyWrapped(f"{_where(name)} is under {under} already; wrap the bare model once")
+            names = [cls.__name__ for cls in kind.__mro__]
+            engines[kind] = next(filter(names_of_wrappers.__contains__, names), None)
+        engine = engines[kind]
+        if engine is not None:
+            raise AlreadyWrapped(f"{_where(name)} is under {engine} already; wrap the bare model once")
         managed |= module in _managed
     if managed:
         raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
 
 
 def _where(name: str) -> str:
-    return f"module {public_name(name)!r}" if name else "the model"
+    if name:
+        return f"module {public_name(name)!r}"
+    return "the model"
 
 
-def _check_dense(buffers: Mapping[str, Tensor], parameters: Sequence[tuple[str, Tensor]]) -> None:
-    kinds = [("parameter", parameters), ("buffer", buffers.items())]
-    for kind, name, tensor in ((kind, *item) for kind, items in kinds for item in items):
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+def _check_dense(buffers: Mapping[str, Tensor], slots: Iterable[ParameterSlot]) -> None:
+    for slot in slots:
+        parameter = slot.parameter
+        _check_strided("parameter", slot.name, parameter)
+        if shares_memory(parameter) or parameter.is_neg():
             raise ModelError(
-                f"{kind} {name!r} is {what}: ranks exchange dense tensors only; store its dense form, or its indices "
-                "and values as two buffers"
-            )
-        if kind == "parameter" and (shares_memory(tensor) or tensor.is_neg()):
-            raise ModelError(
-                f"parameter {name!r} is expanded or lazily negated, so its elements share memory; assign "
+                f"parameter {slot.name!r} is expanded or lazily negated, so its elements share memory; assign "
                 "nn.Parameter(value.resolve_neg().contiguous()) before wrap"
             )
+    for name, buffer in buffers.items():
+        _check_strided("buffer", name, buffer)
+
+
+def _check_strided(kind: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout == torch.strided and not tensor.is_quantized:
+        return
+    what = "quantized"
+    if not tensor.is_quantized:
+        what = str(tensor.layout).removeprefix("torch.")
+    raise ModelError(
+        f"{kind} {name!r} is {what}: ranks exchange dense tensors only; store its dense form, or its indices "
+        "and values as two buffers"
+    )
 
 
 def check_modules(
-    modules: Mapping[str, nn.Module], precision: Precision, backend: CheckedBackend, world_size: int
+    modules: Mapping[str, nn.Module],
+    precision: Precision,
+    backend: CheckedBackend,
+    world_size: int,
 ) -> None:
     """Raise for embeddings, and for transformers' LayerDrop, which cannot be right under an engine. Local."""
-    parted = backend.facts.divides == "elements"
+    divides_elements = backend.facts.divides == "elements"
     narrow = {precision.param, precision.reduce_dtype} - {None, torch.float32}
+    # Ranks would scale rows in weights that all must hold alike, or in a copy.
+    refuses_max_norm = world_size > 1 or divides_elements or precision.param not in (None, torch.float32)
     for name, module in modules.items():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         kind = type(module).__name__
-        if module.sparse and module.weight.requires_grad and (parted or narrow):
+        if module.sparse and module.weight.requires_grad and (divides_elements or narrow):
+            setting = f"sparse gradients ({_where(name)}: {kind} with sparse=True)"
+            if not divides_elements:
+                setting += f" in {str(narrow.pop()).removeprefix('torch.')}"
             raise UnsupportedByBackend(
-                f"sparse gradients ({_where(name)}: {kind} with sparse=True)"
-                + ("" if parted else f" in {str(narrow.pop()).removeprefix('torch.')}"),
+                setting,
                 backend.name,
                 "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients",
             )
-        if module.max_norm is not None and (world_size > 1 or parted or precision.param not in (None, torch.float32)):
-            weight, norm = public_name(f"{name}.weight".lstrip(".")), f"{module.norm_type}, 0, {module.max_norm}"
+        if module.max_norm is not None and refuses_max_norm:
+            weight = public_name(f"{name}.weight".lstrip("."))
+            norm = f"{module.norm_type}, 0, {module.max_norm}"
             raise ModelError(
                 f"{weight!r} belongs to an nn.{kind} with max_norm, whose forward scales the rows "
                 "that it looks up in place: each rank would scale those of its own batch, in weights that all must "
@@ -137,7 +157,7 @@ def check_modules(
                 "after each optimizer.step(), on every rank: `with torch.no_grad(), "
                 f"model.full_parameters(writeback=True) as weights: weights[{weight!r}].renorm_({norm})`"
             )
-    if parted:
+    if divides_elements:
         _check_layer_drop(modules, backend)
 
 
@@ -151,36 +171,29 @@ def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend)
         owners.setdefault(id(module), (path, module))
         config = getattr(module, "config", None)
         owners.setdefault(id(config), (f"{path}.config", config))
-    found = [
-        f"{path}.{key}"
-        for path, owner in owners.values()
-        for key, value in getattr(owner, "__dict__", {}).items()
-        if key.endswith("layerdrop") and isinstance(value, (int, float)) and value > 0
-    ]
-    if found:
+    drops = []
+    for path, owner in owners.values():
+        for key, value in getattr(owner, "__dict__", {}).items():
+            if key.endswith("layerdrop") and isinstance(value, (int, float)) and value > 0:
+                drops.append(f"{path}.{key}")
+    if drops:
+        lines = "; ".join(f"{drop} = 0.0" for drop in drops)
         raise UnsupportedByBackend(
-            f"LayerDrop ({', '.join(found)}), by which ranks leave out different layers",
+            f"LayerDrop ({', '.join(drops)}), by which ranks leave out different layers",
             backend.name,
-            f"switch it off before wrap: `{'; '.join(f'{each} = 0.0' for each in found)}`; or use backend='ddp' or "
+            f"switch it off before wrap: `{lines}`; or use backend='ddp' or "
             "'fairscale' with find_unused_parameters=True, under which each rank leaves out layers of its own",
         )
 
 
 def check_parameters(buffers: Mapping[str, Tensor], slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
     """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
-    held = ((slot.name, slot.parameter) for slot in reversed(slots))
-    parameters = dict({id(parameter): (name, parameter) for name, parameter in held}.values())  # a tied one once
-    tensors = {**buffers, **parameters}
-    shared = None if slots[0].parameter.is_meta else overlapping(tensors)
-    # A slice with gaps is moved under every engine; see own_memory.
-    has_gaps = shared is not None and any(reach(tensors[name]) > tensors[name].numel() for name in shared)
-    if shared is not None and (backend.facts.divides != "nothing" or has_gaps):
-        one, other = sorted(shared)
-        raise ModelError(
-            f"{one!r} and {other!r} are two tensors that share memory; under backend {backend.name!r} each would get "
-            "its own memory and they would train apart: assign one nn.Parameter to both places (tied weights), or a "
-            "clone to one of them"
-        )
+    # A tied one once, by its first name.
+    parameters = {}
+    for name, parameter in {id(slot.parameter): (slot.name, slot.parameter) for slot in reversed(slots)}.values():
+        parameters[name] = parameter
+    if not slots[0].parameter.is_meta:
+        _check_memory({**buffers, **parameters}, backend)
     hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
     if hooked and backend.facts.divides == "elements":
         raise UnsupportedByBackend(
@@ -189,27 +202,53 @@ def check_parameters(buffers: Mapping[str, Tensor], slots: Sequence[ParameterSlo
             "hook the module's output, or use backend='ddp' or 'fairscale'",
         )
     for name, parameter in parameters.items():
-        asked = parameter.grad_dtype  # DDP raises in backward ("Expected Float, got BFloat16"), FSDP2 forgets it (2.13)
-        kept = asked in (None, parameter.dtype) or (backend.facts.keeps_grad_dtype and not parameter.is_complex())
-        if parameter.requires_grad and not kept:
-            told = f"grad_dtype={asked} of the {parameter.dtype} parameter {name!r}"
-            raise UnsupportedByBackend(told, backend.name, "leave grad_dtype as it is")
+        # DDP raises in backward ("Expected Float, got BFloat16"), FSDP2 forgets it (2.13).
+        dtype = parameter.grad_dtype
+        if not parameter.requires_grad or dtype in (None, parameter.dtype):
+            continue
+        if parameter.is_complex() or not backend.facts.keeps_grad_dtype:
+            setting = f"grad_dtype={dtype} of the {parameter.dtype} parameter {name!r}"
+            raise UnsupportedByBackend(setting, backend.name, "leave grad_dtype as it is")
+
+
+def _check_memory(tensors: Mapping[str, Tensor], backend: CheckedBackend) -> None:
+    """Raise for two tensors that share memory and would train apart."""
+    shared = overlapping(tensors)
+    if shared is None:
+        return
+    # A slice with gaps is moved under every engine; see own_memory.
+    has_gaps = any(reach(tensors[name]) > tensors[name].numel() for name in shared)
+    if backend.facts.divides != "nothing" or has_gaps:
+        one, other = sorted(shared)
+        raise ModelError(
+            f"{one!r} and {other!r} are two tensors that share memory; under backend {backend.name!r} each would get "
+            "its own memory and they would train apart: assign one nn.Parameter to both places (tied weights), or a "
+            "clone to one of them"
+        )
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """Return two different tensors, a parameter among them, that have elements in common; or None."""
-    held: dict[int, list[str]] = {}
+    by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            held.setdefault(storage_of(tensor), []).append(name)
-    for names in held.values():
+            by_storage.setdefault(storage_of(tensor), []).append(name)
+    for names in by_storage.values():
         if len(names) == 1:
             continue
-        starts = {name: int(tensors[name].storage_offset()) * tensors[name].itemsize for name in names}
-        found = sorted((at, at + reach(tensors[n]) * tensors[n].itemsize, n) for n, at in starts.items())
-        ends = itertools.accumulate((stop for _, stop, _ in found), max)
-        if any(start < end for end, (start, _, _) in zip(ends, found[1:], strict=False)):
-            shared = _in_common({name: tensors[name] for *_, name in found})
+        spans = []
+        for name in names:
+            tensor = tensors[name]
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            spans.append((start, start + reach(tensor) * tensor.itemsize, name))
+        spans.sort()
+        end = 0
+        overlaps = False
+        for start, stop, _ in spans:
+            overlaps = overlaps or start < end
+            end = max(end, stop)
+        if overlaps:
+            shared = _in_common({name: tensors[name] for *_, name in spans})
             if shared is not None:
                 return shared
     return None
@@ -217,13 +256,19 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 
 def _in_common(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """Return two of the tensors over one storage that have a byte in common; two columns of a table, say, have none."""
-    taken = torch.zeros(next(iter(tensors.values())).untyped_storage().nbytes(), dtype=torch.bool)
+    storage = next(iter(tensors.values())).untyped_storage()
+    mask = torch.zeros(storage.nbytes(), dtype=torch.bool)
 
     def bytes_of(name: str) -> Tensor:
-        tensor, size = tensors[name], tensors[name].itemsize
-        places = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]  # expanded
-        strides = [stride * size for stride in tensor.stride()]
-        return taken.as_strided((*places, size), (*strides, 1), int(tensor.storage_offset()) * size)
+        tensor = tensors[name]
+        size = tensor.itemsize
+        shape = []
+        strides = []
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            # All elements of an expanded dimension are one.
+            shape.append(length if stride else 1)
+            strides.append(stride * size)
+        return mask.as_strided((*shape, size), (*strides, 1), int(tensor.storage_offset()) * size)
 
     # Parameters first: buffers may share memory with each other. One mask for all: a table may have 3,000 columns.
     names = sorted(tensors, key=lambda name: not isinstance(tensors[name], nn.Parameter))
@@ -268,32 +313,53 @@ def check_same_model(
     """Raise on every rank unless all of ``group`` hold the same names, shapes and layouts, and ask for the same."""
     if group is None or group.size() == 1:
         return
-    mine: list[tuple[Any, ...]] = []
-    first: dict[int, str] = {}  # a tie on some ranks only would let the ranks send different numbers of tensors
+    facts: list[tuple[Any, ...]] = []
+    first_names: dict[int, str] = {}
     for slot in slots:
         parameter = slot.parameter
-        tied, order = first.setdefault(id(parameter), slot.name), memory_order(parameter)
-        kind = str(parameter.dtype) + ("" if tied == slot.name else f" tied to {tied!r}")
-        kind += "" if order is None else f" with dimensions {order} in memory"  # FSDP1 and DDP divide by it
-        mine.append((slot.name, tuple(parameter.shape), kind, parameter.requires_grad))
-    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in buffers.items()]
+        kind = str(parameter.dtype)
+        # A tie on some ranks only would let the ranks send different numbers of tensors.
+        first_name = first_names.setdefault(id(parameter), slot.name)
+        if first_name != slot.name:
+            kind += f" tied to {first_name!r}"
+        # FSDP1 and DDP divide by it.
+        order = memory_order(parameter)
+        if order is not None:
+            kind += f" with dimensions {order} in memory"
+        facts.append((slot.name, tuple(parameter.shape), kind, parameter.requires_grad))
+    for name, buffer in buffers.items():
+        facts.append((name, tuple(buffer.shape), str(buffer.dtype), False))
     asked = {f"{key}=": repr(value) for key, value in settings.items()}
-    mine += asked.items()
-    digests = per_rank(group, hashlib.sha256(repr(mine).encode()).hexdigest())
+    facts += asked.items()
+    digests = per_rank(group, hashlib.sha256(repr(facts).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    tables = per_rank(group, mine)
+    tables = per_rank(group, facts)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    here, there = ({name: _described(*values) for name, *values in tables[rank]} for rank in (0, other))
+    _raise_difference(other, _cells(tables[0]), _cells(tables[other]), asked)
+
+
+def _raise_difference(other: int, here: Mapping[str, str], there: Mapping[str, str], asked: Container[str]) -> NoReturn:
+    """Raise with a table of what rank 0 and another one hold, or were asked for."""
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     if not names:
         raise RankMismatch(f"ranks 0 and {other} hold different models: the same parameters in another order")
-    held = [name for name in names if name not in asked]  # other models have other units, too
-    what = "hold different models" if held else "were asked for different things"
-    rows = [[name, here.get(name, "-"), there.get(name, "-")] for name in held or names]
-    more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
-    table = [*aligned([["", "rank 0", f"rank {other}"], *rows[:SHOWN]]), *more]
-    raise RankMismatch("\n  ".join([f"ranks 0 and {other} {what}:", *table]))
+    what = "were asked for different things"
+    # Other models have other units, too: these are not shown then.
+    of_model = [name for name in names if name not in asked]
+    if of_model:
+        names = of_model
+        what = "hold different models"
+    rows = [["", "rank 0", f"rank {other}"]]
+    rows += [[name, here.get(name, "-"), there.get(name, "-")] for name in names[:SHOWN]]
+    lines = [f"ranks 0 and {other} {what}:", *aligned(rows)]
+    if len(names) > SHOWN:
+        lines.append(f"and {len(names) - SHOWN} more")
+    raise RankMismatch("\n  ".join(lines))
+
+
+def _cells(facts: Iterable[Sequence[Any]]) -> dict[str, str]:
+    return {name: _described(*values) for name, *values in facts}
 
 
 def _described(*values: Any) -> str:
@@ -301,4 +367,5 @@ def _described(*values: Any) -> str:
     if len(values) == 1:
         return str(values[0])
     shape, kind, trained = values
-    return f"{shape} {kind}{'' if trained else ', no gradient'}"
+    note = "" if trained else ", no gradient"
+    return f"{shape} {kind}{note}"

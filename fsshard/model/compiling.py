@@ -44,7 +44,9 @@ class Compilation:
     def backend(self) -> str:
         """Name of torch.compile's backend."""
         backend = self.keywords.get("backend", "inductor")
-        return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+        if isinstance(backend, str):
+            return backend
+        return getattr(backend, "__name__", type(backend).__name__)
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -123,7 +125,8 @@ def compiled_units(plan: Plan) -> tuple[str, ...]:
 
 def compiled_modules(plan: Plan, compilation: Compilation) -> tuple[str, ...]:
     """Return names of the modules whose forward is compiled: units that hold no other one, and parts of such units."""
-    leaves, names = compiled_units(plan), [unit.name for unit in plan.units]
+    leaves = compiled_units(plan)
+    names = [unit.name for unit in plan.units]
     found: dict[str, None] = {}
     for name in compilation.within:
         inside = f"{name}." if name else ""
@@ -236,10 +239,12 @@ def _asked_by(compiled: list[tuple[str, nn.Module]], asked_too: object) -> Compi
                 f"{where}: hooks were registered on what torch.compile returned, which wrap replaces by the module "
                 "within; register them on the module before torch.compile, or on what wrap returns"
             )
-        if (keywords := keywords_of(module)) is None:
+        keywords = keywords_of(module)
+        if keywords is None:
             raise ModelError(f"{where} is kept out of torch.compile by torch.compiler.disable; wrap the bare module")
         asked.append(keywords)
-    if (other := next((keywords for keywords in asked if keywords != asked[0]), None)) is not None:
+    other = next((keywords for keywords in asked if keywords != asked[0]), None)
+    if other is not None:
         raise ConfigurationError(
             f"{told} were compiled before with different arguments ({asked[0]!r} and {other!r}); compile them alike, "
             "or wrap the bare model with compile="

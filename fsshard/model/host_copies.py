@@ -79,4 +79,6 @@ def to_device(copy: HostCopy) -> Tensor:
     else:
         tensor = save_on_cpu(pin_memory=True).unpack_hook(copy.packed)
     tensor = tensor.permute([copy.order.index(dim) for dim in range(tensor.dim())])
-    return tensor.conj() if copy.is_conj else tensor
+    if copy.is_conj:
+        return tensor.conj()
+    return tensor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +47,15 @@ def lora(model: ModuleT, *, rank: int = 8, target: str, alpha: float | None = No
             name; there are adapters already.
         AlreadyWrapped: the model is wrapped.
     """
-    chosen = _chosen(model, rank, target)
+    names_of = _chosen(model, rank, target)
     alpha = float(rank if alpha is None else alpha)
     model.requires_grad_(False)
-    for module, names in chosen.items():
+    for module, names in names_of.items():
+        pairs = _keeps_pairs(module)
         for name in names:
-            held = module._parameters.pop(name)
-            assert held is not None
-            module.add_module(name + ADAPTER, LowRank(held, rank, alpha, _keeps_pairs(module)))
+            weight = module._parameters.pop(name)
+            assert weight is not None
+            module.add_module(name + ADAPTER, LowRank(weight, rank, alpha, pairs))
         kind: Any = type(module)
         module.__class__ = _adapted_class(kind, tuple(names))
     return model
@@ -70,7 +72,8 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
     if adapters_of(model):
         raise ModelError("fsshard.lora: the model has adapters already; name all weights in one call, target='a|b'")
     slots = list(parameter_slots(model))
-    found: dict[nn.Module, list[str]] = {}
+    uses = Counter(id(slot.parameter) for slot in slots)
+    names: dict[nn.Module, list[str]] = {}
     for slot in slots:
         if not re.search(target, slot.name):
             continue
@@ -78,31 +81,35 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
             raise ModelError(f"fsshard.lora: {slot.name!r} has no shape yet; run a forward of the model before")
         if rank > _largest_rank(slot.owner, slot.parameter):
             continue
-        if sum(other.parameter is slot.parameter for other in slots) > 1:
+        if uses[id(slot.parameter)] > 1:
             raise ModelError(f"fsshard.lora: {slot.name!r} is shared between modules; leave it out of target=")
-        if isinstance(slot.owner, nn.RNNBase):  # which computes with a list of its own of the parameters
+        # A recurrent layer computes with a list of its own of the parameters.
+        if isinstance(slot.owner, nn.RNNBase):
             raise ModelError(f"fsshard.lora: {slot.name!r} is a recurrent layer's; leave it out of target=")
-        found.setdefault(slot.owner, []).append(slot.attribute)
-    if not found:
+        names.setdefault(slot.owner, []).append(slot.attribute)
+    if not names:
         some = ", ".join(slot.name for slot in slots[:4])
         raise ConfigurationError(
             f"fsshard.lora: target={target!r}, rank={rank}: expected it to match the name of a matrix of at least "
             f"that rank, and none matches; names are {some}, ..."
         )
-    return found
+    return names
 
 
 def _keeps_pairs(module: nn.Module) -> bool:
     """Return whether a class keeps complex numbers as pairs of reals itself (tltorch's complex tensors)."""
-    known = factorised_classes()
-    return known is not None and isinstance(module, known)
+    classes = factorised_classes()
+    return classes is not None and isinstance(module, classes)
 
 
 def _largest_rank(module: nn.Module, parameter: Tensor) -> int:
     """Return the smaller side of what is seen as a matrix; 0 for what cannot be."""
-    shape = parameter.shape[:-1] if _keeps_pairs(module) else parameter.shape
-    is_matrix = len(shape) > 1 and (parameter.is_floating_point() or parameter.is_complex())
-    return min(shape[0], math.prod(shape[1:])) if is_matrix else 0
+    shape = parameter.shape
+    if _keeps_pairs(module):
+        shape = shape[:-1]
+    if len(shape) > 1 and (parameter.is_floating_point() or parameter.is_complex()):
+        return min(shape[0], math.prod(shape[1:]))
+    return 0
 
 
 class LowRank(nn.ModuleList):  # a container to every policy: the module that computes with the weight is the unit
@@ -118,12 +125,17 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
 
     def __init__(self, base: nn.Parameter, rank: int, alpha: float, pairs: bool) -> None:
         super().__init__()
-        self.base, self.alpha, self.pairs = base.requires_grad_(False), alpha, pairs
-        whole = torch.view_as_complex(base.detach()) if pairs else base.detach()
-        rows, columns = whole.shape[0], whole[0].numel()
-        like: dict[str, Any] = {"dtype": whole.dtype, "device": whole.device}
-        self.lora_A = nn.Parameter(torch.randn(rank, columns, **like) / math.sqrt(columns))
-        self.lora_B = nn.Parameter(torch.zeros(rows, rank, **like))
+        self.base = base.requires_grad_(False)
+        self.alpha = alpha
+        self.pairs = pairs
+        whole = base.detach()
+        if pairs:
+            whole = torch.view_as_complex(whole)
+        rows = whole.shape[0]
+        columns = whole[0].numel()
+        normal = torch.randn(rank, columns, dtype=whole.dtype, device=whole.device)
+        self.lora_A = nn.Parameter(normal / math.sqrt(columns))
+        self.lora_B = nn.Parameter(torch.zeros(rows, rank, dtype=whole.dtype, device=whole.device))
 
     def get_extra_state(self) -> Tensor:
         """Return ``alpha``, a tensor because some formats hold nothing else; no cast of the model rounds it."""
@@ -141,7 +153,8 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
 
 def merged(base: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
     """Return ``base + alpha / rank * b a``, in the shape of ``base``."""
-    return base + (alpha / a.shape[0] * (b @ a)).view(base.shape)
+    product = alpha / a.shape[0] * (b @ a)
+    return base + product.view(base.shape)
 
 
 class _Adapted(nn.Module):
@@ -162,8 +175,10 @@ class _Adapted(nn.Module):
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return _rebuild, (type(self)._lora_origin, type(self)._lora_names), state
+        module: Any = self
+        state = module.__getstate__() if hasattr(module, "__getstate__") else module.__dict__
+        kind = type(self)
+        return _rebuild, (kind._lora_origin, kind._lora_names), state
 
 
 def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,17 +189,21 @@ def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:
 @cache
 def _adapted_class(origin: Any, names: tuple[str, ...]) -> Any:
     """Return a subclass that shows under each name the weight with its adapter."""
-    members: dict[str, Any] = {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"_lora_origin": origin, "_lora_names": names}
-    known = factorised_classes()
-    shows_pairs = known is not None and issubclass(origin, known[1])  # its methods make complex numbers of them
-    members |= {name: property(_getter(name + ADAPTER, shows_pairs)) for name in names}
+    members: dict[str, Any] = {"_lora_origin": origin, "_lora_names": names}
+    for name in ("__module__", "__qualname__", "__doc__"):
+        members[name] = getattr(origin, name)
+    classes = factorised_classes()
+    # Methods of tltorch's complex tensors make complex numbers of pairs.
+    shows_pairs = classes is not None and issubclass(origin, classes[1])
+    for name in names:
+        members[name] = property(_getter(name + ADAPTER, shows_pairs))
     return class_in_front(_Adapted, origin, origin.__name__, members, _call_origin)
 
 
 def _getter(adapter: str, shows_pairs: bool) -> Any:
     def get(self: Any) -> Tensor:
-        full = cast(LowRank, self.__dict__["_modules"][adapter]).full()
+        low_rank: LowRank = self.__dict__["_modules"][adapter]
+        full = low_rank.full()
         return torch.view_as_real(full) if shows_pairs else full
 
     return get
@@ -196,8 +215,8 @@ def _rebuild(origin: Any, names: tuple[str, ...]) -> Any:
 
 def adapters_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the modules with adapted weights, and the attribute, by the name of the weight."""
-    return {
-        f"{name}.{attribute}".lstrip("."): (module, attribute)
-        for name, module in model.named_modules()
-        for attribute in getattr(type(module), "_lora_names", ())
-    }
+    adapters = {}
+    for name, module in model.named_modules():
+        for attribute in getattr(type(module), "_lora_names", ()):
+            adapters[f"{name}.{attribute}".lstrip(".")] = (module, attribute)
+    return adapters

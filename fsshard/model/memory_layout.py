@@ -23,7 +23,8 @@ def memory_order(tensor: Tensor) -> Order | None:
     order = order_in_memory(tensor)
     if not order:
         return None
-    wide = [dim for dim in order if tensor.shape[dim] != 1]  # the strides of the others mean nothing here
+    # The strides of dimensions of one element mean nothing.
+    wide = [dim for dim in order if tensor.shape[dim] != 1]
     return None if wide == sorted(wide) else order
 
 
@@ -36,7 +37,9 @@ def packed(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor
     order = memory_order(tensor)
-    return tensor if order is not None and tensor.permute(order).is_contiguous() else tensor.clone()
+    if order is not None and tensor.permute(order).is_contiguous():
+        return tensor
+    return tensor.clone()
 
 
 def own_memory(modules: Collection[nn.Module]) -> None:
@@ -48,9 +51,14 @@ def own_memory(modules: Collection[nn.Module]) -> None:
     torch refuses to broadcast into the first ("more than one element of the written-to tensor refers to a single memory
     location") and to view the others as real numbers (2.13).
     """
-    for parameter in (p for module in modules for p in module._parameters.values() if p is not None):
-        if not parameter.is_contiguous() and (dense := packed(held := parameter.detach())) is not held:
-            parameter.data = dense
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is None or parameter.is_contiguous():
+                continue
+            values = parameter.detach()
+            dense = packed(values)
+            if dense is not values:
+                parameter.data = dense
     resolved: dict[int, Tensor] = {}
     for module in modules:
         for key, buffer in module._buffers.items():
@@ -71,7 +79,10 @@ def reach(tensor: Tensor) -> int:
     """Return the distance from the first element in memory to behind the last, in elements."""
     if tensor.is_contiguous():
         return int(tensor.numel())
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    distance = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        distance += (size - 1) * stride
+    return distance
 
 
 def storage_of(tensor: Tensor) -> int:

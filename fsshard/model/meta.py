@@ -31,14 +31,13 @@ Initialiser = Callable[[nn.Module], object]
 
 def is_meta(slots: Sequence[ParameterSlot]) -> bool:
     """Return whether the parameters of a model are on the meta device; raise if some are, and some are not."""
-    flags = [slot.parameter.is_meta for slot in slots]
-    if any(flags) and not all(flags):
-        real = [slot.name for slot, flag in zip(slots, flags, strict=True) if not flag]
+    real = [slot.name for slot in slots if not slot.parameter.is_meta]
+    if real and len(real) < len(slots):
         raise ModelError(
             f"some parameters are on the meta device and some are not ({', '.join(real[:3])}); build the whole model "
             "under torch.device('meta'), or all of it outside"
         )
-    return any(flags)
+    return not real and bool(slots)
 
 
 def initialiser(value: object) -> Initialiser | None:
@@ -60,11 +59,10 @@ def check_resettable(modules: Mapping[str, nn.Module], init: Initialiser | None)
     """Raise for modules that hold parameters or buffers without memory and cannot initialise themselves."""
     if init is not _reset:
         return
-    lacking = {
-        f"{name or '(the model)'} ({type(module).__name__})"
-        for name, module in modules.items()
-        if _holds_meta(module) and not callable(getattr(module, "reset_parameters", None))
-    }
+    lacking = set()
+    for name, module in modules.items():
+        if _holds_meta(module) and not callable(getattr(module, "reset_parameters", None)):
+            lacking.add(f"{name or '(the model)'} ({type(module).__name__})")
     if lacking:
         raise ModelError(
             f"param_init_fn='reset_parameters': no such method in {', '.join(sorted(lacking)[:5])}; pass a function "
@@ -79,23 +77,28 @@ def _holds_meta(module: nn.Module) -> bool:
 
 def take_out(modules: Iterable[nn.Module], slots: Sequence[ParameterSlot]) -> dict[str, Tensor]:
     """Leave shapes in the modules and return their values: parameters and buffers by the user's names, ties once."""
-    held: dict[str, Tensor] = {}
-    replaced: dict[int, nn.Parameter] = {}
+    values: dict[str, Tensor] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for slot in slots:
         parameter = slot.parameter
-        if id(parameter) not in replaced:
-            held[slot.name] = parameter.detach()
-            new = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            new.__dict__.update(attributes_of(parameter))
-            replaced[id(parameter)] = new
-        slot.owner._parameters[slot.stored] = replaced[id(parameter)]
+        if id(parameter) not in parameters:
+            values[slot.name] = parameter.detach()
+            parameters[id(parameter)] = _like(parameter, torch.empty_like(parameter, device="meta"))
+        slot.owner._parameters[slot.stored] = parameters[id(parameter)]
     buffers: dict[int, Tensor] = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
-                held[f"{id(module)}.{key}"] = buffer
-    return held
+                values[f"{id(module)}.{key}"] = buffer
+    return values
+
+
+def _like(parameter: Tensor, memory: Tensor) -> nn.Parameter:
+    """Return a parameter over other memory, with the same attributes."""
+    new = nn.Parameter(memory, parameter.requires_grad)
+    new.__dict__.update(attributes_of(parameter))
+    return new
 
 
 @dataclass
@@ -134,22 +137,27 @@ class ValueSource:
             The new parameters, in that order.
         """
         modules = [module for module in region if _holds_meta(module)]
-        earlier: dict[str, Tensor] = {
-            slot.name: slot.parameter for slot in self._made
-        }  # where engines have put it by now
-        earlier |= {name: real for _, real, name in self._buffers.values()}
+        # Where engines have put what was made before, by now.
+        elsewhere: dict[str, Tensor] = {slot.name: slot.parameter for slot in self._made}
+        for _, real, name in self._buffers.values():
+            elsewhere[name] = real
         parameters = [self._allocate(slots) for slots in places]
         buffers = self._allocate_buffers(modules)
-        self._made += [slot for slots in places for slot in slots]
+        for slots in places:
+            self._made += slots
         holdings = parameters + buffers
-        if self.init is None:
-            without = set() if self.from_rank0 else {name for holding in holdings for name in holding.told}
-        else:
-            shared = {id(holding.held) for holding in holdings}  # a buffer that modules of several units share
-            earlier = {name: tensor for name, tensor in earlier.items() if id(tensor) not in shared}
+        without: set[str] = set()
+        if self.init is not None:
             init = self.init
-            results = exchange(self.group, lambda: initialise(init, modules, holdings, earlier, self.names))
-            without = results[0]  # rank 0's numbers are sent, or there are none
+            # A buffer that modules of several units share is made here.
+            own = {id(holding.held) for holding in holdings}
+            elsewhere = {name: tensor for name, tensor in elsewhere.items() if id(tensor) not in own}
+            results = exchange(self.group, lambda: initialise(init, modules, holdings, elsewhere, self.names))
+            # Rank 0's numbers are sent.
+            without = results[0]
+        elif not self.from_rank0:
+            for holding in holdings:
+                without.update(holding.told)
         self.unfilled |= without
         self._send(parameters, places, without)
         self._send(buffers, None, without)
@@ -158,73 +166,98 @@ class ValueSource:
     def _allocate(self, slots: list[ParameterSlot]) -> Holding:
         old = slots[0].parameter
         memory = torch.empty_like(old, device=self.device, requires_grad=False)
-        new = nn.Parameter(memory, requires_grad=old.requires_grad)
-        new.__dict__.update(attributes_of(old))
+        new = _like(old, memory)
+        names = []
+        places = []
         for slot in slots:
             slot.owner._parameters[slot.stored] = new
-        places = tuple((slot.owner, slot.stored) for slot in slots)
-        return Holding(new, tuple(slot.name for slot in slots), places, memory)
+            names.append(slot.name)
+            places.append((slot.owner, slot.stored))
+        return Holding(new, tuple(names), tuple(places), memory)
 
     def _allocate_buffers(self, modules: list[nn.Module]) -> list[Holding]:
-        found: dict[int, Holding] = {}
+        reals: dict[int, Tensor] = {}
+        names: dict[int, list[str]] = {}
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in modules:
+            prefix = f"{self.names[module]}." if self.names[module] else ""
             for key, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_meta:
                     continue
-                name = f"{self.names[module]}.{key}" if self.names[module] else key
+                name = prefix + key
                 if id(buffer) not in self._buffers:
                     self._buffers[id(buffer)] = (buffer, torch.empty_like(buffer, device=self.device), name)
-                real = module._buffers[key] = self._buffers[id(buffer)][1]
-                before = found.get(id(real), Holding(real, (), (), real.detach()))
-                found[id(real)] = Holding(real, (*before.names, name), (*before.places, (module, key)), before.memory)
-        return list(found.values())
+                _, real, _ = self._buffers[id(buffer)]
+                module._buffers[key] = real
+                reals[id(real)] = real
+                names.setdefault(id(real), []).append(name)
+                places.setdefault(id(real), []).append((module, key))
+        holdings = []
+        for number, real in reals.items():
+            holdings.append(Holding(real, tuple(names[number]), tuple(places[number]), real.detach()))
+        return holdings
 
     @torch.no_grad()
-    def _send(self, holdings: list[Holding], slots: list[list[ParameterSlot]] | None, without: set[str]) -> None:
+    def _send(
+        self,
+        holdings: list[Holding],
+        slots: list[list[ParameterSlot]] | None,
+        without: set[str],
+    ) -> None:
         """Send rank 0's numbers to all, where it has them."""
         for index, holding in enumerate(holdings):
             if holding.names[0] in without:
                 continue
-            slot = None if slots is None else slots[index][0]
-            module, key = holding.places[0]
-            value = self.held.pop(f"{id(module)}.{key}" if slot is None else slot.name, None)
-            into = holding.memory
+            if slots is None:
+                module, key = holding.places[0]
+                value = self.held.pop(f"{id(module)}.{key}", None)
+            else:
+                slot = slots[index][0]
+                value = self.held.pop(slot.name, None)
+                if value is not None:
+                    value = slot.kind.to_stored(value)
+            memory = holding.memory
             if value is not None:
-                into.copy_(value if slot is None else slot.kind.to_stored(value))
-            if self.group is not None and self.group.size() > 1 and into.numel():
-                sent = into.contiguous()  # gloo sends memory as it lies, and layouts may differ (torch 2.13)
-                dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=self.group, group_src=0)
-                if sent is not into:
-                    into.copy_(sent)
+                memory.copy_(value)
+            if self.group is None or self.group.size() == 1 or not memory.numel():
+                continue
+            # gloo sends memory as it lies, and layouts may differ (torch 2.13).
+            sent = memory.contiguous()
+            real = torch.view_as_real(sent) if sent.is_complex() else sent
+            dist.broadcast(real, group=self.group, group_src=0)
+            if sent is not memory:
+                memory.copy_(sent)
 
 
 def no_numbers_yet(unfilled: Set[str], in_state_dict: Set[str]) -> ModelError:
     """Return the error that names what has memory and no values, and says where its values can come from."""
-    awaited, constants = sorted(unfilled & in_state_dict), sorted(unfilled - in_state_dict)
-    told = []
+    awaited = sorted(unfilled & in_state_dict)
+    constants = sorted(unfilled - in_state_dict)
+    sentences = []
     if awaited:
-        told.append(
+        sentences.append(
             f"no values yet for {', '.join(awaited[:5])}: the model was built on the meta device; load a state dict "
             "that has them, or wrap with a param_init_fn that sets them"
         )
     if constants:
-        told.append(
+        sentences.append(
             f"no values yet for {', '.join(constants[:5])}, non-persistent buffers, which no state dict has: wrap "
             "with a param_init_fn that sets them (what it leaves alone can come from a state dict; for a model of "
             "transformers: param_init_fn=model._init_weights), or build a real model on rank 0"
         )
-    return ModelError(". And ".join(told))
+    return ModelError(". And ".join(sentences))
 
 
 def ranks_on_meta(slots: Sequence[ParameterSlot], group: dist.ProcessGroup) -> list[bool]:
     """Return which ranks' models are on the meta device; raise if only rank 0's is. Collective."""
-    found = per_rank(group, slots[0].parameter.is_meta)  # all are alike: see check_model()
-    if found[0] and not all(found):
+    # All parameters of a rank are alike: see check_model().
+    on_meta = per_rank(group, slots[0].parameter.is_meta)
+    if on_meta[0] and not all(on_meta):
         raise RankMismatch(
-            f"the model is on the meta device on rank 0 and real on rank {found.index(False)}; make rank 0's the "
+            f"the model is on the meta device on rank 0 and real on rank {on_meta.index(False)}; make rank 0's the "
             "real one"
         )
-    return found
+    return on_meta
 
 
 def value_source(
@@ -277,7 +310,9 @@ class Holding:
     @property
     def told(self) -> tuple[str, ...]:
         """The names by which it is asked for: a tied parameter by its first one, a buffer by every key that it has."""
-        return self.names[:1] if isinstance(self.held, nn.Parameter) else self.names
+        if isinstance(self.held, nn.Parameter):
+            return self.names[:1]
+        return self.names
 
 
 def initialise(
@@ -312,7 +347,7 @@ def initialise(
     versions = {name: version_of(tensor) for name, tensor in elsewhere.items()}
     for module in modules:
         where = f"param_init_fn on {names[module] or '(the model)'} ({type(module).__name__})"
-        before = (set(module._parameters), set(module._buffers))
+        before = _keys_of(module)
         try:
             with torch.no_grad(), _empty_is_marked(), showing_the_users(module.modules()):
                 init(module)
@@ -320,27 +355,31 @@ def initialise(
             raise
         except Exception as error:
             raise ModelError(f"{where} failed: {type(error).__name__}: {error}") from error
-        reached = [name for name, tensor in elsewhere.items() if version_of(tensor) != versions[name]]
-        if reached:
-            raise ModelError(
-                f"{where} writes to {reached[0]}, which belongs to another sharding unit and may be sharded by now; "
-                "initialise only the module's own parameters (children are called first), put both into one unit with "
-                "auto_wrap_policy, or build a real model on rank 0"
-            )
-        if (set(module._parameters), set(module._buffers)) != before:
-            changed = {*module._parameters, *module._buffers} ^ (before[0] | before[1])
+        for name, tensor in elsewhere.items():
+            if version_of(tensor) != versions[name]:
+                raise ModelError(
+                    f"{where} writes to {name}, which belongs to another sharding unit and may be sharded by now; "
+                    "initialise only the module's own parameters (children are called first), put both into one unit "
+                    "with auto_wrap_policy, or build a real model on rank 0"
+                )
+        if _keys_of(module) != before:
+            changed = set().union(*_keys_of(module)) ^ set().union(*before)
             raise ModelError(f"{where} added or removed {', '.join(sorted(changed))}; do that before fsshard.wrap")
         for holding in held_by.get(module, ()):
             _take_back(holding, where)
-    for holding in holdings:  # a parent may have assigned to its children
+    # A parent may have assigned to its children.
+    for holding in holdings:
         _take_back(holding, "param_init_fn")
-    written = [version_of(holding.memory) != version for holding, version in zip(holdings, marked, strict=True)]
-    return {
-        name
-        for holding, has_changed in zip(holdings, written, strict=True)
-        if _lacks_numbers(holding, has_changed)
-        for name in holding.told
-    }
+    without: set[str] = set()
+    for holding, version in zip(holdings, marked, strict=True):
+        has_changed = version_of(holding.memory) != version
+        if _lacks_numbers(holding, has_changed):
+            without.update(holding.told)
+    return without
+
+
+def _keys_of(module: nn.Module) -> tuple[set[str], set[str]]:
+    return set(module._parameters), set(module._buffers)
 
 
 def _mark(memory: Tensor) -> None:
@@ -355,15 +394,16 @@ def _mark(memory: Tensor) -> None:
 def _empty_is_marked() -> Iterator[None]:
     """Let ``torch.empty``, and so ``Module.to_empty``, give marked memory."""
     deterministic: Any = torch.utils.deterministic
-    before = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    mode = torch.get_deterministic_debug_mode()
+    fills = deterministic.fill_uninitialized_memory
     try:
         # The filling is part of deterministic algorithms; "warn" lets functions that have none run as they are.
-        torch.set_deterministic_debug_mode("error" if before[0] == 2 else "warn")
+        torch.set_deterministic_debug_mode("error" if mode == 2 else "warn")
         deterministic.fill_uninitialized_memory = True
         yield
     finally:
-        torch.set_deterministic_debug_mode(before[0])
-        deterministic.fill_uninitialized_memory = before[1]
+        torch.set_deterministic_debug_mode(mode)
+        deterministic.fill_uninitialized_memory = fills
 
 
 def _is_marked(tensor: Tensor) -> bool:
@@ -375,24 +415,36 @@ def _is_marked(tensor: Tensor) -> bool:
 
 def _take_back(holding: Holding, where: str) -> None:
     """Copy the numbers of what was assigned; modules keep what they held, with its ties, device, and requires_grad."""
+    memory = holding.memory
+    is_parameter = isinstance(holding.held, nn.Parameter)
     for name, (module, key) in zip(holding.names, holding.places, strict=True):
-        is_parameter = isinstance(holding.held, nn.Parameter)
-        found: dict[str, Any] = module._parameters if is_parameter else module._buffers
-        now = found[key]
-        if now is holding.held and storage_of(now) == storage_of(holding.memory) and now.shape == holding.memory.shape:
+        tensors: dict[str, Any] = module._parameters if is_parameter else module._buffers
+        value = tensors[key]
+        if value is holding.held and storage_of(value) == storage_of(memory) and value.shape == memory.shape:
             continue
-        wanted = (tuple(holding.memory.shape), holding.memory.dtype)
-        got = None if now is None else (tuple(now.shape), now.dtype)
-        # buffers can be held in another dtype under mixed precision
-        cast = not is_parameter and got is not None and now.is_floating_point() and wanted[1].is_floating_point
-        if got is None or now.is_meta or got[0] != wanted[0] or (got[1] != wanted[1] and not cast):
-            what = "nothing" if got is None else "no memory" if now.is_meta else f"{got[1]} of shape {got[0]}"
-            raise ModelError(f"{where} assigned to {name}: expected {wanted[1]} of shape {wanted[0]}, got {what}")
-        if not _is_marked(now):  # else it comes from torch's Module.to_empty, say
+        wrong = _why_unfit(value, memory, may_cast=not is_parameter)
+        if wrong:
+            raise ModelError(
+                f"{where} assigned to {name}: expected {memory.dtype} of shape {tuple(memory.shape)}, got {wrong}"
+            )
+        # What is marked comes from torch's Module.to_empty, say.
+        if not _is_marked(value):
             with torch.no_grad():
-                holding.memory.copy_(now.detach())
-        holding.held.data = holding.memory
-        found[key] = holding.held
+                memory.copy_(value.detach())
+        holding.held.data = memory
+        tensors[key] = holding.held
+
+
+def _why_unfit(value: Tensor | None, memory: Tensor, *, may_cast: bool) -> str:
+    """Say what was assigned if its numbers cannot be copied to memory; buffers may be in another dtype there."""
+    if value is None:
+        return "nothing"
+    if value.is_meta:
+        return "no memory"
+    casts = may_cast and value.is_floating_point() and memory.is_floating_point()
+    if value.shape != memory.shape or (value.dtype != memory.dtype and not casts):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return ""
 
 
 def _lacks_numbers(holding: Holding, has_changed: bool) -> bool:

@@ -44,7 +44,13 @@ def hidden_tensors(output: Any, since: int = 0) -> list[Tensor]:
     return [t for t in found.values() if t.grad_fn is not None and sequence_number(t.grad_fn) >= since]
 
 
-def _find_hidden(value: Any, found: dict[int, Tensor], seen: set[int], *, hidden: bool) -> None:
+def _find_hidden(
+    value: Any,
+    found: dict[int, Tensor],
+    seen: set[int],
+    *,
+    hidden: bool,
+) -> None:
     if isinstance(value, Tensor):
         if hidden and value.requires_grad:
             found[id(value)] = value

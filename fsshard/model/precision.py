@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,21 +63,24 @@ def bf16_ready(device: torch.device | str | None = None) -> Readiness:
     Args:
         device: where the model is; None is this process's GPU if there is one, else the CPU.
     """
-    kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = torch.device(device).type
     if kind == "cpu":
         return Readiness(True, "the CPU computes in bfloat16, in software where it has no such instructions")
     if kind != "cuda":
         return Readiness(False, f"not known for device type {kind!r}")
     if not torch.cuda.is_available():
         return Readiness(False, "torch sees no GPU")
+    name = torch.cuda.get_device_name(device)
     if torch.version.cuda is not None and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        major, minor = torch.cuda.get_device_capability(device)
         return Readiness(False, f"{name} has compute capability {major}.{minor}; bfloat16 needs 8.0 (Ampere) or newer")
     from torch.distributed import is_nccl_available
 
     if is_nccl_available() and torch.cuda.nccl.version() < (2, 10):
         return Readiness(False, f"NCCL {torch.cuda.nccl.version()} cannot reduce bfloat16; it needs 2.10 or newer")
-    return Readiness(True, f"{torch.cuda.get_device_name(device)} computes in bfloat16")
+    return Readiness(True, f"{name} computes in bfloat16")
 
 
 def check_precision(plan: Plan, device: torch.device) -> None:
@@ -91,20 +94,22 @@ def check_precision(plan: Plan, device: torch.device) -> None:
             )
     if precision == Precision():
         return
-    other = {info.dtype: name for name, info in plan.parameters.items()}
-    other = {
-        dtype: name
-        for dtype, name in other.items()
-        if (dtype.is_floating_point or dtype.is_complex) and dtype not in (torch.float32, torch.complex64)
-    }
-    if other:
-        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in other.items())
+    # One parameter's name stands for each dtype.
+    names = {}
+    for name, info in plan.parameters.items():
+        is_number = info.dtype.is_floating_point or info.dtype.is_complex
+        if is_number and info.dtype not in (torch.float32, torch.complex64):
+            names[info.dtype] = name
+    if names:
+        others = [f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names.items()]
         raise PrecisionError(
             f"mixed_precision={precision}: the weights that the optimizer updates stay float32 under every backend, "
-            f"and {found}; call model.float() before wrap, or leave mixed_precision=None"
+            f"and {', '.join(others)}; call model.float() before wrap, or leave mixed_precision=None"
         )
-    if torch.bfloat16 in (precision.param, precision.reduce) and not (answer := bf16_ready(device)):
-        raise PrecisionError(f"mixed_precision with bfloat16: {answer.reason}; use 'fp16' with fsshard.GradScaler")
+    if torch.bfloat16 in (precision.param, precision.reduce):
+        answer = bf16_ready(device)
+        if not answer:
+            raise PrecisionError(f"mixed_precision with bfloat16: {answer.reason}; use 'fp16' with fsshard.GradScaler")
 
 
 # ------------------------------------------------------------------------------------------------ parameters
@@ -120,27 +125,33 @@ def cast_params(table: ModuleTable, plan: Plan) -> None:
         plan: which units compute in which dtype. Recomputed blocks run a second time in backward, when the unit around
             them is left already: they cast their parameters themselves too.
     """
-    computed = {unit.name: unit.compute for unit in plan.units if unit.compute not in (None, torch.float32)}
+    computed: dict[str, torch.dtype] = {}
+    for each in plan.units:
+        if each.compute not in (None, torch.float32):
+            computed[each.name] = each.compute
     if not computed:
         return
-    names: dict[int, str] = {}
-    own: dict[str, _Casts] = {}
     modules = table.modules
     blocks: dict[nn.Module, list[str]] = {}
     for name in (*plan.recomputed, *plan.recomputed_before):
-        for module in modules[name].modules() if name not in computed else ():
-            blocks.setdefault(module, []).append(name)
-    for slot in table.slots():
-        unit = plan.parameters[names.setdefault(id(slot.parameter), slot.name)].unit
-        dtype = computed.get(unit)
-        if dtype is None:
+        if name in computed:
             continue
-        own.setdefault(unit, []).append((slot, dtype))
-        for name in blocks.get(slot.owner, ()):
-            if not unit.startswith(f"{name}."):
-                own.setdefault(name, []).append((slot, dtype))
-    for name, slots in own.items():
-        _put_around(modules[name], functools.partial(functools.partial, _with_cast, _fsshard_casts=slots))
+        for module in modules[name].modules():
+            blocks.setdefault(module, []).append(name)
+    first_names: dict[int, str] = {}
+    casts: dict[str, _Casts] = {}
+    for slot in table.slots():
+        first_name = first_names.setdefault(id(slot.parameter), slot.name)
+        unit = plan.parameters[first_name].unit
+        if unit not in computed:
+            continue
+        cast = (slot, computed[unit])
+        casts.setdefault(unit, []).append(cast)
+        for block in blocks.get(slot.owner, ()):
+            if not unit.startswith(f"{block}."):
+                casts.setdefault(block, []).append(cast)
+    for name, of_module in casts.items():
+        _put_around(modules[name], functools.partial(functools.partial, _with_cast, _fsshard_casts=of_module))
 
 
 def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -157,28 +168,36 @@ def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Calla
 
 def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Casts, **kwargs: Any) -> Any:
     """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones."""
-    cast: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for slot, dtype in _fsshard_casts:
-            held = stored_in(slot.owner)
-            value = held.get(slot.stored)  # in a backward pass FSDP1 shows its views in the module's __dict__ only
-            if value is not None and value.dtype == torch.float32:  # else it is cast already
-                before.append((held, slot.stored, value))
-                held[slot.stored] = cast.setdefault(id(value), value.to(dtype))
+            parameters = stored_in(slot.owner)
+            # In a backward pass FSDP1 shows its views in the module's __dict__ only.
+            value = parameters.get(slot.stored)
+            if value is None or value.dtype != torch.float32:
+                continue  # it is cast already
+            before.append((parameters, slot.stored, value))
+            parameters[slot.stored] = copies.setdefault(id(value), value.to(dtype))
         result = forward(*args, **kwargs)
-        counted = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not functorch_transforms_active()
-        if counted and any(map(version_of, cast.values())):  # a fresh tensor's is 0
-            lost = {slot.name for slot, _ in _fsshard_casts if version_of(stored_in(slot.owner)[slot.stored])}
-            raise ModelError(
-                f"the forward changes {', '.join(map(repr, sorted(lost)))} in place, which would be lost: under mixed "
-                "precision it sees copies of the weights in the unit's dtype. Change weights after optimizer.step(), "
-                "within `with torch.no_grad(), model.full_parameters(writeback=True):`, or leave mixed_precision=None"
-            )
+        _check_not_written(copies.values(), _fsshard_casts)
         return result
     finally:
-        for held, stored, value in before:
-            held[stored] = value
+        for parameters, stored, value in before:
+            parameters[stored] = value
+
+
+def _check_not_written(copies: Iterable[Tensor], casts: _Casts) -> None:
+    """Raise if the forward has changed a copy in place: the version of a fresh tensor is 0."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or functorch_transforms_active():
+        return
+    if any(map(version_of, copies)):
+        lost = {slot.name for slot, _ in casts if version_of(stored_in(slot.owner)[slot.stored])}
+        raise ModelError(
+            f"the forward changes {', '.join(map(repr, sorted(lost)))} in place, which would be lost: under mixed "
+            "precision it sees copies of the weights in the unit's dtype. Change weights after optimizer.step(), "
+            "within `with torch.no_grad(), model.full_parameters(writeback=True):`, or leave mixed_precision=None"
+        )
 
 
 def shield_fp32_units(modules: Mapping[str, nn.Module], plan: Plan) -> None:
@@ -213,13 +232,19 @@ def cast_unit_inputs_and_outputs(modules: Mapping[str, nn.Module], plan: Plan) -
         return
     units = {unit.name: unit for unit in plan.units}
     for unit in plan.units:
-        outside = precision.output if not unit.name else _around(units, unit.name).compute
+        module = modules[unit.name]
         if unit.compute is not None:
-            modules[unit.name].register_forward_pre_hook(
-                functools.partial(_cast_inputs, unit.compute), prepend=True, with_kwargs=True
-            )
-        if outside is not None and outside != (unit.compute if unit.name else None):
-            modules[unit.name].register_forward_hook(functools.partial(_cast_output, outside))
+            cast_inputs = functools.partial(_cast_inputs, unit.compute)
+            module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+        inside = unit.compute
+        if unit.name:
+            outside = _around(units, unit.name).compute
+        else:
+            # The model's own output is cast whatever it is computed in.
+            inside = None
+            outside = precision.output
+        if outside is not None and outside != inside:
+            module.register_forward_hook(functools.partial(_cast_output, outside))
 
 
 def _around(units: Mapping[str, Unit], name: str) -> Unit:
@@ -235,7 +260,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with its floating-point tensors cast; what holds none that change is itself."""
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.to(dtype)
+        return leaf
 
     try:
         return map_containers(cast, value, "all")
@@ -259,11 +286,11 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 def check_buffers(table: ModuleTable, plan: Plan) -> None:
     """Raise for a buffer that would have to be in two dtypes. Local."""
-    held: dict[int, dict[bool, str]] = {}
+    names: dict[int, dict[bool, str]] = {}
     for name, _, buffer, fp32 in _floating_buffers(table, plan):
         if plan.precision.buffer in (None, buffer.dtype):
             continue
-        places = held.setdefault(id(buffer), {})
+        places = names.setdefault(id(buffer), {})
         places.setdefault(fp32, name)
         if len(places) == 2:
             raise PrecisionError(
@@ -274,21 +301,29 @@ def check_buffers(table: ModuleTable, plan: Plan) -> None:
 
 def cast_buffers(table: ModuleTable, plan: Plan) -> dict[str, torch.dtype]:
     """Hold floating-point buffers outside of fp32 units in ``Precision.buffer``; return the dtypes that they had."""
-    dtype, before, cast = plan.precision.buffer, dict[str, torch.dtype](), dict[int, Tensor]()
+    dtype = plan.precision.buffer
+    before: dict[str, torch.dtype] = {}
     if dtype is None:
         return before
-    found = [item for item in _floating_buffers(table, plan) if item[2].dtype != dtype and not item[3]]
-    for name, owner, buffer, _ in found:
+    copies: dict[int, Tensor] = {}
+    for name, owner, buffer, fp32 in list(_floating_buffers(table, plan)):
+        if buffer.dtype == dtype or fp32:
+            continue
         before[name] = buffer.dtype
-        owner._buffers[name.rpartition(".")[2]] = cast.setdefault(id(buffer), buffer.to(dtype))
+        key = name.rpartition(".")[2]
+        owner._buffers[key] = copies.setdefault(id(buffer), buffer.to(dtype))
     return before
 
 
 def _floating_buffers(table: ModuleTable, plan: Plan) -> Iterator[tuple[str, nn.Module, Tensor, bool]]:
     """Yield every name of every floating-point buffer, its owner, and whether it belongs to an fp32 unit."""
     units = {unit.name: unit for unit in plan.units}
-    within = {module: units.get(name) or _around(units, name) for name, module in table.modules.items()}
+    is_fp32 = {}
+    for name, module in table.modules.items():
+        unit = units.get(name) or _around(units, name)
+        is_fp32[module] = unit.fp32
     for name, module in table.places:
+        prefix = f"{name}." if name else ""
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                yield (f"{name}.{key}" if name else key), module, buffer, within[module].fp32
+                yield prefix + key, module, buffer, is_fp32[module]

@@ -142,7 +142,11 @@ class RecomputedForward(RecomputingForward):
 
 
 @disable_dynamo  # as torch's own second forward; both have to save the same tensors
-def _checkpointed(owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _checkpointed(
+    owner: RecomputedForward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     run = _Recomputation(owner, args, kwargs)
     return checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=owner.preserve_rng_state)
 
@@ -158,8 +162,14 @@ class _Recomputation:
     # where it sees neither their device (random numbers of the GPU are then not restored) nor a change in place.
     kept: list[Any]
 
-    def __init__(self, owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._module, self._forward = owner.module, owner.forward
+    def __init__(
+        self,
+        owner: RecomputedForward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._module = owner.module
+        self._forward = owner.forward
         kind = type(self._module).__name__
         self._what = f"block {owner.name!r} ({kind})" if owner.name else f"a {kind}"
         self._contexts = owner.around_first, owner.around_second
@@ -179,7 +189,8 @@ class _Recomputation:
     def __call__(self, *kept: Any) -> Any:
         """Run the module."""
         if self._given is not None:
-            (args, kwargs), self._given = self._given, None
+            (args, kwargs) = self._given
+            self._given = None
             self.kept = []  # torch has them now, and lets them go when the backward pass is over
             return self._run_first(args, kwargs)
         leaves = (leaf if away is None else _fetched(*away) for leaf, away in zip(kept, self._away, strict=False))
@@ -234,7 +245,11 @@ def _naming(what: str) -> Iterator[None]:
         yield
 
 
-def _check_arguments(what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, int]]:
+def _check_arguments(
+    what: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[tuple[Any, int]]:
     """Raise for an iterator, which a second forward would find empty; return caches with their lengths.
 
     Other objects are handed to the second forward as the first has left them, as torch's checkpoint does.

@@ -49,15 +49,27 @@ class _TransformedUnitInputs(_UnitInputs):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+        views = []
+        for tangent in tangents:
+            views.append(None if tangent is None else tangent.view_as(tangent))
+        return tuple(views)
 
 
 def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Pass ``tensors`` through one node."""
-    is_dual = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
-    transformed = is_dual or functorch_transforms_active()
-    found: tuple[Tensor, ...] = (_TransformedUnitInputs if transformed else _UnitInputs).apply(*tensors)
-    return found
+    node: Any = _UnitInputs
+    if any(_is_dual(tensor) for tensor in tensors) or functorch_transforms_active():
+        node = _TransformedUnitInputs
+    outputs: tuple[Tensor, ...] = node.apply(*tensors)
+    return outputs
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _takes_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def is_write_to_unit_input(message: str) -> bool:
@@ -72,15 +84,19 @@ def _aliased(tensor: Tensor) -> Tensor:
     return tensor[...]
 
 
-def without_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def without_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Return the arguments with aliases in place of leaves of autograd that take a gradient."""
 
     def alias(value: Any) -> Any:
-        is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-        return _aliased(value) if is_leaf else value
+        if _takes_gradient(value) and value.is_leaf:
+            return _aliased(value)
+        return value
 
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = map_containers(alias, (args, kwargs), "fsdp2")
-    return changed
+    aliases: Arguments = map_containers(alias, (args, kwargs), "fsdp2")
+    return aliases
 
 
 def mark_unit_inputs(unit: nn.Module) -> None:
@@ -94,37 +110,42 @@ _LEAVES = _NUMBERS | {Tensor, nn.Parameter}
 
 def _through_node_flat(args: Any, kwargs: Any) -> Any:
     """Do the same for what most units are called with, without a traversal, which would take longer than the node."""
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
+    tensors = [value for value in (*args, *kwargs.values()) if _takes_gradient(value)]
     if not tensors:
         return None
     passed = iter(_passed(tensors))
-    return (
-        tuple(next(passed) if isinstance(a, Tensor) and a.requires_grad else a for a in args),
-        {k: next(passed) if isinstance(a, Tensor) and a.requires_grad else a for k, a in kwargs.items()},
-    )
+    new_args = []
+    for value in args:
+        new_args.append(next(passed) if _takes_gradient(value) else value)
+    new_kwargs = {}
+    for name, value in kwargs.items():
+        new_kwargs[name] = next(passed) if _takes_gradient(value) else value
+    return tuple(new_args), new_kwargs
 
 
 def _through_node(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
-    if len(args) == 1 and type(args[0]) is Tensor and _NUMBERS.issuperset(map(type, kwargs.values())):
-        return ((_aliased(args[0]),), kwargs) if args[0].requires_grad else None
+    has_numbers_only = _NUMBERS.issuperset(map(type, kwargs.values()))
+    if len(args) == 1 and type(args[0]) is Tensor and has_numbers_only:
+        if args[0].requires_grad:
+            return ((_aliased(args[0]),), kwargs)
+        return None
     if _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values())):
         return _through_node_flat(args, kwargs)
     # FSDP2's containers, so that the same ones are kept and the same ones are rebuilt under every backend.
     tensors: list[Tensor] = []
 
     def take(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if _takes_gradient(leaf):
             tensors.append(leaf)
         return leaf
+
+    def replace(leaf: Any) -> Any:
+        return next(passed) if _takes_gradient(leaf) else leaf
 
     map_containers(take, (args, kwargs), "fsdp2")
     if not tensors:
         return None
     passed = iter(_passed(tensors))
-    return map_containers(
-        lambda leaf: next(passed) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
-        (args, kwargs),
-        "fsdp2",
-    )
+    return map_containers(replace, (args, kwargs), "fsdp2")

@@ -49,7 +49,9 @@ class GradScaler(torch.cuda.amp.GradScaler):
     def _groups(self, optimizer: Any) -> list[Any]:
         """Return the process groups whose ranks must agree about a step of this optimizer."""
         oss = partitioned_within(optimizer)
-        return [] if oss is None else [oss.group]
+        if oss is None:
+            return []
+        return [oss.group]
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and find out whether any rank has one that is infinite or NaN.
@@ -65,7 +67,11 @@ class GradScaler(torch.cuda.amp.GradScaler):
         unscale_together(super().unscale_, optimizer, self, [] if again else self._groups(optimizer))
 
     def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         return unscale(_values(optimizer), inv_scale)
 

@@ -52,14 +52,17 @@ class Piece(NamedTuple):
 def cover(pieces: Sequence[Piece], wanted: Range) -> Iterator[tuple[Piece, int, int]]:
     """Yield the pieces (sorted, disjoint) that have elements within ``wanted``, and from where to where these go."""
     for piece in pieces:
-        low, high = max(piece.start, wanted[0]), min(piece.stop, wanted[1])
+        low = max(piece.start, wanted[0])
+        high = min(piece.stop, wanted[1])
         if high > low:
             yield piece, low, high
 
 
 def piece_key(name: str, elements: int, part: Range) -> str:
     """Name a part of a tensor of so many elements in a file: as the tensor, with its start if not all."""
-    return name if part == (0, elements) else f"{name}@{part[0]}"
+    if part == (0, elements):
+        return name
+    return f"{name}@{part[0]}"
 
 
 def rank_file(rank: int, ranks: int) -> str:
@@ -251,7 +254,9 @@ def says_ours(directory: str | os.PathLike[str]) -> bool:
 def ordinal_in(directory: str | os.PathLike[str]) -> int:
     """Return the count of saves that the index in a directory begins with; 0 where there is none."""
     found = _ORDINAL.search(_beginning(directory))
-    return int(found[1]) if found else 0
+    if found:
+        return int(found[1])
+    return 0
 
 
 def _beginning(directory: str | os.PathLike[str]) -> bytes:
@@ -336,7 +341,11 @@ def _index(value: Any, whole: bool) -> Index:
     )
 
 
-def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorInfo:
+def _tensor(
+    name: str,
+    value: Mapping[str, Any],
+    files: Mapping[str, FileEntry],
+) -> TensorInfo:
     info = TensorInfo(value["dtype"], tuple(value["shape"]), tuple(Piece(*node) for node in value["pieces"]))
     for piece in info.pieces:
         if (piece.stop - piece.start) * info.kind.itemsize > files[piece.file].bytes:  # before anybody makes room

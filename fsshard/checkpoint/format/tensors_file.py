@@ -146,7 +146,8 @@ class _Stream:
 
     def __init__(self, descriptor: int, progress: Progress | None) -> None:
         self.bytes = self.crc32 = 0
-        self._descriptor, self._progress = descriptor, progress
+        self._descriptor = descriptor
+        self._progress = progress
         self._begun = 0  # up to which byte the disk was told to take them
 
     def write(self, data: memoryview) -> None:
@@ -156,7 +157,8 @@ class _Stream:
             while len(left):
                 left = left[os.write(self._descriptor, left) :]
             self.bytes += len(chunk)
-            if (size := self.bytes - self._begun) >= _AHEAD and hasattr(os, "posix_fadvise"):
+            size = self.bytes - self._begun
+            if size >= _AHEAD and hasattr(os, "posix_fadvise"):
                 # Linux begins to write dirty pages when it is told that nobody needs them, without waiting for the
                 # disk; they stay in its cache while it does. Some file systems take no advice.
                 with contextlib.suppress(OSError):
@@ -174,7 +176,8 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
         if item.key in header or item.key == _METADATA:
             raise CheckpointError(f"the key {item.key!r} occurs twice, or is reserved by the format")
         shape = [*item.shape, *([stored.lanes] if stored.lanes > 1 else [])]
-        begin, end = end, end + math.prod(shape) * stored.dtype.itemsize
+        begin = end
+        end = end + math.prod(shape) * stored.dtype.itemsize
         header[item.key] = {"dtype": stored.name, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -275,7 +278,8 @@ class TensorsFile:
             raise
 
     def _read_header(self, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-        path, prefix = self.path, bytearray(8)
+        path = self.path
+        prefix = bytearray(8)
         if size < len(prefix):
             raise CorruptCheckpoint(f"{path}: {size} bytes are too few for a safetensors file")
         self._read(0, memoryview(prefix))
@@ -315,7 +319,13 @@ class TensorsFile:
         return FileEntry(size, crc32)
 
     def read(
-        self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        out: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Read elements ``[start, stop)`` of the flattened tensor, into ``out``, contiguous and on the CPU, if given.
 
@@ -340,7 +350,8 @@ class TensorsFile:
             count = self._read_some(view, position)
             if count == 0:
                 raise CorruptCheckpoint(f"{self.path}: cut short at byte {position}")
-            view, position = view[count:], position + count
+            view = view[count:]
+            position = position + count
 
     def _read_some(self, view: memoryview, position: int) -> int:
         try:
@@ -350,7 +361,8 @@ class TensorsFile:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -363,8 +375,11 @@ class TensorsFile:
 
 def _entry(where: str, value: Any, data: int) -> TensorEntry:
     try:
-        name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        dtype, sizes = BY_FILE_NAME[name], [*shape, begin, end]
+        name = value["dtype"]
+        shape = value["shape"]
+        (begin, end) = value["data_offsets"]
+        dtype = BY_FILE_NAME[name]
+        sizes = [*shape, begin, end]
     except (LookupError, TypeError, ValueError):
         raise CorruptCheckpoint(f"{where} has no known dtype, shape and data_offsets: {str(value)[:80]}") from None
     sound = all(type(size) is int and 0 <= size < 1 << 63 for size in sizes)  # True is no size

@@ -27,17 +27,15 @@ Get = Callable[[str], Tensor]
 MAX_DEPTH = 64  # containers within containers; Python reads JSON that is nested some hundred times deep
 _KIND = "$"
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_NUMPY = {
-    dtype.__name__.rstrip("_"): np.dtype(dtype)
-    for dtype in (
-        *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
-        *(np.float16, np.float32, np.float64, np.complex64, np.complex128),
-    )
-}
+_NUMPY_NAMES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_NUMPY = {name: np.dtype(name) for name in _NUMPY_NAMES}
 _FACTORIES: dict[str | None, Any] = {
-    None: None,
-    **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)},
+    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)
 }
+_FACTORIES[None] = None
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _LEAVES: dict[str, Callable[[Any], Any]] = {
@@ -68,23 +66,33 @@ def decode(node: Any, get: Get) -> Any:
         return node
     if _KIND not in node:
         return {key: decode(item, get) for key, item in node.items()}
-    kind, content = node[_KIND], node["v"]
+    kind = node[_KIND]
+    content = node["v"]
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decode(item, get) for item in content)
-    if kind in _MAPPINGS or kind == "defaultdict":
-        mapping = _MAPPINGS[kind]() if kind in _MAPPINGS else defaultdict(_FACTORIES[node["of"]])
-        for key, item in content:
-            mapping[decode(key, get)] = decode(item, get)
-        return mapping
+    if kind in _MAPPINGS:
+        return _filled(_MAPPINGS[kind](), content, get)
+    if kind == "defaultdict":
+        factory = _FACTORIES[node["of"]]
+        return _filled(defaultdict(factory), content, get)
     if kind == "complex":
-        return complex(*(decode(part, get) for part in content))
+        parts = [decode(part, get) for part in content]
+        return complex(*parts)
     if kind == "tensor":
         return get(content)
     if kind == "ndarray":
-        return get(content).detach().cpu().numpy().astype(_NUMPY[node["dtype"]], casting="no", copy=False)
+        array = get(content).detach().cpu().numpy()
+        return array.astype(_NUMPY[node["dtype"]], casting="no", copy=False)
     if kind == "numpy":
-        return _NUMPY[node["dtype"]].type(decode(content, get))
+        dtype = _NUMPY[node["dtype"]]
+        return dtype.type(decode(content, get))
     return _LEAVES[kind](content)
+
+
+def _filled(mapping: Any, pairs: Any, get: Get) -> Any:
+    for key, item in pairs:
+        mapping[decode(key, get)] = decode(item, get)
+    return mapping
 
 
 def _node(value: Any, put: Put, path: str, depth: int) -> Any:
@@ -95,17 +103,19 @@ def _node(value: Any, put: Put, path: str, depth: int) -> Any:
         return value
     if kind in (int, float, complex, bytes):
         return _scalar(value)
-    if kind is list:
-        return [_node(item, put, _below(path, index), depth + 1) for index, item in enumerate(value)]
     if kind in (dict, OrderedDict, Counter, defaultdict):
         return _mapping(value, put, path, depth)
-    if kind in (tuple, set, frozenset):
-        nodes = [_node(item, put, _below(path, index), depth + 1) for index, item in enumerate(value)]
-        if kind is not tuple:
-            _check_keys(value, path)
-            nodes.sort(key=json.dumps)  # sets of strings come in another order in each process
-        return {_KIND: kind.__name__, "v": nodes}
-    return _of_libraries(value, put, path)
+    if kind not in (list, tuple, set, frozenset):
+        return _of_libraries(value, put, path)
+    nodes = []
+    for index, item in enumerate(value):
+        nodes.append(_node(item, put, _below(path, index), depth + 1))
+    if kind is list:
+        return nodes
+    if kind is not tuple:
+        _check_keys(value, path)
+        nodes.sort(key=json.dumps)  # sets of strings come in another order in each process
+    return {_KIND: kind.__name__, "v": nodes}
 
 
 def _scalar(value: Any) -> Any:
@@ -120,19 +130,22 @@ def _scalar(value: Any) -> Any:
 
 def _mapping(value: Any, put: Put, path: str, depth: int) -> Any:
     kind = type(value)
-    if kind is dict and all(type(key) is str for key in value) and _KIND not in value:
-        return {key: _node(item, put, _below(path, key), depth + 1) for key, item in value.items()}
+    if kind is dict and _KIND not in value and all(type(key) is str for key in value):
+        nodes = {}
+        for key, item in value.items():
+            nodes[key] = _node(item, put, _below(path, key), depth + 1)
+        return nodes
     _check_keys(value, path)
-    pairs = [
-        [_node(key, put, f"{path}, its key", depth + 1), _node(item, put, _below(path, key), depth + 1)]
-        for key, item in value.items()
-    ]
+    pairs = []
+    for key, item in value.items():
+        key_node = _node(key, put, f"{path}, its key", depth + 1)
+        pairs.append([key_node, _node(item, put, _below(path, key), depth + 1)])
     if kind is not defaultdict:
         return {_KIND: kind.__name__, "v": pairs}
-    factory = value.default_factory
-    if factory not in _FACTORIES.values():
-        raise _unknown(f"{path}, its default factory", factory)
-    return {_KIND: "defaultdict", "v": pairs, "of": None if factory is None else factory.__name__}
+    for name, factory in _FACTORIES.items():
+        if factory is value.default_factory:
+            return {_KIND: "defaultdict", "v": pairs, "of": name}
+    raise _unknown(f"{path}, its default factory", value.default_factory)
 
 
 def _of_libraries(value: Any, put: Put, path: str) -> Any:
@@ -144,12 +157,15 @@ def _of_libraries(value: Any, put: Put, path: str) -> Any:
         return {_KIND: "dtype", "v": dtype_name(value)}
     if isinstance(value, torch.device):
         return {_KIND: "device", "v": str(value)}
-    if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
-        return {_KIND: "numpy", "dtype": value.dtype.name, "v": _node(value.item(), put, path, 0)}
-    if type(value) is np.ndarray and value.dtype.name in _NUMPY:
+    if not isinstance(value, (np.generic, np.ndarray)):
+        raise _unknown(path, value)
+    name = value.dtype.name
+    if isinstance(value, np.generic) and name in _NUMPY:
+        return {_KIND: "numpy", "dtype": name, "v": _node(value.item(), put, path, 0)}
+    if type(value) is np.ndarray and name in _NUMPY:
         # A copy in the machine's byte order: torch takes no other, and warns of arrays that are read-only.
-        tensor = torch.from_numpy(np.array(value, dtype=_NUMPY[value.dtype.name], order="C"))
-        return {_KIND: "ndarray", "dtype": value.dtype.name, "v": put(path, tensor)}
+        array = np.array(value, dtype=_NUMPY[name], order="C")
+        return {_KIND: "ndarray", "dtype": name, "v": put(path, torch.from_numpy(array))}
     raise _unknown(path, value)
 
 
@@ -169,7 +185,9 @@ def _below(path: str, key: Any) -> str:
 
 def _unknown(path: str, value: Any) -> CheckpointError:
     kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = kind.__qualname__
+    if kind.__module__ != "builtins":
+        name = f"{kind.__module__}.{name}"
     if isinstance(value, (np.ndarray, np.generic)):
         name += f" of {value.dtype}"
     return CheckpointError(

@@ -22,6 +22,7 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.torch_private.modules import EXTRA_STATE
 
 _PREFIX = "base_model.model."  # of the keys in PEFT's files
+_OF_ADAPTERS = re.compile(rf"{ADAPTER}\.lora_[AB]$")
 PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
 PARTS = ("base", "lora_A", "lora_B", EXTRA_STATE)
 
@@ -36,7 +37,8 @@ class MergedReader(TensorReader):
     """
 
     def __init__(self, reader: TensorReader) -> None:
-        self._reader, self._last = reader, ("", torch.empty(0))
+        self._reader = reader
+        self._last = ("", torch.empty(0))
         self._parts: dict[str, list[str]] = {}  # the tensor's name -> those of base, A, B and alpha
         keys: dict[str, str | None] = {}
         own = reader.index.model.keys
@@ -45,17 +47,16 @@ class MergedReader(TensorReader):
             if not adapter.endswith(ADAPTER) or part not in PARTS:
                 keys[key] = tensor
             elif part == "lora_A":
-                found = [own[f"{adapter}.{each}"] for each in PARTS]
-                assert found[0] is not None
-                keys[adapter.removesuffix(ADAPTER)] = found[0]
-                self._parts[found[0]] = [name for name in found if name is not None]
+                names = [own[f"{adapter}.{each}"] for each in PARTS]
+                base = names[0]
+                assert base is not None
+                keys[adapter.removesuffix(ADAPTER)] = base
+                self._parts[base] = [name for name in names if name is not None]
         if not self._parts:
-            peft = any(".base_layer." in key for key in own)
-            instead = "PEFT merges its own: PeftModel.from_pretrained(base, folder).merge_and_unload()"
-            raise ConfigurationError(
-                f"merged=True: expected adapters of fsshard.lora, got a model without; "
-                f"{instead if peft else 'leave merged= out'}"
-            )
+            instead = "leave merged= out"
+            if any(".base_layer." in key for key in own):
+                instead = "PEFT merges its own: PeftModel.from_pretrained(base, folder).merge_and_unload()"
+            raise ConfigurationError(f"merged=True: expected adapters of fsshard.lora, got a model without; {instead}")
         index = reader.index
         self.index: Index = dataclasses.replace(index, model=index.model._replace(keys=keys))
 
@@ -67,10 +68,16 @@ class MergedReader(TensorReader):
             return self._reader.read(name, wanted)
         if self._last[0] != name:
             base, a, b, alpha = map(self._reader.tensor, self._parts[name])
-            pairs = a.is_complex() and not base.is_complex()  # as tltorch keeps them
-            full = merged(torch.view_as_complex(base) if pairs else base, a, b, float(alpha))
-            self._last = name, (torch.view_as_real(full) if pairs else full).reshape(-1)
-        return self._last[1][slice(*wanted)]
+            # As tltorch keeps complex numbers.
+            pairs = a.is_complex() and not base.is_complex()
+            if pairs:
+                base = torch.view_as_complex(base)
+            full = merged(base, a, b, float(alpha))
+            if pairs:
+                full = torch.view_as_real(full)
+            self._last = name, full.reshape(-1)
+        start, stop = wanted
+        return self._last[1][start:stop]
 
 
 # ------------------------------------------------------------------------------------------------ PEFT
@@ -88,64 +95,92 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
     Raises:
         ConfigurationError: the model has no adapters, or several, or PEFT has no place for some that is trained.
     """
-    backend, keys = model.backend, reader.index.model.keys
-    ours = [key for key in keys if key in backend.keys]
-    trained = [key for key in ours if backend.entries[backend.keys[key]].parameter.requires_grad]
-    with backend.bare() as inner:  # PEFT asks modules for the names in their state dicts
+    backend = model.backend
+    keys = reader.index.model.keys
+    trained = []
+    for key in keys:
+        if key in backend.keys and backend.entries[backend.keys[key]].parameter.requires_grad:
+            trained.append(key)
+    # PEFT asks modules for the names in their state dicts.
+    with backend.bare() as inner:
         if hasattr(inner, "peft_config"):
             _save_by_peft(inner, reader, folder, trained)
             return
         adapters = adapters_of(inner)
         if not adapters:
             raise ConfigurationError("format='peft': expected a model with adapters of PEFT or fsshard.lora, got none")
-        beside = _modules_beside(inner, [key for key in trained if not re.search(rf"{ADAPTER}\.lora_[AB]$", key)])
-    items, kinds = list[Item](), set[tuple[int, float]]()
+        beside = _modules_beside(inner, [key for key in trained if not _OF_ADAPTERS.search(key)])
+    items = list[Item]()
+    kinds = set[tuple[int, float]]()
     for name, (module, attribute) in adapters.items():
-        kept: Any = getattr(module, attribute + ADAPTER)
-        a, b = (reader.tensor(str(keys[f"{name}{ADAPTER}.{part}"])) for part in ("lora_A", "lora_B"))
-        kinds.add((a.shape[0], kept.alpha))
+        low_rank: Any = getattr(module, attribute + ADAPTER)
+        a = reader.tensor(str(keys[f"{name}{ADAPTER}.lora_A"]))
+        b = reader.tensor(str(keys[f"{name}{ADAPTER}.lora_B"]))
+        kinds.add((a.shape[0], low_rank.alpha))
         place = _PREFIX + name.rpartition(".")[0]
-        for part, tensor in zip(("lora_A", "lora_B"), _as_layers(name, module, a, b), strict=True):
-            items.append(Item(f"{place}.{part}.weight", tensor.dtype, tuple(tensor.shape), tensor.contiguous()))
+        a, b = _as_layers(name, module, a, b)
+        items.append(_item(f"{place}.lora_A.weight", a))
+        items.append(_item(f"{place}.lora_B.weight", b))
+    prefixes = tuple(f"{name}." for name in beside)
     for key, tensor_name in keys.items():
-        if tensor_name is not None and any(key.startswith(f"{name}.") for name in beside):
+        if tensor_name is not None and key.startswith(prefixes):
             items.append(reader.item(_PREFIX + key, tensor_name))
-    ((rank, alpha),) = kinds  # one call of fsshard.lora: a second one finds adapters
-    layers = "|".join(re.escape(name.rpartition(".")[0]) for name in adapters)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": layers, "bias": "none"}
-    config |= {"modules_to_save": beside or None, "inference_mode": True}
+    # One call of fsshard.lora: a second one finds adapters.
+    ((rank, alpha),) = kinds
+    layers = [re.escape(name.rpartition(".")[0]) for name in adapters]
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": "|".join(layers),
+        "bias": "none",
+        "modules_to_save": beside or None,
+        "inference_mode": True,
+    }
     write(folder / PEFT_FILES[0], items, {"format": "pt"})
     with new_file(folder / PEFT_FILES[1]) as stream:
-        stream.write(memoryview((json.dumps(config, indent=2) + "\n").encode()))
+        text = json.dumps(config, indent=2) + "\n"
+        stream.write(memoryview(text.encode()))
+
+
+def _item(name: str, tensor: Tensor) -> Item:
+    return Item(name, tensor.dtype, tuple(tensor.shape), tensor.contiguous())
 
 
 def _save_by_peft(inner: Any, reader: TensorReader, folder: Path, trained: list[str]) -> None:
     """Have PEFT write its only adapter; of the whole state dict read what PEFT chooses of it."""
     from peft import get_peft_model_state_dict
 
-    names = [*inner.peft_config]
+    names = list(inner.peft_config)
     if len(names) != 1:
         raise ConfigurationError(
             f"format='peft': expected one adapter of PEFT, got {', '.join(map(repr, names))}; use "
             "fsshard.save(..., only='trainable')"
         )
+    name = names[0]
     index = reader.index
     own = {key: tensor for key, tensor in index.model.keys.items() if tensor is not None}
-    infos = {key: index.tensors[tensor] for key, tensor in own.items()}
-    blank = {key: torch.empty(info.shape, dtype=info.kind, device="meta") for key, info in infos.items()}
+    blank = {}
+    for key, tensor_name in own.items():
+        info = index.tensors[tensor_name]
+        blank[key] = torch.empty(info.shape, dtype=info.kind, device="meta")
+    whole: dict[str, Tensor] = {}
     # Prompts are computed of their encoder's weights, of which a rank may have a part only.
-    whole = {key: reader.tensor(own[key]) for key in trained} if inner.peft_config[names[0]].is_prompt_learning else {}
+    if inner.peft_config[name].is_prompt_learning:
+        whole = {key: reader.tensor(own[key]) for key in trained}
     # "auto" asks the Hub whether the embedding's size is another one.
     with _in_place(inner, whole):
-        chosen = get_peft_model_state_dict(inner, blank, names[0], save_embedding_layers=False)
+        chosen = get_peft_model_state_dict(inner, blank, name, save_embedding_layers=False)
     wanted = {id(tensor) for tensor in chosen.values()}
-    wanted |= {id(blank[key]) for key in trained}  # for adapters that PEFT computes of their tensors
+    # For adapters that PEFT computes of their tensors.
+    wanted.update(id(blank[key]) for key in trained)
     tensors = {key: reader.tensor(own[key]) for key, tensor in blank.items() if id(tensor) in wanted}
     with _in_place(inner, whole):
         inner.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False)
-    if (folder / names[0]).is_dir():  # PEFT's, for an adapter that is not named "default"
+    # PEFT's, for an adapter that is not named "default".
+    if (folder / name).is_dir():
         for file in PEFT_FILES:
-            (folder / names[0] / file).rename(folder / file)
+            (folder / name / file).rename(folder / file)
 
 
 @contextmanager
@@ -167,12 +202,16 @@ def _in_place(inner: nn.Module, whole: dict[str, Tensor]) -> Iterator[None]:
 def _modules_beside(inner: nn.Module, trained: list[str]) -> list[str]:
     """Return the modules that have these parameters, for PEFT's ``modules_to_save``; raise if PEFT cannot take them."""
     owners = sorted({key.rpartition(".")[0] for key in trained})
-    beside = [name for name in owners if not any(name.startswith(f"{other}.") for other in owners)]
-    names = [name for name, _ in inner.named_modules(remove_duplicate=False)]
+    beside = []
+    for name in owners:
+        if not any(name.startswith(f"{other}.") for other in owners):
+            beside.append(name)
     # PEFT makes copies of all modules whose names end so, which may have adapters.
-    taken = [name for name in names if name not in beside and any(name.endswith(part) for part in beside)]
-    refused = [name for name in beside if not name or _has_no_forward_or_adapters(inner.get_submodule(name))]
-    if taken or refused:
+    ends = tuple(beside)
+    is_unfit = any(not name or _has_no_forward_or_adapters(inner.get_submodule(name)) for name in beside)
+    for name, _ in inner.named_modules(remove_duplicate=False):
+        is_unfit = is_unfit or (name not in beside and name.endswith(ends))
+    if is_unfit:
         raise ConfigurationError(
             "format='peft': expected what is trained besides the adapters of fsshard.lora to be whole modules, whose "
             f"names end like no other's, got {some(trained)}; use fsshard.save(..., only='trainable'), or merged=True"
@@ -192,11 +231,12 @@ def _as_layers(name: str, module: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Te
             f"format='peft': expected adapters on layers of a model, got {name!r} of the model itself; put it into "
             "nn.Sequential"
         )
-    if isinstance(module, nn.Linear) and name.endswith("weight"):
-        return a, b
-    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1 and name.endswith("weight"):
-        ones = (1,) * len(module.kernel_size)
-        return a.view(-1, module.in_channels, *module.kernel_size), b.view(*b.shape, *ones)
+    if name.endswith("weight"):
+        if isinstance(module, nn.Linear):
+            return a, b
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1:
+            ones = (1,) * len(module.kernel_size)
+            return a.view(-1, module.in_channels, *module.kernel_size), b.view(*b.shape, *ones)
     raise ConfigurationError(
         f"format='peft': expected adapters on linear and convolutional layers alone, got {name!r} of a "
         f"{type(module).__name__}, for which PEFT has none; use fsshard.save(..., only='trainable'), or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from fsshard.checkpoint.format.index import Range
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 Tree = dict[Any, Any]
-Awaited = Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Tensor]
+Shape = tuple[int, ...]
+Awaited = Callable[[torch.dtype, Shape, Callable[[Range], Tensor]], Tensor]
 
 STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODELS = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -35,7 +36,8 @@ def zero_folder(path: Path) -> Path | None:
     latest = path / "latest"
     if latest.is_file():
         with latest.open() as stream:
-            path = path / os.path.basename(stream.read(1000).strip())
+            name = stream.read(1000).strip()
+        path = path / os.path.basename(name)
     if path.is_dir() and any(STATES.fullmatch(name) for name in os.listdir(path)):
         return path
     return None
@@ -47,40 +49,50 @@ def read_zero(folder: Path, load: Callable[[Path], Tree], awaited: Awaited) -> T
     ``load`` opens a file of ``torch.save``; ``awaited`` makes the tensor that stands for one that is read by slices.
     """
     names = os.listdir(folder)
-    states, models = _by_rank(names, STATES), _by_rank(names, MODELS)
-    if any(OTHERS.fullmatch(name) for name in names) or None in (states, models):
+    states = _by_rank(names, STATES)
+    models = _by_rank(names, MODELS)
+    if states is None or models is None or any(OTHERS.fullmatch(name) for name in names):
         raise CheckpointError(f"{folder} is of a model that was divided by tensors, layers or experts too; {INSTEAD}")
     try:
-        shown = [load(folder / name) for name in models or ()]
-        parts = [load(folder / name)["optimizer_state_dict"] for name in states or ()]
+        of_models = [load(folder / name) for name in models]
+        parts = [load(folder / name)["optimizer_state_dict"] for name in states]
         count = torch.tensor(parts[0]["partition_count"]).max()
         zero3 = "fp32_flat_groups" in parts[0]
-        if len(parts) != count or (zero3 and len(shown) != count):
+        if len(parts) != count or (zero3 and len(of_models) != count):
             raise CorruptCheckpoint(f"{folder}: expected files of {count} ranks, found {len(parts)}")
-        return _ZeroFolder(shown, parts, zero3, awaited).tree()
+        return _ZeroFolder(of_models, parts, zero3, awaited).tree()
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{folder}: {type(error).__name__}: {error}; {INSTEAD}") from error
 
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None:
     """Return the ranks' files in order; None if there is more than one model-parallel rank."""
-    matches = [match for match in map(pattern.fullmatch, names) if match]
-    if any(int(match[2]) for match in matches):
-        return None
-    return [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
+    numbers: dict[str, int] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        if int(match[2]):
+            return None
+        numbers[name] = int(match[1] or 0)
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 class _ZeroFolder:
     """The opened files of all ranks."""
 
     def __init__(self, models: list[Tree], parts: list[Tree], zero3: bool, awaited: Awaited) -> None:
+        weights = "single_partition_of_fp32_groups"
+        optimizer = "base_optimizer_state"
+        if zero3:
+            weights = "fp32_flat_groups"
+            optimizer = "optimizer_state_dict"
         self._models = models
         self._zero3 = zero3
         self._awaited = awaited
-        self._weights = [part["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"] for part in parts]
-        base = [part["optimizer_state_dict" if zero3 else "base_optimizer_state"] for part in parts]
-        self._states = [each["state"] for each in base]
-        self._groups: list[Tree] = base[0]["param_groups"]
+        self._weights = [part[weights] for part in parts]
+        self._states = [part[optimizer]["state"] for part in parts]
+        self._groups: list[Tree] = parts[0][optimizer]["param_groups"]
         self._paddings: Any = parts[0].get("param_alignment_paddings")
 
     def tree(self) -> Tree:
@@ -90,71 +102,100 @@ class _ZeroFolder:
         state: Tree = {}
         groups: list[Tree] = []
         for group in self._groups:
-            groups.append({key: value for key, value in group.items() if key not in FUSED} | {"params": []})
+            settings = {key: value for key, value in group.items() if key not in FUSED}
+            names = []
             for number in group["params"]:
+                flats = [of_rank[number] for of_rank in self._weights]
                 for name, shape, offset in self._places(number):
-                    groups[-1]["params"].append(name)
-                    module[name] = self._cut([flats[number] for flats in self._weights], shape, offset)
+                    names.append(name)
+                    module[name] = self._cut(flats, shape, offset)
                     state[name] = self._state(number, shape, offset, group)
-        if self._zero3:  # ZeRO-1 and 2 have what is frozen in the module
-            for name, shape in (first.get("frozen_param_shapes") or {}).items():
-                fragments = [model["frozen_param_fragments"][name].reshape(-1) for model in self._models]
-                module[name] = self._cut(fragments, tuple(shape), 0)
+            groups.append({**settings, "params": names})
+        if self._zero3:
+            self._add_frozen(module)
         for name, other in dict(first.get("shared_params") or {}).items():
             module[name] = module[other]
-        lost = [name for name, value in module.items() if self._zero3 and not value.numel()]
-        if lost:  # saved with exclude_frozen_parameters
-            raise ValueError(f"no file has the numbers of {', '.join(lost[:5])}")
-        rest = {key: value for key, value in first.items() if key not in OWN and value is not None}
-        return {"module": module, "optimizer": {"state": state, "param_groups": groups}, **rest}
+        if self._zero3:
+            # It was saved with exclude_frozen_parameters.
+            lost = [name for name, value in module.items() if not value.numel()]
+            if lost:
+                raise ValueError(f"no file has the numbers of {', '.join(lost[:5])}")
+        tree: Tree = {"module": module, "optimizer": {"state": state, "param_groups": groups}}
+        for key, value in first.items():
+            if key not in OWN and value is not None:
+                tree[key] = value
+        return tree
 
-    def _places(self, number: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    def _add_frozen(self, module: Tree) -> None:
+        """Add what is frozen, which ZeRO-1 and 2 have in the module."""
+        shapes = self._models[0].get("frozen_param_shapes") or {}
+        for name, shape in shapes.items():
+            fragments = []
+            for model in self._models:
+                fragments.append(model["frozen_param_fragments"][name].reshape(-1))
+            module[name] = self._cut(fragments, tuple(shape), 0)
+
+    def _places(self, number: int) -> Iterator[tuple[str, Shape, int]]:
         """Yield names and shapes of a flat group, and where each begins: in it, or in a rank's part of it (ZeRO-3)."""
-        shapes: Mapping[str, Sequence[int]] = self._models[0]["param_shapes"][number]
-        ranks = len(self._weights) if self._zero3 else 1
+        shapes: dict[str, Any] = self._models[0]["param_shapes"][number]
+        ranks = 1
+        paddings = [0] * len(shapes)
+        if self._zero3:
+            ranks = len(self._weights)
+        elif self._paddings:
+            paddings = self._paddings[number]
         offset = 0
-        for index, (name, shape) in enumerate(shapes.items()):
+        for padding, (name, shape) in zip(paddings, shapes.items(), strict=False):
             yield name, tuple(shape), offset
-            offset += math.ceil(math.prod(shape) / ranks)
-            if self._paddings and not self._zero3:
-                offset += self._paddings[number][index]
+            share = math.ceil(math.prod(shape) / ranks)
+            offset += share + padding
 
-    def _state(self, number: int, shape: tuple[int, ...], offset: int, group: Tree) -> Tree:
+    def _state(self, number: int, shape: Shape, offset: int, group: Tree) -> Tree:
         states = [each.get(number, {}) for each in self._states]
         state: Tree = {}
         for key, value in states[0].items():
-            flat = isinstance(value, Tensor) and value.dim() > 0
-            state[key] = self._cut([each[key] for each in states], shape, offset) if flat else value
+            if isinstance(value, Tensor) and value.dim() > 0:
+                value = self._cut([each[key] for each in states], shape, offset)
+            state[key] = value
         if state and "step" in group:
             state.setdefault("step", torch.tensor(float(group["step"])))
         return state
 
-    def _cut(self, flats: Sequence[Tensor], shape: tuple[int, ...], offset: int) -> Tensor:
+    def _cut(self, flats: Sequence[Tensor], shape: Shape, offset: int) -> Tensor:
         """Return the tensor that begins at an offset of the ranks' flat tensors."""
         numel = math.prod(shape)
         share = math.ceil(numel / len(flats))
-        length = max(flat.numel() for flat in flats)  # the last rank's ends without the padding
+        # The last rank's ends without the padding.
+        length = max(flat.numel() for flat in flats)
         pieces: list[Tensor] = []
+        count = 0
         for rank, flat in enumerate(flats):
-            if self._zero3:  # every parameter is divided over all ranks
-                pieces.append(flat[offset : offset + share])
-            else:  # the group is, so that a parameter can begin on one and end on another
-                start = max(offset - rank * length, 0)
-                stop = max(offset + numel - rank * length, 0)
-                pieces.append(flat[start:stop])
-        if sum(piece.numel() for piece in pieces) < numel:
+            if self._zero3:
+                # Every parameter is divided over all ranks.
+                piece = flat[offset : offset + share]
+            else:
+                # The group is, so that a parameter can begin on one and end on another.
+                start = offset - rank * length
+                stop = start + numel
+                piece = flat[max(start, 0) : max(stop, 0)]
+            pieces.append(piece)
+            count += piece.numel()
+        if count < numel:
             raise ValueError(f"expected {numel} numbers at {offset} of {len(flats)} partitions, found fewer")
         return self._awaited(flats[0].dtype, shape, partial(_joined, pieces))
 
 
 def _joined(pieces: Sequence[Tensor], wanted: Range) -> Tensor:
     """Read elements [start, stop) of what lies in pieces one after the other."""
-    found: list[Tensor] = []
-    begin = 0
+    start, stop = wanted
+    parts: list[Tensor] = []
     for piece in pieces:
-        low = max(wanted[0] - begin, 0)
-        high = min(wanted[1] - begin, piece.numel())
+        low = max(start, 0)
+        high = min(stop, piece.numel())
         if low < high:
-            found.append(piece[low:high])
-        begin += piece.numel()
-    return torch.cat(found) if found else pieces[0][:0].clone()
+            parts.append(piece[low:high])
+        start -= piece.numel()
+        stop -= piece.numel()
+    if parts:
+        return torch.cat(parts)
+    return pieces[0][:0].clone()

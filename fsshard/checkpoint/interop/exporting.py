@@ -110,7 +110,8 @@ def export(
     if format == "hf":
         job.config = _config(config)
     with Reader.at(source) as reader:
-        hint, name = "pass model= with one of these names (--model)", model or ""
+        hint = "pass model= with one of these names (--model)"
+        name = model or ""
         reader.index = choose_models(reader.index, [name], "fsshard.export", hint)[name]
         frozen = [key for key, why in reader.index.model.dropped.items() if why == parts.FROZEN]
         if frozen:
@@ -133,9 +134,13 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
 
     def prepared() -> dict[str, ShardedOptimizer]:
         if job.format == "hf":
-            own = config if config is not None else getattr(model.module, "config", None)
+            own = config
+            if own is None:
+                own = getattr(model.module, "config", None)
             job.config = {"architectures": [type(model.module).__name__], **_config(own)}
-        return {} if optimizer is False else parts.name_optimizers({"": model}, optimizer, "fsshard.export")
+        if optimizer is False:
+            return {}
+        return parts.name_optimizers({"": model}, optimizer, "fsshard.export")
 
     live = LiveReader(model, prepared, channel, call)
 
@@ -144,14 +149,16 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
             live.serve()
             return []
         with live:
-            return [str(path) for path in job.write(live, next(iter(live.index.optimizers), None))]
+            name = next(iter(live.index.optimizers), None)
+            return [str(path) for path in job.write(live, name)]
 
-    return [Path(path) for path in exchange(channel, work)[0]]
+    paths = exchange(channel, work)[0]
+    return [Path(path) for path in paths]
 
 
 def _format(path: Path, given: str | None) -> str:
     of_suffix = SUFFIXES.get(path.suffix)
-    format = given if given is not None else of_suffix
+    format = of_suffix if given is None else given
     if format not in FORMATS or of_suffix not in (None, format):
         raise ConfigurationError(
             f"format={given!r} into {os.fspath(path)!r}: expected one of {', '.join(FORMATS)} that the suffix does not "
@@ -160,29 +167,32 @@ def _format(path: Path, given: str | None) -> str:
     return format
 
 
-def _averaged(index: Index, name: str) -> Index:
+def _averaged(index: Index, average: str) -> Index:
     """Return an index in which the model's keys lead to an average of its weights."""
-    known = [known for known, saved in index.optimizers.items() if saved.kind == AVERAGES]
-    if name not in known:
-        raise ConfigurationError(f"average={name!r}: the checkpoint has {', '.join(map(repr, known)) or 'none'}")
-    keys, states = index.model.keys, index.optimizer_tensors(name)
+    names = [name for name, saved in index.optimizers.items() if saved.kind == AVERAGES]
+    if average not in names:
+        raise ConfigurationError(f"average={average!r}: the checkpoint has {', '.join(map(repr, names)) or 'none'}")
+    states = index.optimizer_tensors(average)
     if not states:
-        raise ConfigurationError(f"average={name!r} has no values: it was saved before its first update")
-    instead = {keys.get(parameter): state[KEY] for parameter, state in states.items()}
-    averaged = {key: None if tensor is None else instead.get(tensor, tensor) for key, tensor in keys.items()}
-    return dataclasses.replace(index, model=index.model._replace(keys=averaged))
+        raise ConfigurationError(f"average={average!r} has no values: it was saved before its first update")
+    keys = dict(index.model.keys)
+    averages = {keys.get(parameter): state[KEY] for parameter, state in states.items()}
+    for key, tensor in keys.items():
+        if tensor is not None:
+            keys[key] = averages.get(tensor, tensor)
+    return dataclasses.replace(index, model=index.model._replace(keys=keys))
 
 
 def _chosen(index: Index, optimizer: bool | str) -> str | None:
     """Return the name of the optimizer to write."""
-    known = [name for name, saved in index.optimizers.items() if saved.kind != AVERAGES]
     if optimizer is False:
         return None
-    if optimizer is True and len(known) == 1:
-        return known[0]
-    if optimizer not in known:
+    names = [name for name, saved in index.optimizers.items() if saved.kind != AVERAGES]
+    if optimizer is True and len(names) == 1:
+        return names[0]
+    if optimizer not in names:
         raise ConfigurationError(
-            f"optimizer={optimizer!r}: the checkpoint has {', '.join(map(repr, known)) or 'none'}; pass the name of one"
+            f"optimizer={optimizer!r}: the checkpoint has {', '.join(map(repr, names)) or 'none'}; pass the name of one"
         )
     return str(optimizer)
 
@@ -202,7 +212,9 @@ class _Export:
     @property
     def directory(self) -> Path:
         """Return where the files will be."""
-        return self.path if self.format in ("hf", "peft") else self.path.parent
+        if self.format in ("hf", "peft"):
+            return self.path
+        return self.path.parent
 
     def write(self, reader: TensorReader, optimizer: str | None) -> list[Path]:
         """Write all files into a hidden directory, and give them their names at the end; or leave nothing."""
@@ -225,13 +237,19 @@ class _Export:
 
     def _replaced(self, names: list[str], pattern: str) -> list[Path]:
         """Return files that an earlier export leaves next to those written now; raise if none may be overwritten."""
-        there = sorted(name for name in os.listdir(self.directory) if name in names or re.fullmatch(pattern, name))
-        if there and not self.overwrite:
-            raise CheckpointError(
-                f"{self.directory / there[0]} exists; pass overwrite=True (--overwrite) to replace it, or choose "
-                "another path"
-            )
-        return [self.directory / name for name in there if name not in names]
+        stale = []
+        for name in sorted(os.listdir(self.directory)):
+            is_new = name in names
+            if not is_new and not re.fullmatch(pattern, name):
+                continue
+            if not self.overwrite:
+                raise CheckpointError(
+                    f"{self.directory / name} exists; pass overwrite=True (--overwrite) to replace it, or choose "
+                    "another path"
+                )
+            if not is_new:
+                stale.append(self.directory / name)
+        return stale
 
     def _commit(self, folder: Path, names: list[str], stale: Sequence[Path] = ()) -> list[Path]:
         """Give the files their names."""
@@ -246,32 +264,41 @@ class _Export:
         return paths
 
     def _write_safetensors(self, reader: TensorReader, folder: Path) -> list[Path]:
-        hf, tensors = self.format == "hf", reader.index.tensors
+        tensors = reader.index.tensors
         weights, tied = _once(reader.index, self.format)
         shards = list(batches(weights, lambda key: tensors[weights[key]].nbytes, self.max_shard_bytes)) or [[]]
-        stem = "model" if hf else self.path.name.removesuffix(".safetensors")
-        single, index = f"{stem}.safetensors" if hf else self.path.name, f"{stem}.safetensors.index.json"
+        single = self.path.name
+        if self.format == "hf":
+            single = "model.safetensors"
+        stem = single.removesuffix(".safetensors")
+        index = f"{stem}.safetensors.index.json"
+        files = [single]
         texts: dict[str, Any] = {}
-        if len(shards) == 1:
-            files = [single]
-        else:
+        if len(shards) > 1:
             files = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
             total = sum(tensors[tensor].nbytes for tensor in weights.values())
-            where = {key: name for name, shard in zip(files, shards, strict=True) for key in shard}
-            texts[index] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        if hf:
+            file_of_key: dict[str, str] = {}
+            for file, shard in zip(files, shards, strict=True):
+                file_of_key.update(dict.fromkeys(shard, file))
+            weight_map = dict(sorted(file_of_key.items()))
+            texts[index] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        if self.format == "hf":
             infos = [tensors[tensor] for tensor in weights.values()]
             floating = next((info.dtype for info in infos if info.kind.is_floating_point), "float32")
-            texts[CONFIG_FILE] = {**self.config, "dtype": self.config.get("dtype") or floating}
+            dtype = self.config.get("dtype") or floating
+            texts[CONFIG_FILE] = {**self.config, "dtype": dtype}
         pattern = rf"({re.escape(stem)}-\d+-of-\d+\.safetensors|{re.escape(single)}|{re.escape(index)})"
         stale = self._replaced([*files, *texts], pattern)
-        for name, shard in zip(files, shards, strict=True):
-            here = set(shard)
-            metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in here}
-            write(folder / name, [reader.item(key, weights[key]) for key in shard], metadata)
+        for file, shard in zip(files, shards, strict=True):
+            metadata = {"format": "pt"}
+            for alias, key in tied.items():
+                if key in shard:
+                    metadata[alias] = key
+            write(folder / file, [reader.item(key, weights[key]) for key in shard], metadata)
         for name, value in texts.items():
+            text = json.dumps(value, indent=2) + "\n"
             with new_file(folder / name) as stream:
-                stream.write(memoryview((json.dumps(value, indent=2) + "\n").encode()))
+                stream.write(memoryview(text.encode()))
         return self._commit(folder, [*files, *texts], stale)
 
     def _write_adapters(self, reader: TensorReader, folder: Path) -> list[Path]:
@@ -285,35 +312,19 @@ class _Export:
         """Write one file of torch, or one directory of DCP."""
         from fsshard.checkpoint.interop.torch_formats import Placeholder, write_dcp, write_torch
 
-        index, name = reader.index, self.path.name
-
-        def placeholder(tensor: str) -> Placeholder:
-            return Placeholder(tensor, index.tensors[tensor])
-
+        index = reader.index
+        name = self.path.name
         value: dict[str, Any] = {}
         for key, tensor in index.model.keys.items():
             if tensor is not None:
-                value[key] = placeholder(tensor)
+                value[key] = Placeholder(tensor, index.tensors[tensor])
             elif key in index.model.extra:
                 value[key] = reader.tree(index.model.extra[key])
         if optimizer is not None:
-            tensors, saved = index.optimizer_tensors(optimizer), index.optimizers[optimizer]
-            groups = [reader.tree(group) for group in saved.groups]
-            names = [name for group in groups for name in group["params"]]
-            state = {
-                name: {k: reader.tree(node) for k, node in saved.state.get(name, {}).items() if k != parts.ORDERS}
-                | {key: placeholder(tensor) for key, tensor in tensors.get(name, {}).items()}
-                for name in names
-            }
-            state = {name: item for name, item in state.items() if item}
-            if self.format == "torch":  # whose optimizers number the parameters in the order of the groups
-                number: Any = {name: at for at, name in enumerate(names)}
-                state = {number[name]: item for name, item in state.items()}
-                for group in groups:
-                    # As torch's optimizers over named parameters write them. New text, so that the file's bytes do not
-                    # tell whether the model's keys were the same objects.
-                    group["param_names"] = [name.encode().decode() for name in group["params"]]
-                    group["params"] = [number[name] for name in group["params"]]
+            groups = [reader.tree(group) for group in index.optimizers[optimizer].groups]
+            state = _state_by_name(reader, optimizer, groups)
+            if self.format == "torch":
+                state = _numbered(state, groups)
             value = {"model": value, "optimizer": {"state": state, "param_groups": groups}}
         if self.format == "torch":
             self._replaced([name], "")
@@ -326,20 +337,60 @@ class _Export:
     def _check_directory(self) -> None:
         """Raise if a directory of DCP would replace anything but an empty directory, or another one of DCP."""
         path = self.path
-        real = path.is_dir() and not path.is_symlink()
-        names = os.listdir(path) if real else []
-        if not os.path.lexists(path) or (real and not names):
+        if not os.path.lexists(path):
             return
-        alone = ".metadata" in names and all(name == ".metadata" or name.endswith(".distcp") for name in names)
-        if not self.overwrite or not alone:
-            replace = "pass overwrite=True (--overwrite) to replace it"
-            what = "it holds no DCP checkpoint alone" if self.overwrite else replace
-            raise CheckpointError(f"{path} exists; {what}, or choose another path")
+        is_dcp = False
+        if path.is_dir() and not path.is_symlink():
+            names = os.listdir(path)
+            if not names:
+                return
+            is_dcp = ".metadata" in names and all(name == ".metadata" or name.endswith(".distcp") for name in names)
+        if not self.overwrite:
+            raise CheckpointError(
+                f"{path} exists; pass overwrite=True (--overwrite) to replace it, or choose another path"
+            )
+        if not is_dcp:
+            raise CheckpointError(f"{path} exists; it holds no DCP checkpoint alone, or choose another path")
+
+
+def _state_by_name(reader: TensorReader, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+    """Return the state of an optimizer's parameters by name, with placeholders for tensors."""
+    from fsshard.checkpoint.interop.torch_formats import Placeholder
+
+    index = reader.index
+    trees = index.optimizers[optimizer].state
+    tensors = index.optimizer_tensors(optimizer)
+    state: dict[Any, Any] = {}
+    for group in groups:
+        for name in group["params"]:
+            item: dict[str, Any] = {}
+            for key, node in trees.get(name, {}).items():
+                if key != parts.ORDERS:
+                    item[key] = reader.tree(node)
+            for key, tensor in tensors.get(name, {}).items():
+                item[key] = Placeholder(tensor, index.tensors[tensor])
+            if item:
+                state[name] = item
+    return state
+
+
+def _numbered(state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[Any, Any]:
+    """Number the parameters in the order of the groups, as torch's optimizers do, in these groups too."""
+    numbers: dict[str, int] = {}
+    for group in groups:
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+        # As torch's optimizers over named parameters write them. New text, so that the file's bytes do not
+        # tell whether the model's keys were the same objects.
+        group["param_names"] = [name.encode().decode() for name in group["params"]]
+        group["params"] = [numbers[name] for name in group["params"]]
+    return {numbers[name]: item for name, item in state.items()}
 
 
 def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
     """Map keys to tensors with each tensor once, and further keys of it to the first one, as safetensors has ties."""
-    first: dict[str, str] = {}
+    first_keys: dict[str, str] = {}
+    weights: dict[str, str] = {}
     tied: dict[str, str] = {}
     for key, tensor in index.model.keys.items():
         if tensor is None:
@@ -350,9 +401,12 @@ def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
                 f"format={format!r} has no {info.dtype}, which {key!r} is; use format='torch', or convert the model to "
                 "complex64"
             )
-        if first.setdefault(tensor, key) != key:
-            tied[key] = first[tensor]
-    return {key: tensor for tensor, key in first.items()}, tied
+        first = first_keys.setdefault(tensor, key)
+        if first == key:
+            weights[key] = tensor
+        else:
+            tied[key] = first
+    return weights, tied
 
 
 def _config(given: Any) -> dict[str, Any]:
@@ -365,7 +419,9 @@ def _config(given: Any) -> dict[str, Any]:
             config = json.loads(given.to_json_string())
         elif isinstance(given, (str, os.PathLike)):
             path = Path(given)
-            config = json.loads((path / CONFIG_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
+            if path.is_dir():
+                path = path / CONFIG_FILE
+            config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"config={given!r} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
@@ -391,24 +447,42 @@ class LiveReader(PieceReader):
         call: str,
     ) -> None:
         settings = model.backend.settings
-        self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
+        self._group = settings.everyone
+        self._rank = settings.overall_rank
+        self._device = settings.device
         controller_of(model).buffers.sync()  # rank 0's count, as in a state dict
+        models = {"": model}
 
         def collected() -> parts.Collected:
             chosen = optimizers()
             model.backend.reshard()
-            return parts.collect({"": model}, chosen, {}, settings.overall_rank)
+            return parts.collect(models, chosen, {}, self._rank)
 
-        mine = parts.collect_together(collected, {"": model}, channel)
-        self._parts = mine.parts
-        told = channel.gather([parts.as_table(mine.parts), mine.trees(())])
-        tensors, _ = parts.divide([table for table, _ in told], call, shared=False)
-        self.index = parts.make_index(parts.origin_of({"": model}), mine, tensors, [trees for _, trees in told])
-        self._numbers = {name: number for number, name in enumerate(tensors)}  # the same on all ranks
-        ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
-        self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
+        own = parts.collect_together(collected, models, channel)
+        self._parts = own.parts
+        tables = []
+        trees = []
+        for table, tree in channel.gather([parts.as_table(own.parts), own.trees(())]):
+            tables.append(table)
+            trees.append(tree)
+        tensors, _ = parts.divide(tables, call, shared=False)
+        self.index = parts.make_index(parts.origin_of(models), own, tensors, trees)
+        # The same on all ranks.
+        self._numbers = {name: number for number, name in enumerate(tensors)}
+        # The ranks that rank 0 needs at all: with whole parameters, none.
+        ranks: set[int] = set()
+        for info in tensors.values():
+            ranks.update(rank_of(piece.file) for piece in info.pieces)
+        self._asked = sorted(ranks - {0})
 
-    def fill(self, out: Tensor, name: str, piece: Piece, low: int, high: int) -> None:
+    def fill(
+        self,
+        out: Tensor,
+        name: str,
+        piece: Piece,
+        low: int,
+        high: int,
+    ) -> None:
         rank = rank_of(piece.file)
         if rank == 0:
             out.copy_(self._slice(name, low, high))
@@ -434,7 +508,8 @@ class LiveReader(PieceReader):
 
     def serve(self) -> None:
         """Hand out the parts that rank 0 asks for."""
-        request, names = torch.empty(3, dtype=torch.int64, device=self._device), list(self._numbers)
+        request = torch.empty(3, dtype=torch.int64, device=self._device)
+        names = list(self._numbers)
         while self._rank in self._asked:
             dist.recv(request, group=self._group, group_src=0)
             at, low, high = request.tolist()

@@ -33,7 +33,8 @@ HF_PARTS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "s
 STATE_FILES = (".pt", ".pth", ".bin", ".pkl", ".safetensors", ".ckpt")
 NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
-ZIP, PICKLE = b"PK\x03\x04", b"\x80"
+ZIP = b"PK\x03\x04"
+PICKLE = b"\x80"
 READER = "_fsshard_reader"  # attribute of a tensor of the tree that is still to be read: a function of a range
 Tree = dict[Any, Any]  # dicts and lists of values and tensors, as they were saved
 
@@ -110,7 +111,11 @@ def unknown(path: Path) -> str:
     return f"{path} ({what}) is not a checkpoint of a known kind, which are: {', '.join(KINDS)}{inside}"
 
 
-def awaited(dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
+def awaited(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    read: Callable[[Range], Tensor],
+) -> Tensor:
     """Return a tensor on the meta device for one that is read by and by."""
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     setattr(tensor, READER, read)

@@ -33,7 +33,9 @@ def clean_path(path: str) -> str:
 
 def path_below(path: str, name: str) -> str:
     """Return the name in the whole model of what a module at ``path`` calls ``name``."""
-    return f"{path}.{name}" if path else name
+    if path:
+        return f"{path}.{name}"
+    return name
 
 
 def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:

@@ -111,7 +111,8 @@ class ForeignReader(TensorReader):
     """
 
     def __init__(self, path: Path, kind: str, *, trust_pickle: bool) -> None:
-        self.directory, self._kind = path, kind
+        self.directory = path
+        self._kind = kind
         with ExitStack() as files:
             self._tree, self._tied = open_tree(path, kind, files, trust_pickle=trust_pickle)
             self._files = files.pop_all()
@@ -337,7 +338,13 @@ class ForeignReader(TensorReader):
             names += self._own_names(group)
         return all(isinstance(name, str) for name in names)
 
-    def _put_optimizer(self, name: str, kind: str, groups: list[Any], state: Mapping[str, Mapping[str, Any]]) -> None:
+    def _put_optimizer(
+        self,
+        name: str,
+        kind: str,
+        groups: list[Any],
+        state: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         small: dict[str, dict[str, Any]] = {parameter: {} for parameter in state}
         for parameter, item in state.items():
             for key, value in item.items():
@@ -469,7 +476,9 @@ def _without(node: Any, places: Sequence[Place]) -> Any:
         remains = _without(value, below)
         if remains or not below:
             rest[key] = remains
-    return rest if isinstance(node, dict) else list(rest.values())
+    if isinstance(node, dict):
+        return rest
+    return list(rest.values())
 
 
 def _dotted(place: Place) -> str:

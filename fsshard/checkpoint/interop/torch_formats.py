@@ -48,7 +48,11 @@ class Placeholder:
     info: TensorInfo
 
 
-def write_torch(path: Path, value: Any, read: Callable[[str], Iterable[Tensor]]) -> None:
+def write_torch(
+    path: Path,
+    value: Any,
+    read: Callable[[str], Iterable[Tensor]],
+) -> None:
     """Write what ``torch.save(value, path)`` would, through to the disk.
 
     :class:`Placeholder` stands for tensors, whose elements ``read`` gives by name, flat and in order, in any pieces.
@@ -121,7 +125,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         number = self._numbers.setdefault(obj.name, len(self._numbers))
         self.storages.setdefault(number, (obj.name, obj.info))
-        dtype, shape = obj.info.kind, obj.info.shape
+        dtype = obj.info.kind
+        shape = obj.info.shape
         hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         arguments = (_Storage(number, obj.info), 0, shape, torch.empty(shape, device="meta").stride(), False, hooks)
         # torch itself says by which of its functions a file rebuilds tensors of this dtype.
@@ -235,13 +240,17 @@ class DcpDirectory:
         except Exception as error:  # whatever unpickling, torch.load and DCP's own asserts raise
             raise CorruptCheckpoint(f"{self._path}: {type(error).__name__}: {error}") from error
 
-    def tree(self, awaited: Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Any]) -> dict[str, Any]:
+    def tree(
+        self,
+        awaited: Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Any],
+    ) -> dict[str, Any]:
         """Return what was saved, nested as it was, with ``awaited`` for tensors that are no single numbers."""
         tree: dict[Any, Any] = {}
         places = self._metadata.planner_data or {}
         with self._faults():
             for name, info in self._metadata.state_dict_metadata.items():
-                node, path = tree, places.get(name) or (name,)
+                node = tree
+                path = places.get(name) or (name,)
                 for step in path[:-1]:
                     node = node.setdefault(step, {})
                 if not isinstance(info, meta.TensorStorageMetadata):
@@ -253,8 +262,10 @@ class DcpDirectory:
         return dict(_listed(tree))
 
     def _read_bytes(self, name: str) -> Any:
-        index, none = meta.MetadataIndex(name), torch.Size((0,))
-        item, planner = plans.ReadItem(plans.LoadItemType.BYTE_IO, index, none, index, none, none), _Target(None)
+        index = meta.MetadataIndex(name)
+        none = torch.Size((0,))
+        item = plans.ReadItem(plans.LoadItemType.BYTE_IO, index, none, index, none, none)
+        planner = _Target(None)
         planner.trusted = self._trusted
         self._reader.read_data(plans.LoadPlan([item]), planner).wait()
         return planner.value
@@ -263,12 +274,15 @@ class DcpDirectory:
         """Return elements [start, stop) of a flattened tensor; the rows that they lie in are read."""
         info = self._metadata.state_dict_metadata[name]
         assert isinstance(info, meta.TensorStorageMetadata)
-        shape, dtype = tuple(info.size), info.properties.dtype
+        shape = tuple(info.size)
+        dtype = info.properties.dtype
         start, stop = wanted
         if stop <= start:
             return torch.empty(0, dtype=dtype)
-        row, dims = math.prod(shape[1:]), len(shape)
-        first, last = start // row, -(-stop // row)
+        row = math.prod(shape[1:])
+        dims = len(shape)
+        first = start // row
+        last = -(-stop // row)
         target = torch.empty((last - first, *shape[1:])[:dims], dtype=dtype)  # of no dimension: a number
         box = meta.ChunkStorageMetadata(torch.Size((first, *(0,) * (dims - 1))[:dims]), target.shape)
         with self._faults():

@@ -95,7 +95,9 @@ class InnerFSDP(TorchFSDP):
         return wrapper.local_state_dict(*args, **kwargs)
 
     # As of any module: the wrapper around shows parameters whole, and cleans names.
-    apply, named_parameters, named_buffers = nn.Module.apply, nn.Module.named_parameters, nn.Module.named_buffers
+    apply = nn.Module.apply
+    named_parameters = nn.Module.named_parameters
+    named_buffers = nn.Module.named_buffers
 
     # ---------------------------------------------------------------------------------------- what is in it
 

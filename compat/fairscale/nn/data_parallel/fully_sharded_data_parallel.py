@@ -183,7 +183,12 @@ class FullyShardedDataParallel(nn.Module):
             self.gradient_predivide_factor = gradient_predivide_factor
             self.gradient_postdivide_factor = self.world_size / gradient_predivide_factor
 
-    def _build(self, module: nn.Module, own: list[tuple[str, nn.Parameter]], buffer_dtype: Any) -> None:
+    def _build(
+        self,
+        module: nn.Module,
+        own: list[tuple[str, nn.Parameter]],
+        buffer_dtype: Any,
+    ) -> None:
         from ._fsdp_engine import InnerFSDP  # not at the top: see there
 
         self._fsdp_wrapped_module: Any = InnerFSDP(module, self, buffer_dtype)
@@ -209,7 +214,9 @@ class FullyShardedDataParallel(nn.Module):
         flat = self._fsdp_wrapped_module.flat
         if flat is None:
             return []
-        return [flat] if self.flatten_parameters else list(fsdp1.params_of(flat))
+        if self.flatten_parameters:
+            return [flat]
+        return list(fsdp1.params_of(flat))
 
     @property
     def _has_params(self) -> bool:
@@ -289,7 +296,8 @@ class FullyShardedDataParallel(nn.Module):
         if outermost:
             self._start_afresh()
         if self.force_input_to_fp32 and not self.mixed_precision:
-            args, kwargs = map_leaves(_to_float32, args), map_leaves(_to_float32, kwargs)
+            args = map_leaves(_to_float32, args)
+            kwargs = map_leaves(_to_float32, kwargs)
         try:
             output = engine(*args, **kwargs)
         except Exception:
@@ -445,7 +453,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             NotTogether: other ranks are in another call; on all of them.
         """
-        outermost, local = not self.is_exporting, not self._return_full_state_dict
+        outermost = not self.is_exporting
+        local = not self._return_full_state_dict
         with self._set_inside("is_exporting", True), ExitStack() as stack:
             shown = self.training_state is TrainingState.SUMMON_FULL_PARAMS or (local and self.flatten_parameters)
             if not shown:
@@ -518,7 +527,8 @@ class FullyShardedDataParallel(nn.Module):
         except RuntimeError as error:
             given = {clean(key): tuple(value.shape) for key, value in state_dict.items() if isinstance(value, Tensor)}
             wrong = {key: (expected[key], got) for key, got in given.items() if expected.get(key, got) != got}
-            missing, unexpected = expected.keys() - given.keys(), given.keys() - expected.keys()
+            missing = expected.keys() - given.keys()
+            unexpected = given.keys() - expected.keys()
             if not (wrong or missing or unexpected):
                 raise
             raise StateDictError("the state dict", missing, unexpected, wrong) from error
@@ -619,7 +629,9 @@ def _compute_device(asked: Any, module: nn.Module, group: Any) -> torch.device:
     device = torch.device(asked or found or ("cuda" if nccl else "cpu"))
     # FSDP1 compares with the devices of tensors, which have an index (torch 2.13)
     without = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if without else device
+    if without:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -680,7 +692,8 @@ def _loaded(module: nn.Module, incompatible_keys: Any) -> None:
     for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
         keys[:] = [clean(key) for key in keys]
     if module._loading is not None:
-        stack, module._loading = module._loading, None
+        stack = module._loading
+        module._loading = None
         stack.close()
 
 
@@ -690,7 +703,9 @@ def _exchange(group: Any) -> Any:
 
 
 def _to_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value
 
 
 @contextmanager
@@ -741,7 +756,9 @@ def auto_wrap_bn(
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
     """Give the wrappers in a module, itself included, outermost first; or those that have parameters of their own."""
     found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
-    return [instance for instance in found if instance._has_params] if skip_empty else found
+    if skip_empty:
+        return [instance for instance in found if instance._has_params]
+    return found
 
 
 def _wrappers(root: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:

@@ -65,7 +65,12 @@ default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP  # type: ignore[at
 default_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF  # type: ignore[attr-defined]
 
 
-def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+def config_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    module_is_root: bool,
+) -> bool:
     """Wrap modules that have an attribute ``wrapper_config``, wherever they are."""
     return recurse or hasattr(module, "wrapper_config")
 
@@ -93,7 +98,9 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         **wrap_overrides: come before both.
     """
     _report("fairscale.nn.wrap.wrap")
-    return _wrap(module, wrap_overrides) if ConfigAutoWrap.in_autowrap_context else module
+    if ConfigAutoWrap.in_autowrap_context:
+        return _wrap(module, wrap_overrides)
+    return module
 
 
 def _report(call: str) -> None:
@@ -179,7 +186,10 @@ class ConfigAutoWrap(ContextDecorator):
 
     @staticmethod
     def recursive_wrap(
-        module: nn.Module, auto_wrap_policy: Policy | None, module_is_root: bool, **kwargs: Any
+        module: nn.Module,
+        auto_wrap_policy: Policy | None,
+        module_is_root: bool,
+        **kwargs: Any,
     ) -> tuple[nn.Module, int]:
         """Wrap what the policy chooses; return what is in the module's place, and its elements that are in wrappers."""
         policy = auto_wrap_policy or ConfigAutoWrap.auto_wrap_policy or default_auto_wrap_policy
