@@ -18,6 +18,7 @@ from fsshard.errors import MissingExtra, ParityError
 from fsshard.parity.plain import plain, read_as
 from fsshard.parity.report import QUANTITIES, Cell, Difference, worst_of
 from fsshard.pictures import check_picture, save_picture
+from fsshard.planning.text import aligned, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -179,18 +180,14 @@ def size(difference: Difference) -> str:
     return text
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
 def _ranks(cell: Cell) -> str:
-    return cell.mesh or _count(cell.world_size, "rank")
+    return cell.mesh or counted(cell.world_size, "rank")
 
 
 def head(report: ParityReport) -> str:
     """Return what was compared with what."""
-    runs = _count(len(report.cells), "run")
-    steps = _count(report.steps, "step")
+    runs = counted(len(report.cells), "run")
+    steps = counted(report.steps, "step")
     return f"parity of {report.recipe or 'a recipe'}: {runs} of {steps} against {report.reference}"
 
 
@@ -223,20 +220,10 @@ def rows(report: ParityReport) -> list[list[str]]:
 
 def _aligned(report: ParityReport) -> str:
     lines = rows(report)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    right = (1, len(widths) - 1)
-    texts = [_caption(report)]
-    for line in lines:
-        entries = []
-        for place, width in enumerate(widths):
-            entry = line[place]
-            if place in right:
-                entries.append(entry.rjust(width))
-            else:
-                entries.append(entry.ljust(width))
-        texts.append("  ".join(entries).rstrip())
-    return "\n".join(texts)
+    rule = ["-" * max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, rule)
+    sides = "<>".ljust(len(rule) - 1, "<") + ">"
+    return "\n".join([_caption(report), *aligned(lines, sides)])
 
 
 def _caption(report: ParityReport) -> str:
@@ -328,7 +315,7 @@ def _agreement(report: ParityReport) -> str:
         counts.append(f"{bound} within the rounding bound")
     text = f"all agree: {', '.join(counts)}"
     if report.warnings:
-        text += f"; {_count(len(report.warnings), 'warning')}"
+        text += f"; {counted(len(report.warnings), 'warning')}"
     return text
 
 

@@ -56,6 +56,7 @@ from fsshard.parity.trace import (
     told,
 )
 from fsshard.parity.training import Bare, Job
+from fsshard.planning.text import counted
 from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text, resolve, splits
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
@@ -331,7 +332,7 @@ class _Runner:
     def run(self, function: Callable[..., Any], job: Job, *arguments: Any, text: str = "") -> list[Any]:
         """Return the results of ``function(job, *arguments)`` of each rank; a user's mistake is raised as it is."""
         count = job.processes or job.world_size
-        where = _count(count, "rank")
+        where = counted(count, "rank")
         if job.engine is Bare:
             where = f"the samples of {where}"
         if _in_one_process(job.engine):
@@ -358,10 +359,6 @@ class _Runner:
         self._done += 1
         show(0, 0.0)
         return results
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}s" if number > 1 else f"{number} {word}"
 
 
 @contextlib.contextmanager
@@ -534,7 +531,7 @@ def _caveats(job: Job, ranks: list[RankTrace]) -> list[str]:
     before = read_tensors(job.folder, INITIAL, "weight", 0)
     after = read_tensors(job.folder, job.steps - 1, "weight", 0)
     if all(torch.equal(value, after[name]) for name, value in before.items() if name in after):
-        steps = _count(job.steps, "step")
+        steps = counted(job.steps, "step")
         caveats.append(f"no weight changed in {steps} (a learning rate of zero?), so the optimizers were not tested")
     return caveats
 
@@ -577,7 +574,7 @@ def _observed(
 
 def _named(trace: Trace) -> str:
     where = "recorded" if trace.file is None else f"recorded in {trace.file}"
-    ranks = _count(trace.world_size, "rank")
+    ranks = counted(trace.world_size, "rank")
     torchs = trace.environment.get("torch", "?")
     return f"{trace.backend} on {ranks} with torch {torchs}, {where}"
 

@@ -51,6 +51,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
+def counted(number: int, word: str) -> str:
+    """Return ``1 rank``, or ``2 ranks``."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def ratio(value: float, bound: float) -> str:
     """Return ``1.25``, or a dash where there is nothing to divide by."""
     return f"{value / bound:.2f}" if bound else "-"

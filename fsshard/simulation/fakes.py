@@ -31,7 +31,8 @@ from fsshard.torch_private.fake_tensors import (
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import storage_key
 
-FILL, RNN_LAYER = torch.ops.aten.fill_.Scalar, torch.ops.aten.mkldnn_rnn_layer.default
+FILL = torch.ops.aten.fill_.Scalar
+RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 KNOWN_NUMBERS = 2**16
 """Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""
 
@@ -80,14 +81,15 @@ class UsedParameters(TorchDispatchMode):
         self._written: dict[tuple[int, int], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (FILL, LOCAL_SCALAR_DENSE) or args[0].dtype is not torch.int32:
-            return func(*args, **(kwargs or {}))
-        storage, place = storage_key(args[0].untyped_storage()), args[0].storage_offset()
-        if func is LOCAL_SCALAR_DENSE and current_graph_task_id() != -1:
-            return self._written.get((storage, place), 0)
-        if func is FILL:
-            for number in range(place, place + args[0].numel()):
-                self._written[storage, number] = args[1]
+        if func in (FILL, LOCAL_SCALAR_DENSE) and args[0].dtype is torch.int32:
+            tensor = args[0]
+            storage = storage_key(tensor.untyped_storage())
+            place = tensor.storage_offset()
+            if func is FILL:
+                for number in range(place, place + tensor.numel()):
+                    self._written[storage, number] = args[1]
+            elif current_graph_task_id() != -1:
+                return self._written.get((storage, place), 0)
         return func(*args, **(kwargs or {}))
 
 
@@ -109,10 +111,10 @@ def _finished(all_reduce: Any) -> Any:
     def all_reduce_at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Control flow over small facts (which gradients are there) goes on: with equal ranks, MAX changes nothing.
         # Fake tensors know such values, and would forget them when an operator writes.
-        known = getattr(tensor, "constant", None)
+        constant = getattr(tensor, "constant", None)
         all_reduce(tensor, *args, **kwargs)
-        if known is not None:
-            tensor.constant = known  # type: ignore[attr-defined]
+        if constant is not None:
+            tensor.constant = constant  # type: ignore[attr-defined]
         return _Done(tensor) if kwargs.get("async_op") else None
 
     return all_reduce_at_once
@@ -143,29 +145,36 @@ class Fakes(FakeTensorMode):
             self._around.close()
 
     def may_turn_const(self, t: Tensor) -> bool:
-        usual = super().may_turn_const(t)
-        return usual or (type(t) is Tensor and t.numel() <= KNOWN_NUMBERS and not t.is_meta and not t.is_sparse)
+        if super().may_turn_const(t):
+            return True
+        return type(t) is Tensor and t.numel() <= KNOWN_NUMBERS and not t.is_meta and not t.is_sparse
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        viewed = storage_of(args[0]) if func.is_view and args and isinstance(args[0], FakeTensor) else None
-        is_freed = viewed is not None and not viewed.nbytes() and args[0].numel()
-        found: Any = super().dispatch(func, types, args, kwargs or {})
-        if is_freed and viewed is not None and viewed.nbytes():
+        freed = None
+        if func.is_view and args and isinstance(args[0], FakeTensor):
+            storage = storage_of(args[0])
+            if storage is not None and not storage.nbytes() and args[0].numel():
+                freed = storage
+        result: Any = super().dispatch(func, types, args, kwargs or {})
+        if freed is not None and freed.nbytes():
             # torch 2.13 gives a view that it remembers its memory by set_(), which grows what FSDP2 has let go of; to
             # ask for the autograd node of a parameter (get_gradient_edge) is to make a view.
-            viewed.resize_(0)
+            freed.resize_(0)
         if func is RNN_LAYER:  # what it keeps for its backward has no size in torch's fake operator (2.13)
-            *outputs, workspace = found
+            *outputs, workspace = result
             return (*outputs, self._rnn_workspace(args, workspace))
-        return found
+        return result
 
     def _rnn_workspace(self, args: Any, empty: Tensor) -> Tensor:
         """Return a workspace as large as the true operator's, which runs on numbers, once for each kind of layer."""
-        key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else repr(a) for a in args)
+        kinds: list[Any] = []
+        for value in args:
+            kinds.append((value.shape, value.dtype) if isinstance(value, Tensor) else repr(value))
+        key = tuple(kinds)
         if key not in self._workspaces:
             with self.left():
-                real = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
-                self._workspaces[key] = RNN_LAYER(*real)[3].untyped_storage().nbytes()
+                zeros = map_leaves(lambda a: torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a, args)
+                self._workspaces[key] = RNN_LAYER(*zeros)[3].untyped_storage().nbytes()
         with self:
             return torch.empty(self._workspaces[key], dtype=empty.dtype)
 
@@ -185,12 +194,12 @@ class Fakes(FakeTensorMode):
             pass  # the model's constructor computes with numbers, so it gets them, once
         with self.left():
             module = build()
-        made: dict[int, nn.Parameter] = {}
+        fakes: dict[int, nn.Parameter] = {}
         for slot in list(parameter_slots(module)):
-            old = slot.parameter
-            if id(old) not in made:
-                made[id(old)] = nn.Parameter(self.from_tensor(old.detach()), old.requires_grad)
-            slot.owner._parameters[slot.stored] = made[id(old)]
+            real = slot.parameter
+            if id(real) not in fakes:
+                fakes[id(real)] = nn.Parameter(self.from_tensor(real.detach()), real.requires_grad)
+            slot.owner._parameters[slot.stored] = fakes[id(real)]
         return module
 
     @contextlib.contextmanager
@@ -217,17 +226,22 @@ def _deepcopy_fake(tensor: Any, memo: dict[int, Any]) -> Any:
     # torch's own gives a fake one another storage than its views have, of which the process can die, and for one that
     # knows its number ends in "Attempted to set the storage of a tensor on device "meta" to a storage on different
     # device" (2.13).
-    if id(tensor) not in memo:
-        new: Any = torch.empty_like(tensor.detach())
-        if tensor.constant is not None:
-            with tensor.fake_mode.left():
-                new.constant = tensor.constant.clone()
-        known = set(new.__dict__)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        new = nn.Parameter(new, tensor.requires_grad) if is_parameter else new.requires_grad_(tensor.requires_grad)
-        new.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in known})
-        memo[id(tensor)] = new
-    return memo[id(tensor)]
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    new: Any = torch.empty_like(tensor.detach())
+    if tensor.constant is not None:
+        with tensor.fake_mode.left():
+            new.constant = tensor.constant.clone()
+    own_names = set(new.__dict__)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, tensor.requires_grad)
+    else:
+        new.requires_grad_(tensor.requires_grad)
+    for name, value in tensor.__dict__.items():
+        if name not in own_names:
+            new.__dict__[name] = value
+    memo[id(tensor)] = new
+    return new
 
 
 def _converted(tensor: Any, new: Any) -> None:

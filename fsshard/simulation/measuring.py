@@ -17,11 +17,14 @@ from fsshard.simulation.machine import MACHINES, USUAL, Machine
 from fsshard.simulation.tracking import Tracker
 from fsshard.wrapping import wrap
 
-SAMPLES, LEAST = 5, 0.01
-"""Samples of each measurement, and seconds that one takes at least: enough calls are made in it."""
+SAMPLES = 5
+"""Samples of each measurement."""
+LEAST = 0.01
+"""Seconds that a sample takes at least: enough calls are made in it."""
 SIZES = {"cpu": (384, 2**18, 2**20), "cuda": (4096, 2**27, 2**25)}
 """Device -> rows of a square matrix, elements that an operator writes, elements that a collective sends."""
-NARROW, LAYERS = 8, 12
+NARROW = 8
+LAYERS = 12
 
 
 def measured_machine(device: str) -> Machine:
@@ -34,34 +37,48 @@ def measured_machine(device: str) -> Machine:
     """
     rows, written, elements = SIZES[device]
     ranks = dist.get_world_size()
-    flops = {str(dtype).removeprefix("torch."): _flops(device, rows, dtype) for dtype in DTYPES}
+    flops = [_flops(device, rows, dtype) for dtype in DTYPES]
     first, second = torch.ones(2, written, device=device).unbind()
     result = torch.empty_like(first)
     write = _seconds(device, lambda: torch.add(first, second, out=result))
-    usual, about = MACHINES[USUAL[device]], f"{platform.machine()}, torch {torch.__version__}"
-    latency, bandwidth, operator = usual.collective, usual.sent, _per_operator(device)
+    usual = MACHINES[USUAL[device]]
+    operator = _per_operator(device)
+    about = f"{platform.machine()}, torch {torch.__version__}"
     if ranks > 1:
-        bare, large = _gather(device, 16, 20), _gather(device, elements, 4)
+        bare = _gather(device, 16, 20)
+        large = _gather(device, elements, 4)
         bandwidth = sent("all_gather", 4 * elements * ranks, ranks) / max(large - bare, 1e-9)
         latency = max(bare, _per_collective(device, operator))
+        source = f"{ranks} ranks, {about}"
     else:
-        about += f"; one rank: collectives as of {usual.name!r}"
+        bandwidth = usual.sent
+        latency = usual.collective
+        source = f"1 rank, {about}; one rank: collectives as of {usual.name!r}"
     host = torch.empty(written, pin_memory=device == "cuda")
     leave = _seconds(device, lambda: host.copy_(first, non_blocking=True))
-    constants = [*flops.values(), 4 * written / write, operator, bandwidth, latency, 4 * written / leave]
+    nbytes = 4 * written
+    constants = [
+        *flops,
+        nbytes / write,
+        operator,
+        bandwidth,
+        latency,
+        nbytes / leave,
+    ]
     mean = torch.tensor(constants, dtype=torch.float64, device=device)
     dist.all_reduce(mean)  # one file for all ranks
-    *speeds, write_speed, operator, bandwidth, latency, host_speed = (mean / ranks).tolist()
+    *flops, write_speed, operator, bandwidth, latency, host_speed = (mean / ranks).tolist()
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     return Machine(
         name="measured",
         device=device,
-        flops=dict(zip(flops, speeds, strict=True)),
+        flops=dict(zip(names, flops, strict=True)),
         written=write_speed,
         operator=operator,
         sent=bandwidth,
         collective=latency,
         host=host_speed,
-        source=f"fsshard doctor --measure on {ranks} rank{'s' if ranks > 1 else ''}, {about}",
+        source=f"fsshard doctor --measure on {source}",
     )
 
 
@@ -70,23 +87,31 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def _flops(device: str, rows: int, dtype: torch.dtype) -> float:
     matrix = torch.ones(rows, rows, dtype=dtype, device=device)
-    return 2 * rows**3 / _seconds(device, lambda: matrix @ matrix)
+    seconds = _seconds(device, lambda: matrix @ matrix)
+    return 2 * rows**3 / seconds
 
 
 def _gather(device: str, elements: int, calls: int) -> float:
     """Return the seconds of an all_gather to which every rank gives so many float32."""
-    mine = torch.ones(elements, device=device)
-    whole = torch.empty(elements * dist.get_world_size(), device=device)
-    parts = list(whole.chunk(dist.get_world_size()))
-    return _seconds(device, lambda: dist.all_gather(parts, mine), calls)
+    ranks = dist.get_world_size()
+    part = torch.ones(elements, device=device)
+    whole = torch.empty(elements * ranks, device=device)
+    parts = list(whole.chunk(ranks))
+    return _seconds(device, lambda: dist.all_gather(parts, part), calls)
 
 
 def _narrow(device: str) -> nn.Module:
     """Return a model of almost no size, so that its step is all overhead."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(NARROW, NARROW), nn.GELU()) for _ in range(LAYERS))).to(device)
+    layers = [nn.Sequential(nn.Linear(NARROW, NARROW), nn.GELU()) for _ in range(LAYERS)]
+    return nn.Sequential(*layers).to(device)
 
 
-def _trained(device: str, model: nn.Module, optimizer: Any, calls: int = 0) -> tuple[float, int, int]:
+def _trained(
+    device: str,
+    model: nn.Module,
+    optimizer: Any,
+    calls: int = 0,
+) -> tuple[float, int, int]:
     """Return the seconds of a training step, its operators, and its collectives."""
     batch = torch.ones(2, NARROW, device=device)
 
@@ -98,24 +123,28 @@ def _trained(device: str, model: nn.Module, optimizer: Any, calls: int = 0) -> t
     step()
     with Tracker() as tracker:
         step()
-    return _seconds(device, step, calls), tracker.work.work().operators, len(tracker.collectives)
+    operators = tracker.work.work().operators
+    return _seconds(device, step, calls), operators, len(tracker.collectives)
 
 
 def _per_operator(device: str) -> float:
     model = _narrow(device)
-    seconds, operators, _ = _trained(device, model, torch.optim.Adam(model.parameters()))
+    optimizer = torch.optim.Adam(model.parameters())
+    seconds, operators, _ = _trained(device, model, optimizer)
     return seconds / operators
 
 
 def _per_collective(device: str, operator: float) -> float:
     """Return what a collective of an engine costs beyond its operators: many units of FSDP2 against one. Collective."""
     torch.manual_seed(0)
-    found = []
+    steps = []
     for units in ({"Linear"}, None):
         model = wrap(_narrow(device), backend="fsdp2", auto_wrap_policy=units, merge_below=0)
-        found.append(_trained(device, model, build_optimizer(model, torch.optim.Adam), calls=4))
-    (many, more_operators, more), (one, operators, fewer) = found
-    return (many - one - operator * (more_operators - operators)) / (more - fewer)
+        optimizer = build_optimizer(model, torch.optim.Adam)
+        steps.append(_trained(device, model, optimizer, calls=4))
+    (many, more_operators, more), (one, operators, fewer) = steps
+    seconds = many - one - operator * (more_operators - operators)
+    return seconds / (more - fewer)
 
 
 def _seconds(device: str, call: Callable[[], Any], calls: int = 0) -> float:
@@ -128,7 +157,8 @@ def _seconds(device: str, call: Callable[[], Any], calls: int = 0) -> float:
         calls = 1
         while _sample(device, call, calls) < LEAST:
             calls *= 2
-    return min(_sample(device, call, calls) for _ in range(SAMPLES)) / calls
+    samples = [_sample(device, call, calls) for _ in range(SAMPLES)]
+    return min(samples) / calls
 
 
 def _sample(device: str, call: Callable[[], Any], calls: int) -> float:

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fsshard.backends.registry import REFERENCE
 from fsshard.pictures import check_picture, save_picture
 from fsshard.planning.bounds import Bounds
-from fsshard.planning.text import aligned, duration, ratio, size, unit_of
+from fsshard.planning.text import aligned, counted, duration, ratio, size, unit_of
 from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.tracking import KINDS, Moment
 from fsshard.simulation.work import Work
@@ -88,50 +90,79 @@ class Estimate:
 
     def table(self) -> str:
         """Return everything as text: memory by kind, collectives, bounds and the ratios to them."""
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        mesh = f", mesh {' x '.join(map(str, self.mesh))}" if self.mesh != (self.world_size,) else ""
+        ranks = counted(self.world_size, "rank")
+        if self.mesh != (self.world_size,):
+            mesh = " x ".join(map(str, self.mesh))
+            ranks += f", mesh {mesh}"
         least, most = self.interval
-        peak = size(least) if least == most else f"{size(least)} to {size(most)}"
-        units = f"{self.units} unit{'s' if self.units > 1 else ''}"
+        peak = size(least)
+        if least != most:
+            peak += f" to {size(most)}"
+        parameters = f"parameters {size(self.parameters)} in {counted(self.units, 'unit')}"
         lines = [
-            f"{self.name}, backend {self.backend!r} on {ranks}{mesh}, for {self.device}: rank {self.rank} needs {peak}",
-            f"at {self.moment}; {self.optimizer}, parameters {size(self.parameters)} in {units}",
+            f"{self.name}, backend {self.backend!r} on {ranks}, for {self.device}: rank {self.rank} needs {peak}",
+            f"at {self.moment}; {self.optimizer}, {parameters}",
             "",
-            *aligned([["memory", "at the peak", "highest", "bound", "ratio"], *self._memory_rows()]),
         ]
+        lines += aligned(self._memory_rows())
         if self.collectives:
-            bounds = self.bounds.payloads
-            rows = [
-                [c.kind, str(c.count), size(c.nbytes), *_beside(c.nbytes, bounds.get(c.kind))] for c in self.collectives
-            ]
-            count = sum(one.count for one in self.collectives)
-            rows.append(["sent by a rank", str(count), size(self.sent), *_beside(self.sent, self.bounds.sent)])
-            lines += ["", *aligned([["per step", "number", "payload", "bound", "ratio"], *rows])]
-        lines += ["", *aligned([[f"time by {self.machine!r}", "amount", "time", "share"], *self._time_rows()])]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+            lines.append("")
+            lines += aligned(self._traffic_rows())
+        lines.append("")
+        lines += aligned(self._time_rows())
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     __str__ = table
 
     def _memory_rows(self) -> list[list[str]]:
-        rows = [
-            [kind, size(nbytes), size(self.highest[kind]), *_beside(self.highest[kind], self.bounds.by_kind.get(kind))]
-            for kind, nbytes in self.by_kind.items()
-            if self.highest[kind] or self.bounds.by_kind.get(kind)
-        ]
-        return [*rows, ["peak", size(self.peak), size(self.peak), *_beside(self.peak, self.bounds.peak)]]
+        rows = [["memory", "at the peak", "highest", "bound", "ratio"]]
+        for kind, nbytes in self.by_kind.items():
+            highest = self.highest[kind]
+            bound = self.bounds.by_kind.get(kind)
+            if highest or bound:
+                rows.append([kind, size(nbytes), *_beside(highest, bound)])
+        peak = _beside(self.peak, self.bounds.peak)
+        rows.append(["peak", size(self.peak), *peak])
+        return rows
+
+    def _traffic_rows(self) -> list[list[str]]:
+        rows = [["per step", "number", "payload", "bound", "ratio"]]
+        for traffic in self.collectives:
+            payload = _beside(traffic.nbytes, self.bounds.payloads.get(traffic.kind))
+            rows.append([traffic.kind, str(traffic.count), *payload])
+        sent = _beside(self.sent, self.bounds.sent)
+        rows.append(["sent by a rank", str(self._calls), *sent])
+        return rows
+
+    @property
+    def _calls(self) -> int:
+        return sum(traffic.count for traffic in self.collectives)
 
     def _time_rows(self) -> list[list[str]]:
-        count = sum(traffic.count for traffic in self.collectives)
-        amounts = {"flops": f"{sum(self.work.flops.values()):.3g}", "written": size(self.work.written)}
-        amounts |= {"operators": str(self.work.operators), "sent": size(self.sent), "collectives": str(count)}
-        amounts["offloaded"] = size(self.work.offloaded + self.work.shards)
+        work = self.work
+        amounts = {
+            "flops": f"{sum(work.flops.values()):.3g}",
+            "written": size(work.written),
+            "operators": str(work.operators),
+            "sent": size(self.sent),
+            "collectives": str(self._calls),
+            "offloaded": size(work.offloaded + work.shards),
+        }
+        rows = [[f"time by {self.machine!r}", "amount", "time", "share"]]
         total = self.seconds or 1.0
-        rows = [[name, amounts[name], duration(t), f"{t / total:.0%}"] for name, t in self.terms.items()]
-        return [*rows, ["a step", "", duration(self.seconds), ""]]
+        for name, seconds in self.terms.items():
+            share = seconds / total
+            rows.append([name, amounts[name], duration(seconds), f"{share:.0%}"])
+        rows.append(["a step", "", duration(self.seconds), ""])
+        return rows
 
     def to_json(self) -> str:
         """Return everything as JSON, sizes in bytes, times in seconds."""
-        return json.dumps({**asdict(self), "sent": self.sent, "seconds": self.seconds}, indent=1)
+        values = asdict(self)
+        values["sent"] = self.sent
+        values["seconds"] = self.seconds
+        return json.dumps(values, indent=1)
 
     def plot(self, path: str | Path) -> None:
         """Draw the peak by kind to a .png, .svg or .pdf.
@@ -143,35 +174,46 @@ class Estimate:
         plot([self], path)
 
 
-def _beside(value: int, bound: int | None) -> list[str]:
-    """Return a bound and the ratio to it as two cells of a table."""
-    return ["-", "-"] if bound is None else [size(bound), ratio(value, bound)]
+def _beside(nbytes: int, bound: int | None) -> list[str]:
+    """Return a size, its bound and the ratio to it as three cells of a table."""
+    if bound is None:
+        return [size(nbytes), "-", "-"]
+    return [size(nbytes), size(bound), ratio(nbytes, bound)]
 
 
 def overview(estimates: Sequence[Estimate]) -> str:
     """Return several estimates as a table, a line for each; ratios to DDP where it is among them at that world size."""
-    references = {e.world_size: e.peak for e in estimates if e.backend == REFERENCE}
+    references = {}
+    for estimate in estimates:
+        if estimate.backend == REFERENCE:
+            references[estimate.world_size] = estimate.peak
     head = ["backend", "ranks", "peak", f"of {REFERENCE}", "bound", "ratio"]
     head += ["collectives", "sent", "bound", "ratio", "time", "peak at"]
-    rows = [
-        [
-            e.backend,
-            str(e.world_size),
-            size(e.peak) + ("" if e.interval == (e.peak, e.peak) else f" to {size(e.interval[1])}"),
-            ratio(e.peak, references.get(e.world_size, 0)),
-            *_beside(e.peak, e.bounds.peak),
-            str(sum(traffic.count for traffic in e.collectives)),
-            size(e.sent),
-            *_beside(e.sent, e.bounds.sent),
-            duration(e.seconds),
-            str(e.moment),
+    rows = [head]
+    for estimate in estimates:
+        peak, *beside = _beside(estimate.peak, estimate.bounds.peak)
+        if estimate.interval != (estimate.peak, estimate.peak):
+            peak += f" to {size(estimate.interval[1])}"
+        row = [
+            estimate.backend,
+            str(estimate.world_size),
+            peak,
+            ratio(estimate.peak, references.get(estimate.world_size, 0)),
+            *beside,
+            str(estimate._calls),
+            *_beside(estimate.sent, estimate.bounds.sent),
+            duration(estimate.seconds),
+            str(estimate.moment),
         ]
-        for e in estimates
-    ]
-    return "\n".join(aligned([head, *rows]))
+        rows.append(row)
+    return "\n".join(aligned(rows))
 
 
-def plot(estimates: Sequence[Estimate], path: str | Path, at: int | None = None) -> None:
+def plot(
+    estimates: Sequence[Estimate],
+    path: str | Path,
+    at: int | None = None,
+) -> None:
     """Write :func:`figure` to a .png, .svg or .pdf; raises as :meth:`Estimate.plot` does."""
     path = check_picture(path)
     save_picture(figure(estimates, at), path)
@@ -186,46 +228,73 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    sizes = sorted({e.world_size for e in estimates})
+    sizes = sorted({estimate.world_size for estimate in estimates})
     at = estimates[0].world_size if at is None else at
-    shown = [e for e in estimates if e.world_size == at]
+    shown = [estimate for estimate in estimates if estimate.world_size == at]
+    unit, scale = unit_of(max(estimate.peak for estimate in shown))  # the same above and below
     rows = 2 if len(sizes) > 1 else 1
-    made = Figure(figsize=(max(7.0, 1.2 + 3.4 * len(shown)), 1.0 + 4.2 * rows), layout="constrained")
-    bars, *below = made.subplots(rows, squeeze=False)[:, 0]
-    unit, scale = unit_of(max(e.peak for e in shown))  # the same above and below
-    names, bottom = [e.backend for e in shown], [0.0] * len(shown)
-    for number, kind in enumerate(KINDS):
-        heights = [e.by_kind[kind] / scale for e in shown]
-        bars.bar(names, heights, bottom=bottom, color=f"C{number}", label=kind, width=0.62)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    left, right = ([number + side for number in range(len(shown))] for side in (-0.31, 0.31))
-    bars.hlines([e.bounds.peak / scale for e in shown], left, right, color="k", label="lower bound")
-    bars.set_title(f"{at} rank{'s' if at > 1 else ''}", fontsize=11)
-    bars.set_ylabel(f"{unit} per rank at the peak")
+    width = max(7.0, 1.2 + 3.4 * len(shown))
+    height = 1.0 + 4.2 * rows
+    figure = Figure(figsize=(width, height), layout="constrained")
+    bars, *below = figure.subplots(rows, squeeze=False)[:, 0]
+    _draw_bars(bars, shown, scale)
+    bars.set_title(counted(at, "rank"), fontsize=11)
     for axes in below:
-        for number, name in enumerate(names):
-            line = sorted((e.world_size, e.peak / scale, e.bounds.peak / scale) for e in estimates if e.backend == name)
-            ranks, peaks, bounds = zip(*line, strict=True)
-            axes.plot(ranks, peaks, "o-", color=f"C{number}", markersize=4, label=name)
-            axes.plot(ranks, bounds, ":", color=f"C{number}", label=f"{name}, lower bound")
+        for number, estimate in enumerate(shown):
+            same_backend = [each for each in estimates if each.backend == estimate.backend]
+            _draw_peaks(axes, same_backend, scale, f"C{number}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
+        axes.set_xticks(sizes, list(map(str, sizes)), fontsize=8)
         axes.set_xlabel("ranks" + _of_padding(estimates))
-        axes.set_ylabel(f"{unit} per rank at the peak")
     for axes in (bars, *below):
         style_axes(axes)
+        axes.set_ylabel(f"{unit} per rank at the peak")
+        # Beside the axes, where it hides nothing.
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-    made.suptitle(estimates[0].name, fontsize=11, x=0.02, ha="left", parse_math=False)
-    return made
+    figure.suptitle(estimates[0].name, fontsize=11, x=0.02, ha="left", parse_math=False)
+    return figure
+
+
+def _draw_bars(axes: Axes, estimates: Sequence[Estimate], scale: int) -> None:
+    names = [estimate.backend for estimate in estimates]
+    bottom = [0.0] * len(names)
+    for number, kind in enumerate(KINDS):
+        heights = [estimate.by_kind[kind] / scale for estimate in estimates]
+        axes.bar(names, heights, bottom=bottom, color=f"C{number}", label=kind, width=0.62)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    bounds = [estimate.bounds.peak / scale for estimate in estimates]
+    places = np.arange(len(names))
+    axes.hlines(bounds, places - 0.31, places + 0.31, color="k", label="lower bound")
+
+
+def _draw_peaks(
+    axes: Axes,
+    estimates: Sequence[Estimate],
+    scale: int,
+    color: str,
+) -> None:
+    """Draw the peaks of one backend over world sizes, and their lower bounds."""
+    estimates = sorted(estimates, key=lambda estimate: estimate.world_size)
+    name = estimates[0].backend
+    ranks = [estimate.world_size for estimate in estimates]
+    peaks = [estimate.peak / scale for estimate in estimates]
+    bounds = [estimate.bounds.peak / scale for estimate in estimates]
+    axes.plot(ranks, peaks, "o-", color=color, markersize=4, label=name)
+    axes.plot(ranks, bounds, ":", color=color, label=f"{name}, lower bound")
 
 
 def _of_padding(estimates: Sequence[Estimate]) -> str:
     """Return why peaks rise with the ranks, if they do, as the second line of an axis' label."""
     # An engine holds a gathered unit at most twice, as it arrives and as it is used, and a shard: the rest is padding.
-    padded = [e.world_size for e in estimates if e.highest["gathered units"] > 3 * e.parameters]
-    return f"\nfrom {min(padded)} on gathered units are mostly padding: shards have a minimum size" if padded else ""
+    padded = []
+    for estimate in estimates:
+        if estimate.highest["gathered units"] > 3 * estimate.parameters:
+            padded.append(estimate.world_size)
+    if not padded:
+        return ""
+    return f"\nfrom {min(padded)} on gathered units are mostly padding: shards have a minimum size"
 
 
 def style_axes(axes: Axes, grid: Any = "y") -> None:

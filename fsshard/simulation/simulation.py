@@ -69,28 +69,34 @@ class Job:
     @property
     def ranks(self) -> int:
         """Number of all ranks, those that have parts of the model among them."""
-        return self.world_size if self.whole_mesh is None else math.prod(self.whole_mesh.values())
+        if self.whole_mesh is None:
+            return self.world_size
+        return math.prod(self.whole_mesh.values())
 
     def recipe(self) -> Recipe:
         """Return the recipe with its changes, and with the optimizer as it would be on the device."""
         recipe = resolve(self.source)
-        changed = replace(recipe, **self.changes, settings={**recipe.settings, **self.settings})
-        if compiled := changed.settings.get("compile"):
+        settings = {**recipe.settings, **self.settings}
+        recipe = replace(recipe, **self.changes, settings=settings)
+        compiled = settings.get("compile")
+        if compiled:
             raise ConfigurationError(
                 f"compile={compiled!r}: what compiled code allocates cannot be estimated; leave it out to estimate "
                 "the same training without compilation"
             )
-        choice = changed.settings.get("activation_checkpointing", changed.activation_checkpointing)
-        if self.real and self.device == "cuda" and getattr(choice, "offload_to_cpu", False):
+        if self.device != "cuda":
+            return recipe
+        choice = settings.get("activation_checkpointing", recipe.activation_checkpointing)
+        if self.real and getattr(choice, "offload_to_cpu", False):
             raise ConfigurationError(
                 "Checkpointing(offload_to_cpu=True) with real=True: real tensors are in host memory already; leave out "
                 "real=True"
             )
-        known = inspect.signature(changed.optimizer.__init__).parameters
-        if self.device != "cuda" or "foreach" not in known or {"foreach", "fused", "capturable"} & set(changed.hyper):
-            return changed
+        parameters = inspect.signature(recipe.optimizer.__init__).parameters
+        if "foreach" not in parameters or {"foreach", "fused", "capturable"} & set(recipe.hyper):
+            return recipe
         # torch's default on a GPU, which on the CPU device that stands for it would be False (torch 2.13).
-        return replace(changed, hyper={**changed.hyper, "foreach": True})
+        return replace(recipe, hyper={**recipe.hyper, "foreach": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,57 +126,70 @@ class Trained(NamedTuple):
         """Take a step into the average of the weights, if there is one: it counts as state of the optimizer. Local."""
         if self.average is not None:
             self.average.update()
-            tracker.mark([list(state.values()) for state in self.average.held.state.values()], "optimizer state")
+            _mark_state(self.average.held.state, tracker)
+
+
+def _mark_state(states: Mapping[Any, Mapping[str, Any]], tracker: Tracker) -> None:
+    tracker.mark([list(state.values()) for state in states.values()], "optimizer state")
 
 
 def simulate(job: Job) -> Measured:
     """Simulate the training step of the rank that needs the most memory."""
     recipe = job.recipe()
-    found = _simulate_rank(job, recipe, 0)
-    if not isinstance(found, Measured):
-        found = _simulate_rank(job, recipe, found)
-    assert isinstance(found, Measured)
-    return found
+    measured = _simulate_rank(job, recipe, 0)
+    if not isinstance(measured, Measured):
+        measured = _simulate_rank(job, recipe, measured)
+    assert isinstance(measured, Measured)
+    return measured
 
 
 def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> int | Measured:
     """Return rank ``rank``'s step if no other one trains more, else which rank does."""
     gc.collect()
-    with fake_ranks(rank, job.ranks, "fake" if job.device == "cuda" else "gloo"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_ranks(rank, job.ranks, "fake" if job.device == "cuda" else "gloo"))
         mesh = _mesh(job)
         seed_all(recipe.seed)
         fakes = None if job.real else shared_fakes()
         tracker = Tracker(granularity=GRANULARITY.get(job.device, 1))
-        # The CPU stands for the GPU: what goes to the host goes where nothing is counted, and no number is kept.
-        offloads = offloading_to("meta") if fakes and job.device == "cuda" else contextlib.nullcontext()
-        with fakes or contextlib.nullcontext(), offloads:
-            module = fakes.built(recipe.build) if fakes else recipe.build()
-            with tracker:
-                with _slicing(fakes):
-                    recipe, module, settings = _divided(job, recipe, module, mesh)
-                first = has_dtensors(module.modules())  # DTensor asks once for shapes, on tensors
-                with fakes.wrapping(module) if fakes else contextlib.nullcontext():
-                    given = {"backend": job.backend, **settings}
-                    trained = under_backend(recipe, module, given, fake=True, average=job.average)
-                place = rank if job.whole_mesh is None else data_rank(mesh).rank
-                heaviest = _heaviest_rank(trained, place)
-                if heaviest != place:
-                    # The first of the ranks that see the samples of this number.
-                    sizes = job.whole_mesh or {"data": job.world_size}
-                    places = tuple(0 if role_of(name) == "model" else slice(None) for name in sizes)
-                    return int(np.arange(job.ranks).reshape(tuple(sizes.values()))[places].flat[heaviest])
-                batch = batches_of(job, recipe, place, fakes)
-                partly = bool(recipe.settings.get("find_unused_parameters"))
-                with contextlib.ExitStack() as stack:
-                    if job.device != "cuda":
-                        stack.enter_context(GlooBuffers())  # type: ignore[no-untyped-call]
-                    if fakes and partly:
-                        stack.enter_context(UsedParameters())
-                    # Else only a step shows which parameters have states, or a second one what all that follow need.
-                    ahead = fakes is not None and not partly and not first
-                    if ahead:
-                        _make_state(trained, tracker)
-                    return _run_steps(trained, tracker, batch, rank, 1 if ahead else STEPS, job.cpu_offload)
+        if fakes is not None:
+            stack.enter_context(fakes)
+            # The CPU stands for the GPU: what goes to the host goes where nothing is counted, and no number is kept.
+            if job.device == "cuda":
+                stack.enter_context(offloading_to("meta"))
+        module = recipe.build() if fakes is None else fakes.built(recipe.build)
+        stack.enter_context(tracker)
+        with _slicing(fakes):
+            recipe, module, settings = _divided(job, recipe, module, mesh)
+        # DTensor asks once for shapes, on tensors.
+        asks_once = has_dtensors(module.modules())
+        with contextlib.nullcontext() if fakes is None else fakes.wrapping(module):
+            arguments = {"backend": job.backend, **settings}
+            trained = under_backend(recipe, module, arguments, fake=True, average=job.average)
+        place = rank if job.whole_mesh is None else data_rank(mesh).rank
+        heaviest = _heaviest_rank(trained, place)
+        if heaviest != place:
+            return _first_rank_of(job, heaviest)
+        batch = batches_of(job, recipe, place, fakes)
+        if job.device != "cuda":
+            stack.enter_context(GlooBuffers())  # type: ignore[no-untyped-call]
+        partly = bool(recipe.settings.get("find_unused_parameters"))
+        if fakes is not None and partly:
+            stack.enter_context(UsedParameters())
+        steps = STEPS
+        # Else only a step shows which parameters have states, or a second one what all that follow need.
+        if fakes is not None and not partly and not asks_once:
+            _make_state(trained, tracker)
+            steps = 1
+        return _run_steps(trained, tracker, batch, rank, steps, job.cpu_offload)
+
+
+def _first_rank_of(job: Job, place: int) -> int:
+    """Return the first of the ranks that see the samples of this number."""
+    sizes = job.whole_mesh or {"data": job.world_size}
+    ranks = np.arange(job.ranks).reshape(tuple(sizes.values()))
+    index = tuple(0 if role_of(name) == "model" else slice(None) for name in sizes)
+    return int(ranks[index].flat[place])
 
 
 def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, Any, dict[str, Any]]:
@@ -178,10 +197,14 @@ def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, 
     if job.whole_mesh is None:
         return recipe, module, {"device_mesh": mesh}
     split = split_by(recipe, module, mesh)
-    divided = module if split.model is None else split.model
-    if getattr(data := split.settings.get("device_mesh"), "ndim", 1) == 2:
+    if split.model is not None:
+        module = split.model
+    if split.loss is not None:
+        recipe = replace(recipe, loss=split.loss)
+    data: Any = split.settings.get("device_mesh")
+    if getattr(data, "ndim", 1) == 2:
         flattened(data)  # wrap() asks for it, and would find it made
-    return replace(recipe, loss=split.loss or recipe.loss), divided, dict(split.settings)
+    return recipe, module, dict(split.settings)
 
 
 def _slicing(fakes: Fakes | None) -> AbstractContextManager[Any]:
@@ -191,7 +214,7 @@ def _slicing(fakes: Fakes | None) -> AbstractContextManager[Any]:
     slice_of = DeviceMesh.__getitem__
 
     def sliced(mesh: Any, names: Any) -> Any:
-        with fakes.left() if fakes else contextlib.nullcontext():
+        with contextlib.nullcontext() if fakes is None else fakes.left():
             return slice_of(mesh, names)
 
     return replaced(DeviceMesh, "__getitem__", sliced)
@@ -207,9 +230,11 @@ def batches_of(job: Job, recipe: Recipe, rank: int, fakes: Fakes | None) -> Call
     """Return a function of the step's number: the batch that ``rank`` gets there."""
 
     def batch(number: int) -> Any:
-        with fakes.left() if fakes else contextlib.nullcontext():
-            made = recipe.batches(rank, job.world_size, number)
-        return fakes.of(made) if fakes else made
+        if fakes is None:
+            return recipe.batches(rank, job.world_size, number)
+        with fakes.left():
+            real = recipe.batches(rank, job.world_size, number)
+        return fakes.of(real)
 
     return batch
 
@@ -230,16 +255,21 @@ def _mesh(job: Job) -> Any:
 def _heaviest_rank(trained: Trained, rank: int) -> int:
     """Return the rank that trains most; where nothing is frozen, engines that cut parameters give rank 0 most."""
     nbytes: Counter[int] = Counter()
-    backend, optimizer = trained.model.backend, trained.optimizer.inner
+    backend = trained.model.backend
+    optimizer = trained.optimizer.inner
     trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad]
+    owners = whole_owners(optimizer)
     if isinstance(optimizer, PartitionedOptimizer):  # whole parameters
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            owner = optimizer.owner_of(parameter)
-            if owner is not None:
-                nbytes[owner] += parameter.numel() * parameter.element_size()
-    elif (owners := whole_owners(optimizer)) is not None:
-        for entry in (entry for entry in trainable if entry.name in owners.owner):
-            nbytes[owners.owner[entry.name]] += entry.stored_shape.numel() * entry.parameter.dtype.itemsize
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = optimizer.owner_of(parameter)
+                if owner is not None:
+                    nbytes[owner] += parameter.numel() * parameter.element_size()
+    elif owners is not None:
+        for entry in trainable:
+            if entry.name in owners.owner:
+                owner = owners.owner[entry.name]
+                nbytes[owner] += entry.stored_shape.numel() * entry.parameter.dtype.itemsize
     elif backend.facts.divides == "elements" and len(trainable) < len(backend.entries):
         ranks = range(divided_among(backend))  # a frozen layer can fill the whole shard of a rank of FSDP1
         for entry in trainable:
@@ -253,12 +283,24 @@ def _heaviest_rank(trained: Trained, rank: int) -> int:
 
 
 def under_backend(
-    recipe: Recipe, module: nn.Module, settings: Mapping[str, Any], *, fake: bool, average: bool = False
+    recipe: Recipe,
+    module: nn.Module,
+    settings: Mapping[str, Any],
+    *,
+    fake: bool,
+    average: bool = False,
 ) -> Trained:
     """Wrap ``module``, and build its optimizer and the average of its weights. Collective."""
-    given = {"mixed_precision": recipe.precision, "activation_checkpointing": recipe.activation_checkpointing}
-    model = wrap(module, **{**given, **recipe.settings, **settings})
-    groups = None if recipe.param_groups is None else recipe.param_groups(list(model.backend.entries))
+    arguments: dict[str, Any] = {
+        "mixed_precision": recipe.precision,
+        "activation_checkpointing": recipe.activation_checkpointing,
+        **recipe.settings,
+        **settings,
+    }
+    model = wrap(module, **arguments)
+    groups = None
+    if recipe.param_groups is not None:
+        groups = recipe.param_groups(list(model.backend.entries))
     optimizer = build_optimizer(model, recipe.optimizer, groups, **recipe.hyper)
     # A loss scale adds a few numbers, and reads from memory whether a step is taken: left out.
     controller_of(model).scaled = True
@@ -269,15 +311,19 @@ def under_backend(
 
 def _make_state(trained: Trained, tracker: Tracker) -> None:
     """Let the optimizer make its state, by a step on gradients of zeros. Collective."""
-    backend, inner = trained.model.backend, trained.optimizer.inner
-    trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad and owned(backend, entry)]
-    entries = [entry for entry in trainable if entry.parameter.numel()]  # FSDP1 gives an empty part no gradient
-    for entry in entries:
-        entry.parameter.grad = torch.zeros_like(entry.parameter, requires_grad=False)
-    inner.step()
-    for entry in entries:
-        entry.parameter.grad = None
-    tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
+    backend = trained.model.backend
+    parameters = []
+    for entry in backend.entries.values():
+        parameter = entry.parameter
+        # FSDP1 gives an empty part no gradient.
+        if parameter.requires_grad and owned(backend, entry) and parameter.numel():
+            parameters.append(parameter)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+    trained.optimizer.inner.step()
+    for parameter in parameters:
+        parameter.grad = None
+    _mark_state(trained.optimizer.state, tracker)
     trained.update_average(tracker)
     controller_of(trained.model).buffers.differ = True  # so that the forward sends them
 
@@ -287,49 +333,61 @@ def _run_steps(
     tracker: Tracker,
     batch: Callable[[int], Any],
     rank: int,
-    steps: int = STEPS,
+    steps: int,
     offloaded: bool = False,
 ) -> Measured:
     """Train ``steps`` steps within ``tracker``, on what ``batch`` returns for their numbers. Collective."""
-    recipe, model, optimizer = trained.recipe, trained.model, trained.optimizer
-    tracker.watch(model.module)
-    seen: list[Usage] = []
+    recipe = trained.recipe
+    plan = trained.model.plan
+    tracker.watch(trained.model.module)
+    usages: list[Usage] = []
     for step in range(steps):
-        batches = [batch(step * recipe.accumulate + number) for number in range(recipe.accumulate)]
+        first = step * recipe.accumulate
+        batches = [batch(first + number) for number in range(recipe.accumulate)]
         tracker.mark(batches, "inputs")
         tracker.reset()
         _one_step(trained, batches)
         trained.update_average(tracker)
-        seen.append(tracker.usage(offloaded=offloaded))
-    highest = max(reversed(seen), key=lambda usage: usage.peak)
-    backend, work = model.backend, seen[-1].work
-    blocks = len(model.plan.recomputed) + len(model.plan.offloaded)
-    work = replace(work, operators=work.operators + RECOMPUTATION * blocks * recipe.accumulate)
-    copied = backend.facts.divides == "owners" or (
-        model.plan.precision.reduce_dtype is not None and backend.facts.divides != "elements"
-    )
-    kinds = ("reduce", "all_reduce") if copied else ("all_to_all",) if whole_owners(optimizer) is not None else ()
-    reduced = (c.nbytes for c in tracker.collectives if c.kind in kinds)
-    group = optimizer.param_groups[0]
-    chosen = ", ".join(f"{key}={group[key]}" for key in ("foreach", "fused", "capturable") if group.get(key))
+        usages.append(tracker.usage(offloaded=offloaded))
+    last = usages[-1]
+    highest = max(reversed(usages), key=lambda usage: usage.peak)
+    blocks = len(plan.recomputed) + len(plan.offloaded)
+    operators = last.work.operators + RECOMPUTATION * blocks * recipe.accumulate
+    work = replace(last.work, operators=operators)
+    group = trained.optimizer.param_groups[0]
+    settings = [f"{key}={group[key]}" for key in ("foreach", "fused", "capturable") if group.get(key)]
     return Measured(
         rank=rank,
-        usage=replace(highest, traffic=seen[-1].traffic, work=work),
+        usage=replace(highest, traffic=last.traffic, work=work),
         state_ratio=_state_ratio(trained),
-        in_flight=tuple(sorted(reduced, reverse=True)),
-        plan=model.plan,
-        comm_groups=backend.groups,
-        optimizer=f"{recipe.optimizer.__name__}({chosen})",
+        in_flight=_in_flight(trained, tracker),
+        plan=plan,
+        comm_groups=trained.model.backend.groups,
+        optimizer=f"{recipe.optimizer.__name__}({', '.join(settings)})",
     )
+
+
+def _in_flight(trained: Trained, tracker: Tracker) -> tuple[int, ...]:
+    """Return the payloads of the last step's reductions, as :class:`Measured` has them."""
+    divides = trained.model.backend.facts.divides
+    narrowed = trained.model.plan.precision.reduce_dtype is not None
+    kinds: tuple[str, ...] = ()
+    if divides == "owners" or (narrowed and divides != "elements"):
+        kinds = ("reduce", "all_reduce")
+    elif whole_owners(trained.optimizer) is not None:
+        kinds = ("all_to_all",)
+    payloads = [collective.nbytes for collective in tracker.collectives if collective.kind in kinds]
+    return tuple(sorted(payloads, reverse=True))
 
 
 def _one_step(trained: Trained, batches: list[Any]) -> None:
-    recipe, model = trained.recipe, trained.model
-    for number, parts in enumerate(batches):
+    recipe = trained.recipe
+    model = trained.model
+    for number, batch in enumerate(batches):
         silent = recipe.no_sync and number + 1 < len(batches)
         with model.no_sync() if silent else contextlib.nullcontext():
             with model.autocast():
-                loss = check_loss(recipe.loss(model, parts)) / len(batches)
+                loss = check_loss(recipe.loss(model, batch)) / len(batches)
             loss.backward()
         del loss
     if recipe.clipping is not None:
@@ -339,31 +397,42 @@ def _one_step(trained: Trained, batches: list[Any]) -> None:
 
 
 def _state_ratio(trained: Trained) -> float:
-    locals_: list[Any] = [getattr(p, LOCAL_TENSOR, p) for p in trained.optimizer.state]
-    kept = [trained.optimizer.state, *([] if trained.average is None else [trained.average.held.state])]
-    values = [value for states in kept for state in states.values() for value in state.values()]
-    held = sum(local.nbytes for local in locals_)
-    state = sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
-    return state / held if held else 0.0
+    parameters = 0
+    for parameter in trained.optimizer.state:
+        parameters += getattr(parameter, LOCAL_TENSOR, parameter).nbytes
+    states: list[Mapping[str, Any]] = list(trained.optimizer.state.values())
+    if trained.average is not None:
+        states += trained.average.held.state.values()
+    nbytes = 0
+    for state in states:
+        for value in state.values():
+            if isinstance(value, Tensor) and value.dim():
+                nbytes += value.nbytes
+    return nbytes / parameters if parameters else 0.0
 
 
 def measure(job: Job, steps: int = STEPS + 1) -> Measured:
     """Run the same step on real tensors, on this rank of a running job of ``job.ranks`` ranks. Collective."""
-    recipe, rank = job.recipe(), dist.get_rank()
-    mesh = None if job.whole_mesh is None else _mesh(job)
-    rank = rank if mesh is None else data_rank(mesh).rank
+    recipe = job.recipe()
+    rank = dist.get_rank()
+    mesh = None
+    if job.whole_mesh is not None:
+        mesh = _mesh(job)
+        rank = data_rank(mesh).rank
     seed_all(recipe.seed)
     tracker = Tracker(granularity=GRANULARITY.get(job.device, 1), device=job.device)
-    made = batches_of(job, recipe, rank, None)
+    batch_on_cpu = batches_of(job, recipe, rank, None)
 
     def batch(number: int) -> Any:
-        return map_leaves(lambda leaf: leaf.to(job.device) if isinstance(leaf, Tensor) else leaf, made(number))
+        batch = batch_on_cpu(number)
+        return map_leaves(lambda leaf: leaf.to(job.device) if isinstance(leaf, Tensor) else leaf, batch)
 
     gc.collect()
     with tracker:
-        module, settings = recipe.build(), dict[str, Any]()
+        module = recipe.build()
+        arguments: dict[str, Any] = {"backend": job.backend}
         if mesh is not None:
             recipe, module, settings = _divided(job, recipe, module, mesh)
-        given = {"backend": job.backend, **settings}
-        trained = under_backend(recipe, module, given, fake=False, average=job.average)
+            arguments |= settings
+        trained = under_backend(recipe, module, arguments, fake=False, average=job.average)
         return _run_steps(trained, tracker, batch, rank, steps)

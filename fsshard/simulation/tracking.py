@@ -104,11 +104,15 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, *, granularity: int = 1, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.granularity, self.device = granularity, device
+        self.granularity = granularity
+        self.device = device
         self._alive: dict[int, _Life] = {}  # by the storage's key
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._log: list[_Life] = []
-        self._event = self._start = self.now = self.peak = 0
+        self._event = 0
+        self._start = 0
+        self.now = 0
+        self.peak = 0
         self._phase = "forward"
         self._stepping = 0
         self._operation = ""
@@ -133,10 +137,13 @@ class Tracker(TorchDispatchMode):
         """Let the storages of all tensors in ``value``, however nested, be of ``kind`` from now on."""
         for tensor in _tensors(value):
             life = self._take(tensor)
-            if life is not None and (not life.kind or KINDS.index(kind) < KINDS.index(life.kind)):
-                life.kind = kind
-                if kind == "gradients" and life.cast_of is not None and not life.cast_of.kind:
-                    life.cast_of.kind = kind
+            if life is None:
+                continue
+            if life.kind and KINDS.index(life.kind) <= KINDS.index(kind):
+                continue
+            life.kind = kind
+            if kind == "gradients" and life.cast_of is not None and not life.cast_of.kind:
+                life.cast_of.kind = kind
 
     def reset(self) -> None:
         """Start anew: the peak is what is alive now, and no collective has been seen."""
@@ -151,10 +158,11 @@ class Tracker(TorchDispatchMode):
 
     def live(self) -> dict[str, int]:
         """Bytes alive now by kind; what a forward has made counts as activations as long as it lives."""
-        found = dict.fromkeys(KINDS, 0)
+        by_kind = dict.fromkeys(KINDS, 0)
         for life in self._alive.values():
-            found[life.kind or ("activations" if life.forward is not None else "temporaries")] += life.nbytes
-        return found
+            unmarked = "temporaries" if life.forward is None else "activations"
+            by_kind[life.kind or unmarked] += life.nbytes
+        return by_kind
 
     def usage(self, *, offloaded: bool = False) -> Usage:
         """Return what was seen since the last :meth:`reset`.
@@ -162,32 +170,52 @@ class Tracker(TorchDispatchMode):
         Args:
             offloaded: leave out what lies in host memory under CPU offload.
         """
-        lives = [(life, self._kind(life)) for life in self._log]
-        if offloaded:
-            lives = [(life, kind) for life, kind in lives if not self._in_host_memory(life, kind)]
-        changes: list[Any] = [(life.born, life.nbytes, kind, life) for life, kind in lives]
-        changes += [(life.died, -life.nbytes, kind, None) for life, kind in lives if life.died is not None]
-        phases, alive, highest = dict.fromkeys(PHASES, 0), dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        at: dict[str, _Life] = {}  # per phase the birth at which most bytes were alive
+        lives = []
+        for life in self._log:
+            kind = self._kind(life)
+            if not offloaded or not self._in_host_memory(life, kind):
+                lives.append((life, kind))
+        # Of each event the change of bytes and their kind; and what was born, if something was.
+        changes: list[tuple[int, int, str, _Life | None]] = []
+        for life, kind in lives:
+            changes.append((life.born, life.nbytes, kind, life))
+            if life.died is not None:
+                changes.append((life.died, -life.nbytes, kind, None))
+        changes.sort(key=lambda change: change[0])
+        phases = dict.fromkeys(PHASES, 0)
+        alive = dict.fromkeys(KINDS, 0)
+        highest = dict.fromkeys(KINDS, 0)
+        births: dict[str, _Life] = {}  # per phase the birth at which most bytes were alive
         total = 0
-        for _, change, kind, born in sorted(changes, key=lambda change: change[0]):
+        for event, change, kind, born in changes:
             total += change
             alive[kind] += change
             highest[kind] = max(highest[kind], alive[kind])
-            if born is not None and born.born > self._start and total > phases[born.moment.phase]:
-                phases[born.moment.phase], at[born.moment.phase] = total, born
+            if born is not None and event > self._start and total > phases[born.moment.phase]:
+                phases[born.moment.phase] = total
+                births[born.moment.phase] = born
         # What is alive at the start is the forward's, and what is when an optimizer begins is the step's.
-        for phase, event in [("forward", self._start), *(("step", event) for event in self._steps)]:
-            phases[phase] = max(phases[phase], sum(_alive_at(lives, event).values()))
-        peak = max(at.values(), key=lambda life: phases[life.moment.phase], default=None)
-        event = peak.born if peak and phases[peak.moment.phase] == max(phases.values()) else self._start
+        beginnings = [("forward", self._start)]
+        beginnings += [("step", event) for event in self._steps]
+        for phase, event in beginnings:
+            total = sum(_alive_at(lives, event).values())
+            phases[phase] = max(phases[phase], total)
+        peak = max(phases.values())
+        moment = Moment("forward", "", "")
+        at_peak = self._start
+        if births:
+            birth = max(births.values(), key=lambda life: phases[life.moment.phase])
+            moment = birth.moment
+            if phases[moment.phase] == peak:
+                at_peak = birth.born
+        saved = [_alive_at(lives, event)["activations"] for event in self._backwards]
         return Usage(
-            peak=max(phases.values()),
-            by_kind=_alive_at(lives, event),
+            peak=peak,
+            by_kind=_alive_at(lives, at_peak),
             highest=highest,
             phases=phases,
-            saved=max((_alive_at(lives, start)["activations"] for start in self._backwards), default=0),
-            moment=peak.moment if peak else Moment("forward", "", ""),
+            saved=max(saved, default=0),
+            moment=moment,
             traffic=traffic_of(self.collectives),
             work=self.work.work(),
         )
@@ -195,13 +223,17 @@ class Tracker(TorchDispatchMode):
     def _in_host_memory(self, life: _Life, kind: str) -> bool:
         if kind == "gradients":  # those that wait for the optimizer
             return any(map(life.alive_after, self._steps))
-        in_step = life.moment.phase == "step" and kind == "temporaries"
-        return kind in ("parameters", "optimizer state") or in_step
+        if kind == "temporaries":
+            return life.moment.phase == "step"
+        return kind in ("parameters", "optimizer state")
 
     def _kind(self, life: _Life) -> str:
-        if life.kind or life.forward is None:
-            return life.kind or "temporaries"
-        end = self._ends[life.forward]  # None: at work still, or an exception has ended it; as in live()
+        if life.kind:
+            return life.kind
+        if life.forward is None:
+            return "temporaries"
+        end = self._ends[life.forward]
+        # Without an end it is at work still, or an exception has ended it; as in live().
         kept = life.died is None if end is None else life.alive_after(end)
         return "activations" if kept else "temporaries"
 
@@ -213,15 +245,13 @@ class Tracker(TorchDispatchMode):
             self._resized(storage)
             return result
 
+        around = self._around
         # FSDP1 and FSDP2 free a gathered unit by shrinking its storage, which no operator tells of (torch 2.13).
-        self._around.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
-        for hook in (
-            register_optimizer_step_pre_hook(self._step_starts),
-            register_optimizer_step_post_hook(self._step_ends),
-            register_module_forward_pre_hook(self._module_starts),
-            register_module_forward_hook(self._module_ends, always_call=True),
-        ):
-            self._around.callback(hook.remove)
+        around.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+        around.callback(register_optimizer_step_pre_hook(self._step_starts).remove)
+        around.callback(register_optimizer_step_post_hook(self._step_ends).remove)
+        around.callback(register_module_forward_pre_hook(self._module_starts).remove)
+        around.callback(register_module_forward_hook(self._module_ends, always_call=True).remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -238,14 +268,15 @@ class Tracker(TorchDispatchMode):
             return func(*args) if fake is None else fake
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented  # its own operators on local tensors come here afterwards
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         self._operation = schema_of(func).name
         self._enter_phase()
         collective = collective_of(func, args, result)
         if collective is not None:
             self._count(collective)
         else:
-            self.work.add(func, args, kwargs or {}, result)
+            self.work.add(func, args, kwargs, result)
         for tensor in _tensors(result):
             self._take(tensor)
         if func.name() == "aten::_to_copy" and self._phase == "backward":
@@ -266,48 +297,69 @@ class Tracker(TorchDispatchMode):
 
     def _take(self, tensor: Tensor) -> _Life | None:
         """Return what is known of the storage of ``tensor``; made known if it is new."""
-        fake = getattr(tensor, "fake_device", None)  # what .device is, without a dispatch
-        kind = (tensor.device if fake is None else fake).type
-        if kind == "meta" or self.device not in (None, kind):
+        device = getattr(tensor, "fake_device", None)  # what .device is, without a dispatch
+        if device is None:
+            device = tensor.device
+        if device.type == "meta" or self.device not in (None, device.type):
             return None
-        if (storage := storage_of(tensor)) is None:
+        storage = storage_of(tensor)
+        if storage is None:
             return None
         key = storage_key(storage)
+        nbytes = storage.nbytes()
         if key not in self._alive:
             self._storages[key] = weakref.ref(storage, lambda _: self._freed(key))
-            self._begin(key, storage.nbytes())
-        elif self._alive[key].nbytes != self._rounded(storage.nbytes()):
-            self._change(key, storage.nbytes())
+            self._begin(key, nbytes)
+        elif self._alive[key].nbytes != self._rounded(nbytes):
+            self._change(key, nbytes)
         return self._alive[key]
 
-    def _begin(self, key: int, nbytes: int, kind: str = "", cast_of: _Life | None = None) -> None:
+    def _begin(
+        self,
+        key: int,
+        nbytes: int,
+        kind: str = "",
+        cast_of: _Life | None = None,
+    ) -> None:
         self._event += 1
         module = "" if self._phase == "step" else self._modules.current()
-        moment = Moment(self._phase, module, self._operation)
-        life = _Life(self._rounded(nbytes), self._event, moment, self._forward, kind, cast_of=cast_of)
+        life = _Life(
+            nbytes=self._rounded(nbytes),
+            born=self._event,
+            moment=Moment(self._phase, module, self._operation),
+            forward=self._forward,
+            kind=kind,
+            cast_of=cast_of,
+        )
         self._log.append(life)
         self._alive[key] = life
         self.now += life.nbytes
         self.peak = max(self.peak, self.now)
 
     def _freed(self, key: int) -> None:
-        if (life := self._alive.pop(key, None)) is not None:
-            self._event += 1
-            life.died = self._event
-            self.now -= life.nbytes
-            del self._storages[key]
+        life = self._alive.pop(key, None)
+        if life is None:
+            return
+        self._event += 1
+        life.died = self._event
+        self.now -= life.nbytes
+        del self._storages[key]
 
     def _change(self, key: int, nbytes: int) -> None:
-        life, storage = self._alive[key], self._storages[key]
+        life = self._alive[key]
+        storage = self._storages[key]
         self._freed(key)
         self._storages[key] = storage
         self._begin(key, nbytes, life.kind, life.cast_of)
 
     def _resized(self, storage: Any) -> None:
-        if (life := self._alive.get(key := storage_key(storage))) is not None:
-            life.kind = life.kind or "gathered units"  # nothing else is shrunk and grown
-            self._operation = "resize"
-            self._change(key, storage.nbytes())
+        key = storage_key(storage)
+        life = self._alive.get(key)
+        if life is None:
+            return
+        life.kind = life.kind or "gathered units"  # nothing else is shrunk and grown
+        self._operation = "resize"
+        self._change(key, storage.nbytes())
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
@@ -315,7 +367,7 @@ class Tracker(TorchDispatchMode):
     def _enter_phase(self) -> None:
         if self._stepping:
             return
-        if current_graph_task_id() != -1:
+        if _in_backward():
             if self._phase != "backward":
                 self._phase = "backward"
                 self._backwards.append(self._event)
@@ -330,7 +382,8 @@ class Tracker(TorchDispatchMode):
 
     def _end_forward(self) -> None:
         if self._forward is not None:
-            self._ends[self._forward], self._forward = self._event, None
+            self._ends[self._forward] = self._event
+            self._forward = None
 
     def _step_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping:
@@ -349,9 +402,10 @@ class Tracker(TorchDispatchMode):
         self._enter_phase()
         outermost = not self._modules.stack
         self._modules.push(module)
-        if self._phase == "backward" and outermost and current_graph_task_id() != -1:  # recomputing
-            self._begin_forward()
-        elif self._forward is None and current_graph_task_id() == -1:
+        if _in_backward():
+            if self._phase == "backward" and outermost:  # recomputing
+                self._begin_forward()
+        elif self._forward is None:
             self._begin_forward()
             self._phase = "forward"
 
@@ -378,24 +432,30 @@ class Tracker(TorchDispatchMode):
                 hook = functools.partial(_arrived, weakref.ref(self))
                 self._hooks[shown] = cast(Any, Tensor).register_hook(shown, hook)  # FSDP1's shards refuse it
 
-    def _follow_cast(self, given: Tensor, result: Tensor) -> None:
+    def _follow_cast(self, source: Tensor, result: Tensor) -> None:
         """Mark a gradient that is cast, either way: engines add them up in a wider dtype, or send a narrower one."""
-        life, cast = self._alive.get(storage_key(given.untyped_storage())), self._take(result)
+        life = self._alive.get(storage_key(source.untyped_storage()))
+        life_of_result = self._take(result)
         if life is not None and life.kind == "gradients":
             self.mark(result, "gradients")
-        elif cast is not None:
-            cast.cast_of = life
+        elif life_of_result is not None:
+            life_of_result.cast_of = life
 
 
-def _arrived(tracker: weakref.ref[Tracker], gradient: Tensor) -> None:
-    if (living := tracker()) is not None:  # what a parameter's hook holds could live forever (torch 2.13)
-        living.mark(gradient, "gradients")
+def _in_backward() -> bool:
+    return current_graph_task_id() != -1
+
+
+def _arrived(reference: weakref.ref[Tracker], gradient: Tensor) -> None:
+    # The reference is weak, since what a parameter's hook holds could live forever (torch 2.13).
+    tracker = reference()
+    if tracker is not None:
+        tracker.mark(gradient, "gradients")
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the plain tensors in a nested value: of a DTensor its local part, of what is still to arrive its memory."""
-    leaves: Iterable[object] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
-    for leaf in leaves:
+    for leaf in tree_leaves(value):
         if not isinstance(leaf, Tensor):
             continue
         local: Tensor = getattr(leaf, LOCAL_TENSOR, leaf)
@@ -417,7 +477,7 @@ class _ModuleNames:
             self.names[module] = prefix + name
 
     def push(self, module: nn.Module) -> None:
-        name = self.names.get(module, self.stack[-1][1] if self.stack else "")
+        name = self.names.get(module, self._innermost())
         self.stack.append((weakref.ref(module), name))
         self._mark(name)
 
@@ -426,17 +486,20 @@ class _ModuleNames:
             left, _ = self.stack.pop()
             if left() is module:
                 break
-        self._mark(self.stack[-1][1] if self.stack else "")
+        self._mark(self._innermost())
+
+    def _innermost(self) -> str:
+        return self.stack[-1][1] if self.stack else ""
 
     def _mark(self, name: str) -> None:
-        if current_graph_task_id() == -1:
+        if not _in_backward():
             self._starts.append(next_sequence_number())
             self._at.append(name)
 
     def current(self) -> str:
         """Return the name of the innermost module at work."""
         if self.stack:
-            return self.stack[-1][1]
+            return self._innermost()
         node: Any = current_node()
         if node is None:  # not in a backward, or at its very end, where engines reduce what is left
             return ""
@@ -464,8 +527,8 @@ WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})
 
 
 def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:
-    found = dict.fromkeys(KINDS, 0)
+    by_kind = dict.fromkeys(KINDS, 0)
     for life, kind in lives:
         if life.alive_after(event):
-            found[kind] += life.nbytes
-    return found
+            by_kind[kind] += life.nbytes
+    return by_kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,27 +61,38 @@ class WorkCounter:
     def reset(self) -> None:
         """Start at zero."""
         self._flops: Counter[str] = Counter()
-        self._written = self._operators = self._offloaded = 0
+        self._written = 0
+        self._operators = 0
+        self._offloaded = 0
         self._uncounted: set[str] = set()
 
-    def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def add(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
         """Count one call of an operator, which is no collective."""
         self._operators += 1
-        writes, mutated, formula = _traits(func)
         if func.name() == "aten::_to_copy" and result.is_meta:  # where a simulation's host memory is
             self._offloaded += _nbytes(result)
             return
-        if writes:
+        traits = _traits(func)
+        if traits.writes:
             # A foreach operator returns nothing: what it writes are the lists that it was given.
-            self._written += _nbytes(result) or sum(_nbytes(args[place]) for place in mutated if place < len(args))
+            changed = [args[place] for place in traits.mutated if place < len(args)]
+            self._written += _nbytes(result) or _nbytes(changed)
+        formula = traits.formula
         if formula is not None:
             tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             dtype = REAL.get(tensor.dtype, tensor.dtype)
-            flops = formula(*args, **kwargs, out_val=result)
-            scale = COMPLEX_PRODUCTS if tensor.is_complex() and formula is not _fft else 1
-            self._flops[str(dtype).removeprefix("torch.")] += scale * int(flops)
-        elif (name := func.name().partition("::")[2]).startswith(UNKNOWN) and _nbytes(args) >= LARGE:
-            self._uncounted.add(name.partition(".")[0])
+            flops = int(formula(*args, **kwargs, out_val=result))
+            if tensor.is_complex() and formula is not _fft:
+                flops *= COMPLEX_PRODUCTS
+            self._flops[str(dtype).removeprefix("torch.")] += flops
+        elif traits.name.startswith(UNKNOWN) and _nbytes(args) >= LARGE:
+            self._uncounted.add(traits.name)
 
     def work(self) -> Work:
         """Return the sums."""
@@ -94,41 +105,61 @@ class WorkCounter:
         )
 
 
+@dataclass(frozen=True)
+class _Traits:
+    name: str  # without namespace and overload
+    writes: bool
+    mutated: tuple[int, ...]  # places of the arguments that it changes
+    formula: Callable[..., Any] | None  # of its flops
+
+
 @functools.cache
-def _traits(func: Any) -> tuple[bool, tuple[int, ...], Callable[..., Any] | None]:
-    """Return whether an operator writes, the places of arguments that it changes, and how its flops are counted."""
+def _traits(func: Any) -> _Traits:
     schema = schema_of(func)
-    mutated = tuple(n for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    mutated = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated.append(place)
     # A view returns an alias of what it was given and changes nothing.
     is_view = not mutated and any(value.alias_info is not None for value in schema.returns)
     name = schema.name.partition("::")[2]
-    formula = OWN.get(name) or flop_registry.get(ON_CPU.get(name, func.overloadpacket))
-    return not is_view and not name.startswith(UNWRITTEN), mutated, formula
+    packet = ON_CPU.get(name, func.overloadpacket)
+    return _Traits(
+        name=name,
+        writes=not is_view and not name.startswith(UNWRITTEN),
+        mutated=tuple(mutated),
+        formula=OWN.get(name) or flop_registry.get(packet),
+    )
 
 
 def _nbytes(value: Any) -> int:
-    leaves: Iterable[Any] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
-    tensors = (getattr(leaf, LOCAL_TENSOR, leaf) for leaf in leaves if isinstance(leaf, Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    nbytes = 0
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            local = getattr(leaf, LOCAL_TENSOR, leaf)
+            nbytes += local.numel() * local.element_size()
+    return nbytes
 
 
-def _fft(given: Tensor, dims: list[int], *_: Any, out_val: Tensor, **__: Any) -> float:
+def _fft(input: Tensor, dims: list[int], *_: Any, out_val: Tensor, **__: Any) -> float:
     """Return 5 n log2(n) per complex transform of n points, half of it per real one: the convention of FFTW."""
-    larger = max(given, out_val, key=Tensor.numel)
-    points = math.prod(max(given.shape[dim], out_val.shape[dim]) for dim in dims)
-    whole = given.is_complex() and out_val.is_complex()
-    return (5.0 if whole else 2.5) * larger.numel() * math.log2(max(points, 2))
+    larger = max(input, out_val, key=Tensor.numel)
+    points = math.prod(max(input.shape[dim], out_val.shape[dim]) for dim in dims)
+    both_complex = input.is_complex() and out_val.is_complex()
+    factor = 5.0 if both_complex else 2.5
+    return factor * larger.numel() * math.log2(max(points, 2))
 
 
 def _vectors(*tensors: Any, out_val: Tensor, **_: Any) -> int:
     """Return the flops of a matrix or a vector times a vector: the last two tensors."""
-    found: int = 2 * tensors[-2].numel()
-    return found
+    matrix: Tensor = tensors[-2]
+    return 2 * matrix.numel()
 
 
-def _lstm(given: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+def _lstm(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
     """Return the flops of the products of one layer in one direction, whatever dimension is that of time."""
-    return 2 * (given.numel() // given.shape[-1]) * (weight.numel() + recurrent.numel())
+    vectors = input.numel() // input.shape[-1]
+    return 2 * vectors * (weight.numel() + recurrent.numel())
 
 
 def _lstm_backward(*args: Any, **kwargs: Any) -> int:

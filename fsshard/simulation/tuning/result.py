@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsshard.pictures import check_picture, save_picture
-from fsshard.planning.text import aligned, duration, size, unit_of
+from fsshard.planning.text import aligned, counted, duration, size, unit_of
 from fsshard.simulation.result import Estimate, style_axes
 from fsshard.simulation.tuning.search_space import Candidate
 
@@ -41,14 +41,20 @@ class Tried:
         return sum(traffic.count for traffic in self.estimate.collectives)
 
     @property
+    def sent_share(self) -> float:
+        """Return the bytes that a rank sends per step, in units of the parameters' bytes."""
+        return self.estimate.sent / self.estimate.parameters
+
+    @property
     def cost(self) -> tuple[float, int, int]:
         """Return the price of needing less memory: predicted seconds, bytes sent, collectives."""
         return self.estimate.seconds, self.estimate.sent, self.collectives
 
     def beats(self, other: Tried) -> bool:
         """Return whether this plan is at least as good in everything, and better in something."""
-        mine, its = (self.peak, *self.cost), (other.peak, *other.cost)
-        return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+        values = (self.peak, *self.cost)
+        others = (other.peak, *other.cost)
+        return values != others and all(a <= b for a, b in zip(values, others, strict=True))
 
     def row(self, name: str, winner: Tried) -> list[str]:
         """Return the cells of a table."""
@@ -57,7 +63,7 @@ class Tried:
             size(self.peak),
             duration(self.estimate.seconds),
             size(self.estimate.sent),
-            f"{self.estimate.sent / self.estimate.parameters:.2f}",
+            f"{self.sent_share:.2f}",
             str(self.collectives),
             self._blocks(),
             str(self.estimate.moment),
@@ -67,7 +73,7 @@ class Tried:
     def _blocks(self) -> str:
         if self.offloaded:
             return f"{self.offloaded} offloaded"
-        return f"{self.recomputed} block{'' if self.recomputed == 1 else 's'}" if self.recomputed else "-"
+        return counted(self.recomputed, "block") if self.recomputed else "-"
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON shows."""
@@ -110,11 +116,12 @@ class TuneResult:
     @property
     def frontier(self) -> tuple[Tried, ...]:
         """Return the Pareto frontier of memory, time, bytes and collectives; the smallest peak first."""
-        unbeaten = (one for one in self.tried if not any(other.beats(one) for other in self.tried))
-        found: dict[Any, Tried] = {}  # of equals the first one
-        for one in sorted(unbeaten, key=lambda one: (one.peak, one.cost)):
-            found.setdefault((one.peak, one.cost), one)
-        return tuple(found.values())
+        unbeaten: dict[Any, Tried] = {}
+        for one in self.tried:
+            if not any(other.beats(one) for other in self.tried):
+                # Of equals the first one is kept.
+                unbeaten.setdefault((one.peak, one.cost), one)
+        return tuple(unbeaten[key] for key in sorted(unbeaten))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -129,49 +136,55 @@ class TuneResult:
 
     @property
     def _on_ranks(self) -> str:
-        return f"{self.name} on {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"{self.name} on {counted(self.world_size, 'rank')}"
 
     def table(self) -> str:
         """Return the frontier, the plans that are always tried, and the winner as code."""
-        goal = "the least peak" if self.memory is None else f"the least time within {size(self.memory)}"
-        rows = [one.row("", self.winner) for one in self.frontier]
-        others = [one.row(f"{name}: ", self.winner) for name, one in self.aliases.items()]
-        lines = aligned([HEAD, *rows, *others])
-        return "\n".join(
-            [
-                f"{self._on_ranks}: {goal}; {len(self.tried)} plans simulated; P is "
-                f"{size(self.winner.estimate.parameters)}, that of all parameters; times by "
-                f"{self.winner.estimate.machine!r}",
-                "",
-                "Pareto frontier of memory, time, traffic and number of collectives",
-                *lines[: 1 + len(rows)],
-                "",
-                "always tried:",
-                *lines[1 + len(rows) :],
-                *(f"not possible: {code}: {why}" for code, why in self.failed.items()),
-                "",
-                "the winner (*):",
-                "",
-                self.code().rstrip(),
-            ]
-        )
+        goal = "the least peak"
+        if self.memory is not None:
+            goal = f"the least time within {size(self.memory)}"
+        estimate = self.winner.estimate
+        rows = [HEAD]
+        rows += [one.row("", self.winner) for one in self.frontier]
+        of_frontier = len(rows)
+        rows += [one.row(f"{name}: ", self.winner) for name, one in self.aliases.items()]
+        lines = aligned(rows)
+        failures = [f"not possible: {code}: {why}" for code, why in self.failed.items()]
+        text = [
+            f"{self._on_ranks}: {goal}; {len(self.tried)} plans simulated; P is "
+            f"{size(estimate.parameters)}, that of all parameters; times by {estimate.machine!r}",
+            "",
+            "Pareto frontier of memory, time, traffic and number of collectives",
+            *lines[:of_frontier],
+            "",
+            "always tried:",
+            *lines[of_frontier:],
+            *failures,
+            "",
+            "the winner (*):",
+            "",
+            self.code().rstrip(),
+        ]
+        return "\n".join(text)
 
     __str__ = table
 
     def to_json(self) -> str:
         """Return everything as JSON, sizes in bytes, times in seconds."""
-        found = {
+        winner = self.winner.as_dict()
+        winner["estimate"] = json.loads(self.winner.estimate.to_json())
+        content = {
             "name": self.name,
             "world_size": self.world_size,
             "memory": self.memory,
-            "winner": {**self.winner.as_dict(), "estimate": json.loads(self.winner.estimate.to_json())},
+            "winner": winner,
             "code": self.code(),
             "frontier": [one.as_dict() for one in self.frontier],
             "always tried": {name: one.as_dict() for name, one in self.aliases.items()},
             "tried": [one.as_dict() for one in self.tried],
             "failed": dict(self.failed),
         }
-        return json.dumps(found, indent=1)
+        return json.dumps(content, indent=1)
 
     def plot(self, path: str | Path) -> None:
         """Draw the peaks of all plans against time, traffic and collectives, and the frontier, to a picture.
@@ -191,8 +204,9 @@ def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
     if memory is None and tried:
         # Without a bound the cheapest of those with nearly the least peak, none above what is always tried.
         near = NEGLIGIBLE * min(one.peak for one in tried)
-        memory = int(min([near, *(one.peak for one in tried if one.name)]))
-    fitting = (one for one in tried if memory is not None and one.peak <= memory)
+        usual = [one.peak for one in tried if one.name]
+        memory = int(min([near, *usual]))
+    fitting = [one for one in tried if memory is not None and one.peak <= memory]
     return min(fitting, key=lambda one: (one.cost, one.peak), default=None)
 
 
@@ -201,9 +215,7 @@ MARKERS = "sDv^<>PXdphH8"
 
 AXES: dict[str, Callable[[Tried], float]] = {
     "predicted ms per step": lambda one: 1e3 * one.estimate.seconds,
-    "sent by a rank per step, in units of the parameters' bytes": lambda one: (
-        one.estimate.sent / one.estimate.parameters
-    ),
+    "sent by a rank per step, in units of the parameters' bytes": lambda one: one.sent_share,
     "collectives per step": lambda one: one.collectives,
 }
 """Name of an axis that peaks are drawn against -> its value for a plan."""
@@ -213,39 +225,52 @@ def figure(result: TuneResult) -> Figure:
     """Draw peaks against time, traffic and collectives: a point per plan, the frontier, a mark for each usual plan."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(15.0, 5.2), layout="constrained")
-    for axes, (label, value) in zip(made.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True):
-        _draw(axes, result, value)
+    figure = Figure(figsize=(15.0, 5.2), layout="constrained")
+    unit, scale = unit_of(max(one.peak for one in result.tried))
+    columns = figure.subplots(1, len(AXES), sharey=True)
+    for axes, (label, value) in zip(columns, AXES.items(), strict=True):
+        _draw(axes, result, value, scale)
         axes.set_xlabel(label)
-    made.axes[0].set_ylabel(f"{unit_of(max(one.peak for one in result.tried))[0]} per rank at the peak")
-    made.axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    columns[0].set_ylabel(f"{unit} per rank at the peak")
+    columns[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     title = f"{result._on_ranks}: {len(result.tried)} plans, times by {result.winner.estimate.machine!r}"
-    made.suptitle(title, fontsize=11, x=0.02, ha="left", parse_math=False)
-    return made
+    figure.suptitle(title, fontsize=11, x=0.02, ha="left", parse_math=False)
+    return figure
 
 
-def _draw(axes: Any, result: TuneResult, value: Callable[[Tried], float]) -> None:
-    scale = unit_of(max(one.peak for one in result.tried))[1]
+def _draw(
+    axes: Any,
+    result: TuneResult,
+    value: Callable[[Tried], float],
+    scale: int,
+) -> None:
+    def draw(plans: Sequence[Tried], marker: str, **look: Any) -> None:
+        if plans:
+            axes.plot([value(one) for one in plans], [one.peak / scale for one in plans], marker, **look)
 
-    def point(one: Tried) -> tuple[float, float]:
-        return value(one), one.peak / scale
-
-    for colour, label, again in (("#0072B2", "nothing recomputed", False), ("#E69F00", "blocks recomputed", True)):
-        points = [point(one) for one in result.tried if bool(one.recomputed) is again]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", color=colour, label=label, markersize=6)
-    frontier = [point(one) for one in result.frontier]
-    ring = {"markersize": 11, "markerfacecolor": "none", "label": "frontier"}
-    axes.plot(*zip(*frontier, strict=True), "o", color="#555555", zorder=1, **ring)
-    axes.plot(*point(result.winner), "*", color="#D55E00", label="winner", markersize=14)
+    kept = [one for one in result.tried if not one.recomputed]
+    recomputed = [one for one in result.tried if one.recomputed]
+    draw(kept, "o", color="#0072B2", label="nothing recomputed", markersize=6)
+    draw(recomputed, "o", color="#E69F00", label="blocks recomputed", markersize=6)
+    draw(
+        result.frontier,
+        "o",
+        color="#555555",
+        zorder=1,
+        label="frontier",
+        markersize=11,
+        markerfacecolor="none",
+    )
+    draw([result.winner], "*", color="#D55E00", label="winner", markersize=14)
     if result.memory is not None:
         axes.axhline(result.memory / scale, color="black", linestyle=":", label="memory bound")
     names: dict[int, list[str]] = {}  # a plan may have several
     for name, one in result.aliases.items():
         names.setdefault(id(one), []).append(name)
-    for marker, found in zip(cycle(MARKERS), names.values(), strict=False):
-        hollow = {"color": "black", "markerfacecolor": "white", "markersize": 5}
-        place = point(result.aliases[found[0]])
-        axes.plot(*place, marker, **hollow, label="\n".join(found))  # in the legend: beside the points names collide
+    for marker, names_of_plan in zip(cycle(MARKERS), names.values(), strict=False):
+        plan = result.aliases[names_of_plan[0]]
+        # The names are in the legend: beside the points they would collide.
+        label = "\n".join(names_of_plan)
+        draw([plan], marker, color="black", label=label, markersize=5, markerfacecolor="white")
     axes.margins(0.12)
     style_axes(axes, "both")

@@ -8,7 +8,7 @@ import functools
 import gc
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,15 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
 """Arguments of which a plan is made."""
 
-COARSEST, STEP = 8, 8
+STEP = 8
 """Sizes of units that are tried: the parameters' bytes over 8, over 64 and so on, and at last any module that owns
 parameters."""
-
-# Up to CLASSES classes are tried that hold at least this SHARE of the parameters (or, to be recomputed, of the
-# activations); a module that keeps less than LEAST of the activations is not worth computing again.
-SHARE, LEAST, CLASSES = 0.25, 0.01, 3
+SHARE = 0.25
+"""Classes are tried that hold at least this share of the parameters (or, to be recomputed, of the activations)."""
+CLASSES = 3
+"""The most classes that are tried."""
+LEAST = 0.01
+"""A module that keeps a smaller share of the activations is not worth computing again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,10 @@ class ModelProfile:
 
     def classes_of_units(self, planned: Plan) -> set[str]:
         """Return the classes of the plan's units, without those of which a module is not called once."""
-        often = {facts.kind for facts in self.modules if facts.nbytes and not facts.once}
         names = set(planned.unit_names)
-        return {facts.kind for facts in self.modules if facts.name in names} - often
+        of_units = {facts.kind for facts in self.modules if facts.name in names}
+        repeated = {facts.kind for facts in self.modules if facts.nbytes and not facts.once}
+        return of_units - repeated
 
     def gathered_once(self, planned: Plan) -> bool:
         """Return whether each unit below the root is a module that a forward calls once."""
@@ -77,10 +80,10 @@ def profile_of(job: Job) -> ModelProfile:
     """Run one forward on fake tensors, without an engine."""
     with errors_in_words(job), _model(job) as module:
         recipe = job.recipe()
-        before = {id(m): (public_name(name), type(m).__name__) for name, m in module.named_modules()}
-        names = {name for m in module.modules() for name in getattr(m, "_no_split_modules", None) or ()}
-        known = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-        layers = {type(m).__name__ for m in module.modules() if type(m).__name__ in names or isinstance(m, known)}
+        # Names and classes of before: an engine may change both.
+        names = {id(each): public_name(name) for name, each in module.named_modules()}
+        classes = {id(each): type(each).__name__ for each in module.modules()}
+        layers = _layer_classes(module)
         trained = under_backend(recipe, module, {**PLAIN, "backend": "none"}, fake=True)
         model = trained.model.module
         profiler = _Profiler(model)
@@ -88,27 +91,51 @@ def profile_of(job: Job) -> ModelProfile:
         with profiler, profiler.watching(), trained.model.autocast():
             check_loss(recipe.loss(trained.model, batch))
         once = max(1, profiler.calls[id(model)])
-        facts = (
-            ModuleFacts(
-                name=before[id(m)][0],
-                kind=before[id(m)][1],
-                once=profiler.calls[id(m)] == once,
-                nbytes=sum(p.numel() * p.element_size() for p in m.parameters()),
-                own=sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)),
-                saved=sum(profiler.saved[id(m)].values()),
-                container=is_container(m),
+        modules = []
+        for each in model.modules():
+            key = id(each)
+            if key not in names:
+                continue
+            facts = ModuleFacts(
+                name=names[key],
+                kind=classes[key],
+                once=profiler.calls[key] == once,
+                nbytes=sum(map(_nbytes, each.parameters())),
+                own=sum(map(_nbytes, each.parameters(recurse=False))),
+                saved=sum(profiler.saved[key].values()),
+                container=is_container(each),
             )
-            for m in model.modules()
-            if id(m) in before
+            modules.append(facts)
+        return ModelProfile(
+            modules=tuple(modules),
+            operators=max(1, profiler.operators),
+            layers=layers,
         )
-        return ModelProfile(modules=tuple(facts), operators=max(1, profiler.operators), layers=layers)
+
+
+def _layer_classes(model: nn.Module) -> set[str]:
+    """Return the classes of a transformer's layers."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    classes = set()
+    for module in model.modules():
+        name = type(module).__name__
+        if name in names or isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            classes.add(name)
+    return classes
+
+
+def _nbytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 def plan_of(job: Job, settings: dict[str, Any]) -> Plan | str:
     """Return what would be simulated with these settings; where they have no meaning, what is wrong with them."""
     with errors_in_words(job):
-        made = _planned_model.__wrapped__ if job.real else _planned_model  # memory of a real one must not stay taken
-        precision, module = made(pickle.dumps(job))
+        # The memory of a real model must not stay taken.
+        make = _planned_model.__wrapped__ if job.real else _planned_model
+        precision, module = make(pickle.dumps(job))
         try:
             return plan(module, mixed_precision=precision, **settings)
         except FsshardError as error:
@@ -116,21 +143,26 @@ def plan_of(job: Job, settings: dict[str, Any]) -> Plan | str:
 
 
 @functools.lru_cache(maxsize=1)  # a search asks for many plans of one model
-def _planned_model(job: bytes) -> tuple[Any, nn.Module]:
-    asked: Job = pickle.loads(job)
-    with _model(asked) as module:
-        return asked.recipe().precision, module
+def _planned_model(pickled: bytes) -> tuple[Any, nn.Module]:
+    job: Job = pickle.loads(pickled)
+    with _model(job) as module:
+        return job.recipe().precision, module
 
 
 @contextlib.contextmanager
 def _model(job: Job) -> Iterator[nn.Module]:
-    recipe, fakes = job.recipe(), None if job.real else shared_fakes()
+    recipe = job.recipe()
     gc.collect()
-    with fake_ranks(0, 1), fakes or contextlib.nullcontext():
+    with fake_ranks(0, 1):
         seed_all(recipe.seed)
-        module = fakes.built(recipe.build) if fakes else recipe.build()
-        with fakes.wrapping(module) if fakes else contextlib.nullcontext():
-            yield module
+        if job.real:
+            yield recipe.build()
+            return
+        fakes = shared_fakes()
+        with fakes:
+            module = fakes.built(recipe.build)
+            with fakes.wrapping(module):
+                yield module
 
 
 class _Profiler(TorchDispatchMode):
@@ -144,7 +176,7 @@ class _Profiler(TorchDispatchMode):
         self.saved: defaultdict[int, dict[int, int]] = defaultdict(dict)  # module -> storage -> bytes
         self._stack: list[tuple[int, set[int]]] = []  # module at work, and the storages that it was given
         self._kept: list[Tensor] = []  # so that no storage is freed, and its address given to another
-        self._parameters = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+        self._parameters = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
@@ -161,9 +193,9 @@ class _Profiler(TorchDispatchMode):
 
     def _starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.calls[id(module)] += 1
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._kept += given
-        self._stack.append((id(module), set(map(_storage, given))))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._kept += inputs
+        self._stack.append((id(module), set(map(_storage, inputs))))
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
@@ -172,8 +204,8 @@ class _Profiler(TorchDispatchMode):
         key = _storage(tensor)
         if key not in self._parameters:
             self._kept.append(tensor)
-            for module, given in self._stack:
-                if key not in given:
+            for module, inputs in self._stack:
+                if key not in inputs:
                     self.saved[module].setdefault(key, tensor.untyped_storage().nbytes())
         return tensor
 
@@ -192,20 +224,44 @@ def code_of(name: str, value: object) -> str:
 
 
 def _expression(value: object) -> str | None:
+    if isinstance(value, str) and value.isprintable() and '"' not in value:
+        return f'"{value}"'
     if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
-        return f'"{value}"' if isinstance(value, str) and value.isprintable() and '"' not in value else repr(value)
+        return repr(value)
     if isinstance(value, enum.Enum):
         return f'"{value.name}"' if type(value).__name__ == "ShardingStrategy" else None
     if isinstance(value, Precision):
         return f"fsshard.{value!r}"
-    if isinstance(value, Checkpointing) and (policy := _expression(value.policy)):
-        more = f"offload_to_cpu={value.offload_to_cpu}, preserve_rng_state={value.preserve_rng_state}"
-        more += "" if value.recompute else ", recompute=False"
-        return f"fsshard.Checkpointing(policy={policy}, {more})"
-    if isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(item, (str, type)) for item in value):
-        names = sorted({item if isinstance(item, str) else item.__name__ for item in value})
-        return "{" + ", ".join(f'"{name}"' for name in names) + "}" if names else None
-    return "size_based_auto_wrap_policy" if value is size_based_auto_wrap_policy else None
+    if isinstance(value, Checkpointing):
+        return _checkpointing(value)
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return _set_of_names(value)
+    if value is size_based_auto_wrap_policy:
+        return "size_based_auto_wrap_policy"
+    return None
+
+
+def _checkpointing(value: Checkpointing) -> str | None:
+    policy = _expression(value.policy)
+    if not policy:
+        return None
+    arguments = f"policy={policy}, offload_to_cpu={value.offload_to_cpu}"
+    arguments += f", preserve_rng_state={value.preserve_rng_state}"
+    if not value.recompute:
+        arguments += ", recompute=False"
+    return f"fsshard.Checkpointing({arguments})"
+
+
+def _set_of_names(items: Iterable[object]) -> str | None:
+    names = set()
+    for item in items:
+        if not isinstance(item, (str, type)):
+            return None
+        names.add(item if isinstance(item, str) else item.__name__)
+    if not names:
+        return None
+    quoted = [f'"{name}"' for name in sorted(names)]
+    return f"{{{', '.join(quoted)}}}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,20 +273,29 @@ class Candidate:
 
     def changed(self, **settings: Any) -> Candidate:
         """Return it with some arguments replaced; ``...`` leaves one out."""
-        kept = {name: value for name, value in {**self.settings, **settings}.items() if value is not ...}
-        return Candidate(backend=self.backend, settings=kept)
+        changed = {**self.settings, **settings}
+        return Candidate(
+            backend=self.backend,
+            settings={name: value for name, value in changed.items() if value is not ...},
+        )
 
     def code(self, *, lines: bool = False) -> str:
         """Return the arguments as they are written."""
-        given = [f"{name}={code_of(name, value)}" for name, value in {"backend": self.backend, **self.settings}.items()]
-        return "".join(f"    {text},\n" for text in given) if lines else ", ".join(given)
+        arguments = []
+        for name, value in {"backend": self.backend, **self.settings}.items():
+            arguments.append(f"{name}={code_of(name, value)}")
+        if lines:
+            return "".join(f"    {text},\n" for text in arguments)
+        return ", ".join(arguments)
 
     def imports(self) -> list[str]:
         """Return the statements that the code needs, ``import fsshard`` included."""
-        torchs = ["import torch"] if "torch." in self.code() else []
+        statements = ["import fsshard"]
+        if "torch." in self.code():
+            statements.append("import torch")
         if size_based_auto_wrap_policy in self.settings.values():
-            torchs.append("from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy")
-        return ["import fsshard", *torchs]
+            statements.append("from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy")
+        return statements
 
 
 def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:
@@ -240,35 +305,36 @@ def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:
     takes the classes of the other ones instead. ``"transformer layers"`` are the units that torch's
     ``transformer_auto_wrap_policy`` gives for these classes.
     """
-    always: dict[str, Any] = {"auto": "auto", "one unit": None, "torch's size-based": size_based_auto_wrap_policy}
+    always: dict[str, Any] = {
+        "auto": "auto",
+        "one unit": None,
+        "torch's size-based": size_based_auto_wrap_policy,
+    }
     if profile.layers:
         always["transformer layers"] = profile.layers
-    repeated = _repeated(profile, lambda facts: facts.nbytes)
-    return always, [*({name} for name in repeated), *_sizes(profile)]
-
-
-def _sizes(profile: ModelProfile) -> Iterator[int]:
-    size, smallest = profile.modules[0].nbytes // COARSEST, min(facts.own for facts in profile.modules if facts.own)
+    others: list[Any] = _repeated(profile, lambda facts: facts.nbytes)
+    smallest = min(facts.own for facts in profile.modules if facts.own)
+    size = profile.modules[0].nbytes // STEP
     while size > smallest:
-        yield size
+        others.append(size)
         size //= STEP
-    yield 1
+    others.append(1)
+    return always, others
 
 
-def _repeated(profile: ModelProfile, weight: Any) -> list[str]:
+def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> list[set[str]]:
     """Return classes of several modules that are called once and together weigh much; the largest modules first."""
     by_class: dict[str, list[ModuleFacts]] = {}
     for facts in profile.modules[1:]:
         if facts.nbytes and not facts.container:
             by_class.setdefault(facts.kind, []).append(facts)
-    found = {
-        name: max(map(weight, group))
-        for name, group in by_class.items()
-        if len(group) > 1
-        and all(facts.once for facts in group)
-        and sum(map(weight, group)) >= max(1, SHARE * weight(profile.modules[0]))
-    }
-    return sorted(found, key=lambda name: (-found[name], name))[:CLASSES]
+    least = max(1, SHARE * weight(profile.modules[0]))
+    ranking = []
+    for name, group in by_class.items():
+        weights = list(map(weight, group))
+        if len(group) > 1 and all(facts.once for facts in group) and sum(weights) >= least:
+            ranking.append((-max(weights), name))
+    return [{name} for _, name in sorted(ranking)[:CLASSES]]
 
 
 def recomputations(profile: ModelProfile) -> list[set[str]]:
@@ -277,23 +343,27 @@ def recomputations(profile: ModelProfile) -> list[set[str]]:
     First the classes that together keep most of it in pieces: from the root down, the first modules that keep at most
     :data:`SHARE` of it.
     """
-    repeated = [{name} for name in _repeated(profile, lambda facts: facts.saved)]
     pieces = set(_pieces(profile))
-    return [names for names in (pieces, *(one for one in repeated if one != pieces)) if names]
+    choices = [pieces] if pieces else []
+    for classes in _repeated(profile, lambda facts: facts.saved):
+        if classes != pieces:
+            choices.append(classes)
+    return choices
 
 
 def offloadings(choices: list[set[str]]) -> list[Checkpointing]:
     """Return how the first of these choices can use host memory: for the blocks' inputs, or for all activations."""
-    flags = (True, False)
-    return [Checkpointing(each, offload_to_cpu=True, recompute=again) for each in choices[:1] for again in flags]
+    if not choices:
+        return []
+    return [Checkpointing(choices[0], offload_to_cpu=True, recompute=recompute) for recompute in (True, False)]
 
 
 def _pieces(profile: ModelProfile) -> Iterator[str]:
-    taken: list[str] = []
+    prefixes: tuple[str, ...] = ()  # of the modules within a piece
     whole = profile.modules[0].saved
     for facts in profile.modules[1:]:
-        if any(facts.name.startswith(f"{name}.") for name in taken) or facts.container or not facts.saved:
+        if facts.name.startswith(prefixes) or facts.container or not facts.saved:
             continue
         if facts.once and LEAST * whole <= facts.saved <= SHARE * whole:
-            taken.append(facts.name)
+            prefixes += (f"{facts.name}.",)
             yield facts.kind

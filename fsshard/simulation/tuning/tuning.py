@@ -6,7 +6,7 @@ The search goes from a fixed set of usual plans to finer ones, each judged by a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -35,10 +35,14 @@ from fsshard.simulation.tuning.search_space import (
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
 WORLDS_AHEAD = 3  # how often the ranks are doubled to find out how many would do
-PATIENCE, LESS = 2, 0.99  # finer units are tried until so many have not brought the peak down to this share of it
-WORK, FEWEST, MOST = 24_000, 12, 40
+# Finer units are tried until so many have not brought the peak down to this share of it.
+PATIENCE = 2
+LESS = 0.99
+WORK = 24_000
 """How many plans are simulated if nobody says: so many operators' worth of forwards, within limits. Not so many
 seconds' worth: the same search finds the same everywhere."""
+FEWEST = 12
+MOST = 40
 
 
 def tune(
@@ -113,26 +117,39 @@ def tune(
     bound = _bytes(memory)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigurationError(f"limit={limit!r}: expected a positive number of simulations")
-    given = {"auto_wrap_policy": auto_wrap_policy, "mixed_precision": mixed_precision, **settings}
-    fixed = {name: value for name, value in given.items() if value is not ...}
-    if activation_checkpointing is not ...:
-        fixed["activation_checkpointing"] = activation_checkpointing or None
     source = recipe_source(subject, batch, loss, real)
     recipe = resolve(source)
     changes: dict[str, Any] = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
     if accumulation is not None:
         changes["accumulate"] = accumulation
-    own = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
+    fixed = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
     if recipe.precision is not None:
-        own["mixed_precision"] = recipe.precision
+        fixed["mixed_precision"] = recipe.precision
     if cpu_offload:
-        own["cpu_offload"] = True
-    asked = {"source": source, "changes": changes, "world_size": world_size, "device_mesh": device_mesh}
-    asked |= {"device": device, "cpu_offload": cpu_offload, "average": average, "real": real}
+        fixed["cpu_offload"] = True
+    # What is asked for here wins over the recipe's own settings.
+    if auto_wrap_policy is not ...:
+        fixed["auto_wrap_policy"] = auto_wrap_policy
+    if mixed_precision is not ...:
+        fixed["mixed_precision"] = mixed_precision
+    fixed |= {name: value for name, value in settings.items() if value is not ...}
+    if activation_checkpointing is not ...:
+        fixed["activation_checkpointing"] = activation_checkpointing or None
+    asked = {
+        "source": source,
+        "changes": changes,
+        "world_size": world_size,
+        "device_mesh": device_mesh,
+        "device": device,
+        "cpu_offload": cpu_offload,
+        "average": average,
+        "real": real,
+    }
     constants = machine_of(machine, device)
     with Simulator("fsshard.tune", quiet=True) as simulator:
-        search = Search(asked, simulator, {**own, **fixed}, constants, limit, progress)
-        search.run(list(dict.fromkeys(search.job(name, {}).backend for name in backends)))
+        search = Search(asked, simulator, fixed, constants, limit, progress)
+        names = [search.job(name, {}).backend for name in backends]
+        search.run(list(dict.fromkeys(names)))
         winner = best(search.tried, bound)
         if winner is None:
             raise _nothing(search, bound)
@@ -153,7 +170,8 @@ def _nothing(search: Search, bound: int | None) -> FsshardError:
     if leanest is None or bound is None:
         return search.error or ConfigurationError(f"no plan is possible: {'; '.join(search.failed.values())}")
     ways = [f"{text}: {size(peak)}" for text, peak in search.ways_down(leanest, bound) if peak < leanest.peak]
-    activations = leanest.estimate.by_kind["activations"] + leanest.estimate.by_kind["inputs"]
+    by_kind = leanest.estimate.by_kind
+    activations = by_kind["activations"] + by_kind["inputs"]
     if activations:
         ways.append(f"a smaller batch, with which {size(activations)} of it shrink in proportion")
     return DoesNotFit(
@@ -166,12 +184,18 @@ def _nothing(search: Search, bound: int | None) -> FsshardError:
 
 def _bytes(memory: Any) -> int | None:
     """Return ``"40GiB"`` in bytes; without the ``i`` the units are powers of 1000."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?\s*", str(memory), re.IGNORECASE)
-    scale = (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ") if found else 0
-    nbytes = int(float(found[1]) * scale) if found else 0
-    if memory is not None and not nbytes:
+    if memory is None:
+        return None
+    nbytes = 0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?\s*", str(memory), re.IGNORECASE)
+    if match is not None:
+        number, prefix, binary = match.groups()
+        base = 1024 if binary else 1000
+        power = " kmgt".index(prefix.lower() or " ")
+        nbytes = int(float(number) * base**power)
+    if not nbytes:
         raise ConfigurationError(f"memory={memory!r}: expected a positive number of bytes, or a text such as '40GiB'")
-    return nbytes or None
+    return nbytes
 
 
 class Search:
@@ -190,14 +214,18 @@ class Search:
         limit: int | None = None,
         progress: Callable[[int, str], None] | None = None,
     ) -> None:
-        self._asked, self._simulator, self._progress = asked, simulator, progress
-        self.fixed, self._machine, self._limit = fixed, machine, limit
+        self._asked = asked
+        self._simulator = simulator
+        self._progress = progress
+        self.fixed = fixed
+        self._machine = machine
+        self._limit = limit
         self.tried: list[Tried] = []  # in order
         self.aliases: dict[str, Tried] = {}  # names of candidates that are always tried -> what they turned out to be
         self.failed: dict[str, str] = {}  # candidates that cannot be, and why
         self.error: FsshardError | None = None  # the first one of a simulation
         self._seen: dict[Any, Tried | None] = {}
-        self._plans: dict[tuple[str, str], Plan | str] = {}
+        self._plans: dict[tuple[str, ...], Plan | str] = {}
         self._space = Tunable()  # of the backend that is searched, and whether it divides parameters
         self._divides = False
 
@@ -213,46 +241,57 @@ class Search:
         self._most = self._limit or max(FEWEST, min(MOST, WORK // self.profile.operators))
         self.always, others = units(self.profile)
         if "auto_wrap_policy" in self.fixed:
-            self.always, others = {"as given": self.fixed["auto_wrap_policy"]}, []
+            self.always = {"as given": self.fixed["auto_wrap_policy"]}
+            others = []
         self.others = self._unrepeated(others)
-        again = recomputations(self.profile) if "activation_checkpointing" not in self.fixed else []
-        asked = self._asked
-        # Real tensors of a simulation lie on the CPU, from which nothing can be offloaded.
-        away = offloadings(again) if asked["device"] == "cuda" and not asked["real"] else []
-        self.again: list[Any] = [*again, *away]
+        self.again: list[Any] = []
+        if "activation_checkpointing" not in self.fixed:
+            choices = recomputations(self.profile)
+            self.again += choices
+            # Real tensors of a simulation lie on the CPU, from which nothing can be offloaded.
+            if self._asked["device"] == "cuda" and not self._asked["real"]:
+                self.again += offloadings(choices)
         for backend in backends:
             self._named = f"{backend}, " if len(backends) > 1 else ""
             facts = backend_class(backend, self.ranks).facts
-            self._space, self._divides = facts.tunable, facts.divides == "elements"
-            search = self._sharded if self._divides else self._replicated
-            search(Candidate(backend=backend, settings=self.fixed))
+            self._space = facts.tunable
+            self._divides = facts.divides == "elements"
+            start = Candidate(backend=backend, settings=self.fixed)
+            if self._divides:
+                self._sharded(start)
+            else:
+                self._replicated(start)
 
     # ------------------------------------------------------------------------------------------ the simulations
 
     def job(self, backend: Any, settings: Mapping[str, Any], **changed: Any) -> Job:
         """Return one simulation, checked, with some arguments changed."""
         asked = {**self._asked, **changed}
-        plain = {name: value for name, value in settings.items() if name not in ("mixed_precision", "cpu_offload")}
         if "mixed_precision" in settings:
             asked["changes"] = {**asked["changes"], "precision": settings["mixed_precision"]}
-        return job_of(backend, **asked, settings=plain)
+        others = {name: value for name, value in settings.items() if name not in ("mixed_precision", "cpu_offload")}
+        return job_of(backend, **asked, settings=others)
 
     def ways_down(self, leanest: Tried, bound: int) -> Iterator[tuple[str, int]]:
         """Yield what lowers the peak, and to how many bytes: more ranks until they do, a narrower dtype, offloading."""
-        asked, backend, settings = self._asked, leanest.candidate.backend, leanest.candidate.settings
+        asked = self._asked
+        backend = leanest.candidate.backend
+        settings = leanest.candidate.settings
         divides = backend_class(backend, self.ranks).facts.divides
-        tried: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
+        # Each with other settings, and other arguments of the job.
+        ways: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         if "mixed_precision" not in settings:
-            tried.append(("mixed_precision='bf16'", {**settings, "mixed_precision": "bf16"}, {}))
+            ways["mixed_precision='bf16'"] = ({**settings, "mixed_precision": "bf16"}, {})
         if divides == "elements" and asked["device"] == "cuda" and not asked["cpu_offload"]:
-            tried.append(("cpu_offload=True", settings, {"cpu_offload": True}))
-        for text, changed_settings, changed in tried:
+            ways["cpu_offload=True"] = (settings, {"cpu_offload": True})
+        for text, (changed_settings, changed) in ways.items():
             try:
-                yield text, self._estimate(backend, changed_settings, **changed).interval[1]
+                estimate = self._estimate(backend, changed_settings, **changed)
             except SimulatorDied:
                 raise
             except FsshardError:  # not under this backend, or not with this model: no way
                 continue
+            yield text, estimate.interval[1]
         if divides == "nothing" or asked["device_mesh"] is not None:
             return
         for power in range(1, WORLDS_AHEAD + 1):
@@ -265,7 +304,8 @@ class Search:
     def _estimate(self, backend: str, settings: Mapping[str, Any], **changed: Any) -> Estimate:
         job = self.job(backend, settings, **changed)
         measured = self._simulator.ask(run_job, job)
-        return estimate_of({**self._asked, **changed}["world_size"], job, measured, self._machine)
+        world_size = changed.get("world_size", self._asked["world_size"])
+        return estimate_of(world_size, job, measured, self._machine)
 
     def _tell(self, text: str) -> None:
         if self._progress is not None:
@@ -273,46 +313,55 @@ class Search:
 
     def _replicated(self, start: Candidate) -> None:
         # Units mean nothing there: buckets and recomputation are left.
-        first = [(start, "default")]
+        candidates = {"default": start}
         for name, options in self._space.variants.items():
             if not options.keys() & start.settings.keys():
-                first.append((start.changed(**options), name))
-        for one in self._all(first):
-            for choice in self.again if _has_activations(one) else ():
-                self._consider(one.candidate.changed(activation_checkpointing=choice))
+                candidates[name] = start.changed(**options)
+        usual = [self._consider(candidate, name) for name, candidate in candidates.items()]
+        for one in usual:
+            if one is not None and _has_activations(one):
+                self._recompute(one)
 
     def _sharded(self, start: Candidate) -> None:
-        usual = self._all((start.changed(auto_wrap_policy=c), name) for name, c in self.always.items())
+        usual: list[Tried] = []
+        for name, policy in self.always.items():
+            usual += self._try([start.changed(auto_wrap_policy=policy)], name)
         if not usual:
             return
-        joining, joined = self._space.joining, dict[str, Any]()
+        joining = self._space.joining
+        joined: dict[str, Any] = {}
         if joining is not None and joining.option not in self.fixed:
-            joined = {joining.option: joining.value}  # small units travel together
+            joined[joining.option] = joining.value  # small units travel together
         if joined and self._asked["device"] == "cpu" and self.ranks > 1:  # as wrap() does it there by itself
-            for name in {"auto", "as given"} & self.always.keys():
-                self._consider(
-                    start.changed(auto_wrap_policy=self.always[name], **joined), f"{name}, small ones joined"
-                )
-        leanest, recomputing = _leanest(usual), list[Tried]()
+            for name in ("auto", "as given"):
+                if name in self.always:
+                    candidate = start.changed(auto_wrap_policy=self.always[name], **joined)
+                    self._consider(candidate, f"{name}, small ones joined")
+        leanest = _leanest(usual)
         if _has_activations(leanest):
-            recomputing = self._all((leanest.candidate.changed(activation_checkpointing=c), "") for c in self.again)
-        leanest = self._refined(_leanest([*usual, *recomputing]))
-        again = leanest.candidate.settings.get("activation_checkpointing")
-        kinds = [*(one.candidate for one in usual), leanest.candidate]
+            leanest = _leanest([*usual, *self._recompute(leanest)])
+        leanest = self._refined(leanest)
+        recomputed = leanest.candidate.settings.get("activation_checkpointing")
+        bases = [one.candidate for one in (*usual, leanest)]
+        candidates = list(self._with(bases, recomputed))
         kept = self._space.kept_gathered
         if kept and not {*kept, "sharding_strategy"} & self.fixed.keys():
-            self._all((kind.changed(**kept), "") for kind in self._with(kinds, again))
-        self._all((kind, "") for kind in self._with(kinds, again))
+            self._try([candidate.changed(**kept) for candidate in candidates])
+        self._try(candidates)
         if joined:
-            lean = sorted(self.tried, key=lambda one: (one.peak, one.cost))
-            mine = [one.candidate for one in lean if one.candidate.backend == start.backend]
-            self._all((candidate.changed(**joined), "") for candidate in mine)
+            leanest_first = sorted(self.tried, key=_weight)
+            candidates = [one.candidate for one in leanest_first if one.candidate.backend == start.backend]
+            self._try([candidate.changed(**joined) for candidate in candidates])
+
+    def _recompute(self, one: Tried) -> list[Tried]:
+        return self._try([one.candidate.changed(activation_checkpointing=choice) for choice in self.again])
 
     def _refined(self, leanest: Tried) -> Tried:
         """Try finer units, as long as that helps."""
         failures = 0
         coarsest = self._count(leanest.candidate.settings.get("auto_wrap_policy", "auto"))
-        for choice in sorted((c for c in self.others if self._count(c) > coarsest), key=self._count):
+        finer = [choice for choice in self.others if self._count(choice) > coarsest]
+        for choice in sorted(finer, key=self._count):
             before = len(self.tried)
             one = self._consider(leanest.candidate.changed(auto_wrap_policy=choice))
             if one is None or len(self.tried) == before:
@@ -323,16 +372,23 @@ class Search:
                 break
         return leanest
 
-    def _with(self, kinds: list[Candidate], again: Any) -> Iterator[Candidate]:
-        for kind in kinds:
+    def _with(self, candidates: list[Candidate], recomputed: Any) -> Iterator[Candidate]:
+        """Yield each candidate without recomputation, and with this one."""
+        for candidate in candidates:
             if "activation_checkpointing" not in self.fixed:
-                kind = kind.changed(activation_checkpointing=...)
-                yield kind
-            if again is not None:
-                yield kind.changed(activation_checkpointing=again)
+                candidate = candidate.changed(activation_checkpointing=...)
+                yield candidate
+            if recomputed is not None:
+                yield candidate.changed(activation_checkpointing=recomputed)
 
-    def _all(self, candidates: Iterable[tuple[Candidate, str]]) -> list[Tried]:
-        return [one for one in [self._consider(candidate, name) for candidate, name in candidates] if one is not None]
+    def _try(self, candidates: list[Candidate], name: str = "") -> list[Tried]:
+        """Simulate all of them; return those that can be."""
+        tried = []
+        for candidate in candidates:
+            one = self._consider(candidate, name)
+            if one is not None:
+                tried.append(one)
+        return tried
 
     def _unrepeated(self, choices: list[Any]) -> list[Any]:
         """Replace units of which a step calls some more than once by the classes of the others."""
@@ -344,12 +400,13 @@ class Search:
             by_code[code_of("auto_wrap_policy", choice)] = choice
         return list(by_code.values())
 
-    def _planned(self, policy: Any, again: Any = None) -> Plan | str:
+    def _planned(self, policy: Any, recomputed: Any = None) -> Plan | str:
         """Return the plan of these units and recomputed blocks, or what is wrong with them."""
-        key = code_of("auto_wrap_policy", policy), code_of("activation_checkpointing", again)
+        settings = {"auto_wrap_policy": policy, "activation_checkpointing": recomputed}
+        key = tuple(code_of(name, value) for name, value in settings.items())
         if key not in self._plans:
-            job, settings = self.job("none", {}, cpu_offload=False), {"auto_wrap_policy": policy}
-            self._plans[key] = self._simulator.ask(plan_of, job, {**settings, "activation_checkpointing": again})
+            job = self.job("none", {}, cpu_offload=False)
+            self._plans[key] = self._simulator.ask(plan_of, job, settings)
         return self._plans[key]
 
     def _count(self, policy: Any) -> int:
@@ -373,24 +430,37 @@ class Search:
             if not name and "auto_wrap_policy" in settings and not self.profile.gathered_once(planned):
                 return None
             self._seen[key] = self._simulated(candidate, name, planned)
-        found = self._seen[key]
-        if name and found is not None:
-            self.aliases[f"{self._named}{name}"] = found
-        return found
+        one = self._seen[key]
+        if name and one is not None:
+            self.aliases[f"{self._named}{name}"] = one
+        return one
 
     def _key(self, candidate: Candidate, planned: Plan) -> Any:
         """Return what equal plans have in common."""
-        joining, kept = self._space.joining, self._space.kept_gathered
-        others = {"auto_wrap_policy", "activation_checkpointing", "" if joining is None else joining.option}
-        options = {name: code_of(name, value) for name, value in candidate.settings.items() if name not in others}
-        groups = sorted(unit.name for unit in planned.units) if self._divides else []
+        options = {name: code_of(name, value) for name, value in candidate.settings.items()}
+        options.pop("auto_wrap_policy", None)
+        options.pop("activation_checkpointing", None)
+        groups: list[Any] = []
+        if self._divides:
+            groups = sorted(unit.name for unit in planned.units)
+        joining = self._space.joining
         if joining is not None:
+            options.pop(joining.option, None)
             groups = sorted(joining.travelling(planned, candidate.settings[joining.option], self.ranks))
         if self._space.root_stays and len(groups) == 1:
-            options = {n: code for n, code in options.items() if n not in kept or code_of(n, kept[n]) != code}
+            # Whether the only unit is kept gathered then makes no difference.
+            for name, value in self._space.kept_gathered.items():
+                if options.get(name) == code_of(name, value):
+                    del options[name]
         choice = candidate.settings.get("activation_checkpointing")
-        away = getattr(choice, "offload_to_cpu", False), tuple(planned.offloaded)
-        return candidate.backend, tuple(groups), tuple(planned.recomputed), away, tuple(sorted(options.items()))
+        return (
+            candidate.backend,
+            tuple(groups),
+            tuple(planned.recomputed),
+            getattr(choice, "offload_to_cpu", False),
+            tuple(planned.offloaded),
+            tuple(sorted(options.items())),
+        )
 
     def _simulated(self, candidate: Candidate, name: str, planned: Plan) -> Tried | None:
         self._tell(candidate.code())
@@ -404,18 +474,27 @@ class Search:
             return None
         joining = self._space.joining
         if joining is not None and joining.option not in self.fixed:
-            apart, joined = (joining.travelling(planned, value, self.ranks) for value in (0, joining.value))
+            apart = joining.travelling(planned, 0, self.ranks)
+            joined = joining.travelling(planned, joining.value, self.ranks)
             if apart == joined:  # the option means nothing: the code is no longer than it must be
                 candidate = candidate.changed(**{joining.option: ...})
-        name = f"{self._named}{name}" if name else ""
-        blocks = {"recomputed": len(planned.recomputed), "offloaded": len(planned.offloaded)}
-        one = Tried(candidate=candidate, name=name, estimate=estimate, **blocks)
+        one = Tried(
+            candidate=candidate,
+            name=f"{self._named}{name}" if name else "",
+            estimate=estimate,
+            recomputed=len(planned.recomputed),
+            offloaded=len(planned.offloaded),
+        )
         self.tried.append(one)
         return one
 
 
-def _leanest(found: list[Tried]) -> Tried:
-    return min(found, key=lambda one: (one.peak, one.cost))
+def _leanest(tried: list[Tried]) -> Tried:
+    return min(tried, key=_weight)
+
+
+def _weight(one: Tried) -> tuple[Any, ...]:
+    return one.peak, one.cost
 
 
 def _has_activations(one: Tried) -> bool:
