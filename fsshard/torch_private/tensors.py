@@ -60,6 +60,12 @@ lazy_clone: Callable[[Tensor], Tensor] = AREA.take(
     fallback=lambda tensor: tensor.detach().clone(),
 )
 
+layout_by_name: Callable[[str], torch.layout] = AREA.take(
+    "torch.serialization:_get_layout",
+    use="what DCP's metadata calls to restore a layout",
+    otherwise="DCP checkpoints are not read",
+)
+
 _LISTS = {"source": KERNELS, "otherwise": "OSS and ShardedDDP"}
 foreach_add_: Callable[..., None] = AREA.take("torch:_foreach_add_", use="one kernel for a list of tensors", **_LISTS)
 foreach_copy_: Callable[..., None] = AREA.take("torch:_foreach_copy_", use="as _foreach_add_", **_LISTS)

@@ -34,6 +34,7 @@ from fsshard.checkpoint.format.tensors_file import dtype_name, open_regular
 from fsshard.checkpoint.interop.pickles import needs_trust, stand_in
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
+from fsshard.torch_private.tensors import layout_by_name
 
 ALIGNMENT = 64  # bytes, where records of a file begin, so that it can be mapped (torch 2.13's own)
 FOLDER = "archive"
@@ -185,7 +186,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 PLAIN: dict[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
     "torch.Size": torch.Size,
-    "torch.serialization._get_layout": getattr(torch.serialization, "_get_layout"),  # noqa: B009
+    "torch.serialization._get_layout": layout_by_name,
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
 OF_DCP = {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "_StorageInfo"}
