@@ -172,7 +172,11 @@ class Flattened(nn.Module):
             rest = tuple(views.items())
             self.__class__ = flattened_class(cls._fsshard_origin, rest, cls._fsshard_mixin)  # type: ignore[assignment]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> Any:
         """Move and cast the complex value, as is done natively; raise where its half would be lost."""
         kinds: dict[int, Kind] = {}
         forget_shown(cast(nn.Module, self))

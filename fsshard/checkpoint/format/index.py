@@ -271,7 +271,9 @@ def says_ours(directory: str | os.PathLike[str]) -> bool:
 def ordinal_in(directory: str | os.PathLike[str]) -> int:
     """Return the count of saves that the index in a directory begins with; 0 where there is none."""
     match = _ORDINAL.search(_beginning(directory))
-    return int(match[1]) if match else 0
+    if match:
+        return int(match[1])
+    return 0
 
 
 def _beginning(directory: str | os.PathLike[str]) -> bytes:

@@ -279,7 +279,11 @@ class TensorsFile:
     sound safetensors file; a CheckpointError where the system does not let it be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], expected_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        expected_bytes: int | None = None,
+    ) -> None:
         self.path = Path(path)
         self._descriptor = open_regular(self.path)
         try:

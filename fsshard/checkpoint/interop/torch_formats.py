@@ -74,7 +74,12 @@ def write_torch(
         os.fsync(stream.fileno())
 
 
-def _record(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterable[Any]) -> None:
+def _record(
+    archive: zipfile.ZipFile,
+    name: str,
+    nbytes: int,
+    pieces: Iterable[Any],
+) -> None:
     info = zipfile.ZipInfo(f"{FOLDER}/{name}", DATE)
     info.file_size = nbytes  # decides whether sizes take 64 bits
     # The record's header: its fixed part, its name, the sizes of 64 bits, and the beginning of this padding.
@@ -149,7 +154,11 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, legacy), str(obj.number), "cpu", obj.info.numel
 
 
-def write_dcp(path: Path, value: dict[str, Any], reader: TensorReader) -> None:
+def write_dcp(
+    path: Path,
+    value: dict[str, Any],
+    reader: TensorReader,
+) -> None:
     """Write what ``torch.distributed.checkpoint.save(value)`` would; placeholders stand for the reader's tensors."""
     planner = _ReadingPlanner(reader)
     writer = dcp.FileSystemWriter(path)
