@@ -367,7 +367,11 @@ def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, 
     return joined
 
 
-def _backings(states: Sequence[State], metadata: Sequence[State], alone: bool = False) -> list[_Backing]:
+def _backings(
+    states: Sequence[State],
+    metadata: Sequence[State],
+    alone: bool = False,
+) -> list[_Backing]:
     if not states or len(states) != len(metadata):
         raise ConfigurationError(
             f"{len(states)} shards with {len(metadata)} metadata; give both of every rank, in rank order"
@@ -378,7 +382,12 @@ def _backings(states: Sequence[State], metadata: Sequence[State], alone: bool = 
     return backings
 
 
-def _of_module(module: State, metadata: Sequence[State], index: int, alone: bool = False) -> Iterator[_Backing]:
+def _of_module(
+    module: State,
+    metadata: Sequence[State],
+    index: int,
+    alone: bool = False,
+) -> Iterator[_Backing]:
     path = module["fsdp_path"]
     if module["no_broadcast_optim_state"]:
         if not alone:

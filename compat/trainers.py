@@ -124,7 +124,11 @@ def _place_of_domain(domain: Any) -> DataRank:
 # ------------------------------------------------------------------------------------------------ gradients
 
 
-def clip_by_value(model: ShardedModule, limit: float, chosen: Iterable[Entry] | None = None) -> None:
+def clip_by_value(
+    model: ShardedModule,
+    limit: float,
+    chosen: Iterable[Entry] | None = None,
+) -> None:
     """Put every number of the final gradients between -limit and limit. Collective.
 
     Args:

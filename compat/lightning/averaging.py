@@ -27,7 +27,12 @@ class Parts(nn.Module):
 
     of: Any
 
-    def __init__(self, of: Any, parts: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        of: Any,
+        parts: Iterable[Tensor],
+        buffers: Iterable[Tensor],
+    ) -> None:
         super().__init__()
         # The module is no part of this one.
         self.__dict__["of"] = of
@@ -36,7 +41,12 @@ class Parts(nn.Module):
             self.register_buffer(f"buffer{number}", buffer)
 
 
-def average_parts(callback: Any, sharded: Callable[[], ShardedModule | None], *, restored: bool) -> None:
+def average_parts(
+    callback: Any,
+    sharded: Callable[[], ShardedModule | None],
+    *,
+    restored: bool,
+) -> None:
     """Cut a callback's whole average into shards, and let it read, and write, this rank's.
 
     Args:
@@ -171,7 +181,11 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
         if "averaging_state" in checkpoint:
             average.n_averaged.copy_(checkpoint["averaging_state"]["n_averaged"])
 
-    def ended(self, module: Any, average: dict[str, Any] | None) -> None:
+    def ended(
+        self,
+        module: Any,
+        average: dict[str, Any] | None,
+    ) -> None:
         """Make the average whole again, as the module is that has been handed back.
 
         Args:

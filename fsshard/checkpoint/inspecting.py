@@ -54,9 +54,12 @@ class Inspection:
 
     def render(self) -> Iterator[str]:
         """Yield lines for a terminal; whatever it would obey in names and texts is spelled out."""
-        problems = "".join(f"\n  {printable(problem)}" for problem in self.problems)
-        well = "whole, checksums agree" if self.verified else "whole (sizes and headers; --verify compares checksums)"
-        yield f"{printable(str(self.path))}: {'INVALID' + problems if problems else well}"
+        verdict = "whole (sizes and headers; --verify compares checksums)"
+        if self.verified:
+            verdict = "whole, checksums agree"
+        if self.problems:
+            verdict = "\n  ".join(["INVALID", *map(printable, self.problems)])
+        yield f"{printable(str(self.path))}: {verdict}"
         if self.contents:
             yield from map(printable, _lines(self.contents))
 
@@ -64,11 +67,12 @@ class Inspection:
 def _lines(contents: dict[str, Any]) -> Iterator[str]:
     """Yield a table of the tensors, and a line of JSON for each other entry that has something in it."""
     rows = [("tensor", "dtype", "shape", "pieces", "bytes")]
+    nbytes = 0
     for tensor in contents["tensors"]:
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
         rows.append((tensor["name"], tensor["dtype"], shape, str(tensor["pieces"]), size(tensor["bytes"])))
+        nbytes += tensor["bytes"]
     yield from aligned(rows, "<<<>>")
-    nbytes = sum(tensor["bytes"] for tensor in contents["tensors"])
     yield f"{len(contents['tensors'])} tensors, {size(nbytes)}"
     for name, value in contents.items():
         if name != "tensors" and value:
@@ -95,12 +99,17 @@ class Listing:
     def render(self) -> Iterator[str]:
         """Yield a table, and what is wrong, as lines for a terminal."""
         rows = [("checkpoint", "save", "saved at", "bytes", "")]
+        problems = []
         for row in self.checkpoints:
-            verdict = "INVALID" if row["problems"] else "latest" if row["latest"] else ""
+            name = row["name"]
+            verdict = "latest" if row["latest"] else ""
+            for problem in row["problems"]:
+                verdict = "INVALID"
+                problems.append(printable(f"{name}: {problem}"))
             number = "" if row["ordinal"] is None else str(row["ordinal"])
-            rows.append((printable(row["name"]), number, printable(row["saved_at"]), size(row["bytes"]), verdict))
+            rows.append((printable(name), number, printable(row["saved_at"]), size(row["bytes"]), verdict))
         yield from aligned(rows, "<><>")
-        yield from (printable(f"{row['name']}: {each}") for row in self.checkpoints for each in row["problems"])
+        yield from problems
         if self.leftovers:
             names = ", ".join(map(printable, self.leftovers))
             yield f"left by interrupted saves, or still being written: {names}; remove those that no save is writing"
@@ -149,12 +158,15 @@ def _list(path: Path) -> Listing:
         row: dict[str, Any] = {"name": child.name, "ordinal": None, "saved_at": "", "bytes": 0, "problems": []}
         try:
             index = read_index(child, files=False)
-            row |= {"ordinal": index.ordinal, "saved_at": index.saved_at}
+            row["ordinal"] = index.ordinal
+            row["saved_at"] = index.saved_at
             row["bytes"] = sum(file.bytes for file in index.files.values())
             check_files(child, index)
         except CheckpointError as error:
             row["problems"] = str(error).splitlines()
-        rows.append(row | {"latest": child == newest})
+        row["latest"] = child == newest
+        rows.append(row)
+    # Those without a count, whose index cannot be read, come first.
     rows.sort(key=lambda row: (row["ordinal"] is not None, row["ordinal"] or 0))
     return Listing(path, rows, [stray.name for stray in leftovers(path)])
 
@@ -166,7 +178,8 @@ def _inspect_one(
 ) -> Inspection:
     contents: dict[str, Any] = {}
     problems: list[str] = []
-    done = total = 0
+    done = 0
+    total = 0
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -188,29 +201,43 @@ def _inspect_one(
 
 
 def _contents(index: Index) -> dict[str, Any]:
-    def group(node: Any) -> dict[str, Any]:
-        values = decode(node, lambda name: torch.empty(0))
-        values = {key: "a tensor" if isinstance(value, Tensor) else value for key, value in values.items()}
-        return {**values, "params": len(values["params"])}
-
+    tensors = []
+    for name, info in index.tensors.items():
+        tensors.append(
+            {
+                "name": name,
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "pieces": len(info.pieces),
+                "bytes": info.nbytes,
+            }
+        )
+    optimizers = {}
+    for name, optimizer in index.optimizers.items():
+        groups = [_group(node) for node in optimizer.groups]
+        optimizers[name] = {"class": optimizer.kind, "groups": groups}
     return {
         "id": index.id,
         "ordinal": index.ordinal,
         "saved_at": index.saved_at,
         "origin": index.origin.described(),
         "files": {name: file.bytes for name, file in index.files.items()},
-        "tensors": [
-            {"name": name, "dtype": t.dtype, "shape": list(t.shape), "pieces": len(t.pieces), "bytes": t.nbytes}
-            for name, t in index.tensors.items()
-        ],
+        "tensors": tensors,
         "tied": index.tied,
-        "optimizers": {
-            name: {"class": info.kind, "groups": [group(node) for node in info.groups]}
-            for name, info in index.optimizers.items()
-        },
+        "optimizers": optimizers,
         "models": index.models,
         "objects": {name: next(iter(entry)) for name, entry in index.objects.items()},
-        "rng": len(index.rng["per_rank"]) if index.rng is not None else 0,
+        "rng": 0 if index.rng is None else len(index.rng["per_rank"]),
         "dropped": index.model.dropped,
         "format_version": FORMAT_VERSION,
     }
+
+
+def _group(node: Any) -> dict[str, Any]:
+    """Return a group's settings, and how many parameters it has."""
+    values: dict[str, Any] = decode(node, lambda name: torch.empty(0))
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            values[key] = "a tensor"
+    values["params"] = len(values["params"])
+    return values

@@ -46,6 +46,7 @@ from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.torch_private.modules import EXTRA_STATE
 
 log = logging.getLogger("fsshard")
+Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
 _State = dict[str, tuple[bool, Any]]
 """State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?"""
 
@@ -286,7 +287,7 @@ class _Load:
                 "its value in the result's .state"
             )
 
-    def _match_model(self) -> dict[str, tuple[object, object]]:
+    def _match_model(self) -> Mismatches:
         """Find the tensor of each parameter and buffer; return what is expected and got of those that do not fit."""
         backend = self.model.backend
         saved = self.reader.index.model.keys
@@ -294,7 +295,7 @@ class _Load:
         expected = dict.fromkeys([*raw, *backend.keys])
         self.missing = [key for key in expected if key not in saved]
         self.unexpected = [key for key in saved if key not in expected]
-        wrong: dict[str, tuple[object, object]] = {}
+        wrong: Mismatches = {}
         for key in expected:
             if key not in saved:
                 continue
@@ -317,7 +318,7 @@ class _Load:
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
-    def _match_parameter(self, key: str, name: str, tensor: str) -> dict[str, tuple[object, object]]:
+    def _match_parameter(self, key: str, name: str, tensor: str) -> Mismatches:
         """Take a tensor as the source of a parameter; of one with several keys, the tensor of the first."""
         entry = self.model.backend.entries[name]
         wrong = self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
@@ -350,7 +351,7 @@ class _Load:
         tensor: str,
         dtype: torch.dtype,
         shape: tuple[int, ...],
-    ) -> dict[str, tuple[object, object]]:
+    ) -> Mismatches:
         info = self.reader.index.tensors[tensor]
         fits = dtype == info.kind
         if not self.strict and info.kind.is_complex == dtype.is_complex:
@@ -378,7 +379,7 @@ class _Load:
         expected = groups_by_name(optimizer)
         want = _members(expected)
         got = _members(groups)
-        mismatched: dict[str, tuple[object, object]] = {}
+        mismatched: Mismatches = {}
         if len(expected) != len(groups):
             mismatched["number of param_groups"] = (len(expected), len(groups))
         if mismatched or want != got:
@@ -517,7 +518,11 @@ class _Load:
     ) -> None:
         """Run the code of others, which may raise; how to undo it is noted before each. Local."""
 
-        def load(what: str, load_state_dict: Callable[[Any], Any], state: Any) -> None:
+        def load(
+            what: str,
+            load_state_dict: Callable[[Any], Any],
+            state: Any,
+        ) -> None:
             try:
                 load_state_dict(state)
             except Exception as error:

@@ -385,7 +385,11 @@ def lying(entry: Entry, value: Tensor, order: Sequence[int]) -> Tensor:
     return laid(value, [*order, *range(len(order), value.dim())])  # pairs of reals stay together
 
 
-def _encode(value: Any, place: str, parts: dict[str, Part]) -> Any:
+def _encode(
+    value: Any,
+    place: str,
+    parts: dict[str, Part],
+) -> Any:
     """Return the tree of a value; its tensors become parts, numbered below ``place``."""
     count = 0
 
@@ -412,7 +416,10 @@ def _encode(value: Any, place: str, parts: dict[str, Part]) -> Any:
 
 
 def divide(
-    tables: Sequence[Mapping[str, Any]], call: str, *, shared: bool = True
+    tables: Sequence[Mapping[str, Any]],
+    call: str,
+    *,
+    shared: bool = True,
 ) -> tuple[dict[str, TensorInfo], list[dict[str, Range]]]:
     """Decide which rank writes which elements of which tensor: each once, by a rank that has them.
 
@@ -638,7 +645,11 @@ def as_called(
     return f"{call[:-1]}, {', '.join(arguments)})"
 
 
-def named_objects(scheduler: Any, scaler: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+def named_objects(
+    scheduler: Any,
+    scaler: Any,
+    others: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return what is saved besides the model and its optimizers, by name; several with state as one object each."""
     objects = {}
     if scheduler is not None:

@@ -132,7 +132,12 @@ def save(
     return handle
 
 
-def _check_arguments(keep: object, only: object, name: str, objects: Mapping[str, Any]) -> None:
+def _check_arguments(
+    keep: object,
+    only: object,
+    name: str,
+    objects: Mapping[str, Any],
+) -> None:
     if only not in (None, "trainable"):
         raise ConfigurationError(f"only={only!r}: expected 'trainable', or None for the whole model")
     numbered = any(character.isdigit() for character in name)

@@ -281,7 +281,11 @@ def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+def broadcast_tensors(
+    tensors: list[Tensor],
+    group: dist.ProcessGroup,
+    source: int = 0,
+) -> None:
     """Send the values of one rank of the group to every other, coalesced by dtype. Collective."""
     real = []
     sent = []
@@ -325,14 +329,22 @@ def batches(
         yield batch
 
 
-def agree(over: Over, work: Callable[[], Any], timeout: float | None = None) -> Any:
+def agree(
+    over: Over,
+    work: Callable[[], Any],
+    timeout: float | None = None,
+) -> Any:
     """Run ``work`` on every rank; if it raises anywhere, raise everywhere. One collective. See :func:`exchange`."""
     results: list[Any] = []  # need not travel
     exchange(over, lambda: results.append(work()), timeout)
     return results[0]
 
 
-def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) -> list[Any]:
+def exchange(
+    over: Over,
+    work: Callable[[], Any],
+    timeout: float | None = None,
+) -> list[Any]:
     """Run ``work`` on every rank, and return all results, by rank; if it raises anywhere, raise everywhere.
 
     In a group the rank whose work failed raises its own error, and the others one of that kind which names the rank:
@@ -361,7 +373,9 @@ def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) 
     if over is None or _size_of(over) == 1:
         if error is not None:
             raise error
-        return over.gather(result) if isinstance(over, Channel) else [result]
+        if isinstance(over, Channel):
+            return over.gather(result)
+        return [result]
     report = {"result": result} if error is None else {"error": _described(error)}
     try:
         reports = over.gather(report, timeout) if isinstance(over, Channel) else per_rank(over, report)
@@ -379,7 +393,9 @@ def exchange(over: Over, work: Callable[[], Any], timeout: float | None = None) 
 
 
 def _size_of(over: dist.ProcessGroup | Channel) -> int:
-    return over.size if isinstance(over, Channel) else over.size()
+    if isinstance(over, Channel):
+        return over.size
+    return over.size()
 
 
 def check_alike(
@@ -501,7 +517,11 @@ def _described(error: Exception) -> dict[str, Any]:
     return {"kind": "", "text": f"{type(error).__name__}: {text}", "attributes": {}}
 
 
-def _error(kind: type[FsshardError], message: str, attributes: Mapping[str, Any]) -> FsshardError:
+def _error(
+    kind: type[FsshardError],
+    message: str,
+    attributes: Mapping[str, Any],
+) -> FsshardError:
     error = kind.__new__(kind)  # whose constructor takes other arguments
     error.args = (message,)
     error.__dict__.update(attributes)

@@ -32,13 +32,16 @@ _classes: WeakValueDictionary[tuple[type, tuple[tuple[str, Kind], ...], type], t
 
 def views_of(module: nn.Module) -> Mapping[str, Kind]:
     """Return the user's names of what the module stores in another way, and how each is stored."""
-    return type(module)._fsshard_views if isinstance(module, Flattened) else {}
+    if isinstance(module, Flattened):
+        return type(module)._fsshard_views
+    return {}
 
 
 def stored_in(module: nn.Module) -> dict[str, Any]:
     """Return the dict in which ``module`` keeps its parameters, by the names under which they are stored."""
-    held: dict[str, Any] | None = module.__dict__.get("_parameters")  # past what Flattened shows under that name
-    return module._parameters if held is None else held  # torch.jit's modules have no such member
+    # Past what Flattened shows under that name; torch.jit's modules have no such member.
+    parameters: dict[str, Any] | None = module.__dict__.get("_parameters")
+    return module._parameters if parameters is None else parameters
 
 
 def showing_the_users(modules: Iterable[nn.Module]) -> contextlib.ExitStack:
@@ -59,20 +62,24 @@ def forget_shown(module: nn.Module) -> None:
 def _view_property(name: str, kind: Kind) -> property:
     """Return the property by which a module shows what it stores as ``kind`` under another name."""
     stored_name = name + SUFFIX
-    is_renamed = kind.form is Form.RENAMED  # tltorch's own attribute is a view, and no parameter
-    kind = Kind.COMPLEX if is_renamed else kind
+    is_renamed = kind.form is Form.RENAMED
+    if is_renamed:
+        # tltorch's own attribute is a view, and no parameter.
+        kind = Kind.COMPLEX
 
     def get(self: Any) -> Any:
         members = self.__dict__
-        stored = members["_parameters"].get(stored_name)
-        if stored is None and stored_name in members["_parameters"]:
-            return None
-        if stored is None:  # a plain buffer, in what tltorch's slicing makes of this very class under Dynamo
+        parameters = members["_parameters"]
+        stored = parameters.get(stored_name)
+        if stored is None:
+            if stored_name in parameters:
+                return None
+            # A plain buffer, in what tltorch's slicing makes of this very class under Dynamo.
             return type(self)._fsshard_origin.__getattr__(self, name)
-        held = members[LISTED].get(name, kind) if LISTED in members else kind
+        own_kind = members[LISTED].get(name, kind) if LISTED in members else kind
         if is_renamed or torch.compiler.is_compiling() or KEPT not in members:
-            return held.shown(stored)
-        return members[KEPT].show(name, stored, held)
+            return own_kind.shown(stored)
+        return members[KEPT].show(name, stored, own_kind)
 
     return property(get)
 
@@ -100,20 +107,22 @@ class Flattened(nn.Module):
         self.__dict__["_parameters"] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        kind, parameters = type(self)._fsshard_views.get(name), self.__dict__.get("_parameters", {})
+        kind = type(self)._fsshard_views.get(name)
+        parameters = self.__dict__.get("_parameters", {})
         if kind is None and name.endswith(SUFFIX):
             # FSDP1 puts another view in place of one of its own, whose graph would hold the engine through C++.
-            kept, users = self.__dict__.get(KEPT, {}), name.removesuffix(SUFFIX)
-            if users in kept and kept[users]._fsshard_stored.grad_fn is not None:
-                del kept[users]
+            shown = self.__dict__.get(KEPT, {})
+            users = name.removesuffix(SUFFIX)
+            if users in shown and shown[users]._fsshard_stored.grad_fn is not None:
+                del shown[users]
             if type(value) is Tensor and name not in parameters:  # FSDP1, several times in each step
                 self.__dict__[name] = value
                 return
         if kind is None and not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
             return
-        held = parameters.get(name + SUFFIX)
-        if value is not None and stored_of(value) is held:
+        stored = parameters.get(name + SUFFIX)
+        if value is not None and stored_of(value) is stored:
             return
         if stored_of(value) is not value:
             raise ModelError(
@@ -125,14 +134,15 @@ class Flattened(nn.Module):
             if kind is None and value.is_complex() and not self._fsshard_holds_reals:
                 flatten_module(cast(nn.Module, self), "", {}, scalars=False, in_order=False)
             return
-        if value is not None and not isinstance(value, nn.Parameter):
-            found = torch.typename(value)
-            raise TypeError(f"cannot assign {found!r} as parameter {name!r} (torch.nn.Parameter or None expected)")
         if value is None:
             parameters[name + SUFFIX] = None
             return
+        if not isinstance(value, nn.Parameter):
+            raise TypeError(
+                f"cannot assign {torch.typename(value)!r} as parameter {name!r} (torch.nn.Parameter or None expected)"
+            )
         is_other = kind_for(value, True, True).form is not kind.form or len(kind.order) not in (0, value.dim())
-        if is_other or is_dtensor(held):
+        if is_other or is_dtensor(stored):
             raise ModelError(
                 f"parameter {name!r} cannot be replaced by this one: expected one of the same form "
                 f"({kind.form.value}), in a model that no engine has sharded; change the model before tensorfy or "
@@ -142,34 +152,44 @@ class Flattened(nn.Module):
         parameters[name + SUFFIX] = stored_for(value, kind, name)
 
     def __delattr__(self, name: str) -> None:
-        cls, held = type(self), self.__dict__["_parameters"]
-        if name not in cls._fsshard_views or name + SUFFIX not in held:
+        cls = type(self)
+        parameters = self.__dict__["_parameters"]
+        stored_name = name + SUFFIX
+        if name not in cls._fsshard_views or stored_name not in parameters:
             super().__delattr__(name)
             return
-        stored = held[name + SUFFIX]
+        stored = parameters[stored_name]
         if is_dtensor(stored) or (stored is not None and record_of(stored).is_shard):
             raise ModelError(
                 f"parameter {name!r} cannot be deleted: an engine has divided it; change the model before fsshard.wrap"
             )
-        del held[name + SUFFIX]
+        del parameters[stored_name]
         self.__dict__.get(KEPT, {}).pop(name, None)
-        if cls in _classes.values():  # else torch's parametrize has put a class of its own in front
-            views = tuple(view for view in cls._fsshard_views.items() if view[0] != name)
-            self.__class__ = flattened_class(cls._fsshard_origin, views, cls._fsshard_mixin)  # type: ignore[assignment]
+        # Else torch's parametrize has put a class of its own in front.
+        if cls in _classes.values():
+            views = dict(cls._fsshard_views)
+            del views[name]
+            rest = tuple(views.items())
+            self.__class__ = flattened_class(cls._fsshard_origin, rest, cls._fsshard_mixin)  # type: ignore[assignment]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> Any:
         """Move and cast the complex value, as is done natively; raise where its half would be lost."""
-        owned: dict[int, Kind] = {}
+        kinds: dict[int, Kind] = {}
         forget_shown(cast(nn.Module, self))
+        parameters = stored_in(cast(nn.Module, self))
         for name, kind in type(self)._fsshard_views.items():
-            parameter = stored_in(self).get(name + SUFFIX)
+            parameter = parameters.get(name + SUFFIX)
             if parameter is not None and (kind.is_complex or kind.order):
-                owned[id(parameter)] = kind
+                kinds[id(parameter)] = kind
                 if parameter.grad is not None:
-                    owned[id(parameter.grad)] = kind
+                    kinds[id(parameter.grad)] = kind
 
         def on_value(tensor: Tensor) -> Tensor:
-            kind = owned.get(id(tensor))
+            kind = kinds.get(id(tensor))
             if kind is None or is_dtensor(tensor) or (kind.is_complex and tensor.shape[-1:] != (2,)):
                 return fn(tensor)
             if not kind.is_complex:
@@ -180,7 +200,9 @@ class Flattened(nn.Module):
                     f"casting a complex parameter to {moved.dtype} would discard its imaginary part; cast the real "
                     "parameters only, as model.double(), .float(), .half() and .bfloat16() do"
                 )
-            return torch.view_as_real(moved.permute(kind.order) if kind.order else moved)
+            if kind.order:
+                moved = moved.permute(kind.order)
+            return torch.view_as_real(moved)
 
         with stored_names():
             return cast(Any, super())._apply(on_value, recurse)
@@ -188,7 +210,9 @@ class Flattened(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with showing_the_users([self]):  # the class's own methods run as written
             cast(Any, super())._save_to_state_dict(destination, prefix, keep_vars)
-        for name in () if keep_vars else type(self)._fsshard_views:
+        if keep_vars:
+            return
+        for name in type(self)._fsshard_views:
             value = destination.get(prefix + name)
             if type(value) is Tensor and value.is_complex() and value.untyped_storage().nbytes() > value.nbytes:
                 # An engine (OSS) has packed it with real ones: "Cannot save multiple tensors or storages that view
@@ -198,12 +222,15 @@ class Flattened(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         with showing_the_users([self]):
             cast(Any, super())._load_from_state_dict(state_dict, prefix, *rest)
+        parameters = stored_in(cast(nn.Module, self))
         for name, kind in type(self)._fsshard_views.items():
-            stored: Any = stored_in(self).get(name + SUFFIX)
+            stored = parameters.get(name + SUFFIX)
+            # What is shown of these, and was written to, is a copy.
+            if not kind.is_complex or type(stored) is not nn.Parameter or stored.dim() <= 1 or not is_odd(stored):
+                continue
             value = state_dict.get(prefix + name)
-            is_copied = kind.is_complex and type(stored) is nn.Parameter and stored.dim() > 1 and is_odd(stored)
-            if is_copied and isinstance(value, Tensor) and value.shape == kind.user_shape(stored.shape):
-                with torch.no_grad():  # what is shown, and was written to, is a copy
+            if isinstance(value, Tensor) and value.shape == kind.user_shape(stored.shape):
+                with torch.no_grad():
                     stored.copy_(kind.to_stored(value))
 
     def extra_repr(self) -> str:
@@ -211,9 +238,11 @@ class Flattened(nn.Module):
             return super().extra_repr()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        views = tuple(type(self)._fsshard_views.items())
-        return _rebuild, (type(self)._fsshard_origin, views, type(self)._fsshard_mixin), state
+        module = cast(Any, self)
+        cls = type(self)
+        state = module.__getstate__() if hasattr(module, "__getstate__") else module.__dict__
+        views = tuple(cls._fsshard_views.items())
+        return _rebuild, (cls._fsshard_origin, views, cls._fsshard_mixin), state
 
 
 class _FlattenedContainer(Flattened):
@@ -239,16 +268,24 @@ def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def flattened_class(
-    origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[Flattened]
+    origin: type[nn.Module],
+    views: tuple[tuple[str, Kind], ...],
+    mixin: type[Flattened],
 ) -> type[nn.Module]:
     key = (origin, views, mixin)
-    found = _classes.get(key)
-    if found is None:
-        members: dict[str, Any] = {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
-        members |= {"_fsshard_views": dict(views), "_fsshard_origin": origin, "_fsshard_mixin": mixin}
-        members |= {name: _view_property(name, kind) for name, kind in views}
-        found = _classes[key] = class_in_front(mixin, origin, origin.__name__, members, _call_origin)
-    return found
+    cls = _classes.get(key)
+    if cls is None:
+        members: dict[str, Any] = {}
+        for name in ("__module__", "__qualname__", "__doc__"):
+            members[name] = getattr(origin, name)
+        members["_fsshard_views"] = dict(views)
+        members["_fsshard_origin"] = origin
+        members["_fsshard_mixin"] = mixin
+        for name, kind in views:
+            members[name] = _view_property(name, kind)
+        cls = class_in_front(mixin, origin, origin.__name__, members, _call_origin)
+        _classes[key] = cls
+    return cls
 
 
 def _rebuild(*described: Any) -> nn.Module:
@@ -261,29 +298,38 @@ def store_otherwise(
     mixin: type[Flattened] | None = None,
 ) -> None:
     """Let ``module`` keep what ``stored_as(name, parameter)`` gives, if not None, in the places of its parameters."""
-    held = stored_in(module)
-    if not held:
-        return
+    parameters = stored_in(module)
     views = dict(views_of(module))
-    kept: dict[str, nn.Parameter | None] = {}
-    for name, parameter in held.items():
-        chosen = None if parameter is None or name.endswith(SUFFIX) else stored_as(name, parameter)
+    new: dict[str, nn.Parameter | None] = {}
+    is_changed = False
+    for name, parameter in parameters.items():
+        chosen = None
+        if parameter is not None and not name.endswith(SUFFIX):
+            chosen = stored_as(name, parameter)
         if chosen is None:
-            kept[name] = parameter
+            new[name] = parameter
         else:
-            kept[name + SUFFIX], views[name] = chosen
-    if all(name in kept for name in held.keys()):  # noqa: SIM118  torch.jit's dict iterates values
+            new[name + SUFFIX], views[name] = chosen
+            is_changed = True
+    if not is_changed:
         return
     origin = type(module)._fsshard_origin if isinstance(module, Flattened) else type(module)
     if mixin is None:
-        mixin = _FlattenedContainer if issubclass(origin, (nn.ParameterList, nn.ParameterDict)) else Flattened
-    held.clear()
-    held.update(kept)
+        mixin = Flattened
+        if issubclass(origin, (nn.ParameterList, nn.ParameterDict)):
+            mixin = _FlattenedContainer
+    parameters.clear()
+    parameters.update(new)
     module.__class__ = flattened_class(origin, tuple(views.items()), mixin)
 
 
 def flatten_module(
-    module: nn.Module, prefix: str, memo: dict[int, nn.Parameter], *, scalars: bool, in_order: bool
+    module: nn.Module,
+    prefix: str,
+    memo: dict[int, nn.Parameter],
+    *,
+    scalars: bool,
+    in_order: bool,
 ) -> None:
     """Store the complex parameters of one module as real ones; ``memo`` keeps ties over the whole model."""
 
@@ -301,7 +347,13 @@ def flatten_module(
 # ------------------------------------------------------------------------------------------------ their classes
 
 
-def class_in_front(front: type, origin: type[nn.Module], name: str, members: dict[str, Any], call: Any = None) -> Any:
+def class_in_front(
+    front: type,
+    origin: type[nn.Module],
+    name: str,
+    members: dict[str, Any],
+    call: Any = None,
+) -> Any:
     """Make a class with ``front``'s methods before ``origin``'s, to which modules of ``origin`` can be turned.
 
     ``call``, if not None, is what calling the class does.
@@ -309,7 +361,8 @@ def class_in_front(front: type, origin: type[nn.Module], name: str, members: dic
     # Python refuses the turn ("object layout differs") where the first base of ``origin``, or of a base of it, has no
     # attributes of its own: with ``class Net(Generic[T], nn.Module)`` it is ``Net`` that brings them, and a class that
     # inherits from ``front`` first has them from there. So it inherits from ``origin`` first, in another order.
-    order = (*(base for base in front.__mro__ if base not in origin.__mro__), *origin.__mro__)
+    own_bases = [base for base in front.__mro__ if base not in origin.__mro__]
+    order = (*own_bases, *origin.__mro__)
     metaclass: Any = type(origin)
     return _ordering(metaclass, call)(name, (origin, front), {**members, _ORDER: order})
 
@@ -321,9 +374,14 @@ _ORDER = "_fsshard_order"
 def _ordering(metaclass: Any, call: Any) -> Any:
     def mro(cls: Any) -> Any:
         order = vars(cls).get(_ORDER)
-        return type.mro(cls) if order is None else [cls, *order]
+        if order is None:
+            return type.mro(cls)
+        return [cls, *order]
 
-    return type(metaclass.__name__, (metaclass,), {"mro": mro} if call is None else {"mro": mro, "__call__": call})
+    members: dict[str, Any] = {"mro": mro}
+    if call is not None:
+        members["__call__"] = call
+    return type(metaclass.__name__, (metaclass,), members)
 
 
 def has_own_layout(origin: type) -> bool:
@@ -340,7 +398,9 @@ def factorised_classes() -> tuple[type, type] | None:
     """Return (ComplexHandler, ComplexFactorList) if tltorch is in use; a model made of it has imported it."""
     handlers = sys.modules.get("tltorch.factorized_tensors.complex_factorized_tensors")
     lists = sys.modules.get("tltorch.utils.parameter_list")
-    return (handlers.ComplexHandler, lists.ComplexFactorList) if handlers and lists else None
+    if handlers and lists:
+        return (handlers.ComplexHandler, lists.ComplexFactorList)
+    return None
 
 
 def adopt_factorised(module: nn.Module, handler: type, factor_list: type) -> None:

@@ -83,7 +83,9 @@ class DTensorLayout(Layout):
         )
         whole = held.full_tensor()
         whole = whole.clone() if whole.data_ptr() == real.data_ptr() else whole
-        return torch.view_as_complex(whole.contiguous()) if part.is_complex() else whole
+        if part.is_complex():
+            return torch.view_as_complex(whole.contiguous())
+        return whole
 
     def part(self, whole: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate
@@ -119,11 +121,15 @@ class HandSplit(Layout):
         parts = [torch.empty_like(real) for _ in range(self.group.size())]
         dist.all_gather(parts, real, group=self.group)
         whole = torch.stack(parts) if self.dim is None else torch.cat(parts, self.dim)
-        return torch.view_as_complex(whole) if part.is_complex() else whole
+        if part.is_complex():
+            return torch.view_as_complex(whole)
+        return whole
 
     def part(self, whole: Tensor) -> Tensor:
         rank = dist.get_rank(self.group)
-        return whole[rank] if self.dim is None else whole.chunk(self.group.size(), self.dim)[rank]
+        if self.dim is None:
+            return whole[rank]
+        return whole.chunk(self.group.size(), self.dim)[rank]
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,9 @@ class Kind:
         if is_dtensor(stored):
             return self._to_users_dtensor(stored)
         if self.form is Form.SCALAR:
-            return stored.reshape(()) if stored.numel() == 1 else stored
+            if stored.numel() == 1:
+                return stored.reshape(())
+            return stored
         if self.is_complex:
             if stored.dim() < 2:  # FSDP1 at rest
                 return stored
@@ -89,7 +91,9 @@ class Kind:
             if self.form is Form.COMPLEX_SCALAR:
                 return stored.squeeze(0)
         stored = stored if self.listed is None else stored.view(self.listed)
-        return self.turn_back(stored) if stored.dim() == len(self.order) else stored
+        if stored.dim() == len(self.order):
+            return self.turn_back(stored)
+        return stored
 
     def _to_users_dtensor(self, stored: Any) -> Any:
         """Return an engine's DTensor as the user's, over the same memory, without communication."""
@@ -98,14 +102,18 @@ class Kind:
         if not self.is_complex and not self.order:
             return stored  # a 0-dim value has no dimension to shard: it stays as FSDP2 holds it
         # From the local shard: DTensor's own operators communicate where dim 0 is 1 or goes away (torch 2.13).
-        local, shape = stored.to_local(), stored.shape
+        local = stored.to_local()
+        shape = stored.shape
         if self.is_complex:
-            local, shape = _as_complex(local), shape[:-1]
-        placements, stride = stored.placements, torch.empty(shape, device="meta").stride()
+            local = _as_complex(local)
+            shape = shape[:-1]
+        placements = stored.placements
+        stride = torch.empty(shape, device="meta").stride()
         if len(self.order) == len(shape):  # else it is a list of numbers
             placements = [Shard(self.order[p.dim]) if isinstance(p, Shard) else p for p in placements]
             stride = self.turn_back(torch.empty(shape, device="meta")).stride()
-            local, shape = self.turn_back(local), torch.Size([shape[dim] for dim in self.way_back])
+            local = self.turn_back(local)
+            shape = torch.Size([shape[dim] for dim in self.way_back])
         return DTensor.from_local(local, stored.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def shown(self, stored: Any) -> Any:
@@ -117,7 +125,9 @@ class Kind:
 
     def turn_back(self, value: Tensor) -> Tensor:
         """Return ``value``, whose dims are as stored, with its dims in the user's order."""
-        return value.permute(self.way_back) if self.order else value
+        if self.order:
+            return value.permute(self.way_back)
+        return value
 
     def to_stored(self, value: Tensor) -> Tensor:
         """Return the stored tensor over the memory of the user's ``value`` if that has its layout, else a copy."""
@@ -128,18 +138,24 @@ class Kind:
             number = number.resolve_conj()
             real = torch.view_as_real(number.permute(self.order) if self.order else number)
             return (real.unsqueeze(0) if self.form is Form.COMPLEX_SCALAR else real).contiguous()
-        return value.permute(self.order).contiguous() if self.order else value
+        if self.order:
+            return value.permute(self.order).contiguous()
+        return value
 
     def user_shape(self, stored: torch.Size) -> torch.Size:
         """Return the shape that the user sees."""
         if self.form in (Form.COMPLEX_SCALAR, Form.SCALAR):
             return torch.Size(())
         shape = stored[:-1] if self.form is Form.COMPLEX else stored
-        return torch.Size([shape[dim] for dim in self.way_back]) if self.order else shape
+        if self.order:
+            return torch.Size([shape[dim] for dim in self.way_back])
+        return shape
 
     def user_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Return the dtype that the user sees."""
-        return complex_dtype(stored) if self.is_complex else stored
+        if self.is_complex:
+            return complex_dtype(stored)
+        return stored
 
 
 for _form in Form:
@@ -192,7 +208,9 @@ def viewable(stored: Tensor) -> Tensor:
     ``view_as_complex`` wants an even storage offset and even strides ("Tensor must have a storage_offset divisible
     by 2"); a packed buffer of an engine can break both.
     """
-    return stored.clone(memory_format=torch.contiguous_format) if is_odd(stored) else stored
+    if is_odd(stored):
+        return stored.clone(memory_format=torch.contiguous_format)
+    return stored
 
 
 def is_odd(stored: Tensor) -> bool:
@@ -208,9 +226,13 @@ def is_odd(stored: Tensor) -> bool:
 
 def kind_for(parameter: nn.Parameter, scalars: bool, in_order: bool) -> Kind:
     if not parameter.dim():
-        return Kind.COMPLEX_SCALAR if parameter.is_complex() else Kind.SCALAR if scalars else Kind.PLAIN
+        if parameter.is_complex():
+            return Kind.COMPLEX_SCALAR
+        return Kind.SCALAR if scalars else Kind.PLAIN
     if not parameter.is_complex() and not in_order:
         return Kind.PLAIN
     kind = Kind.COMPLEX if parameter.is_complex() else Kind.PLAIN
     order = order_in_memory(parameter)
-    return Kind(kind.form, order) if order else kind
+    if order:
+        return Kind(kind.form, order)
+    return kind

@@ -113,7 +113,9 @@ def restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:
 def original_of(stored: nn.Parameter) -> nn.Parameter | None:
     """Return the user's parameter that ``stored`` has replaced, if somebody still holds it."""
     link = _links.get(stored)
-    return None if link is None else link.original()
+    if link is None:
+        return None
+    return link.original()
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -74,7 +74,8 @@ def _like(tensor: Any, whole: Tensor) -> Any:
     from torch.distributed.tensor import DTensor
 
     part = _part_like(tensor, whole)
-    shape, stride = whole.shape, whole.stride()
+    shape = whole.shape
+    stride = whole.stride()
     return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -119,11 +120,16 @@ def shard_tensor() -> type[Tensor]:
         whole_shape: torch.Size | None = None  # of what is held as a list of its numbers
         data = property(_data_of, assign)
         __setitem__ = _set_item
-        numpy, tolist = _numbers_of("numpy"), _numbers_of("tolist")
+        numpy = _numbers_of("numpy")
+        tolist = _numbers_of("tolist")
 
         @classmethod
         def __torch_dispatch__(  # type: ignore[override]  # torch's stubs leave out the operator
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            cls,
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
         ) -> Any:
             torchs = functools.partial(super().__torch_dispatch__, func, types)
             return _dispatched(torchs, func, args, kwargs or {})
@@ -131,7 +137,12 @@ def shard_tensor() -> type[Tensor]:
     return ShardTensor
 
 
-def _dispatched(torchs: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _dispatched(
+    torchs: Callable[..., Any],
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
     """Run an operator of torch on arguments of which one is a ShardTensor.
 
     Args:

@@ -52,7 +52,8 @@ class Switch(threading.local):
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        before, self.on = self.on, True
+        before = self.on
+        self.on = True
         try:
             yield
         finally:
@@ -67,7 +68,9 @@ raw_state = Switch()
 
 def stored_of(parameter: Any) -> Any:
     """Return the stored parameter behind ``parameter``, which is itself where the module stores it as it is."""
-    return parameter.__dict__.get("_fsshard_stored", parameter) if isinstance(parameter, Tensor) else parameter
+    if isinstance(parameter, Tensor):
+        return parameter.__dict__.get("_fsshard_stored", parameter)
+    return parameter
 
 
 def stand_for(view: Any, stored: nn.Parameter) -> None:
@@ -140,7 +143,9 @@ def _set_grad(tensor: Any, value: Any) -> None:
 
 def _is_shown_by(stored: Any, other: Any) -> Any:
     """Return True for what shows this parameter to the user, so that both are one key of a dict."""
-    return True if other is not stored and stored_of(other) is stored else Tensor.__eq__(stored, other)
+    if other is not stored and stored_of(other) is stored:
+        return True
+    return Tensor.__eq__(stored, other)
 
 
 class AsParameter:
@@ -156,15 +161,19 @@ class AsParameter:
     @property
     def grad(self) -> Tensor | None:
         """The stored parameter's gradient, as the user sees it."""
-        stored, kind = self._fsshard_stored, self._fsshard_kind
+        stored = self._fsshard_stored
+        kind = self._fsshard_kind
         if not stored.is_leaf:
             return None
         gradient = even_gradient(stored) if kind.is_complex else stored.grad
-        return None if gradient is None else shown_gradient(gradient, kind)
+        if gradient is None:
+            return None
+        return shown_gradient(gradient, kind)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        stored, own = self._fsshard_stored, self.grad
+        stored = self._fsshard_stored
+        own = self.grad
         if value is not None and value is own:  # p.grad *= 2
             return
         if value is None or not (hasattr(value, LOCAL_TENSOR) or hasattr(stored, LOCAL_TENSOR)):
@@ -195,7 +204,9 @@ class AsParameter:
 
         def on_stored(gradient: Tensor) -> Tensor | None:
             result = hook(kind.shown(gradient))
-            return None if result is None else kind.to_stored(result).reshape(gradient.shape)
+            if result is None:
+                return None
+            return kind.to_stored(result).reshape(gradient.shape)
 
         return cast(Any, self._fsshard_stored).register_hook(on_stored)
 
@@ -212,7 +223,9 @@ class AsParameter:
         # So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An
         # object finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
         is_same = other is not self and stored_of(other) is self._fsshard_stored
-        return True if is_same else Tensor.__eq__(cast(Tensor, self), other)
+        if is_same:
+            return True
+        return Tensor.__eq__(cast(Tensor, self), other)
 
     def __getattr__(self, name: str) -> Any:
         """Return a Python attribute of the stored parameter, the user's or the engine's."""
@@ -265,7 +278,8 @@ def held_dtensor() -> type[Tensor]:
         # torch's own is for classes whose clone() has their type; the copy is nobody's parameter.
         __deepcopy__ = Shown.__deepcopy__
         grad = property(_GRAD.__get__, _set_grad)
-        __hash__, __eq__ = Tensor.__hash__, _is_shown_by
+        __hash__ = Tensor.__hash__
+        __eq__ = _is_shown_by
 
     return HeldDTensor
 
@@ -292,7 +306,8 @@ class Kept(dict[str, Shown]):
             if shown._fsshard_written != version_of(stored):  # by an optimizer; the next use makes new nodes
                 _run_first(shown, stored)
             return shown
-        if (swapped := stored.__dict__.get(_SWAPPED)) is not None:
+        swapped = stored.__dict__.get(_SWAPPED)
+        if swapped is not None:
             return cast(Tensor, swapped)
         self.pop(name, None)
         found = _show(stored, kind)
@@ -357,7 +372,9 @@ def _is_plain(stored: Tensor) -> bool:
 
 def _alive(stored: Tensor) -> Any:
     reference = _shown.get(stored)
-    return None if reference is None else reference()
+    if reference is None:
+        return None
+    return reference()
 
 
 def _follow(shown: Any, stored: Tensor) -> bool:
@@ -391,7 +408,9 @@ def _refuse_gradient(_: Tensor) -> NoReturn:
 
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
     """Return a context outside of torch.func's transforms: what is made inside them is gone when they end."""
-    return disable_functorch() if functorch_transforms_active() else contextlib.nullcontext()
+    if functorch_transforms_active():
+        return disable_functorch()
+    return contextlib.nullcontext()
 
 
 def _pointer(tensor: Tensor) -> int:
@@ -409,7 +428,9 @@ def _marked(value: Any, stored: Tensor, kind: Kind) -> Any:
         value.__dict__.update(attributes_of(stored))
     # Those of simulations and of torch.func show that they are no leaves, so that no module takes them.
     setattr(value, IS_PARAMETER, is_parameter)
-    value._fsshard_stored, value._fsshard_kind, value._fsshard_trains = stored, kind, stored.requires_grad
+    value._fsshard_stored = stored
+    value._fsshard_kind = kind
+    value._fsshard_trains = stored.requires_grad
     return value
 
 
@@ -437,7 +458,8 @@ class UserParameters(MutableMapping[str, Any]):
     __slots__ = ("_module", "_stored", "_views")
 
     def __init__(self, module: nn.Module, views: Mapping[str, Kind]) -> None:
-        self._module, self._views = module, views
+        self._module = module
+        self._views = views
         self._stored: dict[str, Any] = module.__dict__["_parameters"]
 
     def __iter__(self) -> Iterator[str]:
@@ -449,7 +471,9 @@ class UserParameters(MutableMapping[str, Any]):
         return len(self._stored)
 
     def items(self) -> Any:  # what state_dict() asks for; Dynamo's switch in __getitem__ takes most of its time
-        return dict(zip(self, self._stored.values(), strict=True)).items() if raw_state.on else super().items()
+        if raw_state.on:
+            return dict(zip(self, self._stored.values(), strict=True)).items()
+        return super().items()
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored or self._is_view(name)

@@ -24,23 +24,27 @@ class ParameterSlot(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         """The stored parameter as it is now."""
-        held: dict[str, Any] | None = self.owner.__dict__.get("_parameters")  # as stored_in(), for speed
-        return cast(nn.Parameter, (self.owner._parameters if held is None else held)[self.stored])
+        # As stored_in() does, for speed.
+        parameters: dict[str, Any] | None = self.owner.__dict__.get("_parameters")
+        if parameters is None:
+            parameters = self.owner._parameters
+        return cast(nn.Parameter, parameters[self.stored])
 
     @property
     def is_complex(self) -> bool:
         """Return whether the module computes with it as a complex number; :func:`tensorfy` does not change that."""
         if self.kind.is_complex or self.parameter.is_complex():
             return True
-        known = factorised_classes()
-        return known is not None and isinstance(self.owner, known)
+        classes = factorised_classes()
+        return classes is not None and isinstance(self.owner, classes)
 
 
 def public_name(name: str) -> str:
     """Return ``name`` without what torch's activation-checkpoint wrapper adds, and strips from state dicts itself."""
     if CHECKPOINTED not in name:
         return name
-    return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
+    parts = [part for part in name.split(".") if part != CHECKPOINTED]
+    return ".".join(parts)
 
 
 class ModuleTable:
@@ -57,12 +61,15 @@ class ModuleTable:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        raw = list(root.named_modules(remove_duplicate=False)) if isinstance(root, nn.Module) else []
-        first: dict[nn.Module, str] = {}
-        for name, module in raw:
-            first.setdefault(module, name)
-        self.modules: Mapping[str, nn.Module] = {name: module for module, name in first.items()}
-        self.places = [(public_name(name), module) for name, module in raw]
+        self.modules: Mapping[str, nn.Module] = {}
+        self.places: list[tuple[str, nn.Module]] = []
+        if not isinstance(root, nn.Module):
+            return
+        first_names: dict[nn.Module, str] = {}
+        for name, module in root.named_modules(remove_duplicate=False):
+            first_names.setdefault(module, name)
+            self.places.append((public_name(name), module))
+        self.modules = {name: module for module, name in first_names.items()}
 
     def by_public_name(self) -> dict[str, nn.Module]:
         """Return the modules of all places by public name: torch's checkpoint wrapper goes before what it wraps."""
@@ -70,24 +77,34 @@ class ModuleTable:
 
     def slots(self) -> Iterator[ParameterSlot]:
         """Yield all slots in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
-        for prefix, module in self.places:
-            if not (held := stored_in(module)):
+        for name, module in self.places:
+            parameters = stored_in(module)
+            if not parameters:
                 continue
-            names = {name + SUFFIX: (name, kind) for name, kind in views_of(module).items()}
-            before = f"{prefix}." if prefix else ""
-            for stored, parameter in held.items():
-                if parameter is not None:
-                    attribute, kind = names.get(stored) or (stored, Kind.PLAIN)
-                    yield ParameterSlot(before + attribute, module, attribute, stored, kind)
+            prefix = f"{name}." if name else ""
+            views = views_of(module)
+            for stored, parameter in parameters.items():
+                if parameter is None:
+                    continue
+                attribute = stored.removesuffix(SUFFIX)
+                kind = views.get(attribute) if attribute != stored else None
+                # Of a parameter of the user's whose own name ends so there is no view.
+                if kind is None:
+                    attribute = stored
+                    kind = Kind.PLAIN
+                yield ParameterSlot(prefix + attribute, module, attribute, stored, kind)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the distinct buffers by their first names, as ``named_buffers()`` has them."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for prefix, module in self.modules.items():
+        buffers: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, module in self.modules.items():
+            prefix = f"{name}." if name else ""
             for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    found.setdefault(id(buffer), (f"{prefix}.{key}" if prefix else key, buffer))
-        return dict(found.values())
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    buffers[prefix + key] = buffer
+        return buffers
 
 
 def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:

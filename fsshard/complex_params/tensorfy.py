@@ -61,14 +61,19 @@ def tensorfy(model: ModuleT, *, scalars: bool = False, in_order: bool = False) -
     return model
 
 
-def flatten_modules(modules: Mapping[str, nn.Module], *, scalars: bool = False, in_order: bool = False) -> None:
+def flatten_modules(
+    modules: Mapping[str, nn.Module],
+    *,
+    scalars: bool = False,
+    in_order: bool = False,
+) -> None:
     """Do what :func:`tensorfy` does to a model's modules, for a caller that has run :func:`check_tensorfiable`."""
     memo: dict[int, nn.Parameter] = {}
-    known = factorised_classes()
+    classes = factorised_classes()
     for name, module in modules.items():
-        if known is not None:
-            adopt_factorised(module, *known)
-        if not (isinstance(module, Flattened) and module._fsshard_holds_reals):
+        if classes is not None:
+            adopt_factorised(module, *classes)
+        if not isinstance(module, Flattened) or not module._fsshard_holds_reals:
             flatten_module(module, name, memo, scalars=scalars, in_order=in_order)
 
 
@@ -78,18 +83,19 @@ def check_tensorfiable(slots: Iterable[ParameterSlot], *, scalars: bool = False,
         parameter = slot.parameter
         if nn.parameter.is_lazy(parameter):
             raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
-        if slot.kind == Kind.PLAIN and kind_for(parameter, scalars, in_order) != Kind.PLAIN:
-            if isinstance(slot.owner, torch.jit.ScriptModule):
-                raise ModelError(
-                    f"parameter {slot.name!r} is inside of a torch.jit module, whose parameters cannot be replaced"
-                )
-            stored = slot.attribute + SUFFIX
-            if hasattr(slot.owner, stored):
-                raise ModelError(
-                    f"parameter {slot.name!r} is complex or of another form than engines take, and would be stored "
-                    f"as {stored!r}, which its module has already; rename the module's own {stored!r}"
-                )
-            check_no_gradient_hooks(slot.name, parameter)
+        if slot.kind != Kind.PLAIN or kind_for(parameter, scalars, in_order) == Kind.PLAIN:
+            continue
+        if isinstance(slot.owner, torch.jit.ScriptModule):
+            raise ModelError(
+                f"parameter {slot.name!r} is inside of a torch.jit module, whose parameters cannot be replaced"
+            )
+        stored = slot.attribute + SUFFIX
+        if hasattr(slot.owner, stored):
+            raise ModelError(
+                f"parameter {slot.name!r} is complex or of another form than engines take, and would be stored "
+                f"as {stored!r}, which its module has already; rename the module's own {stored!r}"
+            )
+        check_no_gradient_hooks(slot.name, parameter)
 
 
 def store_as_pairs(slots: Sequence[ParameterSlot]) -> nn.Parameter:
@@ -114,13 +120,15 @@ def untensorfy(model: ModuleT) -> ModuleT:
     works again.
     """
     modules = [module for module in model.modules() if isinstance(module, Flattened)]
-    if any(is_dtensor(parameter) for module in modules for parameter in stored_in(module).values()):
-        raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
+    for module in modules:
+        if any(map(is_dtensor, stored_in(module).values())):
+            raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
     memo: dict[int, nn.Parameter] = {}
     for module in modules:
-        views, held = type(module)._fsshard_views, stored_in(module)
-        kept: dict[str, nn.Parameter | None] = {}
-        for stored, parameter in held.items():
+        views = type(module)._fsshard_views
+        parameters = stored_in(module)
+        natives: dict[str, nn.Parameter | None] = {}
+        for stored, parameter in parameters.items():
             name = stored.removesuffix(SUFFIX)
             kind = views.get(name, Kind.PLAIN) if name != stored else Kind.PLAIN
             if kind == Kind.PLAIN:
@@ -129,9 +137,9 @@ def untensorfy(model: ModuleT) -> ModuleT:
                 if id(parameter) not in memo:
                     memo[id(parameter)] = restored(parameter, kind)
                 parameter = memo[id(parameter)]
-            kept[name] = parameter
-        held.clear()
-        held.update(kept)
+            natives[name] = parameter
+        parameters.clear()
+        parameters.update(natives)
         module.__dict__.pop(KEPT, None)
         cast(nn.Module, module).__class__ = type(module)._fsshard_origin
     return model
@@ -142,16 +150,20 @@ def untensorfy(model: ModuleT) -> ModuleT:
 
 def has_dtensors(modules: Iterable[nn.Module]) -> bool:
     """Return whether any parameter or buffer of these modules is a DTensor."""
-    held = (tensors for module in modules for tensors in (module._parameters, module._buffers))
-    return any(is_dtensor(tensor) for tensors in held for tensor in tensors.values())
+    tensors: list[object] = []
+    for module in modules:
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+    return any(map(is_dtensor, tensors))
 
 
 def dtensor_parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """Yield name, owner, attribute and value of every place in these modules that holds a DTensor parameter."""
-    for prefix, module in modules.items():
+    for name, module in modules.items():
+        prefix = f"{name}." if name else ""
         for attribute, parameter in module._parameters.items():
             if is_dtensor(parameter):
-                yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, parameter
+                yield prefix + attribute, module, attribute, parameter
 
 
 def check_dtensors(table: ModuleTable) -> None:
@@ -183,12 +195,14 @@ def keep_local_parts(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     # and FSDP2's have other state dicts and norms (torch 2.13). To an engine a rank's part is a parameter like any
     # other; tensor-parallel code sees the DTensor over it, whose own backward sums what ranks share.
     places = list(dtensor_parameters(modules))
-    before = {owner: (owner.__class__, dict(owner._parameters)) for _, owner, _, _ in places}
+    before: dict[nn.Module, tuple[Any, dict[str, Any]]] = {}
     parts: dict[int, tuple[nn.Parameter, Kind]] = {}
-    for name, _, _, parameter in places:
+    for name, owner, _, parameter in places:
+        before[owner] = (owner.__class__, dict(owner._parameters))
         if id(parameter) not in parts:
-            parts[id(parameter)] = _local_part(parameter)
-            adopt(parts[id(parameter)][0], parameter, name)
+            part, kind = _local_part(parameter)
+            parts[id(parameter)] = (part, kind)
+            adopt(part, parameter, name)
     for owner in before:
         store_otherwise(owner, lambda _, parameter: parts.get(id(parameter)))
 
@@ -207,7 +221,8 @@ def keep_local_parts(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 def _local_part(parameter: Any) -> tuple[nn.Parameter, Kind]:
     """Return this rank's part as it is stored, with its gradient, and how it relates to the DTensor."""
     local: Tensor = parameter.detach().to_local()
-    mesh, gradient = parameter.device_mesh, parameter.grad
+    mesh = parameter.device_mesh
+    gradient = parameter.grad
     groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))
     layout = DTensorLayout(mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), groups)
     kind = replace(kind_for(cast(nn.Parameter, local), scalars=True, in_order=True), layout=layout)

@@ -186,7 +186,11 @@ def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend)
         )
 
 
-def check_parameters(buffers: Mapping[str, Tensor], slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
+def check_parameters(
+    buffers: Mapping[str, Tensor],
+    slots: Sequence[ParameterSlot],
+    backend: CheckedBackend,
+) -> None:
     """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
     # A tied one once, by its first name.
     parameters = {}
@@ -339,7 +343,12 @@ def check_same_model(
     _raise_difference(other, _cells(tables[0]), _cells(tables[other]), asked)
 
 
-def _raise_difference(other: int, here: Mapping[str, str], there: Mapping[str, str], asked: Container[str]) -> NoReturn:
+def _raise_difference(
+    other: int,
+    here: Mapping[str, str],
+    there: Mapping[str, str],
+    asked: Container[str],
+) -> NoReturn:
     """Raise with a table of what rank 0 and another one hold, or were asked for."""
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     if not names:

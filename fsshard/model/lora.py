@@ -20,7 +20,13 @@ ADAPTER = "_lora"
 """Suffix of the submodule that keeps an adapted weight: ``w`` is kept as ``w_lora.base``."""
 
 
-def lora(model: ModuleT, *, rank: int = 8, target: str, alpha: float | None = None) -> ModuleT:
+def lora(
+    model: ModuleT,
+    *,
+    rank: int = 8,
+    target: str,
+    alpha: float | None = None,
+) -> ModuleT:
     """Freeze a model and add to each weight that ``target`` names a trainable matrix of low rank. Before ``wrap``.
 
     A weight W of shape (n, ...) is seen as a matrix of its first dim by the rest: the module then computes with W +
@@ -204,7 +210,9 @@ def _getter(adapter: str, shows_pairs: bool) -> Any:
     def get(self: Any) -> Tensor:
         low_rank: LowRank = self.__dict__["_modules"][adapter]
         full = low_rank.full()
-        return torch.view_as_real(full) if shows_pairs else full
+        if shows_pairs:
+            return torch.view_as_real(full)
+        return full
 
     return get
 

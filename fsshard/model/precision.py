@@ -166,7 +166,13 @@ def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Calla
         module.forward = wrapper(module.forward)
 
 
-def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Casts, **kwargs: Any) -> Any:
+def _with_cast(
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    _fsshard_casts: _Casts,
+    **kwargs: Any,
+) -> Any:
     """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones."""
     copies: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -207,7 +213,12 @@ def shield_fp32_units(modules: Mapping[str, nn.Module], plan: Plan) -> None:
             _put_around(modules[unit.name], functools.partial(functools.partial, _without_autocast))
 
 
-def _without_autocast(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _without_autocast(
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     with contextlib.ExitStack() as stack:
         for device in _AUTOCAST:  # whatever holds the tensors, and wherever they are
             if torch.is_autocast_enabled(device):
@@ -273,11 +284,21 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cast_inputs(
+    dtype: torch.dtype,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     return _cast(args, dtype), _cast(kwargs, dtype)
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+def _cast_output(
+    dtype: torch.dtype,
+    module: nn.Module,
+    args: Any,
+    output: Any,
+) -> Any:
     return _cast(output, dtype)
 
 

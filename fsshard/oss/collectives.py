@@ -50,7 +50,11 @@ def all_reduced(value: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) -
     return value.to(device)
 
 
-def used_anywhere(flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+def used_anywhere(
+    flags: Sequence[bool],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[bool]:
     """Tell of each flag whether any rank has set it. Collective."""
     used = torch.tensor(flags, dtype=torch.uint8, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)

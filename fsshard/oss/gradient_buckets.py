@@ -30,7 +30,12 @@ class _Segment:
     Behind them lies a flag for each, a byte: the sender's backward reached it. What no rank used is left alone.
     """
 
-    def __init__(self, indices: Iterable[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        indices: Iterable[int],
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+    ) -> None:
         # Complex ones come first, so that their pairs begin at even places.
         self.indices = sorted(indices, key=lambda index: not parameters[index].is_complex())
         self._reals = [_reals(parameters[index]) for index in self.indices]

@@ -125,7 +125,11 @@ def count_owners(wrapper: Any) -> None:
 
 
 @torch.no_grad()
-def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
+def _norm(
+    parameters: Sequence[Tensor],
+    norm_type: float,
+    torchs: Callable[..., Tensor],
+) -> Tensor | None:
     """Return the norm of these parameters' gradients over all ranks; None where none of them is reduced to owners."""
     reductions = _reductions_of(parameters)
     if not reductions:

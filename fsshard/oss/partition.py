@@ -110,7 +110,12 @@ class ParameterBucket:
         parameters: the views of it.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device, owner: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        device: torch.device,
+        owner: int,
+    ) -> None:
         self.owner = owner
         self.buffers: dict[torch.dtype, Tensor] = {}
         self.parameters: list[Tensor] = []
@@ -125,7 +130,11 @@ class ParameterBucket:
 
 
 @torch.no_grad()
-def packed(parameters: Iterable[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+def packed(
+    parameters: Iterable[Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Return a buffer that has the parameters' values, and of which they are views from here on.
 
     Each begins where memory of its own would. Products with a vector are rounded by its address (MKL, torch 2.13); and

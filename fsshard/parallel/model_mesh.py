@@ -211,7 +211,11 @@ _groups: WeakKeyDictionary[Any, dict[Ranks, dist.ProcessGroup]] = WeakKeyDiction
 class _Declared:
     """The words of ``replicated`` and ``sharded`` on each parameter."""
 
-    def __init__(self, table: ModuleTable, dtensors: Mapping[str, set[Ranks]]) -> None:
+    def __init__(
+        self,
+        table: ModuleTable,
+        dtensors: Mapping[str, set[Ranks]],
+    ) -> None:
         self._dtensors = dtensors
         self._modules = table.modules
         self._tied: dict[str, str] = {}  # a parameter's name -> its first name

@@ -158,7 +158,11 @@ class SharedGradients:
         return counts.clone()
 
 
-def _check_counts(group: dist.ProcessGroup, parts: Sequence[_Part], counts: Sequence[float]) -> None:
+def _check_counts(
+    group: dist.ProcessGroup,
+    parts: Sequence[_Part],
+    counts: Sequence[float],
+) -> None:
     """Raise unless of each parameter all ranks have a gradient, or none."""
     for part, count in zip(parts, counts, strict=True):
         if 0 < count < group.size():

@@ -93,7 +93,9 @@ _WORLD = AREA.later(
 
 def all_groups() -> list[dist.ProcessGroup]:
     """The process groups of this process; none where torch does not say."""
-    return list(_WORLD.value.pg_map) if _WORLD.present else []
+    if _WORLD.present:
+        return list(_WORLD.value.pg_map)
+    return []
 
 
 _RECORDS = AREA.later(
@@ -128,7 +130,8 @@ def collectives(since: int) -> Collectives:
     complete = bool(records) and (records[0]["record_id"] == 0 or records[0]["time_created_ns"] <= since)
     found = Collectives([], {}, complete)
     for record in records:
-        name, number = record["process_group"][0], record["collective_seq_id"]
+        name = record["process_group"][0]
+        number = record["collective_seq_id"]
         if record["time_created_ns"] <= since:
             continue
         if not record["is_p2p"]:
@@ -172,7 +175,9 @@ _get_root_mesh = AREA.attribute(
 
 def whole_mesh(mesh: Any) -> Any:
     """The mesh that ``mesh`` is a slice of, or itself; None where torch does not tell."""
-    return getattr(mesh, _get_root_mesh)() if hasattr(mesh, _get_root_mesh) else None
+    if hasattr(mesh, _get_root_mesh):
+        return getattr(mesh, _get_root_mesh)()
+    return None
 
 
 _TENSOR = "torch.distributed.tensor"

@@ -132,7 +132,8 @@ def drop_accumulated(part: Any) -> None:
     """Drop the whole gradients of a parameter that are still to be reduced."""
     if _ACCUMULATED in vars(part):
         setattr(part, _ACCUMULATED, None)
-    if (whole := getattr(part, UNSHARDED_PARAM, None)) is not None:
+    whole = getattr(part, UNSHARDED_PARAM, None)
+    if whole is not None:
         whole.grad = None
 
 

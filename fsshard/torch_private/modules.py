@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 else:
     # The classes that torch's own inherit from, and that users' inherit from too: no public name, but a public way.
-    BatchNorm, Dropout = nn.BatchNorm1d.__base__, nn.Dropout.__base__
+    BatchNorm = nn.BatchNorm1d.__base__
+    Dropout = nn.Dropout.__base__
     IncompatibleKeys = type(nn.Identity().load_state_dict({}))
 
 state_dict_hooks: Callable[[nn.Module], OrderedDict[int, Any]] = AREA.reader(
@@ -56,7 +57,8 @@ _VERSIONS = AREA.attribute(
     otherwise="FairScale's FullyShardedDataParallel leaves it out of their state dicts",
 )
 # Parts of names in state dicts that torch has written: what torch.compile(module) and checkpoint_wrapper hold.
-COMPILED, CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
+COMPILED = "_orig_mod"
+CHECKPOINTED = "_checkpoint_wrapped_module"
 _RUN_POLICY = AREA.attribute(
     "torch.distributed.fsdp.wrap:_Policy._run_policy",
     use="what ModuleWrapPolicy and CustomPolicy pick",
@@ -88,7 +90,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 def compiled_within(module: nn.Module) -> nn.Module | None:
     """The module that ``torch.compile(module)`` was given; None for any other module."""
-    return next(module.children(), None) if type(module).__name__ == "OptimizedModule" else None
+    if type(module).__name__ == "OptimizedModule":
+        return next(module.children(), None)
+    return None
 
 
 def call_hooks(module: nn.Module) -> list[OrderedDict[Any, Any]]:

@@ -55,7 +55,9 @@ class Private:
     @functools.cached_property
     def present(self) -> bool:
         """Return whether this torch has it. Imports the module of torch that should."""
-        return _mentioned(self.name) if self.is_attribute else _found(self.name) is not _NOTHING
+        if self.is_attribute:
+            return _mentioned(self.name)
+        return _found(self.name) is not _NOTHING
 
     @functools.cached_property
     def value(self) -> Any:
@@ -98,9 +100,19 @@ class Area:
     """
 
     def __init__(self, name: str, *, cpp: str = "", otherwise: str = "") -> None:
-        self.name, self._cpp, self._otherwise = name, cpp, otherwise
+        self.name = name
+        self._cpp = cpp
+        self._otherwise = otherwise
 
-    def take(self, name: str, *, use: str, otherwise: str = "", source: str = "", fallback: Any = _NOTHING) -> Any:
+    def take(
+        self,
+        name: str,
+        *,
+        use: str,
+        otherwise: str = "",
+        source: str = "",
+        fallback: Any = _NOTHING,
+    ) -> Any:
         """Return what is at ``"module:qualified.name"``, or what stands for it.
 
         Args:
@@ -114,7 +126,9 @@ class Area:
         found = _found(name)
         if found is not _NOTHING:
             return found
-        return _Missing(entry) if fallback is _NOTHING else fallback
+        if fallback is _NOTHING:
+            return _Missing(entry)
+        return fallback
 
     def later(self, name: str, *, use: str, otherwise: str = "", source: str = "") -> Private:
         """Note what is looked up when it is first used, as ``.value``; else like :meth:`take`."""
@@ -132,9 +146,18 @@ class Area:
         """Return what reads ``"module:Class.name"`` off an object, as fast as code that names it."""
         entry = self._note(name, use, otherwise, source, is_attribute=True)
         here = name.partition(":")[0] in sys.modules  # what is not imported yet stays so: torch takes seconds for some
-        return _Missing(entry) if here and not entry.present else attrgetter(entry.attribute)
+        if here and not entry.present:
+            return _Missing(entry)
+        return attrgetter(entry.attribute)
 
-    def _note(self, name: str, use: str, otherwise: str, source: str, **kind: bool) -> Private:
+    def _note(
+        self,
+        name: str,
+        use: str,
+        otherwise: str,
+        source: str,
+        **kind: bool,
+    ) -> Private:
         module = name.partition(":")[0]
         in_cpp = module in ("torch", "torch.distributed") or module.startswith("torch._C")
         source = source or (self._cpp if in_cpp else f"{module.replace('.', '/')}.py")

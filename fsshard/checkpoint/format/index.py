@@ -51,18 +51,20 @@ class Piece(NamedTuple):
 
 def cover(pieces: Sequence[Piece], wanted: Range) -> Iterator[tuple[Piece, int, int]]:
     """Yield the pieces (sorted, disjoint) that have elements within ``wanted``, and from where to where these go."""
+    start, stop = wanted
     for piece in pieces:
-        low = max(piece.start, wanted[0])
-        high = min(piece.stop, wanted[1])
+        low = max(piece.start, start)
+        high = min(piece.stop, stop)
         if high > low:
             yield piece, low, high
 
 
 def piece_key(name: str, elements: int, part: Range) -> str:
     """Name a part of a tensor of so many elements in a file: as the tensor, with its start if not all."""
-    if part == (0, elements):
+    start, stop = part
+    if (start, stop) == (0, elements):
         return name
-    return f"{name}@{part[0]}"
+    return f"{name}@{start}"
 
 
 def rank_file(rank: int, ranks: int) -> str:
@@ -78,7 +80,8 @@ def rank_of(file: str) -> int:
 def steps(numel: int, itemsize: int) -> Iterator[Range]:
     """Yield successive ranges of a flattened tensor, each of at most :data:`STEP_BYTES`."""
     step = max(1, STEP_BYTES // itemsize)
-    return ((start, min(start + step, numel)) for start in range(0, numel, step))
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
 
 
 class TensorInfo(NamedTuple):
@@ -96,9 +99,12 @@ class TensorInfo(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Return whether the pieces cover all elements, in order."""
-        ends = [0, *(piece.stop for piece in self.pieces)]
-        in_a_row = [piece.start for piece in self.pieces] == ends[:-1] and ends == sorted(ends)
-        return in_a_row and ends[-1] == self.numel
+        end = 0
+        for piece in self.pieces:
+            if piece.start != end or piece.stop < end:
+                return False
+            end = piece.stop
+        return end == self.numel
 
     @property
     def numel(self) -> int:
@@ -122,8 +128,11 @@ class Origin(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """Return plain values, without the mesh where there is none."""
-        mesh = {"mesh": dict(self.mesh)} if self.mesh else {}
-        return {key: value for key, value in self._asdict().items() if key != "mesh"} | mesh
+        values = self._asdict()
+        del values["mesh"]
+        if self.mesh:
+            values["mesh"] = dict(self.mesh)
+        return values
 
 
 class ModelInfo(NamedTuple):
@@ -162,28 +171,29 @@ class Index:
 
     def to_json(self) -> bytes:
         """Return the text of the index."""
-        optimizers = {
-            name: {"class": kind, "groups": groups, "state": state}
-            for name, (kind, groups, state) in self.optimizers.items()
-        }
-        return sealed(
-            {
-                "format": FORMAT,
-                **{key: value for key, value in vars(self).items() if key != "models" or value},  # as before, of one
-                "format_version": FORMAT_VERSION,
-                "origin": self.origin.described(),
-                "files": {name: file._asdict() for name, file in self.files.items()},
-                "tensors": {name: tensor._asdict() for name, tensor in self.tensors.items()},
-                "model": self.model._asdict(),
-                "optimizers": optimizers,
-            }
+        optimizers = {}
+        for name, (kind, groups, state) in self.optimizers.items():
+            optimizers[name] = {"class": kind, "groups": groups, "state": state}
+        value = {"format": FORMAT, **vars(self)}
+        # As before, of one model.
+        if not self.models:
+            del value["models"]
+        value.update(
+            format_version=FORMAT_VERSION,
+            origin=self.origin.described(),
+            files={name: file._asdict() for name, file in self.files.items()},
+            tensors={name: tensor._asdict() for name, tensor in self.tensors.items()},
+            model=self.model._asdict(),
+            optimizers=optimizers,
         )
+        return sealed(value)
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, where: str) -> Index:
         """Read a text that has the digest it was written with; all else is a CorruptCheckpoint."""
+        body = data[:-_SEAL_BYTES]
         seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-        if seal is not None and hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
+        if seal is not None and hashlib.sha256(body).hexdigest().encode() != seal[1]:
             raise CorruptCheckpoint(f"{where}: its checksum differs from what was written: it has been altered")
         value = parse_json(data, where)
         try:
@@ -198,27 +208,33 @@ class Index:
         def own(table: Mapping[str, Any]) -> dict[str, Any]:
             return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}
 
+        tied = {key: first.removeprefix(prefix) for key, first in own(self.tied).items()}
+        optimizers = {optimizer: self.optimizers[optimizer] for optimizer in self.models[name]}
         return replace(
             self,
             model=ModelInfo(*map(own, self.model)),
-            tied={key: first.removeprefix(prefix) for key, first in own(self.tied).items()},
-            optimizers={optimizer: self.optimizers[optimizer] for optimizer in self.models[name]},
+            tied=tied,
+            optimizers=optimizers,
             models={},
         )
 
     def optimizer_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
         """Map parameters to keys to the names of the tensors of one optimizer's state."""
-        found: dict[str, dict[str, str]] = {}
+        names: dict[str, dict[str, str]] = {}
         prefix = f"optimizer/{optimizer}/"
         for name in self.tensors:
             if name.startswith(prefix):
                 parameter, _, key = name.removeprefix(prefix).rpartition("/")
-                found.setdefault(parameter, {})[key] = name
-        return found
+                names.setdefault(parameter, {})[key] = name
+        return names
 
     def tensors_in(self, file: str) -> list[str]:
         """List the tensors that have a piece in a file."""
-        return [name for name, info in self.tensors.items() if any(piece.file == file for piece in info.pieces)]
+        names = []
+        for name, info in self.tensors.items():
+            if any(piece.file == file for piece in info.pieces):
+                names.append(name)
+        return names
 
 
 def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Index:
@@ -243,7 +259,8 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
 def sealed(value: Mapping[str, Any]) -> bytes:
     """Return a JSON object as text, with the digest of that text as its last key."""
     body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()[:-1]
-    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
+    digest = hashlib.sha256(body).hexdigest()
+    return body + f',"sha256":"{digest}"}}'.encode()
 
 
 def says_ours(directory: str | os.PathLike[str]) -> bool:
@@ -253,9 +270,9 @@ def says_ours(directory: str | os.PathLike[str]) -> bool:
 
 def ordinal_in(directory: str | os.PathLike[str]) -> int:
     """Return the count of saves that the index in a directory begins with; 0 where there is none."""
-    found = _ORDINAL.search(_beginning(directory))
-    if found:
-        return int(found[1])
+    match = _ORDINAL.search(_beginning(directory))
+    if match:
+        return int(match[1])
     return 0
 
 
@@ -301,7 +318,10 @@ def check_files(directory: str | os.PathLike[str], index: Index) -> None:
 
 def some(names: list[str]) -> str:
     """List a few names for a message."""
-    return ", ".join([*map(printable, names[:8]), *(["..."] if len(names) > 8 else [])]) or "no tensor"
+    shown = [printable(name) for name in names[:8]]
+    if len(names) > 8:
+        shown.append("...")
+    return ", ".join(shown) or "no tensor"
 
 
 def _index(value: Any, whole: bool) -> Index:
@@ -322,6 +342,9 @@ def _index(value: Any, whole: bool) -> Index:
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
             raise ValueError(f"files: {name!r:.100} is not the name of a file next to the index")
+    optimizers = {}
+    for name, info in value["optimizers"].items():
+        optimizers[name] = OptimizerInfo(info["class"], info["groups"], info["state"])
     return Index(
         id=value["id"],
         ordinal=int(value["ordinal"]),
@@ -331,10 +354,7 @@ def _index(value: Any, whole: bool) -> Index:
         tensors={name: _tensor(name, entry, files) for name, entry in value["tensors"].items()},
         model=ModelInfo(**value["model"]),
         tied=dict(value["tied"]),
-        optimizers={
-            name: OptimizerInfo(info["class"], info["groups"], info["state"])
-            for name, info in value["optimizers"].items()
-        },
+        optimizers=optimizers,
         objects=dict(value["objects"]),
         rng=value["rng"],
         models=dict(value.get("models", {})),
@@ -346,9 +366,11 @@ def _tensor(
     value: Mapping[str, Any],
     files: Mapping[str, FileEntry],
 ) -> TensorInfo:
-    info = TensorInfo(value["dtype"], tuple(value["shape"]), tuple(Piece(*node) for node in value["pieces"]))
+    pieces = tuple(Piece(*node) for node in value["pieces"])
+    info = TensorInfo(value["dtype"], tuple(value["shape"]), pieces)
     for piece in info.pieces:
-        if (piece.stop - piece.start) * info.kind.itemsize > files[piece.file].bytes:  # before anybody makes room
+        # Before anybody makes room.
+        if (piece.stop - piece.start) * info.kind.itemsize > files[piece.file].bytes:
             raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
     if not info.is_whole or min(info.shape, default=0) < 0:
         raise ValueError(f"tensors, {name!r:.100}: pieces overlap, leave a gap or do not end at {info.numel} elements")

@@ -61,12 +61,10 @@ BY_FILE_NAME = {
 }
 """The header's name of a dtype -> the dtype."""
 
-STORED = {
-    **{dtype: Stored(name, dtype) for name, dtype in BY_FILE_NAME.items()},
-    # safetensors 0.8 knows neither of these ("unknown variant `C128`"), so they lie as pairs of reals.
-    torch.complex32: Stored("F16", torch.float16, 2),
-    torch.complex128: Stored("F64", torch.float64, 2),
-}
+STORED = {dtype: Stored(name, dtype) for name, dtype in BY_FILE_NAME.items()}
+# safetensors 0.8 knows neither of these ("unknown variant `C128`"), so they lie as pairs of reals.
+STORED[torch.complex32] = Stored("F16", torch.float16, 2)
+STORED[torch.complex128] = Stored("F64", torch.float64, 2)
 """Every dtype a checkpoint can hold. Quantized and sub-byte dtypes are none of them."""
 
 
@@ -145,39 +143,51 @@ class _Stream:
     """Bytes to a file, with count and checksum; the disk begins before the fsync that waits for it."""
 
     def __init__(self, descriptor: int, progress: Progress | None) -> None:
-        self.bytes = self.crc32 = 0
+        self.bytes = 0
+        self.crc32 = 0
         self._descriptor = descriptor
         self._progress = progress
         self._begun = 0  # up to which byte the disk was told to take them
 
     def write(self, data: memoryview) -> None:
         for start in range(0, len(data), CHUNK):
-            chunk = left = data[start : start + CHUNK]
+            chunk = data[start : start + CHUNK]
             self.crc32 = zlib.crc32(chunk, self.crc32)
+            left = chunk
             while len(left):
-                left = left[os.write(self._descriptor, left) :]
+                count = os.write(self._descriptor, left)
+                left = left[count:]
             self.bytes += len(chunk)
-            size = self.bytes - self._begun
-            if size >= _AHEAD and hasattr(os, "posix_fadvise"):
-                # Linux begins to write dirty pages when it is told that nobody needs them, without waiting for the
-                # disk; they stay in its cache while it does. Some file systems take no advice.
-                with contextlib.suppress(OSError):
-                    os.posix_fadvise(self._descriptor, self._begun, size, os.POSIX_FADV_DONTNEED)
-                self._begun = self.bytes
+            if self.bytes - self._begun >= _AHEAD:
+                self._begin()
             if self._progress is not None:
                 self._progress(len(chunk))
 
+    def _begin(self) -> None:
+        """Let the disk begin with what has been written."""
+        if hasattr(os, "posix_fadvise"):
+            # Linux begins to write dirty pages when it is told that nobody needs them, without waiting for the
+            # disk; they stay in its cache while it does. Some file systems take no advice.
+            size = self.bytes - self._begun
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._begun, size, os.POSIX_FADV_DONTNEED)
+        self._begun = self.bytes
+
 
 def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {}
+    if metadata:
+        header[_METADATA] = dict(metadata)
     end = 0
     for item in items:
         stored = STORED[item.dtype]
         if item.key in header or item.key == _METADATA:
             raise CheckpointError(f"the key {item.key!r} occurs twice, or is reserved by the format")
-        shape = [*item.shape, *([stored.lanes] if stored.lanes > 1 else [])]
+        shape = list(item.shape)
+        if stored.lanes > 1:
+            shape.append(stored.lanes)
         begin = end
-        end = end + math.prod(shape) * stored.dtype.itemsize
+        end += math.prod(shape) * stored.dtype.itemsize
         header[item.key] = {"dtype": stored.name, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -188,9 +198,10 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
 
 def _tensors(item: Item) -> Iterator[Tensor]:
     """Yield the tensor, or what it is given as, one after the other."""
-    given = item.data if isinstance(item.data, Tensor) else item.data()
+    data = item.data if isinstance(item.data, Tensor) else item.data()
+    tensors: Iterable[Tensor] = [data] if isinstance(data, Tensor) else data
     count = 0
-    for tensor in [given] if isinstance(given, Tensor) else given:
+    for tensor in tensors:
         count += tensor.numel()
         if tensor.dtype is not item.dtype or tensor.is_meta:
             raise CheckpointError(f"{item.key}: announced as {item.dtype}, is {tensor.dtype} on {tensor.device}")
@@ -226,9 +237,12 @@ def open_regular(path: Path, *, follow: bool = False, flags: int = os.O_RDONLY) 
 
     A link is refused too, unless ``follow``: the Hub's cache holds links, which a checkpoint of ours may not.
     """
+    # Without O_NONBLOCK the open of a pipe waits for a writer.
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
+    if not follow:
+        flags |= os.O_NOFOLLOW
     try:
-        # Without O_NONBLOCK the open of a pipe waits for a writer.
-        descriptor = os.open(path, flags | (0 if follow else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path}: missing") from None
     except OSError as error:
@@ -265,7 +279,11 @@ class TensorsFile:
     sound safetensors file; a CheckpointError where the system does not let it be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], expected_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        expected_bytes: int | None = None,
+    ) -> None:
         self.path = Path(path)
         self._descriptor = open_regular(self.path)
         try:
@@ -295,9 +313,12 @@ class TensorsFile:
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise CorruptCheckpoint(f"{path}: {_METADATA} is not a mapping of names to texts")
         end = len(prefix) + length
-        entries = [(key, _entry(f"{path}: {key!r}", value, end)) for key, value in header.items()]
-        entries.sort(key=lambda pair: (pair[1].begin, pair[1].end))
-        for key, entry in entries:
+        entries = {}
+        for key, value in header.items():
+            entries[key] = _entry(f"{path}: {key!r}", value, end)
+        in_order = sorted(entries, key=lambda key: (entries[key].begin, entries[key].end))
+        for key in in_order:
+            entry = entries[key]
             if entry.begin != end:
                 raise CorruptCheckpoint(
                     f"{path}: {key!r} begins at byte {entry.begin}, what is before it ends at {end}"
@@ -305,18 +326,21 @@ class TensorsFile:
             end = entry.end
         if end != size:
             raise CorruptCheckpoint(f"{path}: {size} bytes where its header describes {end}")
-        return dict(entries), metadata
+        return {key: entries[key] for key in in_order}, metadata
 
     def checksum(self, progress: Progress | None = None) -> FileEntry:
         """Read the whole file, for its size and CRC-32."""
-        size = crc32 = 0
+        size = 0
+        crc32 = 0
         buffer = memoryview(bytearray(CHUNK))
-        while count := self._read_some(buffer, size):
+        while True:
+            count = self._read_some(buffer, size)
+            if count == 0:
+                return FileEntry(size, crc32)
             crc32 = zlib.crc32(buffer[:count], crc32)
             size += count
             if progress is not None:
                 progress(count)
-        return FileEntry(size, crc32)
 
     def read(
         self,
@@ -375,14 +399,13 @@ class TensorsFile:
 
 def _entry(where: str, value: Any, data: int) -> TensorEntry:
     try:
-        name = value["dtype"]
-        shape = value["shape"]
-        (begin, end) = value["data_offsets"]
-        dtype = BY_FILE_NAME[name]
-        sizes = [*shape, begin, end]
+        dtype = BY_FILE_NAME[value["dtype"]]
+        shape = tuple(value["shape"])
+        begin, end = value["data_offsets"]
     except (LookupError, TypeError, ValueError):
         raise CorruptCheckpoint(f"{where} has no known dtype, shape and data_offsets: {str(value)[:80]}") from None
-    sound = all(type(size) is int and 0 <= size < 1 << 63 for size in sizes)  # True is no size
+    # True is no size.
+    sound = all(type(size) is int and 0 <= size < 1 << 63 for size in (*shape, begin, end))
     if not sound or end - begin != math.prod(shape) * dtype.itemsize:
         raise CorruptCheckpoint(f"{where} has an impossible shape or offsets: {str(value)[:80]}")
-    return TensorEntry(dtype, tuple(shape), data + begin, data + end)
+    return TensorEntry(dtype, shape, data + begin, data + end)

@@ -147,7 +147,12 @@ def _item(name: str, tensor: Tensor) -> Item:
     return Item(name, tensor.dtype, tuple(tensor.shape), tensor.contiguous())
 
 
-def _save_by_peft(inner: Any, reader: TensorReader, folder: Path, trained: list[str]) -> None:
+def _save_by_peft(
+    inner: Any,
+    reader: TensorReader,
+    folder: Path,
+    trained: list[str],
+) -> None:
     """Have PEFT write its only adapter; of the whole state dict read what PEFT chooses of it."""
     from peft import get_peft_model_state_dict
 

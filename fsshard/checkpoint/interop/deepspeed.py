@@ -43,7 +43,11 @@ def zero_folder(path: Path) -> Path | None:
     return None
 
 
-def read_zero(folder: Path, load: Callable[[Path], Tree], awaited: Awaited) -> Tree:
+def read_zero(
+    folder: Path,
+    load: Callable[[Path], Tree],
+    awaited: Awaited,
+) -> Tree:
     """Return the tree of a ZeRO folder: the float32 weights that the optimizer steps, its state by name, and the rest.
 
     ``load`` opens a file of ``torch.save``; ``awaited`` makes the tensor that stands for one that is read by slices.
@@ -81,7 +85,13 @@ def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None
 class _ZeroFolder:
     """The opened files of all ranks."""
 
-    def __init__(self, models: list[Tree], parts: list[Tree], zero3: bool, awaited: Awaited) -> None:
+    def __init__(
+        self,
+        models: list[Tree],
+        parts: list[Tree],
+        zero3: bool,
+        awaited: Awaited,
+    ) -> None:
         weights = "single_partition_of_fp32_groups"
         optimizer = "base_optimizer_state"
         if zero3:

@@ -251,7 +251,12 @@ class _Export:
                 stale.append(self.directory / name)
         return stale
 
-    def _commit(self, folder: Path, names: list[str], stale: Sequence[Path] = ()) -> list[Path]:
+    def _commit(
+        self,
+        folder: Path,
+        names: list[str],
+        stale: Sequence[Path] = (),
+    ) -> list[Path]:
         """Give the files their names."""
         paths = [self.directory / name for name in names]
         for path in paths:
@@ -353,7 +358,11 @@ class _Export:
             raise CheckpointError(f"{path} exists; it holds no DCP checkpoint alone, or choose another path")
 
 
-def _state_by_name(reader: TensorReader, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+def _state_by_name(
+    reader: TensorReader,
+    optimizer: str,
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[Any, Any]:
     """Return the state of an optimizer's parameters by name, with placeholders for tensors."""
     from fsshard.checkpoint.interop.torch_formats import Placeholder
 

@@ -21,6 +21,7 @@ PREFIX = "module."  # before every name of DistributedDataParallel, DataParallel
 WRAPPERS = frozenset({WRAPPED, "_fpw_module", COMPILED, CHECKPOINTED})
 """Parts of names that FSDP1, FairScale's FSDP, torch.compile and activation checkpointing put in."""
 
+Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
 State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
 
@@ -283,7 +284,7 @@ def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]
         for name in names:
             hyper_of[name] = hyper
     missing = []
-    wrong: dict[str, tuple[object, object]] = {}
+    wrong: Mismatches = {}
     regrouped = []
     for index, group in enumerate(groups_by_name(optimizer)):
         theirs = []
@@ -301,9 +302,9 @@ def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]
     return regrouped
 
 
-def _other_settings(first: State, other: State, index: int) -> dict[str, tuple[object, object]]:
+def _other_settings(first: State, other: State, index: int) -> Mismatches:
     """Return the hyper-parameters in which two parameters of one group differ."""
-    wrong: dict[str, tuple[object, object]] = {}
+    wrong: Mismatches = {}
     if other is first:
         return wrong
     for key in sorted(first.keys() | other.keys()):

@@ -287,7 +287,11 @@ class ForeignReader(TensorReader):
             f"{self.directory}: expected key= (--key) of one of its state dicts: {places}; got {key!r}"
         )
 
-    def _check_numbers(self, key: str | None, state: Mapping[str, Any]) -> None:
+    def _check_numbers(
+        self,
+        key: str | None,
+        state: Mapping[str, Any],
+    ) -> None:
         """Raise for one file of several that DeepSpeed wrote, and where all tensors are empty."""
         one_of_several = self._kind == "torch" and "ds_version" in self._tree and self._tree.get("param_shapes", True)
         if one_of_several and key is None:
@@ -512,7 +516,11 @@ def _is_nested(node: Mapping[Any, Any]) -> bool:
     return isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
 
 
-def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _unflattened(
+    optimizer: ShardedOptimizer,
+    node: Mapping[str, Any],
+    prefix: str,
+) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in node.items():

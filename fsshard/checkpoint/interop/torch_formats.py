@@ -67,18 +67,27 @@ def write_torch(
         _record(archive, "data.pkl", len(buffer.getvalue()), [buffer.getvalue()])
         _record(archive, "byteorder", len(sys.byteorder), [sys.byteorder.encode()])
         for number, (name, info) in pickler.storages.items():
-            pieces = (piece.contiguous().view(torch.uint8).numpy() for piece in pickler.held.get(name) or read(name))
+            tensors = pickler.held.get(name) or read(name)
+            pieces = (tensor.contiguous().view(torch.uint8).numpy() for tensor in tensors)
             _record(archive, f"data/{number}", info.nbytes, pieces)
         _record(archive, "version", 2, [b"3\n"])
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())
 
 
-def _record(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterable[Any]) -> None:
+def _record(
+    archive: zipfile.ZipFile,
+    name: str,
+    nbytes: int,
+    pieces: Iterable[Any],
+) -> None:
     info = zipfile.ZipInfo(f"{FOLDER}/{name}", DATE)
     info.file_size = nbytes  # decides whether sizes take 64 bits
-    wide = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
-    begin = archive.fp.tell() + 30 + len(info.filename) + (20 if wide else 0) + 4  # type: ignore[union-attr]
+    # The record's header: its fixed part, its name, the sizes of 64 bits, and the beginning of this padding.
+    header = 30 + len(info.filename) + 4
+    if nbytes * 1.05 > zipfile.ZIP64_LIMIT:  # as zipfile decides
+        header += 20
+    begin = archive.fp.tell() + header  # type: ignore[union-attr]
     padding = -begin % ALIGNMENT
     info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(info, "w") as record:
@@ -128,11 +137,14 @@ class _Pickler(pickle.Pickler):
         self.storages.setdefault(number, (obj.name, obj.info))
         dtype = obj.info.kind
         shape = obj.info.shape
+        stride = torch.empty(shape, device="meta").stride()
         hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        arguments = (_Storage(number, obj.info), 0, shape, torch.empty(shape, device="meta").stride(), False, hooks)
+        arguments: tuple[Any, ...] = (_Storage(number, obj.info), 0, shape, stride, False, hooks)
+        if dtype not in STORAGE_CLASSES:
+            arguments = (*arguments, dtype)
         # torch itself says by which of its functions a file rebuilds tensors of this dtype.
         rebuild: Any = torch.empty(0, dtype=dtype).__reduce_ex__(2)[0]
-        return rebuild, arguments if dtype in STORAGE_CLASSES else (*arguments, dtype)
+        return rebuild, arguments
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
@@ -143,18 +155,21 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, legacy), str(obj.number), "cpu", obj.info.numel
 
 
-def write_dcp(path: Path, value: dict[str, Any], reader: TensorReader) -> None:
+def write_dcp(
+    path: Path,
+    value: dict[str, Any],
+    reader: TensorReader,
+) -> None:
     """Write what ``torch.distributed.checkpoint.save(value)`` would; placeholders stand for the reader's tensors."""
     planner = _ReadingPlanner(reader)
+    writer = dcp.FileSystemWriter(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that one process saves alone
-            dcp.save(
-                planner.without_numbers(value), storage_writer=dcp.FileSystemWriter(path), planner=planner, no_dist=True
-            )
+            dcp.save(planner.without_numbers(value), storage_writer=writer, planner=planner, no_dist=True)
     except dcp.CheckpointException as error:  # of torch 2.13, derived from BaseException
-        failures = {rank: str(failure[0]) for rank, failure in error.failures.items()}
-        raise CheckpointError(f"cannot write {path}: {'; '.join(failures.values())}") from error
+        failures = [str(failure[0]) for failure in error.failures.values()]
+        raise CheckpointError(f"cannot write {path}: {'; '.join(failures)}") from error
 
 
 class _ReadingPlanner(DefaultSavePlanner):
@@ -183,12 +198,10 @@ class _ReadingPlanner(DefaultSavePlanner):
         return self._reader.read(self._names[id(value)], (0, value.numel())).reshape(value.shape)
 
 
-PLAIN: dict[str, Any] = {
-    "collections.OrderedDict": collections.OrderedDict,
-    "torch.Size": torch.Size,
-    "torch.serialization._get_layout": layout_by_name,
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-}
+PLAIN: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+PLAIN["collections.OrderedDict"] = collections.OrderedDict
+PLAIN["torch.Size"] = torch.Size
+PLAIN["torch.serialization._get_layout"] = layout_by_name
 OF_DCP = {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "_StorageInfo"}
 OF_DCP |= {"TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"}
 """What DCP writes into ``.metadata``, none of which runs code of the file."""
@@ -275,23 +288,29 @@ class DcpDirectory:
         """Return elements [start, stop) of a flattened tensor; the rows that they lie in are read."""
         info = self._metadata.state_dict_metadata[name]
         assert isinstance(info, meta.TensorStorageMetadata)
-        shape = tuple(info.size)
         dtype = info.properties.dtype
         start, stop = wanted
         if stop <= start:
             return torch.empty(0, dtype=dtype)
-        row = math.prod(shape[1:])
-        dims = len(shape)
-        first = start // row
-        last = -(-stop // row)
-        target = torch.empty((last - first, *shape[1:])[:dims], dtype=dtype)  # of no dimension: a number
-        box = meta.ChunkStorageMetadata(torch.Size((first, *(0,) * (dims - 1))[:dims]), target.shape)
+        offsets: list[int] = []
+        lengths: list[int] = []
+        before = 0  # elements of the rows before
+        if info.size:
+            _, *row = info.size
+            size = math.prod(row)
+            first = start // size
+            last = -(-stop // size)
+            before = first * size
+            offsets = [first, *(0 for _ in row)]
+            lengths = [last - first, *row]
+        target = torch.empty(lengths, dtype=dtype)
+        box = meta.ChunkStorageMetadata(torch.Size(offsets), target.shape)
         with self._faults():
             items = create_read_items_for_chunk_list(name, info, [box])
             if sum(math.prod(item.lengths) for item in items) != target.numel():
                 raise CorruptCheckpoint(f"{self._path}: pieces of {name} are missing, or overlap")
             self._reader.read_data(plans.LoadPlan(items), _Target(target)).wait()
-        return target.reshape(-1)[start - first * row : stop - first * row]
+        return target.reshape(-1)[start - before : stop - before]
 
 
 class _Target(DefaultLoadPlanner):
@@ -311,8 +330,9 @@ class _Target(DefaultLoadPlanner):
         """Return the place of a piece."""
         assert self._target is not None
         place = self._target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            place = place.narrow(dim, offset, length)
+        offsets = read_item.dest_offsets
+        for dim, length in enumerate(read_item.lengths):
+            place = place.narrow(dim, offsets[dim], length)
         return place
 
     def commit_tensor(self, read_item: plans.ReadItem, tensor: Tensor) -> None:
@@ -328,8 +348,14 @@ def _listed(node: Any) -> Any:
         return node
     values = {key: _listed(value) for key, value in node.items()}
     if "param_groups" in values and isinstance(values.get("state"), dict):
-        state = values["state"].items()
-        values["state"] = {int(key) if str(key).isdecimal() else key: item for key, item in state}
-    if values and all(type(key) is int for key in values) and sorted(values) == list(range(len(values))):
-        return [values[index] for index in range(len(values))]
+        state = {}
+        for key, item in values["state"].items():
+            number = int(key) if str(key).isdecimal() else key
+            state[number] = item
+        values["state"] = state
+    if not values or not all(type(key) is int for key in values):
+        return values
+    numbers = range(len(values))
+    if sorted(values) == list(numbers):
+        return [values[number] for number in numbers]
     return values

@@ -100,14 +100,25 @@ class DomainMSELoss(MSELoss):
         super().__init__()
         self.domain = domain
 
-    def __call__(self, y_pred: Tensor, y: Tensor, dim: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
+    def __call__(
+        self,
+        y_pred: Tensor,
+        y: Tensor,
+        dim: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """Return the sum of the means. Collective."""
         if dim is None:
             dim = range(1, y_pred.ndim)
         return _mean_of_squares(self.domain, y_pred, y, dim)
 
 
-def _mean_of_squares(domain: Slabs, prediction: Tensor, target: Tensor, dims: Iterable[int]) -> Tensor:
+def _mean_of_squares(
+    domain: Slabs,
+    prediction: Tensor,
+    target: Tensor,
+    dims: Iterable[int],
+) -> Tensor:
     """Return the sum of (prediction - target)^2 over everything, over the number of points in ``dims``. Collective."""
     _check_slabs(domain, prediction, target)
     sizes = _whole_shape(domain, prediction)

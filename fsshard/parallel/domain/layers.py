@@ -36,7 +36,13 @@ class _GlobalGrid:
             self._res = key
         return self._grid
 
-    def _coordinates(self, layout: Layout, spatial_dims: Sequence[int], device: Any, dtype: Any) -> list[Tensor]:
+    def _coordinates(
+        self,
+        layout: Layout,
+        spatial_dims: Sequence[int],
+        device: Any,
+        dtype: Any,
+    ) -> list[Tensor]:
         sizes = self.domain.whole(layout, spatial_dims)
         lines = []
         for size, (first, end) in zip(sizes, self.grid_boundaries, strict=True):

@@ -288,7 +288,12 @@ class Slabs:
             return self.even(mark.sizes)
         return self._ask(slab.shape)
 
-    def mark(self, slab: Tensor, sizes: Sequence[int], total: Tensor | None = None) -> None:
+    def mark(
+        self,
+        slab: Tensor,
+        sizes: Sequence[int],
+        total: Tensor | None = None,
+    ) -> None:
         """Remember of which whole a tensor is this rank's slab, and the :func:`checksum` of that."""
         _marks[slab] = Mark(self, tuple(sizes), total)
 

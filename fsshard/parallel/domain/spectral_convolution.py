@@ -172,7 +172,12 @@ class DomainSpectralConv(SpectralConv):
         return x
 
 
-def _transformed(transform: Callable[..., Tensor], x: Tensor, dim: int, norm: str) -> Tensor:
+def _transformed(
+    transform: Callable[..., Tensor],
+    x: Tensor,
+    dim: int,
+    norm: str,
+) -> Tensor:
     """Return the transform of what may be empty, on a rank without modes."""
     # MKL refuses an empty batch ("MKL FFT error", torch 2.13).
     if x.numel() == 0:

@@ -339,7 +339,12 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def gather(root: Any, instances: Sequence[Any], optim: Any, group: Any) -> dict[str, Any] | None:
+def gather(
+    root: Any,
+    instances: Sequence[Any],
+    optim: Any,
+    group: Any,
+) -> dict[str, Any] | None:
     """Put the optimizer's whole state together on the first rank of a group; None is this rank alone."""
     units = _units(instances)
     state_dict, local_states = agree(group, lambda: _local_states(root, units, optim))
@@ -384,7 +389,12 @@ def _values_by_key(states: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return values
 
 
-def _pieces(unit: _Unit, key: str, values: list[Any], local: Tensor | None) -> Sequence[Any]:
+def _pieces(
+    unit: _Unit,
+    key: str,
+    values: list[Any],
+    local: Tensor | None,
+) -> Sequence[Any]:
     """Return one key's whole values, by original parameter. Collective for tensors."""
     first = values[0]
     if isinstance(first, Tensor) and not unit.instance.no_broadcast_optim_state:
@@ -449,7 +459,11 @@ def _describe(unit: _Unit, state: dict[str, Any]) -> dict[str, Any]:
     return description
 
 
-def cut(root: Any, instances: Sequence[Any], full: dict[str, Any]) -> dict[str, Any]:
+def cut(
+    root: Any,
+    instances: Sequence[Any],
+    full: dict[str, Any],
+) -> dict[str, Any]:
     """Return this rank's part of a whole state, for ``load_state_dict`` of an optimizer over ``root.parameters()``."""
     units = _units(instances)
     _check_units(units, full)
