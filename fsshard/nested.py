@@ -23,11 +23,16 @@ def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
         others: of the same structure.
     """
 
+    structures = (first, *others)
+    kind = type(first)
+
     def down(*values: Any) -> Any:
         return map_leaves(function, *values)
 
     if isinstance(first, Mapping):
-        mapped = {key: down(value, *(other[key] for other in others)) for key, value in first.items()}
+        mapped = {}
+        for key, value in first.items():
+            mapped[key] = down(value, *(other[key] for other in others))
         if not isinstance(first, MutableMapping):
             return mapped
         result = copy.copy(first)  # a defaultdict, a UserDict, a transformers output: not all take a dict to build
@@ -35,14 +40,21 @@ def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
             result[key] = value
         return result
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(down, first, *others))
+        return kind(*map(down, *structures))
     if isinstance(first, (list, tuple)):
-        return type(first)(map(down, first, *others))
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [item.name for item in dataclasses.fields(first) if item.init]
-        changes = {name: down(*(getattr(value, name) for value in (first, *others))) for name in names}
+        return kind(map(down, *structures))
+    if _is_dataclass_instance(first):
+        changes = {}
+        for field in dataclasses.fields(first):
+            if field.init:
+                values = [getattr(structure, field.name) for structure in structures]
+                changes[field.name] = down(*values)
         return dataclasses.replace(first, **changes)
-    return function(first, *others)
+    return function(*structures)
+
+
+def _is_dataclass_instance(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 Within = Literal["plain", "fsdp2", "all"]
@@ -67,14 +79,18 @@ def map_containers(function: Callable[[Any], Any], value: Any, within: Within) -
     Raises:
         TypeError: names the class of a container that cannot be copied.
     """
-    items = None if type(value) in _LEAVES else _items(value, within)
+    if type(value) in _LEAVES:
+        return function(value)
+    items = _items(value, within)
     if items is None:
         return function(value)
-    mapped = {key: map_containers(function, item, within) for key, item in items.items()}
-    if within != "plain":
-        mapped = {key: item for key, item in mapped.items() if item is not items[key]}
-        if not mapped:
-            return value
+    mapped = {}
+    for key, item in items.items():
+        new = map_containers(function, item, within)
+        if within == "plain" or new is not item:
+            mapped[key] = new
+    if within != "plain" and not mapped:
+        return value
     try:
         return _with_items(value, mapped)
     except Exception as error:
@@ -88,11 +104,16 @@ def _items(value: Any, within: Within) -> dict[Any, Any] | None:
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     if within == "plain" and not (is_named or type(value) in _PLAIN):
         return None  # another class may be more than its items
-    if not is_named and dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if not is_named and _is_dataclass_instance(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping if within == "all" else dict):
+    mappings: Any = dict
+    sequences: Any = (list, tuple)
+    if within == "all":
+        mappings = Mapping
+        sequences = (list, tuple, deque, UserList)
+    if isinstance(value, mappings):
         return dict(value)
-    if isinstance(value, (list, tuple)) or (within == "all" and isinstance(value, (deque, UserList))):
+    if isinstance(value, sequences):
         return dict(enumerate(value))
     return None
 
@@ -100,11 +121,12 @@ def _items(value: Any, within: Within) -> dict[Any, Any] | None:
 def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     """A copy of a container with some items replaced."""
     if isinstance(value, tuple):
-        found = [items.get(index, item) for index, item in enumerate(value)]
+        elements = [items.get(index, item) for index, item in enumerate(value)]
         if hasattr(value, "n_sequence_fields"):  # torch.return_types: tuple.__new__ refuses them
-            return type(value)(found)
-        twin = tuple.__new__(type(value), found)
-        getattr(twin, "__dict__", {}).update(getattr(value, "__dict__", {}))
+            return type(value)(elements)
+        twin = tuple.__new__(type(value), elements)
+        if hasattr(twin, "__dict__"):
+            twin.__dict__.update(value.__dict__)
         return twin
     if isinstance(value, types.MappingProxyType):  # cannot be copied; its type is its constructor
         return types.MappingProxyType({**value, **items})
@@ -129,7 +151,7 @@ def leaves(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif _is_dataclass_instance(value):
         for field in dataclasses.fields(value):
             yield from leaves(getattr(value, field.name))
     else:
@@ -148,4 +170,6 @@ def is_array(value: Any) -> bool:
 
 def grad_tensors(output: Any) -> Iterator[Tensor]:
     """Give the tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
-    return (leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            yield leaf

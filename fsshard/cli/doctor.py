@@ -25,10 +25,11 @@ from fsshard.backends import backend_class, backend_names
 from fsshard.cli.options import Json, check_files
 from fsshard.cli.output import AGREED, DIFFERENT, held_output, write_json
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed
+from fsshard.launching.context import cuda_devices
 from fsshard.launching.pool import RankPool
 from fsshard.model.precision import bf16_ready
 from fsshard.pictures import check_file
-from fsshard.planning.text import size
+from fsshard.planning.text import counted, size
 from fsshard.simulation.machine import to_json
 from fsshard.simulation.measuring import measured_machine
 from fsshard.torch_private.registry import everything as private_torch
@@ -36,11 +37,16 @@ from fsshard.torch_private.registry import everything as private_torch
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-WORKS, MISSING, FAILS, NOTE = "works", "missing", "fails", "note"
+WORKS = "works"
+MISSING = "missing"
+FAILS = "fails"
+NOTE = "note"
 STYLES = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
 RANKS = 2
-TRYING, MEASURING = 20.0, 600.0
-"""Seconds that a trial, and measuring a device, may take; on an idle machine both take a few."""
+TRYING = 20.0
+"""Seconds that a trial may take; on an idle machine it takes a few."""
+MEASURING = 600.0
+"""Seconds that measuring a device may take, which takes a few, too."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +82,28 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         """Return whether nothing fails that training on the CPU needs."""
-        return not any(finding.needed and finding.status == FAILS for finding in self.findings)
+        return not self._failed
+
+    @property
+    def _failed(self) -> list[str]:
+        return [finding.name for finding in self.findings if finding.needed and finding.status == FAILS]
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        return json.dumps({"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}, indent=1)
+        findings = [asdict(finding) for finding in self.findings]
+        return json.dumps({"ok": self.ok, "findings": findings}, indent=1)
 
     def conclusion(self) -> list[str]:
         """Return the tracebacks, each under its finding's name, and whether training works."""
-        details = [f"\n{f.area}, {f.name}:\n{f.detail}" for f in self.findings if f.detail]
-        failed = ", ".join(f.name for f in self.findings if f.needed and f.status == FAILS)
-        return [*details, f"training on the CPU does not work: {failed}" if failed else "training on the CPU works"]
+        lines = []
+        for finding in self.findings:
+            if finding.detail:
+                lines.append(f"\n{finding.area}, {finding.name}:\n{finding.detail}")
+        if self.ok:
+            lines.append("training on the CPU works")
+        else:
+            lines.append(f"training on the CPU does not work: {', '.join(self._failed)}")
+        return lines
 
 
 def command(
@@ -116,15 +133,15 @@ def command(
         print(_measured(Path(measure), timeout or MEASURING))
         return
     with held_output(show=False):
-        found = examine(timeout=timeout or TRYING)
+        diagnosis = examine(timeout=timeout or TRYING)
     out = sys.stderr if json_file == "-" else sys.stdout
     console = Console(file=out, markup=False, highlight=False, soft_wrap=True)
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         console.print(str(finding), style=STYLES[finding.status])
-    print("\n".join(found.conclusion()), file=out)
+    print("\n".join(diagnosis.conclusion()), file=out)
     if json_file is not None:
-        write_json(json_file, found.to_json())
-    raise typer.Exit(AGREED if found.ok else DIFFERENT)
+        write_json(json_file, diagnosis.to_json())
+    raise typer.Exit(AGREED if diagnosis.ok else DIFFERENT)
 
 
 def _measured(file: Path, timeout: float) -> str:
@@ -134,15 +151,19 @@ def _measured(file: Path, timeout: float) -> str:
         machines = []
         for device, ranks in _devices_of_ranks().items():
             with RankPool(device=device) as pool:
-                machines.append(pool.run(measured_machine, ranks, device, timeout=timeout)[0])
+                results = pool.run(measured_machine, ranks, device, timeout=timeout)
+                machines.append(results[0])
     file.write_text(to_json(machines) + "\n", "utf-8")
-    return "\n".join(str(one) for one in machines)
+    return "\n".join(map(str, machines))
 
 
 def _devices_of_ranks() -> dict[str, int]:
     """Return device -> the number of ranks that are tried on it."""
-    gpus = {"cuda": min(RANKS, torch.cuda.device_count())} if torch.cuda.is_available() else {}
-    return {"cpu": RANKS, **gpus}
+    ranks = {"cpu": RANKS}
+    gpus = cuda_devices()
+    if gpus:
+        ranks["cuda"] = min(RANKS, gpus)
+    return ranks
 
 
 def examine(*, timeout: float = TRYING) -> Diagnosis:
@@ -151,11 +172,12 @@ def examine(*, timeout: float = TRYING) -> Diagnosis:
     Args:
         timeout: seconds for each thing that is tried on ranks, once these have started.
     """
-    found = [*_software(), *_devices()]
+    findings = [*_software(), *_devices()]
     for device in _devices_of_ranks():
         with RankPool(device=device) as pool:
-            found += _on_ranks(pool, device, timeout)
-    return Diagnosis((*found, *_extras()))
+            findings += _on_ranks(pool, device, timeout)
+    findings += _extras()
+    return Diagnosis(tuple(findings))
 
 
 # ------------------------------------------------------------------------------------------------ software, devices
@@ -163,26 +185,38 @@ def examine(*, timeout: float = TRYING) -> Diagnosis:
 
 def _software() -> Iterator[Finding]:
     yield Finding("software", "Python", NOTE, f"{platform.python_version()} on {sys.platform}")
-    version = _version("fsshard")
-    wanted = next((one for one in _requirements() if one.name == "torch"), None)
-    yield Finding("software", "fsshard", NOTE, version or "not installed as a package")
-    fits = wanted is None or wanted.specifier.contains(torch.__version__.partition("+")[0], prereleases=True)
-    told = f"{torch.__version__}; supported: {wanted.specifier if wanted is not None else 'not known'}"
-    yield Finding("software", "torch", WORKS if fits else FAILS, told)
+    yield Finding("software", "fsshard", NOTE, _version("fsshard") or "not installed as a package")
+    supported = "not known"
+    status = WORKS
+    for requirement in _requirements():
+        if requirement.name == "torch":
+            supported = str(requirement.specifier)
+            status = _status(_fits(requirement, torch.__version__.partition("+")[0]))
+            break
+    yield Finding("software", "torch", status, f"{torch.__version__}; supported: {supported}")
     yield from _private_names()
+
+
+def _status(works: object) -> str:
+    return WORKS if works else FAILS
+
+
+def _fits(requirement: Requirement, version: str) -> bool:
+    return requirement.specifier.contains(version, prereleases=True)
 
 
 def _private_names() -> Iterator[Finding]:
     """Find out what of torch's private names is missing, and what happens without."""
     names = private_torch()
     missing = [entry for entry in names if not entry.present]
+    status = NOTE if missing else WORKS
     for entry in missing:
-        told = f"{'instead' if entry.fallback else 'lost'}: {entry.otherwise}"
-        yield Finding("software", entry.name.replace(":", "."), MISSING, told)
-    lost = not all(entry.fallback for entry in missing)
-    status = FAILS if lost else NOTE if missing else WORKS
-    told = f"{len(names) - len(missing)} of {len(names)} are present"
-    yield Finding("software", "torch's private names", status, told)
+        consequence = "instead" if entry.fallback else "lost"
+        if not entry.fallback:
+            status = FAILS
+        yield Finding("software", entry.name.replace(":", "."), MISSING, f"{consequence}: {entry.otherwise}")
+    present = len(names) - len(missing)
+    yield Finding("software", "torch's private names", status, f"{present} of {len(names)} are present")
 
 
 def _version(package: str) -> str | None:
@@ -204,20 +238,25 @@ def _requirements() -> list[Requirement]:
 
 
 def _devices() -> Iterator[Finding]:
-    ready = bf16_ready("cpu")
     cpu = f"{torch.get_num_threads()} threads, {platform.machine()}"
     yield Finding("devices", "cpu", WORKS, cpu, needed=True)
-    yield Finding("devices", "cpu, bf16", WORKS if ready else FAILS, ready.reason)
+    yield _bf16("cpu")
     if not torch.cuda.is_available():
         yield Finding("devices", "cuda", NOTE, "torch sees no GPU")
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):  # a broken driver counts too
-        properties, ready = torch.cuda.get_device_properties(number), bf16_ready(f"cuda:{number}")
-        yield Finding("devices", f"cuda:{number}", WORKS, f"{properties.name}, {size(properties.total_memory)}")
-        yield Finding("devices", f"cuda:{number}, bf16", WORKS if ready else FAILS, ready.reason)
+    for number in range(cuda_devices()):
+        device = f"cuda:{number}"
+        properties = torch.cuda.get_device_properties(number)
+        yield Finding("devices", device, WORKS, f"{properties.name}, {size(properties.total_memory)}")
+        yield _bf16(device)
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding("devices", "gloo", WORKS if gloo else FAILS, "collectives of the CPU", needed=True)
+    yield Finding("devices", "gloo", _status(gloo), "collectives of the CPU", needed=True)
     if dist.is_available() and dist.is_nccl_available():
         yield Finding("devices", "nccl", WORKS, "collectives of GPUs")
+
+
+def _bf16(device: str) -> Finding:
+    ready = bf16_ready(device)
+    return Finding("devices", f"{device}, bf16", _status(ready), ready.reason)
 
 
 # ------------------------------------------------------------------------------------------------ ranks, engines
@@ -249,20 +288,28 @@ def _add_up(device: str) -> str:
 
 
 def _tried(
-    pool: RankPool, area: str, name: str, device: str, ranks: int, timeout: float, job: Callable[..., str], *args: str
+    pool: RankPool,
+    area: str,
+    name: str,
+    device: str,
+    ranks: int,
+    timeout: float,
+    job: Callable[..., str],
+    *args: str,
 ) -> Finding:
     needed = device == "cpu"
-    where = f"on {ranks} rank{'s' if ranks > 1 else ''}, {device}"
+    where = f"on {counted(ranks, 'rank')}, {device}"
     try:
-        told = pool.run(job, ranks, *args, timeout=timeout)[0]
+        text = pool.run(job, ranks, *args, timeout=timeout)[0]
     except FsshardError as error:
-        cause = error.__cause__
-        if isinstance(cause, MissingExtra):
-            return Finding(area, name, MISSING, str(cause))
-        said = str(error).strip().partition("\n")[0]
+        if isinstance(error.__cause__, MissingExtra):
+            return Finding(area, name, MISSING, str(error.__cause__))
+        line = str(error).strip().partition("\n")[0]
         detail = error.traceback if isinstance(error, RankFailed) else ""
-        return Finding(area, name, FAILS, f"{where}: {said}", detail=detail, needed=needed)
-    return Finding(area, name, WORKS, f"{where}{': ' if told else ''}{told}", needed=needed)
+        return Finding(area, name, FAILS, f"{where}: {line}", detail=detail, needed=needed)
+    if text:
+        where += f": {text}"
+    return Finding(area, name, WORKS, where, needed=needed)
 
 
 class _Probe(nn.Module):
@@ -274,8 +321,8 @@ class _Probe(nn.Module):
         self.weight = nn.Parameter(torch.eye(4, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = self.first(x).to(torch.complex64) @ self.weight
-        return mixed.real
+        product: torch.Tensor = self.first(x).to(torch.complex64) @ self.weight
+        return product.real
 
 
 def _run_backend(name: str, device: str) -> str:
@@ -295,8 +342,9 @@ def _run_backend(name: str, device: str) -> str:
         losses.append(float(loss.detach()))
     if not losses[1] < losses[0]:
         raise FsshardError(f"a step of Adam took the loss from {losses[0]} to {losses[1]}")
-    done = "a step with real and complex weights"
-    return f"{done}, by {model.backend.settings.about}" if model.backend.settings.about else done
+    text = "a step with real and complex weights"
+    about = model.backend.settings.about
+    return f"{text}, by {about}" if about else text
 
 
 # ------------------------------------------------------------------------------------------------ extras
@@ -311,24 +359,30 @@ def _extras() -> Iterator[Finding]:
         names = []
         yield Finding("extras", "all", NOTE, "not known: fsshard is not installed as a package")
     for name in names:
-        wanted = {one.name: one for one in _packages(requirements, name)}.values()
-        there = {one.name: _version(one.name) for one in wanted}
-        fit = {one.name for one in wanted if (v := there[one.name]) and one.specifier.contains(v, prereleases=True)}
-        if len(fit) < len(there):
-            packages = ", ".join(f"{one.name}{one.specifier}" for one in wanted if one.name not in fit)
-            yield Finding("extras", name, MISSING, f"pip install 'fsshard[{name}]' would add {packages}")
+        present = []
+        absent = []
+        packages = {package.name: package for package in _packages(requirements, name)}
+        for package in packages.values():
+            version = _version(package.name)
+            if version and _fits(package, version):
+                present.append(f"{package.name} {version}")
+            else:
+                absent.append(f"{package.name}{package.specifier}")
+        if absent:
+            text = f"pip install 'fsshard[{name}]' would add {', '.join(absent)}"
+            yield Finding("extras", name, MISSING, text)
         else:
-            yield Finding("extras", name, WORKS, ", ".join(f"{one} {version}" for one, version in there.items()))
+            yield Finding("extras", name, WORKS, ", ".join(present))
 
 
 def _packages(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
     """Return what an extra requires, through others of ours that it names."""
-    for wanted in requirements:
-        marker = wanted.marker
+    for requirement in requirements:
+        marker = requirement.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
             continue
-        if wanted.name == "fsshard":
-            for other in sorted(wanted.extras):
+        if requirement.name == "fsshard":
+            for other in sorted(requirement.extras):
                 yield from _packages(requirements, other)
         else:
-            yield wanted
+            yield requirement

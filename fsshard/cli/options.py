@@ -28,7 +28,7 @@ def backend_names(text: str) -> list[str]:
     """Return the names in a comma list; raise if there is none, or if one is no backend's."""
     from fsshard.backends import backend_class
 
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = _parts(text)
     if not names:
         example = f"--backends {DEFAULT_BACKENDS}"
         raise ConfigurationError(f"--backends {text!r}: expected a comma-separated list, for example {example}")
@@ -39,27 +39,43 @@ def backend_names(text: str) -> list[str]:
 
 def world_sizes(texts: Sequence[str]) -> list[int]:
     """Return the numbers of ranks in comma lists, each once; raise ConfigurationError if one is none."""
-    parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    whole = ",".join(texts)
+    parts = _parts(whole)
+    sizes = [int(part) for part in parts if _is_number(part)]
+    if not sizes or len(sizes) < len(parts) or 0 in sizes:
         raise ConfigurationError(
-            f"--world-size {','.join(texts)!r}: expected positive whole numbers, for example --world-size 1,2"
+            f"--world-size {whole!r}: expected positive whole numbers, for example --world-size 1,2"
         )
-    return list(dict.fromkeys(map(int, parts)))
+    return list(dict.fromkeys(sizes))
+
+
+def _parts(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    return [part for part in parts if part]
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def meshes(texts: Sequence[str]) -> list[dict[str, int]]:
     """Return sizes of meshes by name, each written as ``data=2,tp=2``; raise ConfigurationError for anything else."""
-    found = []
+    example = "expected names and sizes, for example --mesh data=2,tp=2"
+    parsed = []
     for text in texts:
-        parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-        names = [name.strip() for name, _, _ in parts]
-        sizes = [size.strip() for _, _, size in parts]
-        if not parts or not all(names) or not all(size.isascii() and size.isdigit() for size in sizes):
-            raise ConfigurationError(f"--mesh {text!r}: expected names and sizes, for example --mesh data=2,tp=2")
-        if len(set(names)) < len(names):
+        pairs = []
+        for part in _parts(text):
+            name, _, size = part.partition("=")
+            if not name.strip() or not _is_number(size.strip()):
+                raise ConfigurationError(f"--mesh {text!r}: {example}")
+            pairs.append((name.strip(), int(size)))
+        sizes = dict(pairs)
+        if not pairs:
+            raise ConfigurationError(f"--mesh {text!r}: {example}")
+        if len(sizes) < len(pairs):
             raise ConfigurationError(f"--mesh {text!r}: a dimension is named twice")
-        found.append(dict(zip(names, map(int, sizes), strict=True)))
-    return found
+        parsed.append(sizes)
+    return parsed
 
 
 def check_files(json_file: str | None, picture: str | Path | None = None) -> None:
@@ -81,7 +97,8 @@ def check_folders(*folders: Path | None) -> None:
 
 def naming_recipe(name: str, error: BaseException) -> str:
     """Return an error's text, with the recipe's name before it unless it is there already."""
-    text = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+    kind = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    text = str(error) or kind
     return text if text.startswith((name, repr(name))) else f"{name}: {text}"
 
 

@@ -43,6 +43,7 @@ from scipy.fft import dstn, idctn, idstn  # type: ignore[import-untyped, unused-
 
 from fsshard.demo import common
 from fsshard.errors import ConfigurationError
+from fsshard.launching.context import cores
 
 FORCING = 50.0
 """The right-hand side of the equation."""
@@ -50,8 +51,11 @@ FORCING = 50.0
 PERMEABILITY = (1.0, 18.0)
 """The coefficient ``a`` where ``x`` is 0 and where it is 1."""
 
-ALPHA, TAU = 2.0, 5.0
-"""Smoothness and inverse correlation length of the Gaussian random field behind ``x``."""
+ALPHA = 2.0
+"""Smoothness of the Gaussian random field behind ``x``."""
+
+TAU = 5.0
+"""Inverse correlation length of that field."""
 
 RESIDUAL = 1e-10
 """Relative residual at which the solver stops; the files hold float32, which knows no more than 6e-8."""
@@ -69,6 +73,9 @@ POINTS = (np.arange(_FINE) * (512 // _FINE) + 0.5) / 512
 
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, npt.NDArray[Any]]
+Operator = Callable[[Array], Array]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Pictures = tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]
 log = logging.getLogger(__name__)
 
 
@@ -84,7 +91,7 @@ class DarcyData:
 
     train_x: torch.Tensor
     train_y: torch.Tensor
-    tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    tests: dict[int, Pair]
 
 
 # The equation -----------------------------------------------------------------------------------------------------
@@ -103,14 +110,20 @@ def solve_darcy(a: npt.ArrayLike) -> Array:
     """
     coefficient = np.asarray(a, dtype=np.float64)
     n = len(coefficient)
+    operator = _flow_operator(coefficient)
+    inverse = _poisson_inverse(n)
     rhs = np.full((n, n), FORCING / n**2)
-    return _conjugate_gradients(_flow_operator(coefficient), _poisson_inverse(n), rhs)
+    return _conjugate_gradients(operator, inverse, rhs)
 
 
-def _flow_operator(a: Array) -> Callable[[Array], Array]:
+def _flow_operator(a: Array) -> Operator:
     """Return the function that maps the pressure in all cells to what flows out of each."""
-    down = 2 * a[:-1] * a[1:] / (a[:-1] + a[1:])
-    across = 2 * a[:, :-1] * a[:, 1:] / (a[:, :-1] + a[:, 1:])
+    upper = a[:-1]
+    lower = a[1:]
+    down = 2 * upper * lower / (upper + lower)
+    left = a[:, :-1]
+    right = a[:, 1:]
+    across = 2 * left * right / (left + right)
     diagonal = np.zeros_like(a)
     for edge in (0, -1):  # the boundary is half a cell away from the outermost centres
         diagonal[edge] += 2 * a[edge]
@@ -131,13 +144,15 @@ def _flow_operator(a: Array) -> Callable[[Array], Array]:
     return apply
 
 
-def _poisson_inverse(n: int) -> Callable[[Array], Array]:
+def _poisson_inverse(n: int) -> Operator:
     """Return the inverse of :func:`_flow_operator` for ``a = 1``: sines of half cells diagonalise it (DST-II)."""
-    line = 4 * np.sin(np.pi * np.arange(1, n + 1) / (2 * n)) ** 2
+    angles = np.pi * np.arange(1, n + 1) / (2 * n)
+    line = 4 * np.sin(angles) ** 2
     eigenvalues = line[:, None] + line
 
     def apply(r: Array) -> Array:
-        result: Array = idstn(dstn(r, type=2) / eigenvalues, type=2, overwrite_x=True)
+        spectrum = dstn(r, type=2) / eigenvalues
+        result: Array = idstn(spectrum, type=2, overwrite_x=True)
         return result
 
     return apply
@@ -145,14 +160,16 @@ def _poisson_inverse(n: int) -> Callable[[Array], Array]:
 
 def _dot(u: Array, v: Array) -> float:
     # Without BLAS, whose own threads would fight with ours and reorder the sum.
-    return float((u * v).sum())
+    products = u * v
+    return float(products.sum())
 
 
-def _conjugate_gradients(operator: Callable[[Array], Array], inverse: Callable[[Array], Array], rhs: Array) -> Array:
-    solution, residual = np.zeros_like(rhs), rhs.copy()
+def _conjugate_gradients(operator: Operator, inverse: Operator, rhs: Array) -> Array:
+    solution = np.zeros_like(rhs)
+    residual = rhs.copy()
     target = RESIDUAL**2 * _dot(rhs, rhs)
-    direction = correction = inverse(residual)
-    energy = _dot(residual, correction)
+    direction = inverse(residual)
+    energy = _dot(residual, direction)
     for _ in range(_MAX_ITERATIONS):
         if _dot(residual, residual) <= target:
             return solution
@@ -161,8 +178,10 @@ def _conjugate_gradients(operator: Callable[[Array], Array], inverse: Callable[[
         solution += step * direction
         residual -= step * image
         correction = inverse(residual)
-        previous, energy = energy, _dot(residual, correction)
-        direction = correction + (energy / previous) * direction
+        previous = energy
+        energy = _dot(residual, correction)
+        ratio = energy / previous
+        direction = correction + ratio * direction
     raise RuntimeError(f"the solver has not converged in {_MAX_ITERATIONS} steps: max(a) / min(a) is too large")
 
 
@@ -176,35 +195,51 @@ def gaussian_random_field(n: int, rng: np.random.Generator) -> Array:
     that the sign of the field does not see. The constant mode is left out, so each field's own mean is zero.
     """
     modes = np.arange(n)
-    weights = (np.pi**2 * (modes[:, None] ** 2 + modes**2) + TAU**2) ** (-ALPHA / 2)
+    squares = modes[:, None] ** 2 + modes**2
+    weights = (np.pi**2 * squares + TAU**2) ** (-ALPHA / 2)
     weights[0, 0] = 0.0
-    field: Array = idctn(n * TAU ** (ALPHA - 1) * weights * rng.standard_normal((n, n)), norm="ortho")
+    scale = n * TAU ** (ALPHA - 1)
+    coefficients = scale * weights * rng.standard_normal((n, n))
+    field: Array = idctn(coefficients, norm="ortho")
     return field
 
 
 def _at_points(y: Array) -> Array:
     """Interpolate the pressure at the 32 x 32 points of a picture: bilinear between centres, zero on the boundary."""
     n = len(y)
-    nodes = np.concatenate(([0.0], (np.arange(n) + 0.5) / n, [1.0]))
+    centres = (np.arange(n) + 0.5) / n
+    nodes = np.concatenate(([0.0], centres, [1.0]))
     upper = np.searchsorted(nodes, POINTS)
-    share = (POINTS - nodes[upper - 1]) / (nodes[upper] - nodes[upper - 1])
+    lower = upper - 1
+    widths = nodes[upper] - nodes[lower]
+    share = (POINTS - nodes[lower]) / widths
+    rest = 1 - share
     padded = np.pad(y, 1)
-    rows = padded[upper - 1] * (1 - share)[:, None] + padded[upper] * share[:, None]
-    values: Array = rows[:, upper - 1] * (1 - share) + rows[:, upper] * share
+    above = padded[lower] * rest[:, None]
+    rows = above + padded[upper] * share[:, None]
+    left = rows[:, lower] * rest
+    values: Array = left + rows[:, upper] * share
     return values
 
 
 def _sample(resolution: int, seed: np.random.SeedSequence) -> tuple[Any, Any]:
     """Return a pair of 32 x 32 pictures, which depends on the arguments alone."""
-    field = gaussian_random_field(resolution, np.random.default_rng(seed)) > 0
-    y = solve_darcy(np.where(field, PERMEABILITY[1], PERMEABILITY[0]))
+    generator = np.random.default_rng(seed)
+    high = gaussian_random_field(resolution, generator) > 0
+    low_value, high_value = PERMEABILITY
+    y = solve_darcy(np.where(high, high_value, low_value))
     cells = (POINTS * resolution).astype(int)  # the cell that a point lies in is the one nearest to it
-    return field[np.ix_(cells, cells)], _at_points(y).astype(np.float32)
+    x = high[np.ix_(cells, cells)]
+    return x, _at_points(y).astype(np.float32)
 
 
 def generate(
-    n_samples: int, resolution: int = 128, seed: int = 0, *, progress: bool = True
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    n_samples: int,
+    resolution: int = 128,
+    seed: int = 0,
+    *,
+    progress: bool = True,
+) -> Pictures:
     """Draw ``n_samples`` inputs and solve for their pressures, several at a time.
 
     Sample ``k`` depends on the seed, ``k`` and the resolution alone; more samples never change it.
@@ -218,20 +253,25 @@ def generate(
     Returns:
         ``x``, bool, and ``y``, float32, both ``(n_samples, 32, 32)``.
     """
-    # Threads, since numpy and scipy let go of the interpreter; more than four would wait for it.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     from rich.console import Console
     from rich.progress import track
 
     seeds = np.random.SeedSequence(seed).spawn(n_samples)
-    pool = ThreadPoolExecutor(min(cores, _MOST_WORKERS))
+    # Threads, since numpy and scipy let go of the interpreter; more than four would wait for it.
+    pool = ThreadPoolExecutor(min(cores(), _MOST_WORKERS))
     try:
         results = pool.map(functools.partial(_sample, resolution), seeds)
-        label, console = f"Solving Darcy flow at {resolution} x {resolution}", Console(stderr=True)
-        pairs = list(track(results, label, total=n_samples, console=console, disable=not progress))
+        shown = track(
+            results,
+            f"Solving Darcy flow at {resolution} x {resolution}",
+            total=n_samples,
+            console=Console(stderr=True),
+            disable=not progress,
+        )
+        x, y = zip(*shown, strict=True)
     finally:
         pool.shutdown(cancel_futures=True)  # without it an interrupt would wait for all the samples
-    return np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs])
+    return np.stack(x), np.stack(y)
 
 
 # Loading ----------------------------------------------------------------------------------------------------------
@@ -269,18 +309,28 @@ def load(
     if arrays is None:
         # The tests come first, so that n_train does not move them.
         x, y = generate(n_test + n_train, resolution, progress=progress)
-        coarse = np.s_[n_test:, :: _FINE // _COARSE, :: _FINE // _COARSE]
-        arrays = {"test_x": x[:n_test], "test_y": y[:n_test], "train_x": x[coarse], "train_y": y[coarse]}
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        step = _FINE // _COARSE
+        arrays = {
+            "test_x": x[:n_test],
+            "test_y": y[:n_test],
+            "train_x": x[n_test:, ::step, ::step],
+            "train_y": y[n_test:, ::step, ::step],
+        }
+        for kind, array in arrays.items():
+            arrays[kind] = np.ascontiguousarray(array)
         _write_cache(file, arrays)
     return _as_pictures(arrays)
 
 
 def _as_pictures(arrays: Arrays) -> DarcyData:
     def images(name: str, step: int = 1) -> torch.Tensor:
-        return torch.from_numpy(arrays[name][:, None, ::step, ::step].astype(np.float32, order="C"))
+        pictures = arrays[name][:, None, ::step, ::step]
+        return torch.from_numpy(pictures.astype(np.float32, order="C"))
 
-    tests = {side: (images("test_x", _FINE // side), images("test_y", _FINE // side)) for side in (_COARSE, _FINE)}
+    tests = {}
+    for side in (_COARSE, _FINE):
+        step = _FINE // side
+        tests[side] = (images("test_x", step), images("test_y", step))
     return DarcyData(train_x=images("train_x"), train_y=images("train_y"), tests=tests)
 
 
@@ -306,22 +356,25 @@ def _read_cache(file: Path) -> Arrays | None:
 def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
     """Read neuraloperator's own files."""
 
-    def read(part: str, side: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(part: str, side: int, count: int) -> Pair:
         file = folder / f"darcy_{part}_{side}.pt"
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
-            x, y = (content[key][:count, None].to(torch.float32) for key in "xy")
+            x = content["x"][:count, None].to(torch.float32)
+            y = content["y"][:count, None].to(torch.float32)
             if not x.shape == y.shape == (count, 1, side, side):
                 raise ValueError(f"tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}")
         except FileNotFoundError as error:
             raise FileNotFoundError(f"no file {file}; expected a data_dir with {', '.join(OFFICIAL)}") from error
         except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and more over a bad file
             expected = f"a dict with tensors x and y of one shape (N, {side}, {side}), N at least {count}"
-            raise ConfigurationError(f"{file}: expected {expected}, got {type(error).__name__}: {error}") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise ConfigurationError(f"{file}: expected {expected}, got {problem}") from error
         return x, y
 
     x, y = read("train", _COARSE, n_train)
-    return DarcyData(train_x=x, train_y=y, tests={side: read("test", side, n_test) for side in (_COARSE, _FINE)})
+    tests = {side: read("test", side, n_test) for side in (_COARSE, _FINE)}
+    return DarcyData(train_x=x, train_y=y, tests=tests)
 
 
 # neuraloperator's own files -----------------------------------------------------------------------------------------
@@ -346,17 +399,19 @@ def official_files() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as there:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", there, REQUIREMENT]
-        done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+        process = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
         wheels = list(Path(there).glob("*.whl"))
-        if done.returncode or not wheels:
-            said = (done.stderr or "").strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        if process.returncode or not wheels:
+            last_line = process.stderr.strip().rpartition("\n")[2]
+            why = last_line or f"exit code {process.returncode}"
             raise FileNotFoundError(
-                f"pip cannot fetch {REQUIREMENT}, whose wheel has the Darcy files ({said}); on another machine, run "
+                f"pip cannot fetch {REQUIREMENT}, whose wheel has the Darcy files ({why}); on another machine, run "
                 f"pip download --no-deps {REQUIREMENT}, unzip it, and pass --data-dir .../{WITHIN}; or leave out "
                 "--data official: the data are solved here then"
             )
         with zipfile.ZipFile(wheels[0]) as packed:
             for name in OFFICIAL:
                 content = packed.read(f"{WITHIN}/{name}")
-                common.replace_file(folder / name, functools.partial(Path.write_bytes, data=content))
+                write = functools.partial(Path.write_bytes, data=content)
+                common.replace_file(folder / name, write)
     return folder

@@ -21,7 +21,8 @@ from fsshard.demo.common import held_bytes, largest_difference, mean_over_ranks,
 from fsshard.pictures import save_picture
 from fsshard.planning.text import size
 
-LEARNING_RATE, WEIGHT_DECAY = 8e-3, 1e-4  # the tutorial's Adam
+LEARNING_RATE = 8e-3  # with WEIGHT_DECAY, the tutorial's Adam
+WEIGHT_DECAY = 1e-4
 SHOWN = 3  # test samples in the picture
 
 
@@ -45,7 +46,9 @@ class Demo:
 
     def load(self) -> darcy.DarcyData:
         """Return the data: solved here and cached, or neuraloperator's own files."""
-        folder = darcy.official_files() if self.data == "official" and self.data_dir is None else self.data_dir
+        folder = self.data_dir
+        if folder is None and self.data == "official":
+            folder = darcy.official_files()
         return darcy.load(folder, n_train=self.n_train, n_test=self.n_test)
 
 
@@ -86,22 +89,43 @@ def losses(reduction: str = "mean") -> tuple[Any, Any]:
 
 def decode(y: Tensor, data: darcy.DarcyData) -> Tensor:
     """Return predictions in physical units: models give them in the training set's mean and standard deviation."""
-    return y * data.train_y.std().to(y.device) + data.train_y.mean().to(y.device)
+    deviation = data.train_y.std().to(y.device)
+    return y * deviation + data.train_y.mean().to(y.device)
 
 
-def train_plain(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.DarcyData) -> Outcome:
-    """Train in a plain loop: the only line that knows the engine is the one with ``backend=backend``."""
-    outcome, (h1, _) = Outcome(backend), losses()
+Training = tuple[fsshard.ShardedModule, Any, Any]
+"""Model, optimizer and scheduler."""
+
+
+def set_up(ctx: fsshard.Context, demo: Demo, backend: str) -> Training:
+    """Return the model under an engine, its optimizer and its scheduler: the only line that knows the engine."""
     model = fsshard.wrap(build_model().to(ctx.device), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=demo.epochs)
-    steps = len(data.train_x) // demo.batch_size
+    return model, optimizer, scheduler
+
+
+def train_plain(
+    ctx: fsshard.Context,
+    demo: Demo,
+    backend: str,
+    data: darcy.DarcyData,
+) -> Outcome:
+    """Train in a plain loop, which knows no engine."""
+    outcome = Outcome(backend)
+    h1, _ = losses()
+    model, optimizer, scheduler = set_up(ctx, demo, backend)
+    samples = len(data.train_x)
+    steps = samples // demo.batch_size
     with progress(ctx, f"{backend}, {ctx.world_size} ranks", demo.epochs * steps) as advance:
         for epoch in range(demo.epochs):
-            order = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(epoch))
+            order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
             for step in range(steps):
-                batch = order[step * demo.batch_size : (step + 1) * demo.batch_size][ctx.rank :: ctx.world_size]
-                x, y = data.train_x[batch].to(ctx.device), data.train_y[batch].to(ctx.device)
+                first = step * demo.batch_size
+                of_all_ranks = order[first : first + demo.batch_size]
+                batch = of_all_ranks[ctx.rank :: ctx.world_size]
+                x = data.train_x[batch].to(ctx.device)
+                y = data.train_y[batch].to(ctx.device)
                 loss = h1(decode(model(x), data), y)
                 loss.backward()
                 model.clip_grad_norm_(demo.clip)
@@ -117,7 +141,12 @@ def train_plain(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.Darc
 
 
 @torch.no_grad()
-def evaluate(ctx: fsshard.Context, model: torch.nn.Module, data: darcy.DarcyData, outcome: Outcome) -> None:
+def evaluate(
+    ctx: fsshard.Context,
+    model: torch.nn.Module,
+    data: darcy.DarcyData,
+    outcome: Outcome,
+) -> None:
     """Keep the relative L2 error on each test set, and predictions for the picture."""
     model.eval()
     _, l2 = losses()
@@ -128,7 +157,12 @@ def evaluate(ctx: fsshard.Context, model: torch.nn.Module, data: darcy.DarcyData
     model.train()
 
 
-def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.DarcyData) -> Outcome:
+def train_neuralop(
+    ctx: fsshard.Context,
+    demo: Demo,
+    backend: str,
+    data: darcy.DarcyData,
+) -> Outcome:
     """Train with neuraloperator's own Trainer, through the adapter."""
     from neuralop.data.transforms.data_processors import DefaultDataProcessor
     from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
@@ -136,17 +170,15 @@ def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.D
 
     from fsshard.compat.neuralop import Trainer
 
-    outcome, (h1, l2) = Outcome(backend), losses("sum")
-    model = fsshard.wrap(build_model().to(ctx.device), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=demo.epochs)
-    train_set = [{"x": x, "y": y} for x, y in zip(data.train_x, data.train_y, strict=True)]
-    sampler: Any = DistributedSampler(train_set, ctx.world_size, ctx.rank, seed=0)  # type: ignore[arg-type]
-    loader: Any = DataLoader(train_set, demo.batch_size // ctx.world_size, sampler=sampler)  # type: ignore[arg-type]
-    tests: dict[int, Any] = {
-        r: DataLoader([{"x": a, "y": b} for a, b in zip(x, y, strict=True)], 50)  # type: ignore[arg-type]
-        for r, (x, y) in data.tests.items()
-    }
+    outcome = Outcome(backend)
+    h1, l2 = losses("sum")
+    model, optimizer, scheduler = set_up(ctx, demo, backend)
+    train_set = _samples(data.train_x, data.train_y)
+    sampler: Any = DistributedSampler(train_set, ctx.world_size, ctx.rank, seed=0)
+    loader: Any = DataLoader(train_set, demo.batch_size // ctx.world_size, sampler=sampler)
+    tests: dict[int, Any] = {}
+    for resolution, (x, y) in data.tests.items():
+        tests[resolution] = DataLoader(_samples(x, y), 50)
     normalizer = UnitGaussianNormalizer(dim=[0, 2, 3])
     normalizer.fit(data.train_y)
     trainer = Trainer(
@@ -157,6 +189,9 @@ def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.D
         use_distributed=True,
         verbose=ctx.rank == 0,
     )
+    saving: dict[str, Any] = {}
+    if demo.save_dir:
+        saving = {"save_every": 1, "save_dir": demo.save_dir}
     metrics = trainer.train(
         train_loader=loader,
         test_loaders=tests,
@@ -165,12 +200,16 @@ def train_neuralop(ctx: fsshard.Context, demo: Demo, backend: str, data: darcy.D
         training_loss=h1,
         eval_losses={"l2": l2},
         regularizer=None,
-        **({"save_every": 1, "save_dir": demo.save_dir} if demo.save_dir else {}),
+        **saving,
     )
     outcome.losses.append(float(metrics["train_err"]))
     outcome.held = held_bytes(model)
     evaluate(ctx, model, data, outcome)
     return outcome
+
+
+def _samples(inputs: Tensor, outputs: Tensor) -> Any:
+    return [{"x": x, "y": y} for x, y in zip(inputs, outputs, strict=True)]
 
 
 def job(ctx: fsshard.Context, demo: Demo) -> list[Outcome]:
@@ -186,19 +225,28 @@ def job(ctx: fsshard.Context, demo: Demo) -> list[Outcome]:
     return outcomes
 
 
-def report(demo: Demo, world_size: int, data: darcy.DarcyData, outcomes: list[Outcome]) -> None:
+def report(
+    demo: Demo,
+    world_size: int,
+    data: darcy.DarcyData,
+    outcomes: list[Outcome],
+) -> None:
     """Print the table, and draw the picture."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"TFNO on Darcy flow, {demo.epochs} epochs of {demo.n_train} samples, {world_size} ranks")
+    training = f"{demo.epochs} epochs of {demo.n_train} samples, {world_size} ranks"
+    table = Table(title=f"TFNO on Darcy flow, {training}")
     for column in ("backend", "error 16", "error 32", "params", "grads", "optimizer", "total"):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for outcome in outcomes:
-        held = [outcome.held.get(key) for key in ("parameters", "gradients", "optimizer state")]  # from the 2nd step on
-        sizes = ["-" if nbytes is None else size(nbytes) for nbytes in held]
+        # A training of one step has not been looked at.
+        sizes = ["-"] * 4
+        if outcome.held:
+            kinds = [outcome.held[kind] for kind in ("parameters", "gradients", "optimizer state")]
+            sizes = list(map(size, [*kinds, sum(kinds)]))
         errors = [f"{100 * outcome.errors[resolution]:.2f} %" for resolution in (16, 32)]
-        table.add_row(outcome.backend, *errors, *sizes, size(sum(outcome.held.values())) if outcome.held else "-")
+        table.add_row(outcome.backend, *errors, *sizes)
     console = Console()
     console.print(table)
     console.print(
@@ -207,11 +255,15 @@ def report(demo: Demo, world_size: int, data: darcy.DarcyData, outcomes: list[Ou
     for other in outcomes[1:]:
         # neuraloperator's Trainer gives the last epoch's loss only.
         gap = largest_difference(outcomes[0].losses, other.losses)
-        console.print(f"largest difference in loss, {outcomes[0].backend} - {other.backend}: {gap}", highlight=False)
+        backends = f"{outcomes[0].backend} - {other.backend}"
+        console.print(f"largest difference in loss, {backends}: {gap}", highlight=False)
     if demo.picture:
         x, y = data.tests[32]
-        shown = {outcome.backend: outcome.predictions[:, 0] for outcome in outcomes if outcome.predictions is not None}
-        picture(demo.picture, x[:SHOWN, 0], y[:SHOWN, 0], shown)
+        predictions = {}
+        for outcome in outcomes:
+            if outcome.predictions is not None:
+                predictions[outcome.backend] = outcome.predictions[:, 0]
+        picture(demo.picture, x[:SHOWN, 0], y[:SHOWN, 0], predictions)
         console.print(f"wrote {demo.picture}", highlight=False)
 
 
@@ -219,19 +271,27 @@ def picture(path: str, x: Tensor, y: Tensor, predictions: dict[str, Tensor]) -> 
     """Draw a row per sample: the input, the truth, each prediction with its relative error, and the largest error."""
     from matplotlib.figure import Figure
 
-    gaps = torch.stack([(guess - y).abs() for guess in predictions.values()]).amax(0).nan_to_num()
+    errors = [(prediction - y).abs() for prediction in predictions.values()]
+    gaps = torch.stack(errors).amax(0).nan_to_num()
     columns = {"input $x$": x, "truth $y$": y, **predictions, "largest |error|": gaps}
-    figure = Figure(figsize=(1.75 * len(columns), 1.68 * len(y) + 0.75), layout="constrained")
-    axes = figure.subplots(len(y), len(columns), squeeze=False)
+    size_in_inches = (1.75 * len(columns), 1.68 * len(y) + 0.75)
+    figure = Figure(figsize=size_in_inches, layout="constrained")
+    grid = figure.subplots(len(y), len(columns), squeeze=False)
     for column, (title, panels) in enumerate(columns.items()):
-        top = 1.0 if panels is x else float((gaps if panels is gaps else y).max())
+        colours = "viridis"
+        top = 1.0 if panels is x else float(y.max())
+        if panels is gaps:
+            colours = "magma"
+            top = float(gaps.max())
         for row, panel in enumerate(panels):
-            axes[row, column].imshow(panel, cmap="magma" if panels is gaps else "viridis", vmin=0.0, vmax=top)
-            axes[row, column].set(xticks=[], yticks=[])
+            axes = grid[row, column]
+            axes.imshow(panel, cmap=colours, vmin=0.0, vmax=top)
+            axes.set(xticks=[], yticks=[])
             if title in predictions:
-                axes[row, column].set_xlabel(f"error {float((panel - y[row]).norm() / y[row].norm()):.1%}", fontsize=8)
-        axes[0, column].set_title(title, fontsize=10)
-        figure.colorbar(axes[0, column].images[0], ax=axes[:, column], location="bottom", shrink=0.85)
+                error = (panel - y[row]).norm() / y[row].norm()
+                axes.set_xlabel(f"error {float(error):.1%}", fontsize=8)
+        grid[0, column].set_title(title, fontsize=10)
+        figure.colorbar(grid[0, column].images[0], ax=grid[:, column], location="bottom", shrink=0.85)
     save_picture(figure, Path(path))
 
 

@@ -36,19 +36,20 @@ class RankInfo:
     port: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, size_name, size in (
-            ("RANK", self.rank, "WORLD_SIZE", self.world_size),
-            ("LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.local_world_size),
-        ):
-            if not 0 <= value < size:
-                raise LaunchError(
-                    f"{self.source} environment: {name}={value} must lie in 0..{size_name}-1, and {size_name}={size}"
-                )
+        self._check_number("", self.rank, self.world_size)
+        self._check_number("LOCAL_", self.local_rank, self.local_world_size)
         if self.local_world_size > self.world_size:  # GPUs would seem too few for the host's ranks
-            told = f"LOCAL_WORLD_SIZE={self.local_world_size} is more than WORLD_SIZE={self.world_size}"
-            raise LaunchError(f"{self.source} environment: {told}")
+            sizes = f"LOCAL_WORLD_SIZE={self.local_world_size} is more than WORLD_SIZE={self.world_size}"
+            raise LaunchError(f"{self.source} environment: {sizes}")
         if self.world_size > 1 and self.port is not None and not 0 < self.port < 2**16:
             raise LaunchError(f"{self.source} environment: MASTER_PORT={self.port} is not a port in 1..65535")
+
+    def _check_number(self, prefix: str, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            size_name = f"{prefix}WORLD_SIZE"
+            raise LaunchError(
+                f"{self.source} environment: {prefix}RANK={rank} must lie in 0..{size_name}-1, and {size_name}={size}"
+            )
 
 
 def launched_rank() -> RankInfo | None:
@@ -75,7 +76,8 @@ def export(info: RankInfo) -> None:
     """Write a rank's place into the environment, for libraries that read it."""
     for name, value in variables_of(info).items():
         if os.environ.get(name) != value:
-            os.environ[name] = exported[name] = value
+            os.environ[name] = value
+            exported[name] = value
 
 
 def integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -92,23 +94,26 @@ def integer(environment: Mapping[str, str], name: str, default: int | None = Non
 
 def torchrun_rank(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the place that torchrun or a hand-written script exports as RANK, WORLD_SIZE and so on."""
-    there = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
-    # A batch script often exports WORLD_SIZE and MASTER_* and leaves the ranks to srun.
-    if not there or (there == ["WORLD_SIZE"] and _is_slurm_task(environment)):
+    names = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+    if not names:
         return None
-    if len(there) == 1:
-        other = "RANK" if there == ["WORLD_SIZE"] else "WORLD_SIZE"
-        raise LaunchError(
-            f"{there[0]}={environment[there[0]]} is set but {other} is not; set both (torchrun does), or neither"
-        )
-    rank, world = integer(environment, "RANK"), integer(environment, "WORLD_SIZE")
+    # A batch script often exports WORLD_SIZE and MASTER_* and leaves the ranks to srun.
+    if names == ["WORLD_SIZE"] and _is_slurm_task(environment):
+        return None
+    if len(names) == 1:
+        name = names[0]
+        other = "RANK" if name == "WORLD_SIZE" else "WORLD_SIZE"
+        raise LaunchError(f"{name}={environment[name]} is set but {other} is not; set both (torchrun does), or neither")
+    rank = integer(environment, "RANK")
+    world = integer(environment, "WORLD_SIZE")
     if world == 1 and environment.get("MASTER_PORT") == "0":
         return None  # inherited from a parent process that made a one-rank group: no launcher
     local_world = integer(environment, "LOCAL_WORLD_SIZE", min(world, cuda_devices() or world))
     local_rank = integer(environment, "LOCAL_RANK", rank % max(1, local_world))
     if world <= 1 and "MASTER_ADDR" not in environment:
         return RankInfo("torchrun", rank, world, local_rank, local_world)
-    address, port = environment.get("MASTER_ADDR"), integer(environment, "MASTER_PORT")
+    address = environment.get("MASTER_ADDR")
+    port = integer(environment, "MASTER_PORT")
     if not address:
         raise LaunchError(f"WORLD_SIZE={world} but MASTER_ADDR is not set; set it to the host of rank 0")
     return RankInfo("torchrun", rank, world, local_rank, local_world, address, port)
@@ -147,7 +152,8 @@ def slurm_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 def slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
     counts: list[int] = []  # one per node, from "4(x2),3"
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeat or 1)
     node = integer(environment, "SLURM_NODEID", 0)
     if 0 <= node < len(counts):
@@ -183,10 +189,13 @@ def check_count(name: str, value: object) -> None:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cuda_devices() -> int:
+    # A broken driver counts devices that are not available.
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -247,9 +256,9 @@ def init(
         return _existing_context(settings)
     info = launched_rank()
     if info is None:
-        several = torch.cuda.device_count() > 1
+        level = logging.WARNING if torch.cuda.device_count() > 1 else logging.INFO
         logger.log(
-            logging.WARNING if several else logging.INFO,
+            level,
             "no launcher in the environment: one process makes a one-rank group; fsshard.launch() starts more",
         )
         info = RankInfo("alone", 0, 1, 0, 1)
@@ -284,19 +293,24 @@ class JoinSettings:
     ) -> JoinSettings:
         if backend not in (None, "gloo", "nccl"):
             raise LaunchError(f"process_group_backend must be 'gloo', 'nccl' or None, got {backend!r}")
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
-            raise LaunchError(f"timeout must be a positive number of seconds, a timedelta or None, got {timeout!r}")
+        limit = None
+        if timeout is not None:
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            if not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+                raise LaunchError(f"timeout must be a positive number of seconds, a timedelta or None, got {timeout!r}")
+            limit = timedelta(seconds=seconds)
         check_count("threads", threads)
-        place = None if device is None else torch.device(device)
-        if place is not None and place.type not in ("cpu", "cuda"):
-            raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
-        if backend == "nccl" and place is not None and place.type == "cpu":
-            raise LaunchError(
-                "process_group_backend='nccl' moves CUDA tensors only, but device='cpu'; use "
-                "process_group_backend='gloo'"
-            )
-        return cls(backend, None if seconds is None else timedelta(seconds=seconds), threads, place)
+        place = None
+        if device is not None:
+            place = torch.device(device)
+            if place.type not in ("cpu", "cuda"):
+                raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
+            if backend == "nccl" and place.type == "cpu":
+                raise LaunchError(
+                    "process_group_backend='nccl' moves CUDA tensors only, but device='cpu'; use "
+                    "process_group_backend='gloo'"
+                )
+        return cls(backend, limit, threads, place)
 
 
 def running_sizes() -> tuple[int, int] | None:
@@ -335,8 +349,12 @@ def _store_of_job(info: RankInfo, settings: JoinSettings) -> Store:
     limit = settings.store_timeout
 
     def connected() -> Store:
-        found = own_store_of(info, settings)
-        return found or next(iter(dist.rendezvous("env://", info.rank, info.world_size, timeout=limit)))[0]
+        own_store = own_store_of(info, settings)
+        if own_store is not None:
+            return own_store
+        rendezvous = dist.rendezvous("env://", info.rank, info.world_size, timeout=limit)
+        store: Store = next(iter(rendezvous))[0]
+        return store
 
     try:
         # A TCPStore waits without a limit for the first word of who has accepted its connection (torch 2.13).
@@ -351,7 +369,9 @@ def _store_of_job(info: RankInfo, settings: JoinSettings) -> Store:
 
 def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
     """Return the launcher's store, or one that rank 0 serves on the loopback interface; None leaves it to torch."""
-    address, port, timeout = info.address or "", info.port, settings.store_timeout
+    address = info.address or ""
+    port = info.port
+    timeout = settings.store_timeout
     if not port:
         return None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -364,46 +384,55 @@ def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
         return PrefixStore(f"start {start}", TCPStore(address, port, is_master=False, timeout=timeout))
     if address != "localhost" and not address.startswith("127."):
         return None
-    address = LOOPBACK if address == "localhost" else address
+    if address == "localhost":
+        address = LOOPBACK
     return loopback_store(address, port, info.world_size, serves=info.rank == 0, timeout=timeout)
 
 
 def _choose_device(info: RankInfo, settings: JoinSettings) -> tuple[str, torch.device]:
-    count, device = cuda_devices(), settings.device
-    # With one device bound to each task, a task sees its own only.
-    own_device = info.source == "SLURM" and "SLURM_GPUS_PER_TASK" in os.environ
-    enough = count >= (1 if own_device else info.local_world_size)
-    backend = settings.backend or ("nccl" if enough and (device is None or device.type == "cuda") else "gloo")
-    if backend == "gloo" and (device is None or device.type == "cpu"):
+    count = cuda_devices()
+    device = settings.device
+    kind = "" if device is None else device.type
+    backend = settings.backend
+    if backend is None:
+        # With one device bound to each task, a task sees its own only.
+        own_device = info.source == "SLURM" and "SLURM_GPUS_PER_TASK" in os.environ
+        enough = count >= (1 if own_device else info.local_world_size)
+        backend = "nccl" if enough and kind != "cpu" else "gloo"
+    if backend == "gloo" and kind != "cuda":
         return backend, torch.device("cpu")
     if not count:
         raise LaunchError(
             f"process_group_backend={settings.backend!r}, device={settings.device!r} needs a CUDA device and none was "
             "found; use process_group_backend='gloo' and device='cpu'"
         )
-    index = info.local_rank % count if device is None or device.index is None else device.index
-    if index >= count:
-        raise LaunchError(f"device='cuda:{index}', but this machine has {count} CUDA device(s), from cuda:0")
-    return backend, torch.device("cuda", index)
+    if device is None or device.index is None:
+        return backend, torch.device("cuda", info.local_rank % count)
+    if device.index >= count:
+        raise LaunchError(f"device='cuda:{device.index}', but this machine has {count} CUDA device(s), from cuda:0")
+    return backend, torch.device("cuda", device.index)
 
 
 def _set_threads(info: RankInfo, settings: JoinSettings, backend: str) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     elif info.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if backend == "gloo" else max(1, cores() // info.local_world_size))
+        share = max(1, cores() // info.local_world_size)
+        torch.set_num_threads(1 if backend == "gloo" else share)
 
 
 def _existing_context(settings: JoinSettings) -> Context:
     """Return the context of a process group that somebody else made, or an earlier init()."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     backend = "nccl" if "nccl" in dist.get_backend_config() and cuda_devices() else "gloo"
     if settings.backend not in (None, backend):
         raise LaunchError(
             f"process_group_backend={settings.backend!r}, but the process group that exists uses {backend!r}; "
             "leave it out, or destroy that group first"
         )
-    local_rank, local_world = rank, world
+    local_rank = rank
+    local_world = world
     if os.environ.get("RANK") == str(rank) and os.environ.get("WORLD_SIZE") == str(world):
         local_world = integer(os.environ, "LOCAL_WORLD_SIZE", world)
         local_rank = integer(os.environ, "LOCAL_RANK", rank % max(1, local_world))

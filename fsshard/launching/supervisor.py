@@ -32,8 +32,10 @@ handed: dict[str, tuple[Callable[[Any], None], Any]] = {}
 """By subject, the calls ``take(value)`` that each process makes which this one starts, or gives work to, before its
 work: its imports may not repeat them. ``take`` is at the top level of a module and cheap; the value is picklable."""
 
-RANK, UNGUARDED = "fsshard rank ", 78
-"""Beginning of the name of a rank's process; its exit code where its main script starts ranks while it is imported."""
+RANK = "fsshard rank "
+"""Beginning of the name of a rank's process."""
+UNGUARDED = 78
+"""Exit code of a rank whose main script starts ranks while it is imported."""
 
 POLL_SECONDS = 0.5  # a dead rank's forked children can hold its sentinel open, so exit codes are looked at too
 EXIT_SECONDS = 2.0  # from a rank's last message to its exit code
@@ -52,12 +54,15 @@ HINTS = {
 
 def is_consequence(error: BaseException) -> bool:
     """Tell whether the error, or the one it was raised from, speaks of a neighbour that went away."""
-    links: list[BaseException] = []
+    seen: set[int] = set()
     link: BaseException | None = error
-    while link is not None and not any(link is known for known in links):
-        links.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return any(isinstance(link, RankMismatch) or speaks_of_a_lost_rank(link) for link in links)
+    while link is not None and id(link) not in seen:
+        if isinstance(link, RankMismatch) or speaks_of_a_lost_rank(link):
+            return True
+        seen.add(id(link))
+        context = None if link.__suppress_context__ else link.__context__
+        link = link.__cause__ or context
+    return False
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,15 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Describe an exception that a rank has raised."""
-        text = "".join(traceback.format_exception(error))
-        consequence = is_consequence(error)
-        return cls(rank, time.time(), type(error).__name__, str(error), text, consequence, _pickled(error))
+        return cls(
+            rank=rank,
+            time=time.time(),
+            type_name=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            consequence=is_consequence(error),
+            pickled=_pickled(error),
+        )
 
     @classmethod
     def death(cls, rank: int, code: int | None) -> Failure:
@@ -88,7 +99,8 @@ class Failure:
             "the process exited without finishing: os._exit(), or an error on standard error before fn was reached"
         )
         if code is not None and code < 0:
-            name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
+            names = {number.value: number.name for number in signal.Signals}
+            name = names.get(-code, f"signal {-code}")
             message = f"the process was killed by a signal{HINTS.get(name, '')}"
         return cls(rank, time.time(), name, message, died=True)
 
@@ -120,8 +132,10 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _unpickled(data: bytes | None) -> BaseException | None:
+    if data is None:
+        return None
     with suppress(Exception):
-        state = pickle.loads(data) if data is not None else None
+        state = pickle.loads(data)
         if isinstance(state, tuple):
             kind, args, attributes = state
             state = kind.__new__(kind, *args)
@@ -154,7 +168,10 @@ class Outcome:
 
     def fail(self, failure: Failure, stack: Path) -> None:
         """Take down a rank's failure; of a death also where it was, which ``faulthandler`` may have written down."""
-        if failure.died and stack.exists() and (text := stack.read_text()):
+        text = ""
+        if failure.died and stack.exists():
+            text = stack.read_text()
+        if text:
             message = f"{failure.message}; it {location_in_dump(text).told('waited')}"
             failure = replace(failure, message=message, traceback=text)
         self.failures.setdefault(failure.rank, failure)
@@ -164,12 +181,13 @@ class Outcome:
 
         Its ``__cause__`` is the exception of that rank, or the echo of its leaving, where it can be pickled.
         """
-        late = [failure for failure in self.failures.values() if failure.is_late]
-        if all(failure.consequence for failure in self.failures.values()) and (late or self.stacks):
+        failures = self.failures.values()
+        late = [failure for failure in failures if failure.is_late]
+        if (late or self.stacks) and all(failure.consequence for failure in failures):
             return self._hang(late)
-        if not self.failures:
+        if not failures:
             return None
-        first = min(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
+        first = min(failures, key=lambda failure: (failure.consequence, failure.time))
         if first.consequence and self.finished:
             return self._left_early(first)
         error = RankFailed(first.rank, first.type_name, first.message, first.traceback, self._others(first.rank))
@@ -178,23 +196,31 @@ class Outcome:
 
     def error_of(self, rank: int) -> RankFailed | None:
         """Return the failure of one rank, whatever happened on the others."""
-        failures = {each: failure for each, failure in self.failures.items() if each == rank}
-        stacks = {each: text for each, text in self.stacks.items() if each == rank}
-        return Outcome(self.world_size, self.timeout, failures=failures, stacks=stacks).error()
+        alone = Outcome(self.world_size, self.timeout)
+        if rank in self.failures:
+            alone.failures[rank] = self.failures[rank]
+        if rank in self.stacks:
+            alone.stacks[rank] = self.stacks[rank]
+        return alone.error()
 
     def cause(self, rank: int) -> BaseException | None:
         """Return the exception that the rank raised, where it can be pickled."""
-        return self.failures[rank].error() if rank in self.failures else None
+        if rank not in self.failures:
+            return None
+        return self.failures[rank].error()
 
     def _left_early(self, failure: Failure) -> RankFailed:
         """Return the failure of the first rank that had finished, of which ``failure`` is the echo on another one."""
         left, *others = self.finished
-        how, said = "SystemExit", "sys.exit(0) was called there"
+        how = "SystemExit"
+        event = "sys.exit(0) was called there"
         if self.finished[left] == "return":
-            how, said = "an early return", "its function had returned"
-        also = f" (so had rank {', '.join(map(str, others))})" if others else ""
+            how = "an early return"
+            event = "its function had returned"
+        if others:
+            event += f" (so had rank {', '.join(map(str, others))})"
         message = (
-            f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective, or have fewer batches "
+            f"{event} while rank {failure.rank} still needed it: did it skip a collective, or have fewer batches "
             f"(drop_last=True, DistributedSampler)? {failure.type_name} on rank {failure.rank}: {failure.message}"
         )
         waited = location_in_traceback(failure.traceback).told("waited")
@@ -203,18 +229,25 @@ class Outcome:
         return error
 
     def _hang(self, late: list[Failure]) -> RankHung:
-        found = [(location_in_traceback(f.traceback), f.rank) for f in sorted(late, key=lambda f: f.time)]
-        found += [(location_in_dump(text), rank) for rank, text in sorted(self.stacks.items())]
-        place, rank = next((entry for entry in found if entry[0].collective), found[0])
+        places = {}
+        for failure in sorted(late, key=lambda failure: failure.time):
+            places[failure.rank] = location_in_traceback(failure.traceback)
+        for rank, text in sorted(self.stacks.items()):
+            places.setdefault(rank, location_in_dump(text))
+        in_collectives = [rank for rank, place in places.items() if place.collective]
+        rank = in_collectives[0] if in_collectives else next(iter(places))
+        place = places[rank]
         if rank in self.failures:
-            message, trace = f"rank {rank} {place.told('waited')}, and timed out", self.failures[rank].traceback
+            message = f"rank {rank} {place.told('waited')}, and timed out"
+            stack = self.failures[rank].traceback
         else:
             computing = ", unless it is still computing" if place.may_compute else ""
             message = f"rank {rank} {place.told()} (no answer within {self.timeout:g} s{computing})"
-            trace = self.stacks[rank]
+            stack = self.stacks[rank]
         missing = self._missing(rank, place) if place.collective else ""
-        told = f"{missing}; {message}. {UNEQUAL_CALLS}" if missing else message
-        error = RankHung(rank, place.collective, told, trace, self._others(rank))
+        if missing:
+            message = f"{missing}; {message}. {UNEQUAL_CALLS}"
+        error = RankHung(rank, place.collective, message, stack, self._others(rank))
         error.__cause__ = self.cause(rank)
         return error
 
@@ -227,34 +260,46 @@ class Outcome:
             return ""
         # One that is in no collective at all tells more than one that waits in another.
         first, *more = sorted(absent, key=lambda rank: bool(places[rank].collective))
-        nor = f" (nor did rank {', '.join(map(str, more))})" if more else ""
-        return f"rank {first} never came to {place.collective}{nor}: it {others[first]}"
+        where = place.collective
+        if more:
+            where += f" (nor did rank {', '.join(map(str, more))})"
+        return f"rank {first} never came to {where}: it {others[first]}"
 
     def _place(self, rank: int) -> StackLocation:
         """Return where a rank waits or waited, as far as its stack tells."""
         if rank in self.stacks:
             return location_in_dump(self.stacks[rank])
         failure = self.failures.get(rank)
-        return location_in_traceback(failure.traceback) if failure and failure.is_echo else StackLocation()
+        if failure is not None and failure.is_echo:
+            return location_in_traceback(failure.traceback)
+        return StackLocation()
 
     def _others(self, rank: int) -> dict[int, str]:
-        told = {other: self._told(other) for other in range(self.world_size) if other != rank}
-        return {other: text for other, text in told.items() if text}
+        texts = {}
+        for other in range(self.world_size):
+            text = "" if other == rank else self._fate(other)
+            if text:
+                texts[other] = text
+        return texts
 
-    def _told(self, rank: int) -> str:
+    def _fate(self, rank: int) -> str:
         """Say what became of a rank, in one line."""
-        place, failure = self._place(rank), self.failures.get(rank)
+        place = self._place(rank)
         if rank in self.stacks:
-            return place.told("waited") if place != StackLocation() else "did not answer"
+            return "did not answer" if place == StackLocation() else place.told("waited")
+        failure = self.failures.get(rank)
         if failure is None:
             return "had finished" if rank in self.finished else ""
         if failure.is_echo:
             where = place.told("waited") if place.collective or place.line else ""
             if failure.is_late:
                 return f"{where or 'waited'}, and timed out"
-            return f"lost its connection to another rank{' while it ' if where else ''}{where}"
-        first = failure.message.strip().partition("\n")[0]
-        return f"died: {failure.type_name}" if failure.died else f"raised {failure.type_name}: {first}"
+            lost = "lost its connection to another rank"
+            return f"{lost} while it {where}" if where else lost
+        if failure.died:
+            return f"died: {failure.type_name}"
+        line = failure.message.strip().partition("\n")[0]
+        return f"raised {failure.type_name}: {line}"
 
 
 def take_over(handed: Handed) -> None:
@@ -350,7 +395,8 @@ class Supervisor:
                 if kind == "told" and on_message is not None:
                     on_message(rank, value)
                 elif kind in FINISHED:
-                    outcome.finished[rank], outcome.results[rank] = kind, value
+                    outcome.finished[rank] = kind
+                    outcome.results[rank] = value
                 elif kind in ("raised", "died"):
                     outcome.fail(value, self._stack(rank))
                     deadline = min(deadline, time.monotonic() + patience)
@@ -360,9 +406,12 @@ class Supervisor:
 
     def _readable(self, waiting: set[int], deadline: float) -> list[int]:
         """Wait for ranks that have something to say, or have died; none if nothing happens for a while."""
-        watched = [self._ranks[rank] for rank in sorted(waiting)]
         limit = max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
-        connection.wait([*(each.pipe for each in watched), *(each.process.sentinel for each in watched)], limit)
+        watched: list[Any] = []
+        for rank in waiting:
+            process, pipe = self._ranks[rank]
+            watched += [pipe, process.sentinel]
+        connection.wait(watched, limit)
         # Its end is looked at before its pipe: what it sent before it died is there by then.
         ended = self.dead()
         return [rank for rank in sorted(waiting) if rank in ended or self._ranks[rank].pipe.poll()]
@@ -418,14 +467,15 @@ class Supervisor:
         Their pipes are closed first, at which one that waits for work leaves. After ``patience`` seconds (None: as long
         as it takes) they are killed. Return the exit codes of those that left by themselves.
         """
-        ended = {rank: self._ranks.pop(rank) for rank in set(ranks) if rank in self._ranks}
+        ended = {rank: self._ranks.pop(rank) for rank in sorted(set(ranks)) if rank in self._ranks}
         for each in ended.values():
             each.pipe.close()
-        deadline = None if patience is None else time.monotonic() + patience
+        deadline = math.inf if patience is None else time.monotonic() + patience
         codes: dict[int, int] = {}
-        for rank, (process, _) in sorted(ended.items()):
-            if deadline is None or deadline > time.monotonic():
-                process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        for rank, (process, _) in ended.items():
+            left = deadline - time.monotonic()
+            if left > 0:
+                process.join(None if left == math.inf else left)
             if process.exitcode is not None:
                 codes[rank] = process.exitcode
             else:
@@ -472,8 +522,8 @@ def check_importable(fn: Any) -> None:
         fn = fn.func
     name = getattr(fn, "__qualname__", repr(fn))
     remedy = "spawned ranks import it by name: use a function at the top level of a module"
-    main = sys.modules.get("__main__")
-    if getattr(fn, "__module__", None) == "__main__" and not os.path.exists(getattr(main, "__file__", None) or ""):
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if getattr(fn, "__module__", None) == "__main__" and not os.path.exists(main_file or ""):
         raise LaunchError(
             f"{name} is defined in an interactive session; {remedy} (in a notebook, of a file that %%writefile "
             "writes), or call fsshard.init() for one rank here"

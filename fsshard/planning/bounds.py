@@ -24,8 +24,8 @@ Where parameters may stay without gradient, nothing of this that is about gradie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,82 +61,94 @@ class Circumstances:
 
 def bounds_of(plan: Plan, divides: str, given: Circumstances) -> Bounds:
     """Return the lower bounds of ``plan`` where ranks divide ``"nothing"``, ``"elements"`` or ``"owners"``."""
-    if given.partly:
-        known = {name: replace(info, requires_grad=False) for name, info in plan.parameters.items()}
-        plan = replace(plan, parameters=known)
-    if divides == "elements" and given.shards > 1:
-        return _shards(plan, given)
-    return _owners(plan, given) if divides != "nothing" and given.shards > 1 else _replicas(plan, given)
+    trainable = [info.nbytes for info in plan.parameters.values() if info.requires_grad and not given.partly]
+    if divides == "nothing" or given.shards <= 1:
+        return _replicas(plan, given, trainable)
+    if divides == "elements":
+        return _shards(plan, given, sum(trainable))
+    return _owners(plan, given, trainable)
 
 
-def _replicas(plan: Plan, given: Circumstances) -> Bounds:
-    trainable = sum(_trainable(plan).values())
-    state = round(given.state_ratio * trainable)
-    kinds = {"parameters": plan.nbytes, "optimizer state": state, "gradients": trainable}
-    payload = given.reduces * _scaled(trainable, plan.precision.reduce_dtype)
-    return Bounds(
-        peak=plan.nbytes + state + max(given.activations, trainable),
-        by_kind={**kinds, "activations": given.activations},
-        payloads={"all_reduce": payload} if given.shards > 1 else {},
-        sent=round(sent("all_reduce", payload, given.shards)),
-    )
+def _replicas(plan: Plan, given: Circumstances, trainable: list[int]) -> Bounds:
+    gradients = sum(trainable)
+    payload = given.reduces * _scaled(gradients, plan.precision.reduce_dtype)
+    payloads = {"all_reduce": payload} if given.shards > 1 else {}
+    return _of_whole_parameters(plan, given, gradients, payloads)
 
 
-def _owners(plan: Plan, given: Circumstances) -> Bounds:
-    sizes = _trainable(plan)
-    trainable = sum(sizes.values())
-    owned = max(-(-trainable // given.shards), *sizes.values())
-    state = round(given.state_ratio * owned)
-    kinds = {"parameters": plan.nbytes, "optimizer state": state, "gradients": owned}
-    reduced = given.reduces * _scaled(trainable, plan.precision.reduce_dtype)
-    over = reduced // given.shards if given.replicas > 1 else 0
-    return Bounds(
-        peak=plan.nbytes + state + max(given.activations, owned),
-        by_kind={**kinds, "activations": given.activations},
-        payloads={"reduce": reduced, "broadcast": trainable, **({"all_reduce": over} if over else {})},
-        sent=round(
-            sent("reduce", reduced, given.shards)
-            + sent("broadcast", trainable, given.shards)
-            + sent("all_reduce", over, given.replicas)
-        ),
-    )
+def _owners(plan: Plan, given: Circumstances, trainable: list[int]) -> Bounds:
+    total = sum(trainable)
+    owned = max(-(-total // given.shards), *trainable, 0)
+    reduced = given.reduces * _scaled(total, plan.precision.reduce_dtype)
+    payloads = {"reduce": reduced, "broadcast": total}
+    return _of_whole_parameters(plan, given, owned, payloads)
 
 
-def _shards(plan: Plan, given: Circumstances) -> Bounds:
-    count, trainable = given.shards, sum(_trainable(plan).values())
-    held = 0 if given.offloaded else -(-plan.nbytes // count)
-    gradients = 0 if given.offloaded else -(-trainable // count)
-    state = 0 if given.offloaded else round(given.state_ratio * trainable / count)
+def _of_whole_parameters(
+    plan: Plan,
+    given: Circumstances,
+    gradients: int,
+    payloads: dict[str, int],
+) -> Bounds:
+    """Return the bounds where a rank has all parameters, and this many bytes of gradients with their states."""
+    state = round(given.state_ratio * gradients)
+    by_kind = {
+        "parameters": plan.nbytes,
+        "optimizer state": state,
+        "gradients": gradients,
+        "activations": given.activations,
+    }
+    peak = plan.nbytes + state + max(given.activations, gradients)
+    return Bounds(peak=peak, by_kind=by_kind, **_traffic(given, payloads))
+
+
+def _shards(plan: Plan, given: Circumstances, trainable: int) -> Bounds:
+    parameters = 0
+    gradients = 0
+    state = 0
+    if not given.offloaded:
+        parameters = -(-plan.nbytes // given.shards)
+        gradients = -(-trainable // given.shards)
+        state = round(given.state_ratio * trainable / given.shards)
     units = [] if given.partly else _as_gathered(plan, given)
     sizes = [unit.computed for unit in units]
-    again = [unit.computed for unit in units if unit.trainable]  # of what is frozen a backward may need nothing
-    largest, everything = max(sizes, default=0), sum(sizes)
+    gathered = sum(sizes)
+    alive = max(sizes, default=0)
+    begins = given.activations
+    if given.stays_gathered:
+        alive = gathered
+        begins += gathered
+    else:
+        # Of what is frozen a backward may need nothing, and one unit can stay.
+        again = [unit.computed for unit in units if unit.trainable]
+        gathered += sum(again) - max(again, default=0)
     with_gradient = max((unit.computed + unit.gradient for unit in units), default=0)
-    begins = given.activations + (everything if given.stays_gathered else 0)
-    gathered = given.micro_batches * (everything + (0 if given.stays_gathered else sum(again) - max(again, default=0)))
-    reduce_dtype = plan.precision.reduce
-    reduced = given.reduces * sum(_scaled(unit.trainable, reduce_dtype or unit.compute) for unit in units)
-    payloads = {"all_gather": gathered, "reduce_scatter": reduced}
-    over = reduced // count if given.replicas > 1 else 0
-    return Bounds(
-        peak=held + state + max(begins, gradients, with_gradient),
-        by_kind={
-            "parameters": held,
-            "optimizer state": state,
-            "gradients": gradients,
-            "gathered units": everything if given.stays_gathered else largest,
-            "activations": given.activations,
-        },
-        payloads={**payloads, **({"all_reduce": over} if over else {})},
-        sent=round(
-            sum(sent(kind, nbytes, count) for kind, nbytes in payloads.items())
-            + sent("all_reduce", over, given.replicas)
-        ),
-    )
+    reduced = sum(_scaled(unit.trainable, plan.precision.reduce or unit.compute) for unit in units)
+    payloads = {
+        "all_gather": given.micro_batches * gathered,
+        "reduce_scatter": given.reduces * reduced,
+    }
+    by_kind = {
+        "parameters": parameters,
+        "optimizer state": state,
+        "gradients": gradients,
+        "gathered units": alive,
+        "activations": given.activations,
+    }
+    peak = parameters + state + max(begins, gradients, with_gradient)
+    return Bounds(peak=peak, by_kind=by_kind, **_traffic(given, payloads))
 
 
-def _trainable(plan: Plan) -> dict[str, int]:
-    return {name: info.nbytes for name, info in plan.parameters.items() if info.requires_grad} or {"": 0}
+def _traffic(given: Circumstances, payloads: dict[str, int]) -> dict[str, Any]:
+    """Return payloads, with the reduction over replicas where there are several copies, and the bytes that are sent."""
+    nbytes = sum(sent(kind, payload, given.shards) for kind, payload in payloads.items())
+    if given.replicas > 1:
+        reduced = payloads.get("reduce", 0) + payloads.get("reduce_scatter", 0)
+        over = reduced // given.shards
+        nbytes += sent("all_reduce", over, given.replicas)
+        if over:
+            payloads["all_reduce"] = over
+    return {"payloads": payloads, "sent": round(nbytes)}
 
 
 class _Gathered(NamedTuple):
@@ -157,25 +169,38 @@ class _Gathered(NamedTuple):
 
 def _as_gathered(plan: Plan, given: Circumstances) -> list[_Gathered]:
     """Return the units; of several that are joined, which compute in one dtype, one."""
-    found = []
+    units = []
     for unit in plan.units:
-        names = unit.parameters if given.comm_groups is None else given.comm_groups.get(unit.name, ())
-        own = [plan.parameters[name] for name in names]
-        if own:
-            trainable = sum(info.nbytes for info in own if info.requires_grad)
-            found.append(_Gathered(sum(info.nbytes for info in own), trainable, unit.compute))
-    return found
+        names = unit.parameters
+        if given.comm_groups is not None:
+            names = given.comm_groups.get(unit.name, ())
+        if not names:
+            continue
+        nbytes = 0
+        trainable = 0
+        for name in names:
+            info = plan.parameters[name]
+            nbytes += info.nbytes
+            if info.requires_grad:
+                trainable += info.nbytes
+        units.append(_Gathered(nbytes, trainable, unit.compute))
+    return units
 
 
 def _scaled(nbytes: int, dtype: torch.dtype | None) -> int:
     """Return the bytes in ``dtype`` of what is float32 at rest: under mixed precision all weights are."""
-    return nbytes if dtype is None else nbytes * dtype.itemsize // torch.float32.itemsize
+    if dtype is None:
+        return nbytes
+    return nbytes * dtype.itemsize // torch.float32.itemsize
 
 
 def sent(kind: str, nbytes: int, ranks: int) -> float:
     """Return the bytes that a rank has to send at least for a payload of ``nbytes``, on average over the ranks."""
-    share = (ranks - 1) / ranks if ranks else 0.0
-    if kind in ("send", "receive"):
-        return float(nbytes) if kind == "send" else 0.0
+    if kind == "send":
+        return float(nbytes)
+    if kind == "receive" or not ranks:
+        return 0.0
+    share = (ranks - 1) / ranks
     # An all_reduce is at least a reduce_scatter and an all_gather: each rank sends its share of the payload twice.
-    return nbytes * share * (2.0 if kind == "all_reduce" else 1.0)
+    times = 2.0 if kind == "all_reduce" else 1.0
+    return nbytes * share * times

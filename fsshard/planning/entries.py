@@ -100,12 +100,16 @@ class Entry:
     def local(self) -> Tensor:
         """Return this rank's part of the stored parameter as a plain tensor, without a copy; between steps only."""
         part: Tensor | None = getattr(self.parameter, LOCAL_TENSOR, None)  # of a DTensor, without a dispatch
-        return self.parameter.detach() if part is None else part
+        if part is None:
+            return self.parameter.detach()
+        return part
 
     def grad(self) -> Tensor | None:
         """Return this rank's part of the stored gradient as a plain tensor, or None."""
         gradient = self.parameter.grad
-        return None if gradient is None else getattr(gradient, LOCAL_TENSOR, gradient)
+        if gradient is None:
+            return None
+        return getattr(gradient, LOCAL_TENSOR, gradient)
 
     @property
     def is_cut(self) -> bool:
@@ -115,12 +119,15 @@ class Entry:
     @property
     def in_order(self) -> bool:
         """Return whether each rank's part is a range of elements in index order; the same on every rank."""
-        return self.cut is None or not self.is_cut or (not self.kind.order and self.cut.order is None)
+        if self.cut is None or not self.is_cut:
+            return True
+        return not self.kind.order and self.cut.order is None
 
     @property
     def here(self) -> tuple[int, int]:
         """[start, stop) of this rank's part among the stored elements, in the order in which the engine lays them."""
-        return self.part(0 if self.group is None else self.group.rank())
+        rank = 0 if self.group is None else self.group.rank()
+        return self.part(rank)
 
     def part(self, rank: int) -> tuple[int, int]:
         """:attr:`here` of ``rank`` of the group."""
@@ -128,14 +135,17 @@ class Entry:
         if self.cut is None:
             return 0, total
         start = rank * self.cut.stride - self.cut.offset
-        return min(max(start, 0), total), min(max(start + self.cut.stride, 0), total)
+        stop = start + self.cut.stride
+        return min(max(start, 0), total), min(max(stop, 0), total)
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole stored tensor, in the shape of :meth:`local`. No communication."""
         if self.cut is None:
             return whole
-        run = whole if self.cut.order is None else whole.permute(self.cut.order)
-        return run.reshape(-1)[slice(*self.here)].view(self.local().shape)
+        if self.cut.order is not None:
+            whole = whole.permute(self.cut.order)
+        start, stop = self.here
+        return whole.reshape(-1)[start:stop].view(self.local().shape)
 
     # ------------------------------------------------------------------------------------------ as checkpoints keep it
 
@@ -160,15 +170,18 @@ class Entry:
         """Flatten stored elements to the user's dtype, if there is one so wide; what is whole, to the user's order."""
         pairs = self.kept_as_pairs(stored.dtype)
         if whole and self.kind.order:
-            user = stored.permute(*self.kind.way_back, -1) if pairs else self.kind.to_user(stored)
+            user: Tensor = stored.permute(*self.kind.way_back, -1) if pairs else self.kind.to_user(stored)
             return user.reshape(-1)
         flat = stored.reshape(-1)
-        return torch.view_as_complex(viewable(flat.view(-1, 2))) if self.kind.is_complex and not pairs else flat
+        if pairs or not self.kind.is_complex:
+            return flat
+        return torch.view_as_complex(viewable(flat.view(-1, 2)))
 
     def put(self, whole: Tensor) -> None:
         """Copy this rank's part of ``whole`` into the parameter."""
         local = self.local()
-        local.copy_(self.take(whole.to(dtype=local.dtype)).view(local.shape))
+        part = self.take(whole.to(dtype=local.dtype))
+        local.copy_(part.view(local.shape))
 
 
 def collect_entries(module: nn.Module, layouts: Mapping[str, tuple[Layout, ...]] | None = None) -> dict[str, Entry]:
@@ -176,13 +189,22 @@ def collect_entries(module: nn.Module, layouts: Mapping[str, tuple[Layout, ...]]
 
     ``layouts`` are, by first name, what was said of a parameter along other mesh dimensions than data.
     """
-    found: dict[int, Entry] = {}
+    entries: dict[int, Entry] = {}
     for slot in parameter_slots(module):
-        stored = slot.parameter
-        if id(stored) in found:
-            found[id(stored)].slots.append(slot)
-        else:
-            own = () if slot.kind.layout is None else (slot.kind.layout,)
-            named = (layouts or {}).get(slot.name, ())
-            found[id(stored)] = Entry(slot.name, slot.kind, stored.shape, [slot], stored, (*own, *named))
-    return {entry.name: entry for entry in found.values()}
+        parameter = slot.parameter
+        if id(parameter) in entries:
+            entries[id(parameter)].slots.append(slot)
+            continue
+        entry = Entry(
+            name=slot.name,
+            kind=slot.kind,
+            stored_shape=parameter.shape,
+            slots=[slot],
+            parameter=parameter,
+        )
+        if slot.kind.layout is not None:
+            entry.layouts += (slot.kind.layout,)
+        if layouts is not None:
+            entry.layouts += layouts.get(slot.name, ())
+        entries[id(parameter)] = entry
+    return {entry.name: entry for entry in entries.values()}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.arguments import PrecisionChoice, Recomputed, WrapPolicy
 from fsshard.planning.policies import (
     Precision,
+    Reasons,
     is_container,
     never_called,
     resolve_blocks,
@@ -28,10 +29,13 @@ from fsshard.planning.policies import (
     resolve_precision,
     resolve_units,
 )
-from fsshard.planning.text import aligned, size, wrapped
+from fsshard.planning.text import aligned, counted, size, wrapped
 from fsshard.planning.weight_readers import readers_of_weights
 from fsshard.torch_private.modules import CHECKPOINTED, BatchNorm
 from fsshard.torch_private.tensors import LOCAL_TENSOR
+
+Place = tuple[str, nn.Module]
+"""Name and module; a module may have several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,8 @@ class Plan:
     @property
     def unit_names(self) -> tuple[str, ...]:
         """Names of the units below the root, children before their parents."""
-        return tuple(sorted((u.name for u in self.units[1:]), key=lambda name: -name.count(".")))
+        names = [unit.name for unit in self.units[1:]]
+        return tuple(sorted(names, key=lambda name: -name.count(".")))
 
     def explain(self) -> str:
         """Return a table of the units, and below it ties, recomputed blocks and what cannot be a unit."""
@@ -176,83 +181,115 @@ def shaped_slots(table: ModuleTable) -> list[ParameterSlot]:
         raise ModelError(f"{type(table.root).__name__} has no parameters; there is nothing to shard")
     lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
     if lazy:
-        raise ModelError(f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward first")
+        names = ", ".join(lazy[:5])
+        raise ModelError(f"lazy parameters have no shape yet: {names}; run one forward first")
     return slots
 
 
 def plan_table(
-    table: ModuleTable, slots: list[ParameterSlot], units: object, mixed_precision: object, recomputed: object
+    table: ModuleTable,
+    slots: list[ParameterSlot],
+    units: object,
+    mixed_precision: object,
+    recomputed: object,
 ) -> Plan:
     """Plan as :func:`plan` does, for a caller that has walked the model already."""
     names = {id(module): name for name, module in table.modules.items()}
     complex_names = [slot.name for slot in slots if slot.is_complex]
     owners = _complex_owners(table, complex_names)
     precision = resolve_precision(mixed_precision)
+    mixed = not precision.is_full
     picked = resolve_units(table, units, owners)
-    if not precision.is_full:
+    if mixed:
         for module, reason in _fp32_units(table, owners).items():
             picked.setdefault(module, reason)
     ties = _ties(slots)
     leaks = _leaking(table.places, ties)
-    read = never_called(table.modules.values())  # units among them would be read while sharded
+    never = never_called(table.modules.values())  # units among them would be read while sharded
     handed = _handed_to_autograd(table, names) if units == "auto" else {}
-    kept, dropped = _keep(picked, names, leaks, read, handed, mixed=not precision.is_full)
-    if len({real_dtype(dtype) for dtype in {slot.parameter.dtype for slot in slots}}) > 1:
+    kept, dropped = _keep(picked, names, leaks, never, handed, mixed=mixed)
+    dtypes = {real_dtype(slot.parameter.dtype) for slot in slots}
+    if len(dtypes) > 1:
         kept = _split_dtypes(table.root, kept, leaks)
-    blocks, before = _recomputed(table, recomputed, kept, read)
-    made = _assemble(slots, complex_names, kept, names, ties, {names[id(m)] for m in owners}, precision)
-    made = replace(made, dropped=dropped, recomputed_before=before)
-    again = resolve_checkpointing(recomputed).recompute
-    return replace(made, recomputed=blocks) if again else replace(made, offloaded=blocks)
+    blocks, before = _recomputed(table, recomputed, kept, never)
+    infos = _parameter_infos(slots, _names_of_units(kept, names))
+    wide = {*complex_names}  # parameters that stay in float32
+    if mixed:
+        wide.update(slot.name for slot in slots if isinstance(slot.owner, BatchNorm))
+    fp32_units = {names[id(module)] for module in owners}
+    recomputes = resolve_checkpointing(recomputed).recompute
+    return Plan(
+        units=_units(kept, names, infos, wide, precision),
+        parameters=infos,
+        ties=ties,
+        fp32_units=tuple(name for name in names.values() if name in fp32_units),
+        dropped=dropped,
+        precision=precision,
+        recomputed=blocks if recomputes else {},
+        recomputed_before=before,
+        offloaded={} if recomputes else blocks,
+    )
 
 
 def _recomputed(
-    table: ModuleTable, activation_checkpointing: object, units: Mapping[nn.Module, str], read: Collection[nn.Module]
+    table: ModuleTable,
+    activation_checkpointing: object,
+    units: Reasons,
+    never: Collection[nn.Module],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the blocks to recompute, and those that recompute already; by name, outermost only, with the reason."""
     policy = resolve_checkpointing(activation_checkpointing).policy
+    picked: Reasons = {}
     if policy is True:
         picked = dict.fromkeys(units, "a unit of the plan")
-    elif policy is None or policy is False:
-        picked = {}
-    else:
+    elif policy is not None and policy is not False:
         picked = resolve_blocks(table, policy)
-    reasons = {module: reason for module, reason in picked.items() if module not in read}
-    for module in reasons:
-        if is_container(module) or isinstance(module, torch.jit.ScriptModule):
-            why = "is never called" if is_container(module) else "has a forward that cannot be replaced"
+    for module in never:
+        picked.pop(module, None)
+    for module in picked:
+        why = ""
+        if isinstance(module, torch.jit.ScriptModule):
+            why = "has a forward that cannot be replaced"
+        if is_container(module):
+            why = "is never called"
+        if why:
             raise ConfigurationError(
                 f"activation_checkpointing={policy!r} picked a {type(module).__name__}, which {why}, so that nothing "
                 "would be recomputed; pick the class of modules that are called"
             )
-    recomputed, before = _outermost(table.places, reasons)
+    recomputed, before = _outermost(table.places, picked)
     if policy and not recomputed and not before:
-        classes = ", ".join(sorted({type(m).__name__ for m in table.modules.values()}))
+        classes = sorted({type(module).__name__ for module in table.modules.values()})
         hint = "this plan has the root as its only unit" if policy is True else "it matches no block below the root"
         raise ConfigurationError(
             f"activation_checkpointing={policy!r}: {hint}; name the classes of the blocks to recompute, for example "
-            f"{{torch.nn.TransformerEncoderLayer}}. The model has {classes}"
+            f"{{torch.nn.TransformerEncoderLayer}}. The model has {', '.join(classes)}"
         )
     return recomputed, before
 
 
 def _outermost(
-    places: Iterable[tuple[str, nn.Module]], picked: Mapping[nn.Module, str]
+    places: Iterable[Place],
+    picked: Reasons,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return both by public name, in the model's order; a module counts at its first place outside of other blocks."""
     recomputed: dict[str, str] = {}
     before: dict[str, str] = {}
+    blocks: set[str] = set()
     seen: set[nn.Module] = set()
     for name, module in places:  # one name for torch's wrapper and for what it wraps
-        is_within = (recomputed or before) and any(p in recomputed or p in before for p in (name, *_above(name)))
-        if is_within or module in seen:
+        if module in seen:
             continue
-        if known := recomputed_by(module):
-            before[name] = known
+        if blocks and not blocks.isdisjoint([name, *_above(name)]):
+            continue
+        reason = recomputed_by(module)
+        if reason:
+            before[name] = reason
         elif module in picked:
             recomputed[name] = picked[module]
         else:
             continue
+        blocks.add(name)
         seen.add(module)
     return recomputed, before
 
@@ -298,19 +335,19 @@ def _complex_owners(table: ModuleTable, complex_names: list[str]) -> list[nn.Mod
     For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``.
     """
     modules = table.by_public_name() if complex_names else {}
-    found: dict[nn.Module, None] = {}
-    for name in dict.fromkeys(name.rpartition(".")[0] for name in complex_names):
-        while name and is_container(modules[name]):
-            name = name.rpartition(".")[0]
-        found.setdefault(modules[name])
-    return list(found)
+    owners: dict[nn.Module, None] = {}
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in complex_names):
+        while path and is_container(modules[path]):
+            path = path.rpartition(".")[0]
+        owners[modules[path]] = None
+    return list(owners)
 
 
-def _handed_to_autograd(table: ModuleTable, names: Mapping[int, str]) -> dict[nn.Module, str]:
+def _handed_to_autograd(table: ModuleTable, names: Mapping[int, str]) -> Reasons:
     """Return the modules below one that reads their weights for autograd; nobody chose them as units by name."""
-    handed: dict[nn.Module, str] = {}
+    handed: Reasons = {}
     for reader in readers_of_weights(table.modules.values()):
-        place = repr(names[id(reader)]) if reader is not table.root else "the root"
+        place = "the root" if reader is table.root else repr(names[id(reader)])
         reason = f"{place}, a {type(reader).__name__}, hands its weights to a custom Function or to autograd.grad"
         for module in reader.modules():
             if module is not reader:
@@ -318,13 +355,13 @@ def _handed_to_autograd(table: ModuleTable, names: Mapping[int, str]) -> dict[nn
     return handed
 
 
-def _fp32_units(table: ModuleTable, owners: list[nn.Module]) -> dict[nn.Module, str]:
+def _fp32_units(table: ModuleTable, owners: list[nn.Module]) -> Reasons:
     """Return what stays in float32, without the root. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
-    found = dict.fromkeys(owners, "owns complex weights")
-    norms = [m for m in table.modules.values() if isinstance(m, BatchNorm)]
-    found |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
-    found.pop(table.root, None)
-    return found
+    units = dict.fromkeys(owners, "owns complex weights")
+    norms = [module for module in table.modules.values() if isinstance(module, BatchNorm)]
+    units |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
+    units.pop(table.root, None)
+    return units
 
 
 def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
@@ -334,39 +371,56 @@ def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-def _leaking(places: Iterable[tuple[str, nn.Module]], ties: Sequence[tuple[str, ...]]) -> set[int]:
+def _leaking(places: Iterable[Place], ties: Sequence[tuple[str, ...]]) -> set[int]:
     """Return the ids of the modules that hold a parameter that is also reached from outside of them.
 
     By names, not by owners: a whole module can sit in two places (an embedding that encoder and decoder share).
     """
     if not ties:
         return set()
-    held: dict[str, list[int]] = {}
+    modules: dict[str, list[int]] = {}
     for name, module in places:
-        held.setdefault(name, []).append(id(module))
+        modules.setdefault(name, []).append(id(module))
     leaking: set[int] = set()
     for tie in ties:
-        inside = Counter(key for name in tie for key in {key for above in _above(name) for key in held.get(above, ())})
-        leaking |= {key for key, count in inside.items() if count < len(tie)}
+        counts: Counter[int] = Counter()
+        for name in tie:
+            around: set[int] = set()
+            for path in _above(name):
+                around.update(modules.get(path, ()))
+            counts.update(around)
+        leaking |= {key for key, count in counts.items() if count < len(tie)}
     return leaking
 
 
 def _above(name: str) -> list[str]:
     """Return the names of all modules around what has ``name``, the root's included."""
-    return [*(name.rsplit(".", steps)[0] for steps in range(1, name.count(".") + 1)), ""]
+    paths = []
+    while name:
+        name = name.rpartition(".")[0]
+        paths.append(name)
+    return paths
+
+
+def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters that these modules hold themselves."""
+    for module in modules:
+        for parameter in stored_in(module).values():
+            if parameter is not None:
+                yield parameter
 
 
 def _keep(
     picked: Mapping[nn.Module, str],
     names: Mapping[int, str],
     leaks: Collection[int],
-    read: Collection[nn.Module],
+    never: Collection[nn.Module],
     handed: Mapping[nn.Module, str],
     *,
     mixed: bool,
-) -> tuple[dict[nn.Module, str], dict[str, str]]:
+) -> tuple[Reasons, dict[str, str]]:
     """Return which picked modules can be units, and why the others cannot."""
-    kept: dict[nn.Module, str] = {}
+    kept: Reasons = {}
     dropped: dict[str, str] = {}
     for module, reason in picked.items():
         name = names[id(module)]
@@ -376,10 +430,10 @@ def _keep(
                 "would gather its parameters; pick the class of the modules that are called"
             )
         # Where dtypes are mixed, a BatchNorm without parameters is a unit too: its inputs and outputs are cast.
-        held = (p for m in module.modules() for p in stored_in(m).values() if p is not None)
-        if next(held, None) is None and not (mixed and isinstance(module, BatchNorm)):
+        may_be_empty = mixed and isinstance(module, BatchNorm)
+        if not may_be_empty and next(_parameters(module.modules()), None) is None:
             dropped[name] = "has no parameters"
-        elif module in read:
+        elif module in never:
             dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
         elif module in handed:
             dropped[name] = handed[module]
@@ -390,25 +444,26 @@ def _keep(
     return kept, dropped
 
 
-def _region(unit: nn.Module, units: Mapping[nn.Module, str]) -> list[nn.Module]:
+def _region(unit: nn.Module, units: Reasons) -> list[nn.Module]:
     """Return ``unit`` and the modules below it that belong to no unit further down."""
-    found = [unit]
+    region = [unit]
     for child in unit.children():
         if child not in units:
-            found += _region(child, units)
-    return found
+            region += _region(child, units)
+    return region
 
 
 def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
     sizes: dict[torch.dtype, int] = {}
-    # dict, not set: ranks must meet equal sizes in the same order
-    for parameter in dict.fromkeys(p for m in modules for p in stored_in(m).values() if p is not None):
+    # A dict, not a set: ranks must meet equal sizes in the same order.
+    for parameter in dict.fromkeys(_parameters(modules)):
         dtype = real_dtype(parameter.dtype)
-        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
+        nbytes = parameter.numel() * parameter.element_size()
+        sizes[dtype] = sizes.get(dtype, 0) + nbytes
     return sizes
 
 
-def _split_dtypes(root: nn.Module, kept: dict[nn.Module, str], leaks: Collection[int]) -> dict[nn.Module, str]:
+def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Reasons:
     units = dict(kept)
     for unit in [root, *kept]:
         region = _region(unit, kept)
@@ -416,33 +471,34 @@ def _split_dtypes(root: nn.Module, kept: dict[nn.Module, str], leaks: Collection
         if len(sizes) < 2:
             continue
         main = max(sizes, key=lambda dtype: sizes[dtype])
-        taken: set[nn.Module] = set()
+        assigned: set[nn.Module] = set()
         for module in region[1:]:
-            inside = _region(module, kept)
-            below = _own_dtypes(inside)
-            if module in taken or len(below) != 1 or main in below or is_container(module) or id(module) in leaks:
+            if module in assigned or is_container(module) or id(module) in leaks:
                 continue
-            taken.update(inside)
-            units[module] = f"holds {str(next(iter(below))).removeprefix('torch.')} in a unit of another dtype"
+            inside = _region(module, kept)
+            dtypes = list(_own_dtypes(inside))
+            if len(dtypes) == 1 and dtypes[0] != main:
+                assigned.update(inside)
+                units[module] = f"holds {_short(dtypes[0])} in a unit of another dtype"
     return units
 
 
-def _assemble(
+def _names_of_units(units: Reasons, names: Mapping[int, str]) -> dict[int, str]:
+    """Return by id, for each module in a unit, the name of the innermost unit that it is in."""
+    of_units: dict[int, str] = {}
+    # The innermost units come last, and win.
+    for unit in sorted(units, key=lambda unit: names[id(unit)].count(".")):
+        name = names[id(unit)]
+        for module in unit.modules():
+            of_units[id(module)] = name
+    return of_units
+
+
+def _parameter_infos(
     slots: list[ParameterSlot],
-    complex_names: Iterable[str],
-    kept: Mapping[nn.Module, str],
-    names: Mapping[int, str],
-    ties: tuple[tuple[str, ...], ...],
-    fp32_units: set[str],
-    precision: Precision,
-) -> Plan:
-    reasons = {names[id(module)]: reason for module, reason in kept.items()}
-    below = {
-        id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()
-    }
+    of_units: Mapping[int, str],
+) -> dict[str, ParameterInfo]:
     infos: dict[str, ParameterInfo] = {}
-    mixed = not precision.is_full
-    numbers = {*complex_names, *(slot.name for slot in slots if mixed and isinstance(slot.owner, BatchNorm))}
     seen: set[int] = set()
     for slot in slots:
         parameter = slot.parameter
@@ -450,47 +506,59 @@ def _assemble(
             continue
         seen.add(id(parameter))
         stored: Tensor = getattr(parameter, LOCAL_TENSOR, parameter)  # of a DTensor what a rank holds of it
+        order = slot.kind.order
+        if slot.kind == Kind.PLAIN:
+            order = order or order_in_memory(stored)
         infos[slot.name] = ParameterInfo(
             name=slot.name,
             shape=tuple(slot.kind.user_shape(stored.shape)),
             dtype=slot.kind.user_dtype(stored.dtype),
             nbytes=stored.numel() * stored.element_size(),
             requires_grad=parameter.requires_grad,
-            unit=below.get(id(slot.owner), ""),
-            order=slot.kind.order or (order_in_memory(stored) if slot.kind == Kind.PLAIN else ()),
+            unit=of_units.get(id(slot.owner), ""),
+            order=order,
         )
-    own: dict[str, list[ParameterInfo]] = {}
+    return infos
+
+
+def _units(
+    kept: Reasons,
+    names: Mapping[int, str],
+    infos: Mapping[str, ParameterInfo],
+    wide: Collection[str],
+    precision: Precision,
+) -> tuple[Unit, ...]:
+    """Return the root and the units that were kept; parameters in ``wide`` keep their unit in float32."""
+    mixed = not precision.is_full
+    modules = {names[id(module)]: module for module in kept}
+    own: dict[str, list[ParameterInfo]] = {"": []}
+    for name in names.values():
+        if name in modules:
+            own[name] = []
     for info in infos.values():
-        own.setdefault(info.unit, []).append(info)
-    bare = {names[id(m)] for m in kept if isinstance(m, BatchNorm) and mixed}
+        own[info.unit].append(info)
     units = []
-    for name in ["", *(name for name in names.values() if name in reasons)]:
-        held = own.get(name, [])
-        fp32 = name in bare or any(info.name in numbers for info in held)
-        compute = None if precision.is_full else torch.float32 if fp32 else precision.param
-        reduce_dtype = precision.reduce if precision.reduce is not None else compute
+    for name, parameters in own.items():
+        module = modules.get(name)
+        fp32 = any(info.name in wide for info in parameters)
+        if mixed and isinstance(module, BatchNorm):
+            fp32 = True
+        compute = None
+        if mixed:
+            compute = torch.float32 if fp32 else precision.param
+        reduce_dtype = compute if precision.reduce is None else precision.reduce
         unit = Unit(
             name=name,
-            reason=reasons.get(name, "the root: everything else"),
-            parameters=tuple(info.name for info in held),
-            nbytes=sum(info.nbytes for info in held),
-            dtypes=tuple(sorted({info.dtype for info in held}, key=str)),
+            reason="the root: everything else" if module is None else kept[module],
+            parameters=tuple(info.name for info in parameters),
+            nbytes=sum(info.nbytes for info in parameters),
+            dtypes=tuple(sorted({info.dtype for info in parameters}, key=str)),
             fp32=fp32,
             compute=compute,
             reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype,
         )
         units.append(unit)
-    return Plan(
-        units=tuple(units),
-        parameters=infos,
-        ties=ties,
-        fp32_units=tuple(name for name in names.values() if name in fp32_units),
-        precision=precision,
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return tuple(units)
 
 
 def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> str:
@@ -500,41 +568,57 @@ def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> s
         plan: what to show.
         beside: more columns: their heads, then their cells for each unit. The reasons go below the table then.
     """
-    frozen = sum(1 for info in plan.parameters.values() if not info.requires_grad)
-    counts = f"{_count(len(plan.units), 'unit')}, {_count(len(plan.parameters), 'parameter')} ({frozen} frozen)"
-    precision = [_explain_precision(plan)] if not plan.precision.is_full else []
-    whys = [unit.reason + ("; float32 unit" if unit.fp32 else "") for unit in plan.units]
-    notes: list[str] = []
-    if beside is None:
-        columns = [[why] for why in ("why", *whys)]
-    else:  # there is no room for words then: numbers stand for them
-        reasons = list(dict.fromkeys(whys))
-        numbered = [str(reasons.index(why) + 1) for why in whys]
-        columns = [[*cells, why] for cells, why in zip(beside, ["why", *numbered], strict=True)]
-        notes = [f"why {number}: {reason}" for number, reason in enumerate(reasons, 1)]
-    rows = [[*row, *more] for row, more in zip(_unit_rows(plan, narrow=beside is not None), columns, strict=True)]
-    texts = ("dtypes", "computes in", "computes", "why")
-    sides = "<" + "".join("<" if head in texts else ">" for head in rows[0][1:])
-    ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
-    gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
-    before, after = [f"{counts}, {size(plan.nbytes)}", *precision], [*notes, *ties, *_explain_recomputed(plan), *gone]
+    frozen = [info for info in plan.parameters.values() if not info.requires_grad]
+    units = counted(len(plan.units), "unit")
+    parameters = counted(len(plan.parameters), "parameter")
+    above = [f"{units}, {parameters} ({len(frozen)} frozen), {size(plan.nbytes)}"]
+    if not plan.precision.is_full:
+        above.append(_explain_precision(plan))
+    whys = [f"{unit.reason}; float32 unit" if unit.fp32 else unit.reason for unit in plan.units]
+    rows = _unit_rows(plan, narrow=beside is not None)
+    below: list[str] = []
     if beside is not None:
-        before, after = wrapped(before), wrapped(after)
-    return "\n".join([*before, *aligned(rows, sides), *after])
+        for row, cells in zip(rows, beside, strict=True):
+            row += cells
+        # There is no room for words then: numbers stand for them.
+        numbers = {why: str(number) for number, why in enumerate(dict.fromkeys(whys), 1)}
+        below += [f"why {number}: {why}" for why, number in numbers.items()]
+        whys = [numbers[why] for why in whys]
+    for row, why in zip(rows, ["why", *whys], strict=True):
+        row.append(why)
+    below += [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
+    below += _explain_recomputed(plan)
+    below += [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
+    if beside is not None:
+        above = wrapped(above)
+        below = wrapped(below)
+    texts = ("unit", "dtypes", "computes in", "computes", "why")
+    sides = "".join("<" if head in texts else ">" for head in rows[0])
+    table = aligned(rows, sides)
+    return "\n".join([*above, *table, *below])
 
 
 def _unit_rows(plan: Plan, *, narrow: bool) -> list[list[str]]:
     """Return the table's head and rows, each unit's name indented below those that it is in."""
-    mixed = not plan.precision.is_full
-    cast = ["computes" if narrow else "computes in"] if mixed else []
-    rows = [["unit", "bytes", *([] if narrow else ["share"]), "dtypes", *cast]]
-    names, total = {unit.name for unit in plan.units}, plan.nbytes
+    head = ["unit", "bytes", "dtypes"]
+    if not plan.precision.is_full:
+        head.append("computes" if narrow else "computes in")
+    if not narrow:
+        head.insert(2, "share")
+    rows = [head]
+    names = {unit.name for unit in plan.units}
+    total = plan.nbytes
     for unit in plan.units:
-        dtypes = "+".join(_short(d) for d in unit.dtypes) or "-"
-        share = [] if narrow else [f"{100 * unit.nbytes / total:.1f}%" if total else "-"]
-        computes = [_short(unit.compute or torch.float32)] if mixed else []
-        depth = sum(above in names for above in _above(unit.name)) if unit.name else 0
-        rows.append(["  " * depth + (unit.name or "(root)"), size(unit.nbytes), *share, dtypes, *computes])
+        depth = len(names.intersection(_above(unit.name)))
+        name = unit.name or "(root)"
+        row = ["  " * depth + name, size(unit.nbytes)]
+        if not narrow:
+            share = f"{100 * unit.nbytes / total:.1f}%" if total else "-"
+            row.append(share)
+        row.append("+".join(map(_short, unit.dtypes)) or "-")
+        if not plan.precision.is_full:
+            row.append(_short(unit.compute or torch.float32))
+        rows.append(row)
     return rows
 
 
@@ -543,7 +627,10 @@ def _explain_precision(plan: Plan) -> str:
     buffers = "as they are" if precision.buffer is None else _short(precision.buffer)
     output = "as it comes" if precision.output is None else _short(precision.output)
     reduce_dtype = _short(precision.reduce_dtype or torch.float32)
-    of_fp32_units = {_short(unit.reduce_dtype or torch.float32) for unit in plan.units if unit.fp32}
+    of_fp32_units = set()
+    for unit in plan.units:
+        if unit.fp32:
+            of_fp32_units.add(_short(unit.reduce_dtype or torch.float32))
     if of_fp32_units - {reduce_dtype}:
         reduce_dtype += f" (float32 units: {', '.join(sorted(of_fp32_units))})"
     return (
@@ -558,12 +645,20 @@ def _short(dtype: torch.dtype) -> str:
 
 def _explain_recomputed(plan: Plan) -> list[str]:
     """Return one line per reason: how many blocks, and which."""
+    recomputed = "recomputed in backward"
+    offloaded = "activations in host memory"
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in plan.recomputed.items():
+        groups.setdefault((recomputed, reason), []).append(name)
+    for name, reason in plan.recomputed_before.items():
+        what = offloaded if is_offloading(reason) else recomputed
+        groups.setdefault((what, f"by {reason}"), []).append(name)
+    for name, reason in plan.offloaded.items():
+        groups.setdefault((offloaded, reason), []).append(name)
     lines = []
-    recomputed, offloaded = "recomputed in backward", "activations in host memory"
-    kinds = ((recomputed, plan.recomputed, ""), (recomputed, plan.recomputed_before, "by "))
-    for done, blocks, what in (*kinds, (offloaded, plan.offloaded, "")):
-        for reason in dict.fromkeys(blocks.values()):
-            done = offloaded if is_offloading(reason) else done
-            names = [name or "(root)" for name, why in blocks.items() if why == reason]
-            lines.append(f"{done}: {_count(len(names), 'block')} ({what}{reason}): {', '.join(names)}")
+    for (what, reason), names in groups.items():
+        blocks = counted(len(names), "block")
+        places = [name or "(root)" for name in names]
+        where = ", ".join(places)
+        lines.append(f"{what}: {blocks} ({reason}): {where}")
     return lines

@@ -58,8 +58,8 @@ class Precision:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Return the dtype in which gradients are sent outside of fp32 units; None is float32."""
-        chosen = self.reduce if self.reduce is not None else self.param
-        return None if chosen == torch.float32 else chosen
+        dtype = self.param if self.reduce is None else self.reduce
+        return None if dtype == torch.float32 else dtype
 
     @property
     def is_full(self) -> bool:
@@ -94,12 +94,15 @@ def resolve_precision(value: object) -> Precision:
 
 
 def _refuse_other_settings(value: Any) -> None:
-    dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
-    known = {field.name: field.default for field in fields(value)} if is_dataclass(value) else {}
-    for name, default in known.items():
-        if name not in dtypes and getattr(value, name) != default:
+    if not is_dataclass(value):
+        return
+    for field in fields(value):
+        if field.name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+            continue
+        setting = getattr(value, field.name)
+        if setting != field.default:
             raise PrecisionError(
-                f"mixed_precision={type(value).__name__}({name}={getattr(value, name)!r}): no backend would honour it, "
+                f"mixed_precision={type(value).__name__}({field.name}={setting!r}): no backend would honour it, "
                 "since fsshard.Precision has dtypes only; leave the default"
             )
 
@@ -133,18 +136,23 @@ class Checkpointing:
 
 def resolve_checkpointing(value: object) -> Checkpointing:
     """Return the :class:`Checkpointing` that ``activation_checkpointing=`` means; only its form is checked."""
-    found = value if isinstance(value, Checkpointing) else Checkpointing(policy=value)
-    policy = found.policy
-    known = policy is None or isinstance(policy, (bool, type)) or callable(policy) or is_policy(policy)
-    if not known and (isinstance(policy, str) or not isinstance(policy, Collection)):
+    checkpointing = value if isinstance(value, Checkpointing) else Checkpointing(policy=value)
+    policy = checkpointing.policy
+    if policy is None or isinstance(policy, bool) or callable(policy) or is_policy(policy):
+        return checkpointing
+    if isinstance(policy, str) or not isinstance(policy, Collection):
         raise ConfigurationError(
             f"activation_checkpointing={policy!r}: expected None, True (the plan's units), a module class, a set of "
             "classes or their names, a callable module -> bool, one of torch's wrap policies, or fsshard.Checkpointing"
         )
-    return found
+    return checkpointing
 
 
-def resolve_blocks(table: ModuleTable, policy: object) -> dict[nn.Module, str]:
+Reasons = dict[nn.Module, str]
+"""Modules that were picked, and why."""
+
+
+def resolve_blocks(table: ModuleTable, policy: object) -> Reasons:
     """Return the modules that ``activation_checkpointing`` picks, without the root, and why."""
     try:
         return resolve_units(table, policy, ())
@@ -152,17 +160,19 @@ def resolve_blocks(table: ModuleTable, policy: object) -> dict[nn.Module, str]:
         raise ConfigurationError(str(error).replace("auto_wrap_policy", "activation_checkpointing")) from None
 
 
-def resolve_units(table: ModuleTable, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+def resolve_units(table: ModuleTable, policy: object, complex_owners: Collection[nn.Module]) -> Reasons:
     """Return the modules that ``auto_wrap_policy`` picks as units, without the root, and why.
 
     ``complex_owners`` are the called modules that own complex weights.
     """
-    picked = {} if policy is None else _picked(table, policy, complex_owners)
+    picked = _picked(table, policy, complex_owners)
     picked.pop(table.root, None)
     return picked
 
 
-def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Module]) -> Reasons:
+    if policy is None:
+        return {}
     if isinstance(policy, str):
         if policy != "auto":
             raise ConfigurationError(
@@ -175,11 +185,11 @@ def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Mo
             raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
         return _by_size(table, policy)
     if isinstance(policy, type):
-        return _by_class(table.modules.values(), {policy})
+        return _by_class(table, {policy})
     if is_policy(policy):  # torch's ModuleWrapPolicy and CustomPolicy
         return _torch_policy(table, policy)
     if isinstance(policy, Collection):
-        return _by_class(table.modules.values(), policy)
+        return _by_class(table, policy)
     if callable(policy):
         return _by_callable(table, policy)
     raise ConfigurationError(
@@ -193,9 +203,10 @@ def is_container(module: nn.Module) -> bool:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return True
     # tltorch's FactorizedTensor and FactorList: weights in the shape of modules. Told apart without importing them.
-    return any(
-        cls.__module__.startswith("tltorch.") and cls.__name__ in _TLTORCH_HOLDERS for cls in type(module).__mro__
-    )
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("tltorch.") and cls.__name__ in _TLTORCH_HOLDERS:
+            return True
+    return False
 
 
 _TLTORCH_HOLDERS = frozenset({"FactorizedTensor", "TensorizedTensor", "FactorList", "ParameterList"})
@@ -203,42 +214,53 @@ _TLTORCH_HOLDERS = frozenset({"FactorizedTensor", "TensorizedTensor", "FactorLis
 
 def never_called(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the modules below each nn.MultiheadAttention, which reads their weights itself and never calls them."""
-    return {m for a in modules if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
+    below: set[nn.Module] = set()
+    for attention in modules:
+        if isinstance(attention, nn.MultiheadAttention):
+            below.update(module for module in attention.modules() if module is not attention)
+    return below
 
 
-def _auto(table: ModuleTable, complex_owners: Collection[nn.Module]) -> dict[nn.Module, str]:
+def _auto(table: ModuleTable, complex_owners: Collection[nn.Module]) -> Reasons:
     names: set[str] = set()
     for module in table.modules.values():  # a model may be a Hugging Face one, or hold some
-        given = getattr(module, "_no_split_modules", None)  # a list, a set or, by a mistake that works, one name
-        names.update((given,) if isinstance(given, str) else given if isinstance(given, Collection) else ())
-    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        classes = getattr(module, "_no_split_modules", None)
+        if isinstance(classes, str):  # one name: a mistake that works
+            names.add(classes)
+        elif isinstance(classes, Collection):
+            names.update(classes)
     owners = set(complex_owners)
-    chosen: dict[nn.Module, str] = {}
+    picked: Reasons = {}
     for module in table.modules.values():
+        name = type(module).__name__
         if module in owners:
-            chosen[module] = "owns complex weights"
-        elif type(module).__name__ in names:
-            chosen[module] = f"{type(module).__name__} in _no_split_modules"
-        elif isinstance(module, layers):
-            chosen[module] = f"is an nn.{type(module).__name__}"
-    return chosen or _by_size(table, AUTO_MIN_BYTES)
+            picked[module] = "owns complex weights"
+        elif name in names:
+            picked[module] = f"{name} in _no_split_modules"
+        elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            picked[module] = f"is an nn.{name}"
+    return picked or _by_size(table, AUTO_MIN_BYTES)
 
 
-def _by_class(modules: Collection[nn.Module], policy: Collection[Any]) -> dict[nn.Module, str]:
-    wrong = [item for item in policy if not isinstance(item, (str, type))]
-    if wrong or not policy:
-        raise ConfigurationError(f"auto_wrap_policy={policy!r}: a set must hold module classes or class names")
+def _by_class(table: ModuleTable, policy: Collection[Any]) -> Reasons:
     classes = tuple(item for item in policy if isinstance(item, type))
     names = {item for item in policy if isinstance(item, str)}
-    _check_present(modules, classes, names)
-    found = [m for m in modules if isinstance(m, classes) or type(m).__name__ in names]
-    return {m: f"is a {type(m).__name__}" for m in found}
+    if not policy or not all(isinstance(item, (str, type)) for item in policy):
+        raise ConfigurationError(f"auto_wrap_policy={policy!r}: a set must hold module classes or class names")
+    _check_present(table, classes, names)
+    picked: Reasons = {}
+    for module in table.modules.values():
+        name = type(module).__name__
+        if isinstance(module, classes) or name in names:
+            picked[module] = f"is a {name}"
+    return picked
 
 
-def _check_present(modules: Collection[nn.Module], classes: Collection[type], names: Collection[str] = ()) -> None:
+def _check_present(table: ModuleTable, classes: Collection[type], names: Collection[str] = ()) -> None:
     """Raise for classes, or names of classes, that the model has no module of."""
-    present = {type(m).__name__ for m in modules}
-    absent = [cls.__name__ for cls in classes if not any(isinstance(m, cls) for m in modules)]
+    modules = table.modules.values()
+    present = {type(module).__name__ for module in modules}
+    absent = [cls.__name__ for cls in classes if not any(isinstance(module, cls) for module in modules)]
     absent += sorted(set(names) - present)
     if absent:
         raise ConfigurationError(
@@ -246,24 +268,28 @@ def _check_present(modules: Collection[nn.Module], classes: Collection[type], na
         )
 
 
-def _by_callable(table: ModuleTable, policy: Callable[..., bool]) -> dict[nn.Module, str]:
-    name = getattr(policy, "__name__", None) or getattr(getattr(policy, "func", None), "__name__", "callable")
-    classes = policy.keywords.get("transformer_layer_cls") if isinstance(policy, functools.partial) else None
+def _by_callable(table: ModuleTable, policy: Callable[..., bool]) -> Reasons:
+    function = getattr(policy, "func", None)
+    name = getattr(policy, "__name__", None) or getattr(function, "__name__", "callable")
+    classes = None
+    if isinstance(policy, functools.partial):
+        classes = policy.keywords.get("transformer_layer_cls")
     if name == "transformer_auto_wrap_policy":  # torch's picks nothing if the model has none of the classes
-        _check_present(table.modules.values(), classes or ())
+        _check_present(table, classes or ())
     if "recurse" in _argument_names(policy):
         picked = _torch_recursion(table.root, policy, containers=classes is not None)
     else:
-        picked = [m for m in table.modules.values() if m is not table.root and policy(m)]
+        picked = [module for module in table.modules.values() if module is not table.root and policy(module)]
     return dict.fromkeys(picked, f"picked by {name}")
 
 
-def _argument_names(function: Callable[..., Any]) -> set[str]:
-    target = function.func if isinstance(function, functools.partial) else function
+def _argument_names(function: Callable[..., Any]) -> Collection[str]:
+    if isinstance(function, functools.partial):
+        function = function.func
     try:
-        return set(inspect.signature(target).parameters)
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return set()
+        return ()
 
 
 def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers: bool) -> list[nn.Module]:
@@ -272,9 +298,12 @@ def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers
     As in torch/distributed/fsdp/wrap.py, but that only ``containers=True`` puts containers of weights to the policy.
     """
 
-    # A complex number counts as two reals, since that is what FSDP gets to see.
     def reals(module: nn.Module) -> int:
-        return sum(p.numel() * (2 if p.is_complex() else 1) for p in module.parameters())
+        count = 0
+        for parameter in module.parameters():
+            # A complex number counts as two reals, since that is what FSDP gets to see.
+            count += 2 * parameter.numel() if parameter.is_complex() else parameter.numel()
+        return count
 
     def enters(module: nn.Module, total: int) -> bool:
         return policy(module=module, recurse=True, nonwrapped_numel=total)
@@ -282,24 +311,27 @@ def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers
     def picks(module: nn.Module, rest: int) -> bool:
         # torch would wrap a factorised tensor or a ParameterList, too, which is never called: what it holds counts for
         # the module around it. Where classes are named, one that is never called was named, and is refused later.
-        return (containers or not is_container(module)) and policy(module=module, recurse=False, nonwrapped_numel=rest)
+        if not containers and is_container(module):
+            return False
+        return policy(module=module, recurse=False, nonwrapped_numel=rest)
 
     return _bottom_up(root, reals, enters, picks)
 
 
-def _by_size(table: ModuleTable, minimum: int) -> dict[nn.Module, str]:
+def _by_size(table: ModuleTable, minimum: int) -> Reasons:
     """Pick modules of which ``minimum`` bytes are left besides their own units."""
-    read = never_called(table.modules.values())  # a unit among them would be read while sharded
+    never = never_called(table.modules.values())  # a unit among them would be read while sharded
 
     def nbytes(module: nn.Module) -> int:
-        return sum(p.numel() * p.element_size() for p in module.parameters())
+        return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
-    picked = _bottom_up(
-        table.root,
-        nbytes,
-        lambda module, total: total >= minimum and module not in read,
-        lambda module, rest: rest >= minimum and not is_container(module),
-    )
+    def enters(module: nn.Module, total: int) -> bool:
+        return total >= minimum and module not in never
+
+    def picks(module: nn.Module, rest: int) -> bool:
+        return rest >= minimum and not is_container(module)
+
+    picked = _bottom_up(table.root, nbytes, enters, picks)
     return dict.fromkeys(picked, f"holds at least {minimum:,} bytes")
 
 
@@ -326,8 +358,8 @@ def _bottom_up(
     return picked
 
 
-def _torch_policy(table: ModuleTable, policy: Any) -> dict[nn.Module, str]:
-    _check_present(table.modules.values(), classes_of_policy(policy))  # ModuleWrapPolicy's; it picks nothing then
+def _torch_policy(table: ModuleTable, policy: Any) -> Reasons:
+    _check_present(table, classes_of_policy(policy))  # ModuleWrapPolicy's; it picks nothing then
     targets: dict[nn.Module, dict[str, Any]] = run_policy(policy, table.root)
     if any(targets.values()):
         raise ConfigurationError(

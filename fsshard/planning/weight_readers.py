@@ -28,23 +28,33 @@ def readers_of_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
     readers = []
     answers: dict[tuple[type, Any], set[str]] = {}
     for module in modules:
-        forward = module.__dict__.get("forward", type(module).forward)
+        cls = type(module)
+        forward = module.__dict__.get("forward", cls.forward)
         forward = getattr(forward, "__func__", forward)
         if not isinstance(forward, FunctionType) or _is_foreign(forward):
             continue
-        key = type(module), forward
+        key = cls, forward
         if key not in answers:
-            answers[key] = _names_in(forward, type(module))
+            answers[key] = _names_in(forward, cls)
         names = answers[key]
-        if names & _AUTOGRAD and (names & _LISTS or names & _names_of_weights_below(module)):
+        if not names & _AUTOGRAD:
+            continue
+        if names & _LISTS or names & _names_of_weights_below(module):
             readers.append(module)
     return readers
 
 
 def _names_of_weights_below(module: nn.Module) -> set[str]:
     """Return the attributes that hold weights of modules below, and nothing in the module itself."""
-    below = {name.rpartition(".")[2] for name, _ in module.named_parameters() if "." in name}
-    return below - {*module._parameters, *module._buffers, *module._modules, *vars(module), *dir(type(module))}
+    below = set()
+    for name, _ in module.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        if path:
+            below.add(attribute)
+    own = {*module._parameters, *module._buffers, *module._modules}
+    own.update(vars(module))
+    own.update(dir(type(module)))
+    return below - own
 
 
 def _names_in(forward: FunctionType, cls: type) -> set[str]:
@@ -57,7 +67,9 @@ def _names_in(forward: FunctionType, cls: type) -> set[str]:
         if function in seen:
             continue
         seen.add(function)
-        own = {name for code in _codes(function.__code__) for name in code.co_names}
+        own: set[str] = set()
+        for code in _codes(function.__code__):
+            own.update(code.co_names)
         names |= own
         waiting += _called(own, function.__globals__, cls)
         decorated = getattr(function, "__wrapped__", None)
@@ -76,15 +88,23 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _called(names: Collection[str], file: dict[str, Any], cls: type) -> list[FunctionType]:
     """Return the functions that these names may mean in a file and in a class."""
-    imported = [value for value in file.values() if isinstance(value, ModuleType) and not _is_foreign(value)]
-    places = [file, *map(vars, cls.__mro__), *map(vars, imported)]
-    meanings = [place.get(name) for place in places for name in names]
-    functions = [getattr(meaning, "__func__", meaning) for meaning in meanings]  # of static and class methods
-    return [value for value in functions if isinstance(value, FunctionType) and not _is_foreign(value)]
+    places = [file, *map(vars, cls.__mro__)]
+    for value in file.values():
+        if isinstance(value, ModuleType) and not _is_foreign(value):
+            places.append(vars(value))
+    functions = []
+    for place in places:
+        for name in names:
+            value = place.get(name)
+            # A static or class method has its function within it.
+            value = getattr(value, "__func__", value)
+            if isinstance(value, FunctionType) and not _is_foreign(value):
+                functions.append(value)
+    return functions
 
 
 def _is_foreign(value: FunctionType | ModuleType) -> bool:
     """Return whether a function or a module is torch's or the standard library's."""
-    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    name = value.__module__ if isinstance(value, FunctionType) else value.__name__
     package = (name or "").partition(".")[0]
     return package == "torch" or package in sys.stdlib_module_names

@@ -107,22 +107,35 @@ class Recipe:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("build", "batches", "loss", "param_groups", "scheduler", "join", "split"):
-            value, needed = getattr(self, name), name in ("build", "batches", "loss")
-            if not callable(value) and (needed or value is not None):
-                raise RecipeError(f"recipe.{name} must be a function{'' if needed else ' or None'}, got {value!r}")
+        for name in ("build", "batches", "loss"):
+            value = getattr(self, name)
+            if not callable(value):
+                raise RecipeError(f"recipe.{name} must be a function, got {value!r}")
+        for name in ("param_groups", "scheduler", "join", "split"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise RecipeError(f"recipe.{name} must be a function or None, got {value!r}")
         if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
             raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
-        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+        if not _is_count(self.accumulate):
             raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
         for name in ("hyper", "settings"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {getattr(self, name)!r}")
-        pair = self.clip if isinstance(self.clip, tuple) else (1.0 if self.clip is None else self.clip, 2.0)
-        numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
-        if len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers):
-            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {value!r}")
+        self._check_clip()
         check_steps_alone(self.optimizer)
+
+    def _check_clip(self) -> None:
+        if self.clip is None:
+            return
+        numbers = self.clip if isinstance(self.clip, tuple) else (self.clip, 2.0)
+        valid = len(numbers) == 2
+        for number in numbers:
+            if not isinstance(number, (int, float)) or isinstance(number, bool) or not number > 0:
+                valid = False
+        if not valid:
+            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
 
     @property
     def clipping(self) -> tuple[float, float] | None:
@@ -133,7 +146,14 @@ class Recipe:
 
     def joined(self, batches: Sequence[Any]) -> Any:
         """Make one batch of the ranks' batches."""
-        return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
+        if len(batches) == 1:
+            return batches[0]
+        join = self.join or join_batches
+        return join(batches)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_steps_alone(optimizer: type[Optimizer]) -> None:
@@ -148,9 +168,11 @@ def check_steps_alone(optimizer: type[Optimizer]) -> None:
 
 def check_loss(loss: Any) -> Tensor:
     """Return ``loss``, without dimensions, or raise RecipeError if it is no tensor of one real number."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {got}")
+    if not isinstance(loss, Tensor):
+        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        kind = f"shape {tuple(loss.shape)}, {loss.dtype}"
+        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {kind}")
     return loss.reshape(())
 
 
@@ -167,7 +189,8 @@ def join_batches(batches: Sequence[Any]) -> Any:
 
 def _joined(first: Any, *others: Any) -> Any:
     if is_array(first):
-        return torch.cat([first, *others]) if isinstance(first, Tensor) else np.concatenate([first, *others])
+        concatenate = torch.cat if isinstance(first, Tensor) else np.concatenate
+        return concatenate([first, *others])
     if any(bool(other != first) for other in others):
         raise ValueError(f"they hold different {type(first).__name__} objects")
     return first
@@ -175,41 +198,65 @@ def _joined(first: Any, *others: Any) -> Any:
 
 def resolve(source: RecipeLike) -> Recipe:
     """Return the recipe that ``source`` means, or raise RecipeError if it means none."""
-    found = _imported(source) if isinstance(source, str) else source
-    name = source if isinstance(source, str) else type(source).__name__
-    if not _like_recipe(found) and callable(found) and not isinstance(found, Recipe):
-        function = found
-        while isinstance(function, functools.partial):
-            function = function.func
-        title = getattr(function, "__qualname__", "") or type(function).__name__
-        if needed := _needed(found):
-            raise RecipeError(f"{title}() needs {', '.join(needed)}; a recipe function takes no arguments")
-        name, found = source if isinstance(source, str) else title, found()
-    if isinstance(found, Recipe):
-        return found if found.name else replace(found, name=name)
-    if not _like_recipe(found):
+    value = source
+    name = type(source).__name__
+    if isinstance(source, str):
+        value = _imported(source)
+        name = source
+    if callable(value) and not _like_recipe(value) and not isinstance(value, Recipe):
+        function_name = _function_name(value)
+        needed = _needed(value)
+        if needed:
+            raise RecipeError(f"{function_name}() needs {', '.join(needed)}; a recipe function takes no arguments")
+        if not isinstance(source, str):
+            name = function_name
+        value = value()
+    if isinstance(value, Recipe):
+        return value if value.name else replace(value, name=name)
+    if not _like_recipe(value):
         raise RecipeError(
             f"{name!r} is not a recipe: expected build(), batches(rank, world_size, number) and loss(model, batch), "
-            f"or a function without arguments that returns an object with them; got {type(found).__name__}"
+            f"or a function without arguments that returns an object with them; got {type(value).__name__}"
         )
-    given = {f.name: getattr(found, f.name) for f in fields(Recipe) if hasattr(found, f.name)}
-    defaults = [f.name for f in fields(Recipe) if f.name not in (*given, *UNLIKE_ANY)]
-    for attribute in dir(found):  # a default must not stand in for one that is misspelt
-        within = [default for default in defaults if default in attribute]
-        meant = within or difflib.get_close_matches(attribute, defaults, n=1, cutoff=0.75)
-        if meant and not attribute.startswith("_"):
+    return _as_recipe(value, name)
+
+
+def _function_name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", "") or type(function).__name__
+
+
+def _as_recipe(value: Any, name: str) -> Recipe:
+    """Return the recipe that an object is like; raise RecipeError for attributes that look misspelt."""
+    attributes: dict[str, Any] = {"name": name}
+    defaults = []
+    for each in fields(Recipe):
+        own_name = each.name
+        if hasattr(value, own_name):
+            attributes[own_name] = getattr(value, own_name)
+        elif own_name not in UNLIKE_ANY:
+            defaults.append(own_name)
+    for attribute in dir(value):
+        if attribute.startswith("_"):
+            continue
+        # A default must not stand in for one that is misspelt.
+        near = [default for default in defaults if default in attribute]
+        near += difflib.get_close_matches(attribute, defaults, n=1, cutoff=0.75)
+        if near:
             raise RecipeError(
-                f"{type(found).__name__}.{attribute} is not an attribute of a recipe; does it mean {meant[0]}? If so, "
-                f"rename it; if not, set {meant[0]} too"
+                f"{type(value).__name__}.{attribute} is not an attribute of a recipe; does it mean {near[0]}? If so, "
+                f"rename it; if not, set {near[0]} too"
             )
-    return Recipe(**{"name": name, **given})
+    return Recipe(**attributes)
 
 
 def _imported(spec: str) -> Any:
     module_name, colon, attribute = spec.partition(":")
     if not colon:
-        module_name, attribute = "fsshard.recipes", spec
-        names: list[str] = importlib.import_module("fsshard.recipes").__all__
+        module_name = "fsshard.recipes"
+        attribute = spec
+        names: list[str] = importlib.import_module(module_name).__all__
         if spec not in names:
             raise RecipeError(
                 f"{spec!r}: expected 'module:attribute', for example train:recipe, or a built-in recipe: "
@@ -217,23 +264,35 @@ def _imported(spec: str) -> Any:
             )
     elif not module_name or not attribute:
         raise RecipeError(f"{spec!r}: expected 'module:attribute', for example train:recipe")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, something that it imports is not
-        raise RecipeError(f"{spec!r}: there is no module {error.name!r} (looked in {os.getcwd()} too)") from error
-    found: Any = module
+        raise RecipeError(f"{spec!r}: there is no module {error.name!r} (looked in {folder} too)") from error
+    value: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-            offered = [name for name, value in public if isinstance(value, Recipe) or _makes_one(value, module)]
-            has = f"it has {', '.join(offered)}{_meant(part, offered)}" if offered else "it has no recipe"
-            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; {has}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            recipes = _recipes_of(module, part)
+            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; {recipes}")
+        value = getattr(value, part)
+    return value
+
+
+def _recipes_of(module: Any, name: str) -> str:
+    """Write which recipes a module has, and which of them may have been meant by a name that it does not have."""
+    names = []
+    for own_name, value in vars(module).items():
+        if own_name.startswith("_"):
+            continue
+        if isinstance(value, Recipe) or _makes_one(value, module):
+            names.append(own_name)
+    if not names:
+        return "it has no recipe"
+    return f"it has {', '.join(names)}{_meant(name, names)}"
 
 
 def _meant(name: str, names: list[str]) -> str:
@@ -243,23 +302,31 @@ def _meant(name: str, names: list[str]) -> str:
 
 def _makes_one(value: Any, module: Any) -> bool:
     """Return whether a value is the module's own, and a function without arguments or an object like a recipe."""
-    if isinstance(value, functools.partial) or (inspect.isfunction(value) and value.__module__ == module.__name__):
+    if isinstance(value, functools.partial):
+        return not _needed(value)
+    if inspect.isfunction(value) and value.__module__ == module.__name__:
         return not _needed(value)
     return type(value).__module__ == module.__name__ and _like_recipe(value)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that have no default."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return []
-    return [p.name for p in found if p.default is p.empty and p.kind not in kinds]
+    names = []
+    for parameter in parameters:
+        is_rest = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_rest:
+            names.append(parameter.name)
+    return names
 
 
 def _like_recipe(value: Any) -> bool:
-    return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in ("build", "batches", "loss"))
+    if isinstance(value, type):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("build", "batches", "loss"))
 
 
 def seed_all(number: int) -> None:
@@ -275,20 +342,22 @@ def seed_all(number: int) -> None:
 def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:
     """Return what the recipe makes of a model on a mesh, or raise RecipeError if that is no split of it."""
     if recipe.split is None:
-        names = data_dimensions(mesh)
-        return Split(settings={"device_mesh": mesh[tuple(names)] if mesh.ndim > 1 else mesh})
-    found = recipe.split(module, mesh)
-    if isinstance(found, Mapping):
-        found = Split(settings=found)
-    if not isinstance(found, Split):
+        dims = tuple(data_dimensions(mesh))
+        data = mesh[dims] if mesh.ndim > 1 else mesh
+        return Split(settings={"device_mesh": data})
+    split = recipe.split(module, mesh)
+    if isinstance(split, Mapping):
+        split = Split(settings=split)
+    if not isinstance(split, Split):
         raise RecipeError(
             "recipe.split(model, mesh) must return keyword arguments of fsshard.wrap, such as "
-            f'{{"device_mesh": mesh["data"]}}, or a fsshard.parity.Split; got {type(found).__name__}'
+            f'{{"device_mesh": mesh["data"]}}, or a fsshard.parity.Split; got {type(split).__name__}'
         )
-    unknown = [name for name in found.adds if name not in (mesh.mesh_dim_names or ())]
-    if unknown:
-        raise RecipeError(f"Split.adds names {unknown[0]!r}; the mesh has {', '.join(mesh.mesh_dim_names or ())}")
-    return found
+    names = mesh.mesh_dim_names or ()
+    for name in split.adds:
+        if name not in names:
+            raise RecipeError(f"Split.adds names {name!r}; the mesh has {', '.join(names)}")
+    return split
 
 
 def check_mesh(mesh: object) -> dict[str, int]:
@@ -297,7 +366,7 @@ def check_mesh(mesh: object) -> dict[str, int]:
         raise ConfigurationError(f'mesh={mesh!r}: expected sizes by name, for example {{"data": 2, "tp": 2}}')
     sizes = dict(mesh)
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not _is_count(size):
             raise ConfigurationError(f"mesh={sizes}: {name!r} has size {size!r}; expected a positive whole number")
         if role_of(name) is None or is_flattened_with_parts(name):
             raise ConfigurationError(
@@ -316,7 +385,8 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 def data_ranks(sizes: Mapping[str, int]) -> int:
     """Return how many ranks see other samples."""
-    return math.prod(size for name, size in sizes.items() if role_of(name) != "model")
+    ranks = [size for name, size in sizes.items() if role_of(name) != "model"]
+    return math.prod(ranks)
 
 
 def splits(sizes: Mapping[str, int]) -> list[str]:

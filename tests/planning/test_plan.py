@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -377,6 +378,16 @@ def test_explain_is_a_tree() -> None:
     lines = plan(model, auto_wrap_policy=lambda module: id(module) in units).explain().splitlines()
     names = [line for line in lines if line.lstrip().startswith(("(root)", "0"))]
     assert [len(line) - len(line.lstrip()) for line in names] == [0, 2, 4]
+
+
+def test_each_block_of_before_is_told_by_its_own_reason() -> None:
+    """One that is only offloaded does not make the others so that follow it."""
+    before = {"0": "activation offloading, before wrap", "1": "torch's checkpoint_wrapper, before wrap"}
+    found = dataclasses.replace(plan(nn.Linear(2, 2)), recomputed_before=before)
+    assert found.explain().splitlines()[-2:] == [
+        f"activations in host memory: 1 block (by {before['0']}): 0",
+        f"recomputed in backward: 1 block (by {before['1']}): 1",
+    ]
 
 
 class Tied(nn.Module):

@@ -18,5 +18,9 @@ FOLDER = str(Path(__file__).absolute().parent)
 
 def python_path() -> list[str]:
     """Return the entries of PYTHONPATH without this folder."""
-    text = os.environ.get("PYTHONPATH", "")  # an empty one is none: an empty entry would be the working directory
-    return [path for path in text.split(os.pathsep) if path != FOLDER] if text else []
+    text = os.environ.get("PYTHONPATH", "")
+    # An empty text has no entries: an empty one would be the working directory.
+    if not text:
+        return []
+    paths = text.split(os.pathsep)
+    return [path for path in paths if path != FOLDER]
