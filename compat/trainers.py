@@ -16,9 +16,9 @@ from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.parallel.data_rank import DataRank
 from fsshard.planning.entries import Entry
 from fsshard.sharded.controller import controller_of
-from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+from fsshard.sharded.unwrapping import ModelBeforeWrap
 
 MARK = "_fsshard_taken"
 
@@ -31,7 +31,7 @@ def name_calls(model: ShardedModule, save: str, load: str) -> None:
 
 
 @dataclass
-class Taken:
+class WrappedModel:
     """An engine's hold on a Trainer's model, kept by the model itself, so that it is there for as long as that.
 
     Attributes:
@@ -40,7 +40,7 @@ class Taken:
     """
 
     wrapped: ShardedModule
-    bare: Bare
+    bare: ModelBeforeWrap
 
     def __post_init__(self) -> None:
         self.bare.wrapped()
@@ -58,8 +58,8 @@ class Taken:
         return type(None), ()
 
 
-def taken_of(model: Any) -> Any:
-    """Return the :class:`Taken` of a model that a Trainer of ours has put under an engine and kept, else None."""
+def wrapped_model_of(model: Any) -> Any:
+    """Return the :class:`WrappedModel` of a model that a Trainer of ours has put under an engine, else None."""
     return getattr(model, "__dict__", {}).get(MARK)
 
 

@@ -1,8 +1,8 @@
 """The library does not grow unnoticed, and stays readable: one bound for each measure of the whole.
 
-Size is nodes of Python's syntax tree, readability nodes per line of code (``python -m tools.density fsshard compat``). A
-bound is lowered by whoever makes something smaller. It is raised for a feature that was decided on, and the commit says
-for which.
+Size is nodes of Python's syntax tree, readability nodes per line of code (``python -m tools.density fsshard compat``).
+A bound is lowered by whoever makes something smaller. It is raised for a feature that was decided on, and the commit
+says for which.
 """
 
 from __future__ import annotations

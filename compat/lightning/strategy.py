@@ -20,11 +20,11 @@ import fsshard
 from fsshard.backends.registry import backend_class
 from fsshard.errors import ConfigurationError, StateDictError, UnsupportedByBackend
 from fsshard.model.checks import is_managed
-from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.unwrapping import ModelBeforeWrap
 
-from ..trainers import by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, taken_of
-from .again import Taken, divided, lacking, named_after, plain_scaler
+from ..trainers import by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, wrapped_model_of
+from .after_fit import WrappedLightningModule, divided, lacking, named_after, plain_scaler
 from .averaging import AVERAGING, OverParts, average_parts
 from .fabric import FabricStrategy
 from .manual import ThroughEngine
@@ -83,7 +83,7 @@ class Strategy(DDPStrategy):
         self.settings = settings
         self.divides_files = save_distributed_checkpoint
         self.starts_by = start_method
-        self._taken: Taken | None = None  # what an engine has
+        self._wrapped_model: WrappedLightningModule | None = None  # what an engine has
         self._manual: ThroughEngine | None = None  # what its own steps go through
         self._waiting: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for what an engine will have
         self._restored = False  # whether weights of a checkpoint were loaded before an engine had the module
@@ -107,8 +107,12 @@ class Strategy(DDPStrategy):
     def _sharded(self) -> ShardedModule | None:
         """Return the wrapper of the Trainer's module; None where no engine has it."""
         module = self._lightning_module
-        taken = self._taken
-        return taken.wrapped if taken is not None and module is not None and taken_of(module) is taken else None
+        wrapped_model = self._wrapped_model
+        return (
+            wrapped_model.wrapped
+            if wrapped_model is not None and module is not None and wrapped_model_of(module) is wrapped_model
+            else None
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
@@ -127,32 +131,32 @@ class Strategy(DDPStrategy):
         module: Any = self._lightning_module
         if module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
-        taken = taken_of(module)
-        if taken is not None:
-            missing = lacking(taken, with_states=False)
+        wrapped_model = wrapped_model_of(module)
+        if wrapped_model is not None:
+            missing = lacking(wrapped_model, with_states=False)
             if missing:
                 raise ConfigurationError(
                     f"fit(): the module has been trained, and each rank has its part: {missing}; load a checkpoint "
                     "into a new module and fit that"
                 )
-            taken.come_back()
-        self._taken = None
+            wrapped_model.come_back()
+        self._wrapped_model = None
 
     def setup(self, trainer: Any) -> None:
         """Let the optimizers be made on the bare module, as the user wrote it; then wrap both."""
         module: Any = self._lightning_module
-        taken = taken_of(module)
+        wrapped_model = wrapped_model_of(module)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self._check_fit(trainer)
-        if not fits and (taken is not None or (self._divides and module in divided)):
+        if not fits and (wrapped_model is not None or (self._divides and module in divided)):
             accelerator: Any = self.accelerator
             accelerator.setup(trainer)
-            self._taken = taken or self._wrap_to_evaluate(module)
+            self._wrapped_model = wrapped_model or self._wrap_to_evaluate(module)
             self.model = self._sharded
         else:
             super().setup(trainer)
-        for callback in trainer.callbacks if self._taken is not None else ():
+        for callback in trainer.callbacks if self._wrapped_model is not None else ():
             if isinstance(callback, AVERAGING):
                 average_parts(callback, lambda: self._sharded, restored=self._restored or not fits)
         if self._waiting is not None:
@@ -163,13 +167,13 @@ class Strategy(DDPStrategy):
     def _divides(self) -> bool:
         return backend_class(self.backend, self.world_size).facts.divides == "elements"
 
-    def _wrap_to_evaluate(self, module: Any) -> Taken:
+    def _wrap_to_evaluate(self, module: Any) -> WrappedLightningModule:
         """Wrap a module of which a device has had parts, and may have no room for the whole. Collective."""
         self._move_all_else(module)
-        bare = Bare(module)
+        bare = ModelBeforeWrap(module)
         given = {name: value for name, value in self.settings.items() if name != "param_init_fn"}
         wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
-        return Taken(wrapped, bare)
+        return WrappedLightningModule(wrapped, bare)
 
     def _check_fit(self, trainer: Any) -> None:
         module = trainer.lightning_module
@@ -226,7 +230,7 @@ class Strategy(DDPStrategy):
         configs = self.lr_scheduler_configs
         schedulers: list[Any] = [config.scheduler for config in configs]
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
-        bare = Bare(module)
+        bare = ModelBeforeWrap(module)
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
         model, optimizers, schedulers = wrapped
         name_calls(model, SAVE, LOAD)
@@ -237,7 +241,7 @@ class Strategy(DDPStrategy):
             config.scheduler = scheduler
         self.model = model
         self._manual = None if module.automatic_optimization else ThroughEngine(module, model, optimizers)
-        self._taken = Taken(model, bare, optimizers, schedulers, self.divides_files)
+        self._wrapped_model = WrappedLightningModule(model, bare, optimizers, schedulers, self.divides_files)
         if isinstance(self.precision_plugin, Autocast) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = scaler_like(self.precision_plugin.scaler, model)
 
@@ -311,7 +315,7 @@ class Strategy(DDPStrategy):
         # The module is bare before a fit, and under its engine in the midst of one (LearningRateFinder). What only an
         # engine can take waits until one has the module.
         on_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
-        waits = isinstance(checkpoint, DividedState) or on_meta or taken_of(module) is not None
+        waits = isinstance(checkpoint, DividedState) or on_meta or wrapped_model_of(module) is not None
         if self._sharded is None and waits:
             self._waiting = checkpoint, strict
         else:
@@ -323,8 +327,8 @@ class Strategy(DDPStrategy):
         if self.divides_files:
             return {}
         found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._taken is not None:  # another Trainer has given the module back
-            found = self._taken.left.get(id(found), found)
+        if self._wrapped_model is not None:  # another Trainer has given the module back
+            found = self._wrapped_model.left.get(id(found), found)
         state: dict[str, Any] = found.state_dict(rank0_only=True)
         return state
 
@@ -370,8 +374,8 @@ class Strategy(DDPStrategy):
         """Hand the module back whole, and keep what a checkpoint needs of the optimizers. Collective."""
         # It stays with its engine where each rank has parts in its own files, where the hosts have no room, and where
         # something has failed, which the other ranks need not know of: the next fit takes it from there.
-        if self._taken is not None and self._comes_back(self._taken):
-            self._hand_back(self._taken)
+        if self._wrapped_model is not None and self._comes_back(self._wrapped_model):
+            self._hand_back(self._wrapped_model)
         module = self._lightning_module
         optimizers = self.optimizers
         kept = module is not None and is_managed(module)  # also by another Trainer's strategy
@@ -383,15 +387,15 @@ class Strategy(DDPStrategy):
             self._lightning_module = module
             self.optimizers = optimizers
 
-    def _comes_back(self, taken: Taken) -> bool:
+    def _comes_back(self, wrapped_model: WrappedLightningModule) -> bool:
         module: Any = self._lightning_module
-        taken.failed |= module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
-        if taken.failed or self._sharded is None:
+        wrapped_model.failed |= module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if wrapped_model.failed or self._sharded is None:
             return self._sharded is not None and self.world_size == 1
-        if taken.stays or taken.wrapped.backend.settings.model_mesh is not None:
+        if wrapped_model.stays or wrapped_model.wrapped.backend.settings.model_mesh is not None:
             return False
-        missing = lacking(taken, with_states=True)
-        if missing and taken.wrapped.backend.settings.is_first:
+        missing = lacking(wrapped_model, with_states=True)
+        if missing and wrapped_model.wrapped.backend.settings.is_first:
             log.warning(
                 "fit() has ended, and the module stays with its engine, each rank with its part: %s. This Trainer, "
                 "and others over fsshard, test it as it is; for anything else load a checkpoint into a new module",
@@ -399,17 +403,17 @@ class Strategy(DDPStrategy):
             )
         return not missing
 
-    def _hand_back(self, taken: Taken) -> None:
-        module: Any = taken.wrapped.module
+    def _hand_back(self, wrapped_model: WrappedLightningModule) -> None:
+        module: Any = wrapped_model.wrapped.module
         found = [each for each in module.trainer.callbacks if isinstance(each, OverParts) and each.engine(module)]
-        averages = [None if each.copied else each.whole(taken.wrapped) for each in found]
-        taken.come_back_with_states()
+        averages = [None if each.copied else each.whole(wrapped_model.wrapped) for each in found]
+        wrapped_model.come_back_with_states()
         for callback, average in zip(found, averages, strict=True):
             callback.ended(module, average)
         self.model = module
         self._manual = None
-        self.optimizers = [taken.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
-        self._taken = None
+        self.optimizers = [wrapped_model.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
+        self._wrapped_model = None
         plugin = self.precision_plugin
         if isinstance(plugin, Autocast) and plugin.scaler is not None:
             plugin.scaler = plain_scaler(plugin.scaler, self.root_device)

@@ -16,12 +16,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import fsshard as library
 from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError
-from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.unwrapping import ModelBeforeWrap
 
 from ..accelerate.arguments import check_samples, wrap_settings
 from ..accelerate.preparing import PreparedOptimizer
-from ..trainers import Taken, name_calls, scaler_like, taken_of
+from ..trainers import WrappedModel, name_calls, scaler_like, wrapped_model_of
 from .arguments import check_arguments, check_launcher, check_library
 from .checkpoints import PARTS, clear, load_optimizer, parts_of, save_optimizer
 
@@ -63,9 +63,9 @@ class Trainer(transformers.Trainer):
     ) -> None:
         check_library()
         check_arguments(args, model, fsshard)
-        taken = taken_of(model)
-        if isinstance(taken, _TakenByTrainer) and taken.wrapped.backend.settings.model_mesh is None:
-            taken.come_back()
+        wrapped_model = wrapped_model_of(model)
+        if isinstance(wrapped_model, _ModelOfTrainer) and wrapped_model.wrapped.backend.settings.model_mesh is None:
+            wrapped_model.come_back()
         self.divides_files = save_distributed_checkpoint
         self._settings = dict(fsshard)
         self._shows_whole = False
@@ -144,7 +144,7 @@ class Trainer(transformers.Trainer):
         self.create_optimizer()
         model: Any = self.model
         self._numbers = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else None
-        bare = Bare(model)
+        bare = ModelBeforeWrap(model)
         # Autocast goes around the model's forward, within the engine's wrappers, as under Hugging Face's DDP.
         self.accelerator.prepare_model(model, evaluation_mode=True)
         handed: list[Any] = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
@@ -158,7 +158,7 @@ class Trainer(transformers.Trainer):
             self.optimizer = PreparedOptimizer(wrapped[1], self.accelerator.scaler)
         if hasattr(model, "save_pretrained"):
             model.save_pretrained = functools.partial(self._save_whole, model.save_pretrained)
-        _TakenByTrainer(wrapped[0], bare, weakref.ref(self))
+        _ModelOfTrainer(wrapped[0], bare, weakref.ref(self))
 
     def _give_away(self) -> None:
         self.optimizer = self.lr_scheduler = None
@@ -255,7 +255,7 @@ class Trainer(transformers.Trainer):
         Raises:
             ConfigurationError: another Trainer has the model by now, and an engine.
         """
-        if self._sharded is None and taken_of(self.model) is not None:
+        if self._sharded is None and wrapped_model_of(self.model) is not None:
             raise ConfigurationError("save_model(): another Trainer is training this model now; save it with that one")
         if self._sharded is None:
             super().save_model(output_dir, _internal_call)
@@ -310,7 +310,7 @@ class Trainer(transformers.Trainer):
 
 
 @dataclass
-class _TakenByTrainer(Taken):
+class _ModelOfTrainer(WrappedModel):
     """A model under an engine, and the Trainer that trains it."""
 
     trainer: weakref.ref[Trainer]

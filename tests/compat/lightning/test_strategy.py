@@ -1,7 +1,7 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
-Tests compat/lightning/again.py, compat/lightning/averaging.py, compat/lightning/manual.py, compat/lightning/plugins.py
-and compat/trainers.py, too.
+Tests compat/lightning/after_fit.py, compat/lightning/averaging.py, compat/lightning/manual.py,
+compat/lightning/plugins.py and compat/trainers.py, too.
 """
 
 from __future__ import annotations

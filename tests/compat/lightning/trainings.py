@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fsshard
 from fsshard.compat.lightning import FabricStrategy, Strategy
-from fsshard.compat.lightning import again as coming_back
+from fsshard.compat.lightning import after_fit as coming_back
 from fsshard.compat.lightning.plugins import Launched, WholeLauncher
 from fsshard.model.checks import is_managed
 from fsshard.parallel import shard_domain

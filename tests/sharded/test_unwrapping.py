@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.sharded.handing_back import Bare
+from fsshard.sharded.unwrapping import ModelBeforeWrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
 
@@ -51,7 +51,7 @@ def _twice(backend: str, settings: dict[str, Any]) -> dict[str, Any]:
     held, looks = dict(model.named_parameters()), _look(model)
     units: Any = {"auto_wrap_policy": {nn.Linear}} if backend in ("fsdp", "fsdp2") else {}
     for _ in range(2):
-        bare = Bare(model)
+        bare = ModelBeforeWrap(model)
         wrapped, optimizer = fsshard.wrap(
             model, torch.optim.Adam(model.parameters(), 0.1), backend=backend, **units, **settings
         )
@@ -77,7 +77,7 @@ class Kept(nn.Parameter):
 def _kind_of(backend: str) -> list[str]:
     model = nn.Linear(3, 3)
     model.weight = Kept(model.weight.data)
-    bare = Bare(model)
+    bare = ModelBeforeWrap(model)
     wrapped = fsshard.wrap(model, backend=backend)
     bare.wrapped()
     bare.hand_back(wrapped)

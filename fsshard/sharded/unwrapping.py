@@ -32,7 +32,7 @@ _HELD = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 
 
-class Bare:
+class ModelBeforeWrap:
     """A model's modules before :func:`fsshard.wrap`; their parameters are not kept alive."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,27 +51,33 @@ class Bare:
         Raises:
             ModelError: other mesh dimensions than data divide it, too; nothing was changed.
         """
-        backend, module = model.backend, model.backend.module
+        backend = model.backend
+        module = backend.module
         if backend.settings.model_mesh is not None:
             raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
         backend.reshard()
         values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
-        whole = [e.kind.to_user(v.detach().to("cpu", copy=True)) for e, v in zip(backend.all, values, strict=True)]
-        users = model._fsshard.buffers.dtypes
-        dtypes = {name: users.get(public_name(name), buffer.dtype) for name, buffer in module.named_buffers()}
+        whole: list[Tensor] = []
+        for entry, value in zip(backend.all, values, strict=True):
+            on_host = value.detach().to("cpu", copy=True)
+            whole.append(entry.kind.to_user(on_host))
+        dtypes = model._fsshard.buffers.dtypes
         backend.retire()
         for part in self._parts:
             part.restore()
         parts = {id(part.module): part for part in self._parts}
         for entry, value in zip(backend.all, whole, strict=True):
-            places = [(parts[id(slot.owner)], slot.attribute) for slot in entry.slots if id(slot.owner) in parts]
-            if places:
-                part, name = places[0]
-                parameter = part.parameters[name].with_value(value, entry.parameter)
-                for part, name in places:
-                    part.module._parameters[name] = parameter
+            parameter: nn.Parameter | None = None
+            for slot in entry.slots:
+                owner = parts.get(id(slot.owner))
+                if owner is None:
+                    continue
+                if parameter is None:
+                    parameter = owner.parameters[slot.attribute].with_value(value, entry.parameter)
+                owner.module._parameters[slot.attribute] = parameter
         for name, buffer in module.named_buffers():
-            buffer.data = buffer.to(dtypes.get(name, buffer.dtype))
+            dtype = dtypes.get(public_name(name), buffer.dtype)
+            buffer.data = buffer.to(dtype)
         unmark_managed(module.modules())
 
 
@@ -79,52 +85,80 @@ class _Part:
     """One module: what it was like, then what has been changed."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self._class = module, type(module)
-        self._before, self._children = _members(module), dict(module._modules)
+        self.module = module
+        self._class = type(module)
+        self._before = _members(module)
+        self._children = dict(module._modules)
         self._names = set(self._before)
         self.parameters = {name: _Original(value) for name, value in module._parameters.items()}
 
     def look_again(self) -> None:
         """Keep the differences only: the user may let go of the rest."""
-        before, now = self._before, _members(self.module)
-        self._changed = {k for k in {**before, **now} if before.get(k, _ABSENT) is not now.get(k, _ABSENT)}
-        self._changed -= _hook_tables(self.module).keys()
-        self._before, self._after = ({k: v for k, v in each.items() if k in self._changed} for each in (before, now))
+        before = self._before
+        now = _members(self.module)
+        tables = _hook_tables(self.module)
+        self._changed: set[str] = set()
+        for name in {**before, **now}:
+            if name not in tables and before.get(name, _ABSENT) is not now.get(name, _ABSENT):
+                self._changed.add(name)
+        self._before = {name: value for name, value in before.items() if name in self._changed}
+        self._after = {name: value for name, value in now.items() if name in self._changed}
         self._wrapped_children = dict(self.module._modules)
         self._stored = set(stored_in(self.module))  # names of parameters while an engine has it
 
     def restore(self) -> None:
         """Restore all but the parameters that an engine has had. What the user has changed since stays."""
-        module, members = self.module, vars(self.module)
-        now = {key: members.pop(key) for key in self._changed & members.keys()}
-        members.update(_taken_back(self._before, self._after, now))
+        module = self.module
+        members = vars(module)
+        now = {name: members.pop(name) for name in self._changed & members.keys()}
+        members.update(_reverted(self._before, self._after, now))
         stored = {*self.parameters, *module._parameters}
-        for key in [k for k in members if (k.startswith(_MARKS) or k in stored) and k not in self._names]:
-            del members[key]  # made by a forward
+        for name in list(members):
+            # A forward has made it.
+            if name not in self._names and (name.startswith(_MARKS) or name in stored):
+                del members[name]
         module.__class__ = self._class
         forget_unit(module)
-        tables = _hook_tables(module).values()
-        gone = {number for table in tables for number, hook in table.items() if _is_ours(hook)}
-        for table in tables:  # those beside a table of hooks have the same numbers
-            for number in gone & set(table):
-                del table[number]
-        children = _taken_back(self._children, self._wrapped_children, dict(module._modules))
+        _remove_hooks(module)
+        children = _reverted(self._children, self._wrapped_children, dict(module._modules))
         module._modules.clear()
         module._modules.update(children)
-        users = {k: v for k, v in module._parameters.items() if k not in self.parameters and k not in self._stored}
-        module._parameters.clear()  # those that an engine has had are put here later
-        module._parameters.update({**{name: original.alive() for name, original in self.parameters.items()}, **users})
+        # Those that an engine has had are put here later.
+        parameters = {name: original.alive() for name, original in self.parameters.items()}
+        for name, parameter in module._parameters.items():
+            if name not in parameters and name not in self._stored:
+                parameters[name] = parameter
+        module._parameters.clear()
+        module._parameters.update(parameters)
 
 
 def _members(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _HELD}
 
 
-def _taken_back(before: dict[str, Any], after: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return ``now`` with what became ``after`` of ``before`` taken back, where it was not changed since."""
-    is_ours = {key: now.get(key, _ABSENT) is after.get(key, _ABSENT) for key in (*before, *now)}
-    sources = ((key, before if ours else now) for key, ours in is_ours.items())
-    return {key: source[key] for key, source in sources if key in source}
+def _reverted(before: dict[str, Any], after: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return ``now`` with the change from ``before`` to ``after`` reverted, where nothing was changed since."""
+    members: dict[str, Any] = {}
+    for name in {**before, **now}:
+        is_ours = now.get(name, _ABSENT) is after.get(name, _ABSENT)
+        source = before if is_ours else now
+        if name in source:
+            members[name] = source[name]
+    return members
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Remove the hooks that an engine has registered."""
+    tables = _hook_tables(module).values()
+    numbers = {number for table in tables for number, hook in table.items() if _is_ours(hook)}
+    # Tables beside one of hooks have the same numbers.
+    for table in tables:
+        for number in numbers & set(table):
+            del table[number]
+
+
+def _nothing() -> None:
+    """Stand for a reference to a parameter that a module does not have."""
 
 
 class _Original:
@@ -132,7 +166,9 @@ class _Original:
 
     def __init__(self, parameter: nn.Parameter | None) -> None:
         self._class = type(parameter)
-        self.alive: Callable[[], nn.Parameter | None] = (lambda: None) if parameter is None else weakref.ref(parameter)
+        self.alive: Callable[[], nn.Parameter | None] = _nothing
+        if parameter is not None:
+            self.alive = weakref.ref(parameter)
 
     def with_value(self, value: Tensor, engines: nn.Parameter) -> nn.Parameter:
         """Return the parameter with its whole value, and with the user's attributes of the engine's."""
@@ -147,11 +183,13 @@ class _Original:
             forget_replacement(parameter)
             forget_record(parameter)
             parameter.__class__ = self._class
-            for key in [key for key, item in vars(parameter).items() if _is_mark(key, item)]:
-                del parameter.__dict__[key]
+            for key, item in list(vars(parameter).items()):
+                if _is_mark(key, item):
+                    del parameter.__dict__[key]
             hooks: Any = backward_hooks_of(parameter) or {}
-            for number in [n for n, hook in hooks.items() if _is_ours(hook)]:
-                del hooks[number]
+            for number, hook in list(hooks.items()):
+                if _is_ours(hook):
+                    del hooks[number]
             parameter.grad = None
             parameter.data = value
             parameter.requires_grad_(trainable)
@@ -160,7 +198,12 @@ class _Original:
 
 
 def _hook_tables(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    return {k: table for k, table in vars(module).items() if k[0] == "_" and "hooks" in k and isinstance(table, dict)}
+    """Return a module's dicts of hooks by attribute."""
+    tables: dict[str, dict[Any, Any]] = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") and "hooks" in name and isinstance(value, dict):
+            tables[name] = value
+    return tables
 
 
 def _is_mark(key: str, item: Any) -> bool:
@@ -172,5 +215,5 @@ def _is_ours(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    found = getattr(hook, "__module__", None) if owner is None else type(owner).__module__
-    return str(found).startswith(_OURS)
+    place = getattr(hook, "__module__", None) if owner is None else type(owner).__module__
+    return str(place).startswith(_OURS)

@@ -20,15 +20,14 @@ from fsshard.errors import OptimizerError
 from fsshard.sharded.handover import point_at
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
-from ..trainers import Taken as TakenModel
-from ..trainers import whole_states
+from ..trainers import WrappedModel, whole_states
 
 divided: WeakSet[nn.Module] = WeakSet()
 """Modules that an engine has had that keeps parts of weights: one device may have no room for them."""
 
 
 @dataclass
-class Taken(TakenModel):
+class WrappedLightningModule(WrappedModel):
     """A LightningModule that an engine has.
 
     Attributes:
@@ -133,18 +132,18 @@ def plain_scaler(scaler: Any, device: torch.device) -> torch.amp.GradScaler:
     return plain
 
 
-def lacking(taken: Taken, *, with_states: bool) -> str:
+def lacking(wrapped_model: WrappedLightningModule, *, with_states: bool) -> str:
     """Say which host has no room for the whole weights of all its ranks, else nothing. Collective.
 
     Args:
-        taken: what has the module.
+        wrapped_model: what has the module.
         with_states: rank 0's host needs room for the optimizers' states, too.
     """
-    backend = taken.wrapped.backend
+    backend = wrapped_model.wrapped.backend
     if backend.facts.divides != "elements":
         return ""
     weights = sum(entry.stored_shape.numel() * entry.parameter.element_size() for entry in backend.all)
-    states = _bytes_of_states(taken.optimizers) if with_states else 0
+    states = _bytes_of_states(wrapped_model.optimizers) if with_states else 0
     own = (socket.gethostname(), states, free_memory())
     group = backend.settings.group
     of_ranks = [own] if group is None else per_rank(group, own)
