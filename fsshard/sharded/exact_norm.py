@@ -35,19 +35,24 @@ def is_settled(power: float, summands: int) -> bool:
     # A sum of n numbers that are not negative is within n u of the exact one in any order (Higham, Accuracy and
     # Stability of Numerical Algorithms, 2nd ed., section 4.2), and rounding to float32 is monotonous.
     error = (summands + 8) * 2.0**-53
-    low, high = math.sqrt(power * (1 - error)), math.sqrt(power * (1 + error))
+    low = math.sqrt(power * (1 - error))
+    high = math.sqrt(power * (1 + error))
     return bool(torch.tensor(low).float() == torch.tensor(high).float())
 
 
 def exact_power(chunks: Iterable[Tensor], groups: Sequence[dist.ProcessGroup]) -> Fraction:
     """Return the sum of squares of float32 numbers, of ``chunks`` here and on all ranks of ``groups``. Collective."""
     parts = [chunk.double() for chunk in chunks if chunk.numel()]
-    top = torch.stack([part.abs().max() for part in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
+    largest = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        largest = torch.maximum(largest, part.abs().max())
     for group in groups:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    if not float(top):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    if not float(largest):
         return Fraction(0)
-    exponent = 2 * math.frexp(float(top))[1]  # all squares are below 2 to the power of it
+    # All squares are below 2 to the power of it.
+    _, exponent_of_largest = math.frexp(float(largest))
+    exponent = 2 * exponent_of_largest
     sums = [0] * LEVELS
     for part in parts:
         left = part.square() * 2.0 ** (LEVEL_BITS - exponent)
@@ -55,12 +60,13 @@ def exact_power(chunks: Iterable[Tensor], groups: Sequence[dist.ProcessGroup]) -
             whole = left.floor()
             sums[level] += int(whole.long().sum())
             left = (left - whole) * 2.0**LEVEL_BITS
-    words = torch.tensor([word for total in sums for word in divmod(total, WORD)], dtype=torch.int64)
+    words = torch.tensor([divmod(total, WORD) for total in sums], dtype=torch.int64)
     for group in groups:
         dist.all_reduce(words, group=group)
     power = Fraction(0)
-    for level, (high, low) in enumerate(words.view(LEVELS, 2).tolist()):
-        power += Fraction(high * WORD + low) * Fraction(2) ** (exponent - LEVEL_BITS * (level + 1))
+    for level, (high, low) in enumerate(words.tolist()):
+        unit = Fraction(2) ** (exponent - LEVEL_BITS * (level + 1))
+        power += (high * WORD + low) * unit
     return power
 
 
