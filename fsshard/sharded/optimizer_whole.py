@@ -50,12 +50,14 @@ class WholeEntry(Entry):
     @classmethod
     def of(cls, entry: Entry) -> WholeEntry:
         """Return the entry with memory for the whole, still without values."""
-        known = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Entry)}
+        settings = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Entry)}
+        settings["group"] = None
+        settings["cut"] = None
         # Memory of its own, which torch aligns to 64 bytes: matrix products round by the address.
         flat = torch.empty(entry.stored_shape.numel(), dtype=entry.parameter.dtype, device=entry.local().device)
         whole = _laid(entry, flat)
         elements = whole if entry.cut is None else flat
-        return cls(**{**known, "group": None, "cut": None}, elements=elements, whole=whole)
+        return cls(**settings, elements=elements, whole=whole)
 
     def local(self) -> Tensor:
         return self.whole
@@ -72,18 +74,24 @@ def deal(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, int]:
         ranks: among how many.
     """
     # Products of a matrix with itself take elements times its smaller side.
-    work = {name: shape.numel() * min(shape[0], shape[1:].numel()) if shape else 1 for name, shape in shapes.items()}
-    loads, owner = [0] * ranks, {}
+    work = {}
+    for name, shape in shapes.items():
+        smaller_side = min(shape[0], shape[1:].numel()) if shape else 1
+        work[name] = shape.numel() * smaller_side
+    loads = [0] * ranks
+    owners = {}
     for name in sorted(work, key=lambda name: -work[name]):
-        owner[name] = loads.index(min(loads))
-        loads[owner[name]] += work[name]
-    return owner
+        rank = loads.index(min(loads))
+        owners[name] = rank
+        loads[rank] += work[name]
+    return owners
 
 
 def _laid(entry: Entry, flat: Tensor) -> Tensor:
     """Return the stored tensor of all elements with the strides that it has in a bare model."""
     whole = shaped(entry, flat)
-    if entry.cut is None and entry.local().stride() != whole.stride():  # FSDP1 on one rank, which keeps them itself
+    if entry.cut is None and entry.local().stride() != whole.stride():
+        # FSDP1 on one rank keeps strides itself.
         whole = torch.empty_like(entry.local()).copy_(whole)
     return whole
 
@@ -101,22 +109,29 @@ class Owners:
         group = self._entries[0].group
         assert group is not None, "an engine that divides parameters has a group"
         self.owner = deal({entry.name: entry.shape for entry in self._entries}, group.size())
-        self.mine = {e.name: WholeEntry.of(e) for e in self._entries if self.owner[e.name] == group.rank()}
-        self._buckets = [
-            _Bucket(entries, self.owner, group, backend.settings.device) for entries in _divided(self._entries)
-        ]
+        self.mine: dict[str, WholeEntry] = {}
+        for entry in self._entries:
+            if self.owner[entry.name] == group.rank():
+                self.mine[entry.name] = WholeEntry.of(entry)
+        device = backend.settings.device
+        self._buckets = [_Bucket(entries, self.owner, group, device) for entries in _divided(self._entries)]
         self._receive_weights()
         self._marks = self._mark()
 
     def begin(self) -> None:
         """Give owners whole gradients, and whole weights if a shard was written since the last step. Collective."""
-        changed = self._marks != self._mark()  # by load(), an average that is swapped in, an initialisation
-        changed_somewhere = False
-        for wholes, told in _overlapped(bucket.to_owners(_gradients(bucket), changed) for bucket in self._buckets):
-            changed_somewhere |= told
+        # By load(), an average that is swapped in, or an initialisation.
+        is_changed = self._marks != self._mark()
+        is_changed_somewhere = False
+        exchanges = (bucket.to_owners(_gradients(bucket), is_changed) for bucket in self._buckets)
+        for wholes, is_changed_on_any in _overlapped(exchanges):
+            is_changed_somewhere |= is_changed_on_any
             for entry, whole in wholes.items():
-                self.mine[entry.name].gradient = None if whole is None else _laid(entry, whole)
-        if changed_somewhere:  # all ranks have heard of it
+                if whole is not None:
+                    whole = _laid(entry, whole)
+                self.mine[entry.name].gradient = whole
+        # All ranks have heard of it.
+        if is_changed_somewhere:
             self._receive_weights()
 
     def finish(self, failed: bool) -> None:
@@ -125,21 +140,24 @@ class Owners:
         Raises:
             OptimizerError: another rank's step has raised.
         """
-        for entry in self.mine.values():
-            entry.gradient = None  # there is room for what is sent
-        elements = {name: entry.elements for name, entry in self.mine.items()}
-        blamed = set[int]().union(*_overlapped(bucket.to_shards(elements, failed) for bucket in self._buckets))
+        elements: dict[str, Tensor] = {}
+        for name, entry in self.mine.items():
+            # There is room then for what is sent.
+            entry.gradient = None
+            elements[name] = entry.elements
+        failed_ranks: set[int] = set()
+        for ranks in _overlapped(bucket.to_shards(elements, failed) for bucket in self._buckets):
+            failed_ranks |= ranks
         self._marks = self._mark()
-        if blamed and not failed:
+        if failed_ranks and not failed:
             raise OptimizerError(
-                f"the optimizer's step raised on rank {min(blamed)}, which owns some of the parameters (whole=True); "
+                f"the optimizer's step raised on rank {min(failed_ranks)}, which owns some parameters (whole=True); "
                 "its error says why. Some weights are updated and others are not: load a checkpoint"
             )
 
     def _receive_weights(self) -> None:
-        shards = ({entry.name: entry.local() for entry in bucket.entries} for bucket in self._buckets)
-        sent = (bucket.to_owners(parts, False) for bucket, parts in zip(self._buckets, shards, strict=True))
-        for wholes, _ in _overlapped(sent):
+        exchanges = (bucket.to_owners(_shards(bucket), False) for bucket in self._buckets)
+        for wholes, _ in _overlapped(exchanges):
             for entry, whole in wholes.items():
                 assert whole is not None, "every rank has sent its part"
                 self.mine[entry.name].whole.copy_(shaped(entry, whole))
@@ -147,12 +165,19 @@ class Owners:
     def _mark(self) -> list[int]:
         """Return what changes when a shard is written: how often that was, and for ``p.data`` a sum of its bits."""
         shards = [entry.local() for entry in self._entries]
+        marks = [version_of(shard) for shard in shards]
         sums = torch.stack([_sum_of_bits(shard) for shard in shards])
-        return [*map(version_of, shards), *(sums.tolist() if _has_values(sums) else ())]
+        if _has_values(sums):
+            marks += sums.tolist()
+        return marks
 
 
 def _gradients(bucket: _Bucket) -> dict[str, Tensor | None]:
     return {entry.name: entry.grad() for entry in bucket.entries}
+
+
+def _shards(bucket: _Bucket) -> dict[str, Tensor]:
+    return {entry.name: entry.local() for entry in bucket.entries}
 
 
 def _overlapped(exchanges: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -168,10 +193,15 @@ def _overlapped(exchanges: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 def _sum_of_bits(shard: Tensor) -> Tensor:
     """Weighted by the place, so that other signs and another order are another sum."""
-    chunks = shard.reshape(-1).view(BITS[shard.element_size()]).split(CHUNK)  # a bounded part at a time in 64 bits
+    bits = shard.reshape(-1).view(BITS[shard.element_size()])
+    # A bounded part at a time is there in 64 bits.
+    chunks = bits.split(CHUNK)
     # Cubes, since sums of the places alone are often equal: 1 + 2 = 3. Odd ones, whose products keep the sign bit.
     weights = (2 * torch.arange(len(chunks[0]), device=shard.device) + 1) ** 3
-    sums = [(bits * weights[: len(bits)]).sum() * (place + 1) for place, bits in enumerate(chunks)]
+    sums: list[Tensor] = []
+    for place, chunk in enumerate(chunks, start=1):
+        weighted = chunk * weights[: len(chunk)]
+        sums.append(weighted.sum() * place)
     return torch.stack(sums).sum()
 
 
@@ -203,9 +233,13 @@ class _Bucket:
     def __init__(
         self, entries: list[Entry], owner: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self.entries, self._group, self._device = entries, group, device
+        self.entries = entries
+        self._group = group
+        self._device = device
         self._dtype = entries[0].parameter.dtype
-        self._of_owner = [[entry for entry in entries if owner[entry.name] == rank] for rank in range(group.size())]
+        self._of_owner: list[list[Entry]] = [[] for _ in range(group.size())]
+        for entry in entries:
+            self._of_owner[owner[entry.name]].append(entry)
         self._mine = self._of_owner[group.rank()]
 
     def to_owners(
@@ -217,37 +251,56 @@ class _Bucket:
             parts: this rank's, by name.
             flag: which is returned as True everywhere if it is on any rank.
         """
-        outgoing = []
+        outgoing: list[list[Tensor]] = []
         for entries in self._of_owner:
-            given = [parts[entry.name] for entry in entries]
-            header = self._flags([flag, *(part is not None for part in given)])
-            outgoing.append([header, *(self._flat(e, part) for e, part in zip(entries, given, strict=True))])
-        sizes = [[stop - start for start, stop in (e.part(r) for e in self._mine)] for r in range(self._group.size())]
-        exchanged = self._exchange(outgoing, [[1 + len(self._mine), *each] for each in sizes])
+            message = [self._header(entries, parts, flag)]
+            message += [self._flat(entry, parts[entry.name]) for entry in entries]
+            outgoing.append(message)
+        sizes: list[list[int]] = []
+        for rank in range(self._group.size()):
+            lengths = [1 + len(self._mine)]
+            for entry in self._mine:
+                start, stop = entry.part(rank)
+                lengths.append(stop - start)
+            sizes.append(lengths)
+        exchanged = self._exchange(outgoing, sizes)
         own = [flag, *(parts[entry.name] is not None for entry in self._mine)]
         return lambda: self._joined(exchanged(), own)
+
+    def _header(self, entries: Iterable[Entry], parts: Mapping[str, Tensor | None], flag: bool) -> Tensor:
+        """Return the flag, and for each entry whether this rank has a part of it."""
+        return self._flags([flag, *(parts[entry.name] is not None for entry in entries)])
 
     def _joined(
         self, received: Sequence[tuple[Tensor, ...]], own: Sequence[bool]
     ) -> tuple[dict[Entry, Tensor | None], bool]:
         headers = torch.stack([header for header, *_ in received])
-        flags = headers.tolist() if _has_values(headers) else [own]
+        # By number of the flag, whether it is set on any rank.
+        on_any = own
+        if _has_values(headers):
+            on_any = headers.bool().any(dim=0).tolist()
         wholes: dict[Entry, Tensor | None] = {}
-        for number, entry in enumerate(self._mine, 1):
+        for number, entry in enumerate(self._mine, start=1):
             wholes[entry] = None
-            if any(told[number] for told in flags):
-                device = entry.local().device
-                whole = wholes[entry] = torch.empty(entry.stored_shape.numel(), dtype=self._dtype, device=device)
-                for rank, pieces in enumerate(received):
-                    whole[slice(*entry.part(rank))].copy_(pieces[number])
-        return wholes, any(told[0] for told in flags)
+            if not on_any[number]:
+                continue
+            device = entry.local().device
+            whole = torch.empty(entry.stored_shape.numel(), dtype=self._dtype, device=device)
+            for rank, pieces in enumerate(received):
+                start, stop = entry.part(rank)
+                whole[start:stop].copy_(pieces[number])
+            wholes[entry] = whole
+        return wholes, bool(on_any[0])
 
     def to_shards(self, wholes: Mapping[str, Tensor], flag: bool) -> Callable[[], set[int]]:
         """Send what owners have; end with it written into shards, and the ranks whose flag is set. Collective."""
-        outgoing = [
-            [self._flags([flag]), *(wholes[e.name].reshape(-1)[slice(*e.part(rank))] for e in self._mine)]
-            for rank in range(self._group.size())
-        ]
+        outgoing: list[list[Tensor]] = []
+        for rank in range(self._group.size()):
+            message = [self._flags([flag])]
+            for entry in self._mine:
+                start, stop = entry.part(rank)
+                message.append(wholes[entry.name].reshape(-1)[start:stop])
+            outgoing.append(message)
         sizes = [[1, *(entry.local().numel() for entry in entries)] for entries in self._of_owner]
         exchanged = self._exchange(outgoing, sizes)
         return lambda: self._written(exchanged())
@@ -258,7 +311,9 @@ class _Bucket:
                 shard = entry.local()
                 shard.copy_(piece.view(shard.shape))
         flags = torch.cat([header for header, *_ in received])
-        return {rank for rank, told in enumerate(flags.tolist() if _has_values(flags) else ()) if told}
+        if not _has_values(flags):
+            return set()
+        return {rank for rank, is_set in enumerate(flags.tolist()) if is_set}
 
     def _flags(self, flags: Sequence[bool]) -> Tensor:
         return torch.tensor([float(flag) for flag in flags], dtype=self._dtype, device=self._device)
@@ -272,14 +327,21 @@ class _Bucket:
         self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
     ) -> Callable[[], list[tuple[Tensor, ...]]]:
         """Send ``outgoing[rank]`` to each rank; end with what came from each, cut into tensors of these sizes."""
-        sent = torch.cat([piece.to(self._device) for pieces in outgoing for piece in pieces])
-        received, lengths = sent.new_empty(sum(map(sum, sizes))), [sum(each) for each in sizes]
-        own = [sum(piece.numel() for piece in pieces) for pieces in outgoing]
-        work = dist.all_to_all_single(received, sent, lengths, own, group=self._group, async_op=True)
+        pieces: list[Tensor] = []
+        lengths_sent: list[int] = []
+        for message in outgoing:
+            pieces += [piece.to(self._device) for piece in message]
+            lengths_sent.append(sum(piece.numel() for piece in message))
+        sent = torch.cat(pieces)
+        lengths = [sum(of_rank) for of_rank in sizes]
+        received = sent.new_empty(sum(lengths))
+        work = dist.all_to_all_single(received, sent, lengths, lengths_sent, group=self._group, async_op=True)
 
         def end() -> list[tuple[Tensor, ...]]:
-            if work is not None:  # of one rank on some backends: it is done
+            # Of one rank on some backends it is done already.
+            if work is not None:
                 work.wait()
-            return [part.split(list(each)) for part, each in zip(received.split(lengths), sizes, strict=True)]
+            parts = zip(received.split(lengths), sizes, strict=True)
+            return [part.split(list(of_rank)) for part, of_rank in parts]
 
         return end
