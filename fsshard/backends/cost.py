@@ -55,41 +55,66 @@ class UnitCost:
 
 def divided_among(backend: Backend) -> int:
     """Return how many ranks share one copy of what the engine divides; all ranks, where it divides nothing."""
-    group = next((entry.group for entry in backend.all if entry.group is not None), backend.settings.group)
+    group = backend.settings.group
+    for entry in backend.all:
+        if entry.group is not None:
+            group = entry.group
+            break
     return 1 if group is None else group.size()
 
 
 def unit_cost(backend: Backend, unit: Unit) -> UnitCost:
     """Return what ``unit`` costs on this rank, by arithmetic. Local."""
     entries = [backend.entries[name] for name in unit.parameters]
-    trained = [entry for entry in entries if entry.parameter.requires_grad]
-    reduced = sum(e.stored_shape.numel() * (unit.reduce_dtype or e.parameter.dtype).itemsize for e in trained)
+    if backend.facts.divides == "elements":
+        return _cost_of_shards(backend, unit, entries) if entries else UnitCost(held=0)
+    trained = _trained(entries)
+    reduced = sum(_bytes_sent(entry, unit) for entry in trained)
     ranks = divided_among(backend)
-    replicas = backend.settings.world_size // ranks
     if backend.facts.divides == "nothing":
         return UnitCost(held=unit.nbytes, payloads=(Payload("all_reduce", reduced, reduced, ranks),))
-    if backend.facts.divides == "owners":
-        # Gradients go to the owner of each parameter, who sends the new values to all.
-        updated = sum(e.stored_shape.numel() * e.parameter.element_size() for e in trained)
-        payloads = [Payload("all_to_all", reduced, reduced, ranks), Payload("broadcast", updated, updated, ranks)]
-        share = -(-reduced // ranks)  # of what is a rank's own, on average
-        payloads += [Payload("all_reduce", share, share, replicas)] if replicas > 1 else []
-        return UnitCost(held=unit.nbytes, payloads=tuple(payloads))
-    if not entries:
-        return UnitCost(held=0)
-    rest = entries[0].parameter.dtype  # one per unit
-    compute, send = (unit.compute or rest).itemsize, (unit.reduce_dtype or rest).itemsize
-    (padded, real), (padded_grads, real_grads) = _numbers(entries), _numbers(trained)
-    gathers, whole = backend._gathers(unit), padded * ranks * compute
-    payloads = [Payload("all_gather", whole, real * compute, count) for count in gathers]
-    if again := backend._gathered_again(unit):
-        count, own = _numbers(again)
-        payloads.append(Payload("all_gather", count * ranks * compute, own * compute, ranks))
-    payloads.append(Payload("reduce_scatter", padded_grads * send * ranks, real_grads * send, ranks))
+    # Gradients go to the owner of each parameter, who sends the new values to all.
+    updated = sum(entry.stored_shape.numel() * entry.parameter.element_size() for entry in trained)
+    payloads = [Payload("all_to_all", reduced, reduced, ranks), Payload("broadcast", updated, updated, ranks)]
+    replicas = backend.settings.world_size // ranks
     if replicas > 1:
-        payloads.append(Payload("all_reduce", padded_grads * send, -(-real_grads // ranks) * send, replicas))
-    held = padded * rest.itemsize
-    return UnitCost(held=held, gathered=whole, gathers=len(gathers), payloads=tuple(payloads))
+        # Of what is a rank's own, on average.
+        share = -(-reduced // ranks)
+        payloads.append(Payload("all_reduce", share, share, replicas))
+    return UnitCost(held=unit.nbytes, payloads=tuple(payloads))
+
+
+def _cost_of_shards(backend: Backend, unit: Unit, entries: list[Entry]) -> UnitCost:
+    ranks = divided_among(backend)
+    replicas = backend.settings.world_size // ranks
+    # A unit has one dtype.
+    dtype = entries[0].parameter.dtype
+    compute = (unit.compute or dtype).itemsize
+    send = (unit.reduce_dtype or dtype).itemsize
+    padded, real = _numbers(entries)
+    padded_gradients, real_gradients = _numbers(_trained(entries))
+    gathers = backend._gathers(unit)
+    gathered = padded * ranks * compute
+    payloads = [Payload("all_gather", gathered, real * compute, count) for count in gathers]
+    gathered_again = backend._gathered_again(unit)
+    if gathered_again:
+        padded_again, real_again = _numbers(gathered_again)
+        payloads.append(Payload("all_gather", padded_again * ranks * compute, real_again * compute, ranks))
+    payloads.append(Payload("reduce_scatter", padded_gradients * send * ranks, real_gradients * send, ranks))
+    if replicas > 1:
+        least = -(-real_gradients // ranks) * send
+        payloads.append(Payload("all_reduce", padded_gradients * send, least, replicas))
+    held = padded * dtype.itemsize
+    return UnitCost(held=held, gathered=gathered, gathers=len(gathers), payloads=tuple(payloads))
+
+
+def _trained(entries: list[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.parameter.requires_grad]
+
+
+def _bytes_sent(entry: Entry, unit: Unit) -> int:
+    dtype = unit.reduce_dtype or entry.parameter.dtype
+    return entry.stored_shape.numel() * dtype.itemsize
 
 
 def _numbers(entries: list[Entry]) -> tuple[int, int]:
@@ -98,5 +123,9 @@ def _numbers(entries: list[Entry]) -> tuple[int, int]:
     A flat parameter is reduced whole, what is frozen in it too.
     """
     real = sum(entry.stored_shape.numel() for entry in entries)
-    places = {e.cut.buffer or e.name: e.cut.stride for e in entries if e.cut is not None}
-    return (sum(places.values()) if places else real), real
+    strides: dict[str, int] = {}
+    for entry in entries:
+        if entry.cut is not None:
+            strides[entry.cut.buffer or entry.name] = entry.cut.stride
+    padded = sum(strides.values()) if strides else real
+    return padded, real
