@@ -31,18 +31,15 @@ def count_all_ranks(model: Any) -> None:
 @torch.no_grad()
 def _norm(parameters: Sequence[Tensor], p: float, torchs: Callable[..., Tensor]) -> Tensor | None:
     """Return the norm over everything that was given; None where no wrapped model has any of it. Collective."""
-    known = {
-        id(entry.parameter): (model, entry)
-        for model in CLIP_GRAD_NORM.needing(_norm)
-        for entry in model.backend.all
-        if counts_all_ranks(model.backend, entry)
-    }
+    owners = _owners()
     norms: dict[int, Tensor] = {}
     by_model: dict[Any, dict[int, Entry]] = {}
-    like = list(parameters)  # in dtype and device, as the user sees them
+    # In dtype and device, as the user sees them.
+    like = list(parameters)
     for place, parameter in enumerate(parameters):
-        if (member := known.get(id(stored_of(parameter)))) is not None:
-            model, entry = member
+        owner = owners.get(id(stored_of(parameter)))
+        if owner is not None:
+            model, entry = owner
             by_model.setdefault(model, {})[place] = entry
             like[place] = torch.empty(0, dtype=entry.dtype, device=model.backend.settings.device)
         elif parameter.grad is not None:
@@ -54,10 +51,21 @@ def _norm(parameters: Sequence[Tensor], p: float, torchs: Callable[..., Tensor])
         model.finish_gradients(entries.values())
         # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
         if model.backend.facts.divides == "elements" or any(entry.divided_over for entry in model.backend.all):
-            norms[min(entries)] = model.norm_of(entries.values(), p)  # one for all of them
+            # One for all of them.
+            norms[min(entries)] = model.norm_of(entries.values(), p)
         else:
             norms |= _of_owners(model.backend, entries, p, torchs)
     return _as_torchs(combined(norms, like, p), parameters)
+
+
+def _owners() -> dict[int, tuple[Any, Entry]]:
+    """Return by a parameter's identity the wrapped model, and the entry, that is counted over all ranks."""
+    owners: dict[int, tuple[Any, Entry]] = {}
+    for model in CLIP_GRAD_NORM.needing(_norm):
+        for entry in model.backend.all:
+            if counts_all_ranks(model.backend, entry):
+                owners[id(entry.parameter)] = (model, entry)
+    return owners
 
 
 def _of_owners(backend: Backend, entries: dict[int, Entry], p: float, torchs: Any) -> dict[int, Tensor]:
@@ -65,16 +73,24 @@ def _of_owners(backend: Backend, entries: dict[int, Entry], p: float, torchs: An
     norms: dict[int, Tensor] = {}
     for place, entry in entries.items():
         gradient = entry.grad()
-        if gradient is not None and owned(backend, entry):  # torch's own has no kernel for sparse ones
-            seen = gradient.coalesce().values() if gradient.is_sparse else entry.kind.to_user(gradient.detach())
-            norms[place] = _each(seen, p, torchs)
+        if gradient is None or not owned(backend, entry):
+            continue
+        if gradient.is_sparse:
+            # torch's own norm has no kernel for sparse gradients.
+            gradient = gradient.coalesce().values()
+        else:
+            gradient = entry.kind.to_user(gradient.detach())
+        norms[place] = _each(gradient, p, torchs)
     if backend.facts.divides == "nothing" or backend.settings.world_size == 1:
         return norms
     own = {place: norm.item() for place, norm in norms.items()}
     group: Any = next(iter(entries.values())).group
     device = backend.settings.device
-    found = exchanged(own, max(entries) + 1, group, device)
-    return {i: torch.tensor(norm, dtype=entries[i].dtype.to_real(), device=device) for i, norm in found.items()}
+    everywhere: dict[int, Tensor] = {}
+    for place, norm in exchanged(own, max(entries) + 1, group, device).items():
+        dtype = entries[place].dtype.to_real()
+        everywhere[place] = torch.tensor(norm, dtype=dtype, device=device)
+    return everywhere
 
 
 def _each(gradient: Tensor, p: float, torchs: Any) -> Tensor:

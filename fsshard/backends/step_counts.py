@@ -38,8 +38,11 @@ class StepCounts:
 
     def took_step(self, number: int, groups: Iterable[dict[str, Any]]) -> None:
         """Count a step of an optimizer. Local."""
-        if self._group is not None:
-            self._taken[number] = (self._taken[number][0] + 1, [_number(group.get("lr")) for group in groups])
+        if self._group is None:
+            return
+        count, _ = self._taken[number]
+        rates = [_number(group.get("lr")) for group in groups]
+        self._taken[number] = (count + 1, rates)
 
     def compare(self) -> None:
         """Compare with the other ranks. Collective.
@@ -64,24 +67,29 @@ class StepCounts:
                 return
             largest, smallest = answer.tolist()
         if largest != -smallest:
-            first, *others = per_rank(self._group, self._taken)
-            rank, other = next((pair for pair in enumerate(others, 1) if pair[1] != first), (1, others[0]))
+            steps_of_ranks = per_rank(self._group, self._taken)
+            first = steps_of_ranks[0]
+            rank = 1
+            while rank < len(steps_of_ranks) - 1 and steps_of_ranks[rank] == first:
+                rank += 1
             raise RankMismatch(
                 "expected optimizer.step() on every rank, and at the same rates, since each updates a part of the "
-                f"weights; got {_told(first)} on rank 0 and {_told(other)} on rank {rank}. The parts belong to "
-                "different steps now, so load a checkpoint; give schedulers the same values on every rank "
+                f"weights; got {_told(first)} on rank 0 and {_told(steps_of_ranks[rank])} on rank {rank}. "
+                "The parts belong to different steps now, so load a checkpoint; give schedulers the same values on every rank "
                 "(ReduceLROnPlateau the mean of all ranks' losses)"
             )
 
 
 def _number(rate: Any) -> float:
     """Return a learning rate as a number; -1 where there is none, or to read it would wait for a GPU."""
+    is_number = isinstance(rate, (int, float))
     if isinstance(rate, Tensor):
-        return float(rate) if rate.numel() == 1 and rate.device.type == "cpu" else -1.0
-    return float(rate) if isinstance(rate, (int, float)) else -1.0
+        is_number = rate.numel() == 1 and rate.device.type == "cpu"
+    return float(rate) if is_number else -1.0
 
 
 def _told(taken: list[tuple[int, list[float]]]) -> str:
-    return ", ".join(
-        f"{count} steps of optimizer {number} at lr {rates}" for number, (count, rates) in enumerate(taken)
-    )
+    texts: list[str] = []
+    for number, (count, rates) in enumerate(taken):
+        texts.append(f"{count} steps of optimizer {number} at lr {rates}")
+    return ", ".join(texts)

@@ -26,7 +26,9 @@ class ModelBuffers:
     """The buffers of one model: whether the ranks' may differ, and which dtypes users gave them."""
 
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._module, self._group, self._device = backend.module, backend.settings.group, backend.settings.device
+        self._module = backend.module
+        self._group = backend.settings.group
+        self._device = backend.settings.device
         self.broadcast = broadcast
         # The rank of the group whose buffers count, and whose will once they were sent: not 0 where it has no batches.
         self.source = self.next_source = 0
@@ -39,13 +41,18 @@ class ModelBuffers:
 
     def look_again(self) -> None:
         """Find the modules again, since some without trainable parameters may have come or gone."""
-        before, self._parts = self._parts, _modules_of(self._module)
-        self._changed |= self._parts != before
+        parts = _modules_of(self._module)
+        self._changed |= parts != self._parts
+        self._parts = parts
 
     def _now(self) -> dict[tuple[str, str], Tensor]:
         """Return the distinct buffers of the model's modules as they are now, by module and name, without a walk."""
-        found = {id(b): ((part, key), b) for part, module in self._parts.items() for key, b in module._buffers.items()}
-        return {place: buffer for place, buffer in found.values() if buffer is not None and not buffer.is_meta}
+        # Of a buffer in several places the last one counts, where the first one stands.
+        distinct: dict[int, tuple[tuple[str, str], Tensor | None]] = {}
+        for part, module in self._parts.items():
+            for key, buffer in module._buffers.items():
+                distinct[id(buffer)] = ((part, key), buffer)
+        return {place: buffer for place, buffer in distinct.values() if buffer is not None and not buffer.is_meta}
 
     def are_trained(self) -> bool:
         """Return whether a module that has buffers is in training mode, whatever mode the model is in."""
@@ -57,7 +64,8 @@ class ModelBuffers:
             if not then_differ:  # before evaluations and state dicts; in training, forwards that are looked at do so
                 self.look_again()
             self.send()
-        self.source, self.differ = self.next_source, then_differ
+        self.source = self.next_source
+        self.differ = then_differ
 
     @torch.no_grad()
     def send(self) -> None:
@@ -69,15 +77,16 @@ class ModelBuffers:
         group = self._group
         if group is None or group.size() == 1 or not (self._layout or self._changed):
             return
-        mine, is_first = self._now(), group.rank() == self.source
-        layout = _layout_of(mine)
+        buffers = self._now()
+        is_first = group.rank() == self.source
+        layout = _layout_of(buffers)
         # The first byte says whether rank 0 has other buffers than the ranks know of. Then the rest means nothing, and
         # none of it may be written into anybody's buffers: rank 0 says what it has, and sends again.
         changed = is_first and layout != self._layout
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
         message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._device)
         if is_first and not changed and sizes:
-            torch.cat([_bytes_of(mine[place]) for place in self._layout], out=message[1:])
+            torch.cat([_bytes_of(buffers[place]) for place in self._layout], out=message[1:])
         dist.broadcast(message, group=group, group_src=self.source)
         if changed or (not (is_first or self._simulated) and message[0]):
             self._layout = per_rank(group, layout)[self.source]
@@ -85,7 +94,7 @@ class ModelBuffers:
         elif not is_first:
             parts = dict(zip(self._layout, message[1:].split(sizes), strict=True))
             same = [place for place, kind in self._layout.items() if layout.get(place) == kind]
-            _write([mine[place] for place in same], [parts[place] for place in same])
+            _write([buffers[place] for place in same], [parts[place] for place in same])
 
     def simulate(self) -> None:
         """Read nothing that another rank has sent."""
@@ -95,8 +104,9 @@ class ModelBuffers:
         """Return a copy of a buffer, or an extra state itself, as a state dict has it under ``key``."""
         if not isinstance(value, Tensor):
             return value
-        kept = value.detach().to("cpu" if offload_to_cpu else value.device, copy=True)
-        return kept.to(self.dtypes[key]) if key in self.dtypes else kept
+        device = "cpu" if offload_to_cpu else value.device
+        copy = value.detach().to(device, copy=True)
+        return copy.to(self.dtypes.get(key, copy.dtype))
 
 
 def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -115,7 +125,8 @@ def _bytes_of(buffer: Tensor) -> Tensor:
 
 def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
     """Copy the bytes that rank 0 has sent to where the buffers are."""
-    dense, sent = [], []
+    dense: list[Tensor] = []
+    sent: list[Tensor] = []
     for buffer, part in zip(buffers, parts, strict=True):
         if buffer.is_contiguous():
             dense.append(_bytes_of(buffer))
@@ -138,23 +149,26 @@ def check_same_parameters(backend: Backend) -> None:
         ModelError: names what was added, replaced or removed.
     """
     wrapped = {(id(slot.owner), slot.stored): (entry, slot) for entry in backend.all for slot in entry.slots}
-    there = {id(module) for module in backend.module.modules()}
-    added, replaced, removed = list[str](), list[str](), list[str]()
+    modules = {id(module) for module in backend.module.modules()}
+    changes: dict[str, list[str]] = {"added": [], "replaced": [], "removed": []}
     for slot in parameter_slots(backend.module):
         is_new = isinstance(slot.parameter, nn.Parameter) and (id(slot.owner), slot.stored) not in wrapped
         if is_new and slot.parameter.requires_grad:
-            added.append(slot.name)
+            changes["added"].append(slot.name)
     for entry, slot in wrapped.values():
-        held = stored_in(slot.owner).get(slot.stored)
-        if held is not entry.parameter and not backend.shows(entry, held):
-            replaced.append(slot.name)
-        if id(slot.owner) not in there:
-            removed.append(slot.name)
-    changes = {"added": added, "replaced": replaced, "removed": removed}
-    told = [f"{what}: {', '.join(n[:5])}{', ...' if len(n) > 5 else ''}" for what, n in changes.items() if n]
-    if told:
+        parameter = stored_in(slot.owner).get(slot.stored)
+        if parameter is not entry.parameter and not backend.shows(entry, parameter):
+            changes["replaced"].append(slot.name)
+        if id(slot.owner) not in modules:
+            changes["removed"].append(slot.name)
+    texts: list[str] = []
+    for change, names in changes.items():
+        more = ", ..." if len(names) > 5 else ""
+        if names:
+            texts.append(f"{change}: {', '.join(names[:5])}{more}")
+    if texts:
         raise ModelError(
             "parameters were added, replaced or removed after fsshard.wrap, which the engine does not see "
-            f"({'; '.join(told)}): it would keep training the old ones only. Change the model first and wrap it "
+            f"({'; '.join(texts)}): it would keep training the old ones only. Change the model first and wrap it "
             "then; to change values, use model.load_state_dict, or write in place"
         )
