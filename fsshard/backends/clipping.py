@@ -75,12 +75,11 @@ def _of_owners(backend: Backend, entries: dict[int, Entry], p: float, torchs: An
         gradient = entry.grad()
         if gradient is None or not owned(backend, entry):
             continue
+        numbers = entry.kind.to_user(gradient.detach())
         if gradient.is_sparse:
             # torch's own norm has no kernel for sparse gradients.
-            gradient = gradient.coalesce().values()
-        else:
-            gradient = entry.kind.to_user(gradient.detach())
-        norms[place] = _each(gradient, p, torchs)
+            numbers = gradient.coalesce().values()
+        norms[place] = _each(numbers, p, torchs)
     if backend.facts.divides == "nothing" or backend.settings.world_size == 1:
         return norms
     own = {place: norm.item() for place, norm in norms.items()}
