@@ -54,14 +54,16 @@ def lora(
         AlreadyWrapped: the model is wrapped.
     """
     names_of = _chosen(model, rank, target)
-    alpha = float(rank if alpha is None else alpha)
+    if alpha is None:
+        alpha = rank
     model.requires_grad_(False)
     for module, names in names_of.items():
         pairs = _keeps_pairs(module)
         for name in names:
             weight = module._parameters.pop(name)
             assert weight is not None
-            module.add_module(name + ADAPTER, LowRank(weight, rank, alpha, pairs))
+            adapter = LowRank(weight, rank, float(alpha), pairs)
+            module.add_module(name + ADAPTER, adapter)
         kind: Any = type(module)
         module.__class__ = _adapted_class(kind, tuple(names))
     return model
@@ -73,7 +75,8 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
         raise ConfigurationError(f"fsshard.lora: rank={rank!r}: expected a number, 1 or more")
     if not isinstance(target, str):
         raise ConfigurationError(f"fsshard.lora: target={target!r}: expected a regular expression for names")
-    if any(isinstance(module, Flattened) for module in model.modules()) or hasattr(model, "_backend"):
+    has_flattened = any(isinstance(module, Flattened) for module in model.modules())
+    if has_flattened or hasattr(model, "_backend"):
         raise AlreadyWrapped("fsshard.lora: the model is wrapped or tensorfied; call lora(model), then wrap it")
     if adapters_of(model):
         raise ModelError("fsshard.lora: the model has adapters already; name all weights in one call, target='a|b'")
@@ -139,9 +142,10 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
             whole = torch.view_as_complex(whole)
         rows = whole.shape[0]
         columns = whole[0].numel()
-        normal = torch.randn(rank, columns, dtype=whole.dtype, device=whole.device)
+        like: dict[str, Any] = {"dtype": whole.dtype, "device": whole.device}
+        normal = torch.randn(rank, columns, **like)
         self.lora_A = nn.Parameter(normal / math.sqrt(columns))
-        self.lora_B = nn.Parameter(torch.zeros(rows, rank, dtype=whole.dtype, device=whole.device))
+        self.lora_B = nn.Parameter(torch.zeros(rows, rank, **like))
 
     def get_extra_state(self) -> Tensor:
         """Return ``alpha``, a tensor because some formats hold nothing else; no cast of the model rounds it."""
@@ -223,7 +227,7 @@ def _rebuild(origin: Any, names: tuple[str, ...]) -> Any:
 
 def adapters_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the modules with adapted weights, and the attribute, by the name of the weight."""
-    adapters = {}
+    adapters: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
         for attribute in getattr(type(module), "_lora_names", ()):
             adapters[f"{name}.{attribute}".lstrip(".")] = (module, attribute)

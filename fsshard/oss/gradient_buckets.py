@@ -37,7 +37,10 @@ class _Segment:
         dtype: torch.dtype,
     ) -> None:
         # Complex ones come first, so that their pairs begin at even places.
-        self.indices = sorted(indices, key=lambda index: not parameters[index].is_complex())
+        by_kind: dict[bool, list[int]] = {True: [], False: []}
+        for index in indices:
+            by_kind[parameters[index].is_complex()].append(index)
+        self.indices = by_kind[True] + by_kind[False]
         self._reals = [_reals(parameters[index]) for index in self.indices]
         # Bytes of all gradients, and those up to where the next segment may begin.
         self.gradients = sum(self._reals) * dtype.itemsize
@@ -131,7 +134,8 @@ class GradientBucket:
         self._sent = sent[: self.sent_bytes]
         self._received = received[: self.received_bytes]
         self._outgoing: list[tuple[list[int], list[Tensor], Tensor]] = []
-        for part, segment in zip(self._sent.split(self._sizes), self._segments, strict=True):
+        parts = self._sent.split(self._sizes)
+        for part, segment in zip(parts, self._segments, strict=True):
             if part.numel():
                 _, views, flags = segment.parts(part, self._parameters, self._dtype)
                 self._outgoing.append((segment.indices, views, flags))
@@ -212,7 +216,10 @@ class GradientBucket:
             mean = take_mean(own[place])
             if mean is not None:
                 means[place] = mean
-        local = [self._local(self._parameters[own[place]]) for place in chosen]
+        local = []
+        for place in chosen:
+            parameter = self._parameters[own[place]]
+            local.append(self._local(parameter))
         if self._reduce_dtype is None:
             self._add(chosen, local, means)
         else:
@@ -227,7 +234,11 @@ class GradientBucket:
         if all(self._used):
             return list(range(len(self._used)))
         others = torch.stack(self._flags).amax(0).tolist()
-        return [place for place, used in enumerate(self._used) if used or others[place]]
+        places = []
+        for place, used in enumerate(self._used):
+            if used or others[place]:
+                places.append(place)
+        return places
 
     def _local(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part, which may be changed in place."""
@@ -265,7 +276,9 @@ class GradientBucket:
         """Yield sums of other ranks' parts of the chosen parameters, to be added to the own part in turn."""
         for block in tree.siblings(self.rank, self.world_size):
             # What this rank has received lacks its own place.
-            places = [rank if rank < self.rank else rank - 1 for rank in block]
+            places = []
+            for rank in block:
+                places.append(rank if rank < self.rank else rank - 1)
             tree.add_up([self._numbers[place] for place in places])
             views = self._parts[places[0]]
             yield [views[place] for place in chosen]

@@ -128,8 +128,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             name = f"\0{len(self.held)}"  # no tensor's name
+            info = TensorInfo(dtype_name(obj.dtype), tuple(obj.shape), ())
             self.held[name] = [obj.detach().cpu().reshape(-1)]
-            obj = Placeholder(name, TensorInfo(dtype_name(obj.dtype), tuple(obj.shape), ()))
+            obj = Placeholder(name, info)
         if not isinstance(obj, Placeholder):
             return NotImplemented
         number = self._numbers.setdefault(obj.name, len(self._numbers))
@@ -192,9 +193,11 @@ class _ReadingPlanner(DefaultSavePlanner):
     def lookup_object(self, index: meta.MetadataIndex) -> Any:
         """Return the value at a place of the state dict."""
         value = super().lookup_object(index)
-        if id(value) not in self._names:
+        name = self._names.get(id(value))
+        if name is None:
             return value
-        return self._reader.read(self._names[id(value)], (0, value.numel())).reshape(value.shape)
+        flat = self._reader.read(name, (0, value.numel()))
+        return flat.reshape(value.shape)
 
 
 PLAIN: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -212,7 +215,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._own: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        plain = PLAIN.get(f"{module}.{name}") or stand_in(f"{module}.{name}")
+        full_name = f"{module}.{name}"
+        plain = PLAIN.get(full_name) or stand_in(full_name)
         if plain is not None:
             return plain
         if not module.startswith("torch.distributed.checkpoint.") or name not in OF_DCP:
@@ -266,12 +270,15 @@ class DcpDirectory:
                 path = places.get(name) or (name,)
                 for step in path[:-1]:
                     node = node.setdefault(step, {})
+                last = path[-1]
                 if not isinstance(info, meta.TensorStorageMetadata):
-                    node[path[-1]] = self._read_bytes(name)
+                    node[last] = self._read_bytes(name)
                 elif info.size:
-                    node[path[-1]] = awaited(info.properties.dtype, tuple(info.size), partial(self.read, name))
+                    read = partial(self.read, name)
+                    node[last] = awaited(info.properties.dtype, tuple(info.size), read)
                 else:
-                    node[path[-1]] = self.read(name, (0, 1)).reshape(())
+                    number = self.read(name, (0, 1))
+                    node[last] = number.reshape(())
         return dict(_listed(tree))
 
     def _read_bytes(self, name: str) -> Any:

@@ -36,7 +36,9 @@ class DomainLpLoss(LpLoss):
         if quadrature is None:
             sizes = _whole_shape(domain, x)[-self.d :]
             measures = self.measure[-self.d :]
-            quadrature = [measure / size for measure, size in zip(measures, sizes, strict=True)]
+            quadrature = []
+            for measure, size in zip(measures, sizes, strict=True):
+                quadrature.append(measure / size)
         elif isinstance(quadrature, float):
             quadrature = [quadrature] * self.d
         power = self._power(_wide(x) - _wide(y))
@@ -49,8 +51,9 @@ class DomainLpLoss(LpLoss):
         """Return the Lp norm of x - y, relative to that of y; see neuraloperator. Collective."""
         _check_slabs(self.domain, x, y)
         target = _wide(y)
-        powers = [self._power(_wide(x) - target), self._power(target)]
-        over, under = summed(torch.stack(powers), self.domain.axes)
+        difference = self._power(_wide(x) - target)
+        powers = torch.stack([difference, self._power(target)])
+        over, under = summed(powers, self.domain.axes)
         if take_root and self.p != 1:
             root = 1.0 / self.p
             over = over**root
@@ -122,9 +125,11 @@ def _mean_of_squares(
     """Return the sum of (prediction - target)^2 over everything, over the number of points in ``dims``. Collective."""
     _check_slabs(domain, prediction, target)
     sizes = _whole_shape(domain, prediction)
-    squares = (_wide(prediction) - _wide(target)) ** 2
-    mean = summed(squares.sum(), domain.axes)
-    mean = mean / math.prod(sizes[dim] for dim in dims)
+    difference = _wide(prediction) - _wide(target)
+    squares = difference**2
+    total = summed(squares.sum(), domain.axes)
+    count = math.prod(sizes[dim] for dim in dims)
+    mean = total / count
     return _as_torch_has_it(mean, prediction, target)
 
 
@@ -175,7 +180,8 @@ def _check_slabs(domain: Slabs, x: Tensor, y: Tensor) -> None:
     if mark is not None and mark.checksum is not None:
         row[0] = 1
         row[1] = mark.checksum.cpu()
-    marked, checksums = domain.table(row).flatten(0, -2).unbind(1)
+    rows = domain.table(row).flatten(0, -2)
+    marked, checksums = rows.unbind(1)
     # A rank whose target is not marked cannot tell, and nobody raises.
     if not bool(marked.all()):
         return

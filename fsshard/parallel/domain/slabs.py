@@ -30,14 +30,15 @@ def even_parts(size: int, parts: int) -> Sizes:
 def confusable(layouts: Iterable[Layout]) -> bool:
     """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
     for one, other in itertools.combinations(layouts, 2):
-        if all(_have_a_size_in_common(a, b) for a, b in zip(one, other, strict=True)):
+        in_common = [_have_a_size_in_common(*sizes) for sizes in zip(one, other, strict=True)]
+        if all(in_common):
             return True
     return False
 
 
 def _have_a_size_in_common(sizes: Sequence[int], others: Sequence[int]) -> bool:
     """Return whether some rank has the same number of points in both."""
-    return any(size == other for size, other in zip(sizes, others, strict=True))
+    return any(map(int.__eq__, sizes, others))
 
 
 def layout_text(layout: Sequence[Sequence[int]]) -> str:
@@ -48,6 +49,9 @@ def layout_text(layout: Sequence[Sequence[int]]) -> str:
 
 CHUNK = 2**20
 """Elements that a checksum looks at together."""
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By which integers the bits of a number of so many bytes are taken."""
 
 MULTIPLIER = 6364136223846793005
 """Factor of Knuth's linear congruential generator, MMIX: spreads a place over all bits."""
@@ -77,8 +81,7 @@ def checksum(field: Tensor) -> Tensor:
     values = field.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    flat = values.contiguous().view(integers).reshape(-1)
+    flat = values.contiguous().view(INTEGERS[values.element_size()]).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=field.device)
     first = 0
     for part in flat.split(CHUNK):
@@ -142,7 +145,8 @@ class Slabs:
     def __repr__(self) -> str:
         parts = []
         for axis in self.axes:
-            parts.append(f"d{axis.dim + 1} over ranks {list(axis.ranks)}")
+            ranks = list(axis.ranks)
+            parts.append(f"d{axis.dim + 1} over ranks {ranks}")
         return f"<Domain: {', '.join(parts)}>"
 
     @property
@@ -331,7 +335,8 @@ class Slabs:
         layout = []
         for dim, rows_of_dim in enumerate(rows.unbind(-1)):
             # One line for each number of the axis; the ranks of a line belong to different rows of the other axes.
-            lines = rows_of_dim.movedim(dim, 0).reshape(rows_of_dim.shape[dim], -1)
+            moved = rows_of_dim.movedim(dim, 0)
+            lines = moved.reshape(len(moved), -1)
             if not bool((lines == lines[:, :1]).all()):
                 raise RankMismatch(f"slabs do not fit together: along one split dimension, rows {lines.tolist()}")
             layout.append(tuple(lines[:, 0].tolist()))
@@ -355,7 +360,8 @@ class Slabs:
 
     def is_uneven(self, sizes: Sequence[int]) -> bool:
         """Return whether ranks have different numbers of rows of a field of these spatial sizes."""
-        return any(sizes[axis.dim] % axis.size for axis in self.axes)
+        remainders = [sizes[axis.dim] % axis.size for axis in self.axes]
+        return any(remainders)
 
     def _spatial(self, shape: Sequence[int]) -> Sizes:
         if len(shape) < self.order:

@@ -32,7 +32,8 @@ class DomainSpectralConv(SpectralConv):
             return x
         domain = self.domain
         layout = domain.layout(f"{self.domain_name}.transform", x.shape)
-        resampled: Tensor = super().transform(domain.join(x, layout), output_shape)
+        whole = domain.join(x, layout)
+        resampled: Tensor = super().transform(whole, output_shape)
         after = domain.resized(layout, resampled.shape[FIRST:])
         return domain.cut(resampled, after).contiguous()
 
@@ -66,7 +67,10 @@ class DomainSpectralConv(SpectralConv):
         factors = self.resolution_scaling_factor
         if factors is None:
             return list(sizes)
-        return [round(size * factor) for size, factor in zip(sizes, factors, strict=True)]
+        target = []
+        for size, factor in zip(sizes, factors, strict=True):
+            target.append(round(size * factor))
+        return target
 
     def _dealings(self, modes: Sequence[Modes]) -> list[tuple[Axis, Parts]]:
         """Return each split dimension's ranks, and the tensor dimension whose modes they share meanwhile."""
@@ -74,9 +78,10 @@ class DomainSpectralConv(SpectralConv):
         last = self.order - 1
         if has_slice(self):
             # One dimension is split then. Each rank multiplies the kept modes among those that it has.
-            slices = slice_sizes(self.max_n_modes[-1], axes[0].size)
+            (axis,) = axes
+            slices = slice_sizes(self.max_n_modes[-1], axis.size)
             overlaps = _overlaps(modes[-1], slices)
-            return [(axes[0], Parts(FIRST + last, overlaps))]
+            return [(axis, Parts(FIRST + last, overlaps))]
         dealings = []
         for axis in axes:
             dim = last
@@ -107,12 +112,14 @@ class DomainSpectralConv(SpectralConv):
             dim = FIRST + spatial
             x = torch.fft.fft(x, dim=dim, norm=norm)
             x = keep(x, dim, modes[spatial])
-        for (axis, dealt), sizes in zip(reversed(dealings), reversed(layout), strict=True):
-            dim = FIRST + axis.dim
-            joined = Parts(dim, sizes)
+        for index in reversed(range(len(layout))):
+            axis, dealt = dealings[index]
+            spatial = axis.dim
+            dim = FIRST + spatial
+            joined = Parts(dim, layout[index])
             x = redealt(x, axis, dealt, joined)
             x = _transformed(torch.fft.fft, x, dim, norm)
-            x = keep(x, dim, modes[axis.dim])
+            x = keep(x, dim, modes[spatial])
         return x
 
     def _weight_of(
@@ -138,7 +145,8 @@ class DomainSpectralConv(SpectralConv):
             spatial = dim - FIRST
             rank = axis.rank
             first = modes[spatial].start + sum(sizes[:rank])
-            window[channels + spatial] = slice(first, first + sizes[rank])
+            end = first + sizes[rank]
+            window[channels + spatial] = slice(first, end)
         return self.weight[tuple(window)]
 
     def _synthesised(
