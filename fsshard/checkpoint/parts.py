@@ -77,7 +77,8 @@ def as_table(parts: Parts) -> dict[str, list[Any]]:
     table = {}
     for name, part in parts.items():
         start, stop = part.range
-        table[name] = [dtype_name(part.dtype), list(part.shape), start, stop]
+        dtype = dtype_name(part.dtype)
+        table[name] = [dtype, list(part.shape), start, stop]
     return table
 
 
@@ -153,7 +154,8 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
     for name, part in collected.parts.items():
         if part.scattered:
             local_parts[name] = part
-            local_table[name] = [part.scattered, dtype_name(part.dtype), list(part.shape)]
+            dtype_text = dtype_name(part.dtype)
+            local_table[name] = [part.scattered, dtype_text, list(part.shape)]
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
     everyones: dict[str, Any] = {}
     for table in channel.gather(local_table):
@@ -251,7 +253,12 @@ def collect(
     return collected
 
 
-def _add_optimizer(collected: Collected, optimizer: ShardedOptimizer, name: str, model: str) -> None:
+def _add_optimizer(
+    collected: Collected,
+    optimizer: ShardedOptimizer,
+    name: str,
+    model: str,
+) -> None:
     groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts)
     collected.groups[name] = (class_name(optimizer.optimizer_class), groups)
     collected.state[name] = {}
@@ -268,7 +275,8 @@ def _add_optimizer(collected: Collected, optimizer: ShardedOptimizer, name: str,
     single = counters(shapes_of_states)
     divides = state_divides(optimizer.model.backend, optimizer.inner)
     for entry, state in states:
-        _add_state(collected, name, divides, state_entry(optimizer.inner, entry), state, single, model)
+        own_entry = state_entry(optimizer.inner, entry)
+        _add_state(collected, name, divides, own_entry, state, single, model)
 
 
 def _add_object(collected: Collected, value: Any, name: str) -> None:
@@ -294,7 +302,13 @@ FROZEN = "frozen, and saved with only='trainable'"
 """Why a checkpoint does not have a key of the model."""
 
 
-def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str, trainable: bool) -> None:
+def _add_model(
+    collected: Collected,
+    model: ShardedModule,
+    rank: int,
+    name: str,
+    trainable: bool,
+) -> None:
     backend = model.backend
     parts = collected.parts
     before = prefix(name)
@@ -303,7 +317,9 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str,
     raw.pop(NEURALOP_ARGUMENTS, None)
     frozen = set()
     if trainable:
-        frozen = {entry.name for entry in backend.all if not entry.parameter.requires_grad}
+        for entry in backend.all:
+            if not entry.parameter.requires_grad:
+                frozen.add(entry.name)
     keys, extra, dropped = collected.model
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
     ordered = []
@@ -314,10 +330,11 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str,
             dropped[before + key] = FROZEN
         else:
             ordered.append(key)
-    shown = {backend.keys[key] for key in ordered if key in backend.keys}
+    shown = {backend.keys.get(key) for key in ordered}
     for entry in backend.entries.values():
         if entry.name in shown:
-            parts[f"model/{before}{entry.name}"] = _part(entry, entry.local(), name)
+            place = f"model/{before}{entry.name}"
+            parts[place] = _part(entry, entry.local(), name)
     for key in ordered:
         value = raw[key]
         full_key = before + key
@@ -333,9 +350,11 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str,
             own_parts = parts if rank == 0 else {}
             extra[full_key] = _encode(value, f"model/{full_key}", own_parts)
     for entry in backend.entries.values():
-        if entry.name not in frozen:
-            for slot in entry.slots[1:]:
-                collected.tied[before + slot.name] = before + entry.name
+        if entry.name in frozen:
+            continue
+        first = before + entry.name
+        for slot in entry.slots[1:]:
+            collected.tied[before + slot.name] = first
 
 
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:
@@ -398,8 +417,9 @@ def _orders(entry: Entry, state: Mapping[str, Any]) -> dict[str, list[int]]:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        shown = entry.kind.to_user(value) if value.shape == shape else value
-        order = order_in_memory(shown)
+        if value.shape == shape:
+            value = entry.kind.to_user(value)
+        order = order_in_memory(value)
         if order:
             orders[key] = list(order)
     return orders
@@ -409,7 +429,9 @@ def lying(entry: Entry, value: Tensor, order: Sequence[int]) -> Tensor:
     """Return a state as it is to lie in memory, in an order that :data:`ORDERS` has."""
     if value.shape == entry.local().shape and (entry.kind.order or entry.divided_over):
         return value  # as the engine stores the parameter
-    return laid(value, [*order, *range(len(order), value.dim())])  # pairs of reals stay together
+    # Pairs of reals stay together.
+    pairs = range(len(order), value.dim())
+    return laid(value, [*order, *pairs])
 
 
 def _encode(
@@ -425,9 +447,12 @@ def _encode(
         plain = tensor
         if tensor.layout is torch.strided:
             plain = tensor.detach().resolve_conj().resolve_neg()
-        is_plain = type(plain) is Tensor
-        if not is_plain or plain.layout is not torch.strided or plain.is_meta or plain.is_quantized:
-            what = f"{plain.layout} on {plain.device}" if is_plain else type(plain).__name__
+        what = ""
+        if type(plain) is not Tensor:
+            what = type(plain).__name__
+        elif plain.layout is not torch.strided or plain.is_meta or plain.is_quantized:
+            what = f"{plain.layout} on {plain.device}"
+        if what:
             raise CheckpointError(
                 f"{path}: a {what}, whose values are not on this rank; copy weights under full_parameters()"
             )
@@ -477,16 +502,16 @@ def divide(
         writers = tuple(ranks) if shared else (ranks[0],)
         ranges_of_group.setdefault(writers, []).append(span)
     written: list[dict[str, Range]] = [{} for _ in tables]
-    pieces: dict[str, list[Piece]] = {name: [] for name in infos}
+    pieces: dict[str, list[Piece]] = {}
     for group, ranges in ranges_of_group.items():
         for rank, name, low, high in _spread(group, ranges, infos):
             written[rank][name] = (low, high)
             key = piece_key(name, infos[name].numel, (low, high))
             file = rank_file(rank, len(tables))
-            pieces[name].append(Piece(file, key, low, high))
+            pieces.setdefault(name, []).append(Piece(file, key, low, high))
     whole_infos = {}
     for name, info in infos.items():
-        in_order = sorted(pieces[name], key=lambda piece: piece.start)
+        in_order = sorted(pieces.get(name, ()), key=lambda piece: piece.start)
         whole_infos[name] = info._replace(pieces=tuple(in_order))
     return whole_infos, written
 
@@ -602,7 +627,12 @@ def _renamed(node: Any, suffix: str) -> Any:
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def check_call(name: str, path: object, timeout: object, **flags: object) -> tuple[str, str]:
+def check_call(
+    name: str,
+    path: object,
+    timeout: object,
+    **flags: object,
+) -> tuple[str, str]:
     """Check a path, a timeout and flags; return the path from the home directory, and the call as messages show it."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(
@@ -737,7 +767,8 @@ def as_one(value: Any) -> Any:
     """Return a list or mapping in which all have state, ``scheduler=[warmup, decay]``, as one; all else as it is."""
     if hasattr(value, "state_dict") or not isinstance(value, (Mapping, list, tuple)):
         return value
-    members = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    members: dict[Any, Any] = {}
+    members.update(value if isinstance(value, Mapping) else enumerate(value))
     for member in members.values():
         if isinstance(member, EMA):
             raise ConfigurationError(
@@ -754,7 +785,12 @@ def as_one(value: Any) -> Any:
 class _Several:
     """Several objects with state, as one with the state of all: in a list, or by name."""
 
-    def __init__(self, members: Mapping[Any, Any], *, named: bool) -> None:
+    def __init__(
+        self,
+        members: Mapping[Any, Any],
+        *,
+        named: bool,
+    ) -> None:
         self._members = members
         self._named = named
 

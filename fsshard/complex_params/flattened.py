@@ -144,9 +144,9 @@ class Flattened(nn.Module):
             raise TypeError(
                 f"cannot assign {torch.typename(value)!r} as parameter {name!r} (torch.nn.Parameter or None expected)"
             )
-        new_kind = kind_for(value, True, True)
-        fits = new_kind.form is kind.form and len(kind.order) in (0, value.dim())
-        if not fits or is_dtensor(stored):
+        has_form = kind_for(value, True, True).form is kind.form
+        has_order = len(kind.order) in (0, value.dim())
+        if not has_form or not has_order or is_dtensor(stored):
             raise ModelError(
                 f"parameter {name!r} cannot be replaced by this one: expected one of the same form "
                 f"({kind.form.value}), in a model that no engine has sharded; change the model before tensorfy or "
@@ -194,10 +194,12 @@ class Flattened(nn.Module):
 
         def on_value(tensor: Tensor) -> Tensor:
             kind = kinds.get(id(tensor))
-            if kind is None or is_dtensor(tensor) or (kind.is_complex and tensor.shape[-1:] != (2,)):
+            if kind is None or is_dtensor(tensor):
                 return fn(tensor)
             if not kind.is_complex:
                 return fn(kind.turn_back(tensor)).permute(kind.order)
+            if tensor.shape[-1:] != (2,):
+                return fn(tensor)
             moved = fn(Kind(Form.COMPLEX, kind.order).to_user(tensor))
             if not moved.is_complex():
                 raise PrecisionError(
@@ -211,19 +213,32 @@ class Flattened(nn.Module):
         with stored_names():
             return cast(Any, super())._apply(on_value, recurse)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self,
+        destination: Any,
+        prefix: str,
+        keep_vars: bool,
+    ) -> None:
         with showing_the_users([self]):  # the class's own methods run as written
             cast(Any, super())._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars:
             return
         for name in type(self)._fsshard_views:
-            value = destination.get(prefix + name)
-            if type(value) is Tensor and value.is_complex() and value.untyped_storage().nbytes() > value.nbytes:
+            key = prefix + name
+            value = destination.get(key)
+            if type(value) is not Tensor or not value.is_complex():
+                continue
+            if value.untyped_storage().nbytes() > value.nbytes:
                 # An engine (OSS) has packed it with real ones: "Cannot save multiple tensors or storages that view
                 # the same data as different types" (torch.save, torch 2.13).
-                destination[prefix + name] = value.clone()
+                destination[key] = value.clone()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        *rest: Any,
+    ) -> None:
         with showing_the_users([self]):
             cast(Any, super())._load_from_state_dict(state_dict, prefix, *rest)
         parameters = stored_in(cast(nn.Module, self))
@@ -438,7 +453,12 @@ class _HoldsReals(Flattened):
         else:
             super().register_parameter(name, param)
 
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    def register_buffer(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        persistent: bool = True,
+    ) -> None:
         if self._is_stored(name, tensor):
             nn.Module.register_buffer(self, name, tensor, persistent)
         else:

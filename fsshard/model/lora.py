@@ -84,13 +84,14 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
     uses = Counter(id(slot.parameter) for slot in slots)
     names: dict[nn.Module, list[str]] = {}
     for slot in slots:
+        parameter = slot.parameter
         if not re.search(target, slot.name):
             continue
-        if nn.parameter.is_lazy(slot.parameter):
+        if nn.parameter.is_lazy(parameter):
             raise ModelError(f"fsshard.lora: {slot.name!r} has no shape yet; run a forward of the model before")
-        if rank > _largest_rank(slot.owner, slot.parameter):
+        if rank > _largest_rank(slot.owner, parameter):
             continue
-        if uses[id(slot.parameter)] > 1:
+        if uses[id(parameter)] > 1:
             raise ModelError(f"fsshard.lora: {slot.name!r} is shared between modules; leave it out of target=")
         # A recurrent layer computes with a list of its own of the parameters.
         if isinstance(slot.owner, nn.RNNBase):
@@ -116,9 +117,11 @@ def _largest_rank(module: nn.Module, parameter: Tensor) -> int:
     shape = parameter.shape
     if _keeps_pairs(module):
         shape = shape[:-1]
-    if len(shape) > 1 and (parameter.is_floating_point() or parameter.is_complex()):
-        return min(shape[0], math.prod(shape[1:]))
-    return 0
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    if not is_number or len(shape) < 2:
+        return 0
+    rows, *others = shape
+    return min(rows, math.prod(others))
 
 
 class LowRank(nn.ModuleList):  # a container to every policy: the module that computes with the weight is the unit
@@ -132,7 +135,13 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
             the model.
     """
 
-    def __init__(self, base: nn.Parameter, rank: int, alpha: float, pairs: bool) -> None:
+    def __init__(
+        self,
+        base: nn.Parameter,
+        rank: int,
+        alpha: float,
+        pairs: bool,
+    ) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.alpha = alpha
@@ -161,7 +170,12 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
         return merged(base, self.lora_A, self.lora_B, self.alpha)
 
 
-def merged(base: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+def merged(
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    alpha: float,
+) -> Tensor:
     """Return ``base + alpha / rank * b a``, in the shape of ``base``."""
     product = alpha / a.shape[0] * (b @ a)
     return base + product.view(base.shape)
@@ -227,8 +241,9 @@ def _rebuild(origin: Any, names: tuple[str, ...]) -> Any:
 
 def adapters_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the modules with adapted weights, and the attribute, by the name of the weight."""
-    adapters: dict[str, tuple[nn.Module, str]] = {}
+    adapters = {}
     for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
         for attribute in getattr(type(module), "_lora_names", ()):
-            adapters[f"{name}.{attribute}".lstrip(".")] = (module, attribute)
+            adapters[prefix + attribute] = (module, attribute)
     return adapters

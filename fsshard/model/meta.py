@@ -206,8 +206,9 @@ class ValueSource:
                 places.setdefault(id(real), []).append((module, key))
         holdings = []
         for number, real in reals.items():
-            holding = Holding(real, tuple(names[number]), tuple(places[number]), real.detach())
-            holdings.append(holding)
+            names_of_real = tuple(names[number])
+            places_of_real = tuple(places[number])
+            holdings.append(Holding(real, names_of_real, places_of_real, real.detach()))
         return holdings
 
     @torch.no_grad()
@@ -474,4 +475,6 @@ def _lacks_numbers(holding: Holding, has_changed: bool) -> bool:
         real = torch.view_as_real(memory) if memory.is_complex() else memory
         return bool(real.amax().isnan())  # which needs no memory, unlike isnan().any()
     # The version counter tells, but of writings through ``.data``.
-    return not has_changed and (memory.dtype == torch.bool or _is_marked(memory))
+    if has_changed:
+        return False
+    return memory.dtype == torch.bool or _is_marked(memory)

@@ -56,7 +56,8 @@ class _Segment:
         """Return views of a segment's bytes: its numbers, each gradient in its parameter's own layout, the flags."""
         numbers = data[: self.gradients].view(dtype)
         views = []
-        for index, part in zip(self.indices, numbers.split(self._reals), strict=True):
+        parts = numbers.split(self._reals)
+        for index, part in zip(self.indices, parts, strict=True):
             parameter = parameters[index]
             if parameter.is_complex():
                 part = torch.view_as_complex(part.view(-1, 2))
@@ -85,6 +86,10 @@ def share_memory(buckets: Sequence[GradientBucket], device: torch.device) -> Non
     incoming = torch.zeros(received, dtype=torch.uint8, device=device)
     for bucket in buckets:
         bucket.use(outgoing, incoming)
+
+
+Outgoing = tuple[list[int], list[Tensor], Tensor]
+"""Of a segment that is sent: places of parameters, where each gradient goes, and the flags."""
 
 
 class GradientBucket:
@@ -131,13 +136,14 @@ class GradientBucket:
 
     def use(self, sent: Tensor, received: Tensor) -> None:
         """Take memory, once and for all."""
+        parameters = self._parameters
         self._sent = sent[: self.sent_bytes]
         self._received = received[: self.received_bytes]
-        self._outgoing: list[tuple[list[int], list[Tensor], Tensor]] = []
+        self._outgoing: list[Outgoing] = []
         parts = self._sent.split(self._sizes)
         for part, segment in zip(parts, self._segments, strict=True):
             if part.numel():
-                _, views, flags = segment.parts(part, self._parameters, self._dtype)
+                _, views, flags = segment.parts(part, parameters, self._dtype)
                 self._outgoing.append((segment.indices, views, flags))
         # Of each other rank, in their order: its numbers, the same by parameter, and its flags.
         self._numbers: list[Tensor] = []
@@ -146,7 +152,7 @@ class GradientBucket:
         if not self._own.size:
             return
         for part in self._received.split(self._own.size):
-            numbers, views, flags = self._own.parts(part, self._parameters, self._dtype)
+            numbers, views, flags = self._own.parts(part, parameters, self._dtype)
             self._numbers.append(numbers)
             self._parts.append(views)
             self._flags.append(flags)
@@ -167,7 +173,11 @@ class GradientBucket:
             self._received, self._sent, self._sizes_received, self._sizes, group=self.group, async_op=True
         )
 
-    def _pack(self, indices: list[int], views: list[Tensor]) -> None:
+    def _pack(
+        self,
+        indices: list[int],
+        views: list[Tensor],
+    ) -> None:
         targets: list[Tensor] = []
         gradients: list[Tensor] = []
         for index, view in zip(indices, views, strict=True):
@@ -191,7 +201,8 @@ class GradientBucket:
         # part is subnormal in float16, or too large for it before it is divided.
         dtype = self._reduce_dtype
         if self._rounds_first:
-            return list(foreach_mul([gradient.to(dtype) for gradient in gradients], self._scale))
+            rounded = [gradient.to(dtype) for gradient in gradients]
+            return list(foreach_mul(rounded, self._scale))
         return [gradient.to(dtype) for gradient in foreach_mul(gradients, self._scale)]
 
     # ------------------------------------------------------------------------------------------ receiving

@@ -136,7 +136,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._loads = loads
         self._partition_version += 1
         self._shards_are_old = True
-        self._sync_param_groups(self.optim.param_groups[-1:], self.param_groups[-1:])
+        own_group = self.optim.param_groups[-1]
+        self._sync_param_groups([own_group], [group])
         self.refresh_trainable()
 
     def refresh_trainable(self) -> None:
@@ -206,7 +207,13 @@ class OSS(PartitionedOptimizer, Optimizer):
         # cannot be handed to: gradients would stay scaled there.
         return "grad_scaler" in inspect.signature(self.step).parameters
 
-    def step(self, closure: Any = None, *, grad_scaler: Any = None, **kwargs: Any) -> Any:
+    def step(
+        self,
+        closure: Any = None,
+        *,
+        grad_scaler: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Update the own parameters, send them to the other ranks, and return what the optimizer's ``step`` returns.
 
         Args:
@@ -217,8 +224,10 @@ class OSS(PartitionedOptimizer, Optimizer):
         if grad_scaler is not None and not agreed(self, grad_scaler):
             return None
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        if callable(closure):
+            closure = finished_by(closure, self.finish_gradients)
         if closure is not None:
-            kwargs["closure"] = finished_by(closure, self.finish_gradients) if callable(closure) else closure
+            kwargs["closure"] = closure
         loss = step_without_global_hooks(self.optim, kwargs)
         self._broadcast_params()
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
@@ -299,7 +308,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         norm_type = float(norm_type)
         own = []
         for parameter in self._parameters():
-            if self._param_to_rank[parameter] == self.rank and parameter.grad is not None:
+            is_own = self._param_to_rank[parameter] == self.rank
+            if is_own and parameter.grad is not None:
                 own.append(parameter)
         # The user's function: if it raises on one rank, the others must not wait for the norm.
         if filter_params_fn is not None:

@@ -26,7 +26,7 @@ Get = Callable[[str], Tensor]
 
 MAX_DEPTH = 64  # containers within containers; Python reads JSON that is nested some hundred times deep
 _KIND = "$"
-_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -46,8 +46,16 @@ _FACTORIES: dict[str | None, Any] = {
     "set": set,
 }
 _KEYS = (bool, int, float, complex, str, bytes, np.generic)
-_MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS: dict[str, Any] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+}
+_SEQUENCES: dict[str, Any] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 _LEAVES: dict[str, Callable[[Any], Any]] = {
     "float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
     "bytes": lambda content: base64.b64decode(content, validate=True),
@@ -75,7 +83,7 @@ def decode(node: Any, get: Get) -> Any:
     if not isinstance(node, dict):
         return node
     if _KIND not in node:
-        return {key: decode(item, get) for key, item in node.items()}
+        return _filled({}, node.items(), get)
     kind = node[_KIND]
     content = node["v"]
     if kind in _SEQUENCES:
@@ -101,7 +109,8 @@ def decode(node: Any, get: Get) -> Any:
 
 def _filled(mapping: Any, pairs: Any, get: Get) -> Any:
     for key, item in pairs:
-        mapping[decode(key, get)] = decode(item, get)
+        new_key = decode(key, get)
+        mapping[new_key] = decode(item, get)
     return mapping
 
 

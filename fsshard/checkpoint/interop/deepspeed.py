@@ -62,11 +62,15 @@ def read_zero(
         first = parts[0]
         count = torch.tensor(first["partition_count"]).max()
         zero3 = "fp32_flat_groups" in first
-        if len(parts) != count or (zero3 and len(of_models) != count):
+        is_whole = len(parts) == count
+        if zero3:
+            is_whole = is_whole and len(of_models) == count
+        if not is_whole:
             raise CorruptCheckpoint(f"{folder}: expected files of {count} ranks, found {len(parts)}")
         return _ZeroFolder(of_models, parts, zero3, awaited).tree()
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{folder}: {type(error).__name__}: {error}; {INSTEAD}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{folder}: {what}; {INSTEAD}") from error
 
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None:
@@ -158,7 +162,7 @@ class _ZeroFolder:
 
     def _places(self, number: int) -> Iterator[tuple[str, Shape, int]]:
         """Yield names and shapes of a flat group, and where each begins: in it, or in a rank's part of it (ZeRO-3)."""
-        shapes: dict[str, Any] = self._models[0]["param_shapes"][number]
+        shapes = self._models[0]["param_shapes"][number]
         ranks = 1
         paddings = [0] * len(shapes)
         if self._zero3:
@@ -166,23 +170,35 @@ class _ZeroFolder:
         elif self._paddings:
             paddings = self._paddings[number]
         offset = 0
-        for padding, (name, shape) in zip(paddings, shapes.items(), strict=False):
+        for index, (name, shape) in enumerate(shapes.items()):
             yield name, tuple(shape), offset
             share = math.ceil(math.prod(shape) / ranks)
-            offset += share + padding
+            offset += share + paddings[index]
 
-    def _state(self, number: int, shape: Shape, offset: int, group: Tree) -> Tree:
+    def _state(
+        self,
+        number: int,
+        shape: Shape,
+        offset: int,
+        group: Tree,
+    ) -> Tree:
         states = [each.get(number, {}) for each in self._states]
         state: Tree = {}
         for key, value in states[0].items():
             if isinstance(value, Tensor) and value.dim() > 0:
-                value = self._cut([each[key] for each in states], shape, offset)
+                flats = [each[key] for each in states]
+                value = self._cut(flats, shape, offset)
             state[key] = value
         if state and "step" in group:
             state.setdefault("step", torch.tensor(float(group["step"])))
         return state
 
-    def _cut(self, flats: Sequence[Tensor], shape: Shape, offset: int) -> Tensor:
+    def _cut(
+        self,
+        flats: Sequence[Tensor],
+        shape: Shape,
+        offset: int,
+    ) -> Tensor:
         """Return the tensor that begins at an offset of the ranks' flat tensors."""
         numel = math.prod(shape)
         share = math.ceil(numel / len(flats))

@@ -24,6 +24,8 @@ WRAPPERS = frozenset({WRAPPED, "_fpw_module", COMPILED, CHECKPOINTED})
 Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
 State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
+Variant = tuple[str, dict[str, Any]]
+"""What was taken off the names of a state dict, and the rest."""
 
 
 def clean_path(path: str) -> str:
@@ -66,7 +68,7 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
     return plain
 
 
-def best_names(expected: Iterable[str], state: State) -> tuple[str, dict[str, Any]]:
+def best_names(expected: Iterable[str], state: State) -> Variant:
     """Return a state dict with as much of what its names begin with alike taken off as fits a model best, and that.
 
     Where the model's names begin alike and the state dict's do not, that is put before them.
@@ -82,14 +84,14 @@ def best_names(expected: Iterable[str], state: State) -> tuple[str, dict[str, An
             prefixed[f"{beginning}.{key}"] = value
         variants.append(("", prefixed))
 
-    def fitting(variant: tuple[str, dict[str, Any]]) -> int:
+    def fitting(variant: Variant) -> int:
         _, renamed = variant
         return len(expected & renamed.keys())
 
     return max(variants, key=fitting)
 
 
-def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[tuple[str, dict[str, Any]]]:
+def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[Variant]:
     """Yield what was taken off the names of a state dict, and the rest: ever more (DDP of ShardedDDP has two).
 
     Taken off is ``prefix``, or if that is empty whatever all names begin with.
@@ -343,7 +345,8 @@ def _as_this_torch(
     empty = {}
     for group in groups:
         for name in group["params"]:
-            empty[name] = nn.Parameter(torch.empty(0, dtype=entries[name].dtype))
+            nothing = torch.empty(0, dtype=entries[name].dtype)
+            empty[name] = nn.Parameter(nothing)
     number = {name: index for index, name in enumerate(empty)}
     members = []
     for group in groups:
@@ -356,12 +359,14 @@ def _as_this_torch(
         present: dict[str, Any] = {}
         for key, value in item.items():
             # What is on the meta device stands for a tensor that is still to be read, and stays as it is.
-            table = awaited[name] if isinstance(value, Tensor) and value.is_meta else present
+            is_awaited = isinstance(value, Tensor) and value.is_meta
+            table = awaited[name] if is_awaited else present
             table[key] = value
         numbered_state[number[name]] = present
     numbered_groups = []
     for group in groups:
-        numbered_groups.append({**group, "params": [number[name] for name in group["params"]]})
+        numbers = [number[name] for name in group["params"]]
+        numbered_groups.append({**group, "params": numbers})
     plain.load_state_dict({"state": numbered_state, "param_groups": numbered_groups})
     new_state = {}
     for name, parameter in empty.items():

@@ -170,7 +170,10 @@ class ForeignReader(TensorReader):
         if isinstance(node, PurePath):
             return str(node)
         if isinstance(node, dict):
-            return {key: self.tree(item) for key, item in node.items()}
+            tree = {}
+            for key, item in node.items():
+                tree[key] = self.tree(item)
+            return tree
         return node
 
     def add_for(
@@ -246,7 +249,7 @@ class ForeignReader(TensorReader):
                 places.pop(smaller, None)
         return places
 
-    def _only_one(self, expected: set[str]) -> tuple[Place, dict[str, Any]]:
+    def _only_one(self, expected: set[str]) -> PlacedDict:
         """Return the state dict that has most of the expected keys, or without any the only one; raise if several."""
         places = self._state_dicts()
         if not places and not expected:
@@ -278,7 +281,7 @@ class ForeignReader(TensorReader):
             log.warning("%s: of %s %r is read as the model; another: %s", self.directory, what, name, option)
         return chosen[0], places[chosen[0]]
 
-    def _at(self, key: str) -> tuple[Place, dict[str, Any]]:
+    def _at(self, key: str) -> PlacedDict:
         """Return the state dict at a place, or that part of one whose names begin with the rest of the place."""
         for place, node in _mappings(self._tree):
             outer = _dotted(place)
@@ -312,7 +315,10 @@ class ForeignReader(TensorReader):
                 f"{self.directory} is one file of a DeepSpeed checkpoint, whose numbers are in *_optim_states.pt; pass "
                 f"their folder, {self.directory.absolute().parent}"
             )
-        sizes = [value.numel() for value in state.values() if isinstance(value, Tensor)]
+        sizes = []
+        for value in state.values():
+            if isinstance(value, Tensor):
+                sizes.append(value.numel())
         if sizes and not any(sizes):
             raise CheckpointError(f"{self.directory}: all {len(sizes)} tensors are empty, their numbers are elsewhere")
 
@@ -325,7 +331,8 @@ class ForeignReader(TensorReader):
                 by_name[str(place[-1])] = node
         if not all(name in by_name for name in optimizers):  # then in their order, where there are as many
             if len(optimizers) != len(nodes):
-                places = ", ".join(_dotted(place) or "itself" for place in nodes) or "none"
+                names = [_dotted(place) or "itself" for place in nodes]
+                places = ", ".join(names) or "none"
                 raise CheckpointError(
                     f"{self.directory}: {len(optimizers)} optimizer(s) to load ({', '.join(optimizers)}), optimizer "
                     f"states in it: {places}"
@@ -336,10 +343,12 @@ class ForeignReader(TensorReader):
             if not _is_nested(node):
                 node = _unflattened(optimizer, node, self._prefix)
             _check_class(self.directory, optimizer, node["param_groups"])
-            names = None
+            names_of_groups = None
             if self._names_parameters(node):
-                names = [known_names(optimizer, self._own_names(group)) for group in node["param_groups"]]
-            state = whole_state(optimizer, node, names, strict=strict)
+                names_of_groups = []
+                for group in node["param_groups"]:
+                    names_of_groups.append(known_names(optimizer, self._own_names(group)))
+            state = whole_state(optimizer, node, names_of_groups, strict=strict)
             kind = class_name(optimizer.optimizer_class)
             self._put_optimizer(name, kind, state["param_groups"], state["state"])
 
@@ -498,7 +507,10 @@ def _without(node: Any, places: Sequence[Place]) -> Any:
     items = node.items() if isinstance(node, dict) else enumerate(node)
     rest: dict[Any, Any] = {}
     for key, value in items:
-        below = [place[1:] for place in places if place[0] == key]
+        below = []
+        for first, *rest_of_place in places:
+            if first == key:
+                below.append(tuple(rest_of_place))
         if () in below:
             continue
         remains = _without(value, below)
@@ -537,7 +549,8 @@ def _is_optimizer(node: Mapping[Any, Any]) -> bool:
 
 
 def _is_nested(node: Mapping[Any, Any]) -> bool:
-    return isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
+    groups = node.get("param_groups")
+    return isinstance(groups, list) and isinstance(node.get("state"), dict)
 
 
 def _unflattened(

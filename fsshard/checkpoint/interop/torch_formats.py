@@ -183,7 +183,10 @@ class _ReadingPlanner(DefaultSavePlanner):
     def without_numbers(self, value: Any) -> Any:
         """Return the value with tensors on the meta device in the place of placeholders."""
         if isinstance(value, dict):
-            return {key: self.without_numbers(item) for key, item in value.items()}
+            blank = {}
+            for key, item in value.items():
+                blank[key] = self.without_numbers(item)
+            return blank
         if not isinstance(value, Placeholder):
             return value
         tensor = torch.empty(value.info.shape, dtype=value.info.kind, device="meta")
@@ -228,6 +231,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         return self._own.setdefault(name, type(name, (known,), {}))
 
 
+Awaited = Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Any]
+
+
 class DcpDirectory:
     """A DCP checkpoint; if it is not ``trusted``, only plain values in it are unpickled."""
 
@@ -259,7 +265,7 @@ class DcpDirectory:
 
     def tree(
         self,
-        awaited: Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Any],
+        awaited: Awaited,
     ) -> dict[str, Any]:
         """Return what was saved, nested as it was, with ``awaited`` for tensors that are no single numbers."""
         tree: dict[Any, Any] = {}
@@ -352,7 +358,9 @@ def _listed(node: Any) -> Any:
     """
     if not isinstance(node, dict):
         return node
-    values = {key: _listed(value) for key, value in node.items()}
+    values = {}
+    for key, value in node.items():
+        values[key] = _listed(value)
     if "param_groups" in values and isinstance(values.get("state"), dict):
         state = {}
         for key, item in values["state"].items():

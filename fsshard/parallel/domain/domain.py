@@ -24,12 +24,23 @@ from fsshard.torch_private.fake_tensors import FakeTensor
 class DomainLpLoss(LpLoss):
     """neuraloperator's ``LpLoss``: norms over the whole field; one sum over the domain's ranks."""
 
-    def __init__(self, domain: Slabs, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        domain: Slabs,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         _check_dimensions(domain, self.d)
         self.domain = domain
 
-    def abs(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
+    def abs(
+        self,
+        x: Tensor,
+        y: Tensor,
+        quadrature: Any = None,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the Lp norm of x - y; see neuraloperator. Collective."""
         domain = self.domain
         _check_slabs(domain, x, y)
@@ -47,7 +58,12 @@ class DomainLpLoss(LpLoss):
             norm = norm ** (1.0 / self.p)
         return _as_torch_has_it(self.reduce_all(norm).squeeze(), x, y)
 
-    def rel(self, x: Tensor, y: Tensor, take_root: bool = True) -> Tensor:
+    def rel(
+        self,
+        x: Tensor,
+        y: Tensor,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the Lp norm of x - y, relative to that of y; see neuraloperator. Collective."""
         _check_slabs(self.domain, x, y)
         target = _wide(y)
@@ -72,18 +88,35 @@ class DomainLpLoss(LpLoss):
 class DomainH1Loss(H1Loss):
     """neuraloperator's ``H1Loss`` of the whole fields, which are gathered: differences go over the slabs' borders."""
 
-    def __init__(self, domain: Slabs, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        domain: Slabs,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         _check_dimensions(domain, self.d)
         self.domain = domain
 
-    def abs(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
+    def abs(
+        self,
+        x: Tensor,
+        y: Tensor,
+        quadrature: Any = None,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the H1 norm of x - y; see neuraloperator. Collective."""
         x, y = self._whole(x, y)
         norm: Tensor = super().abs(x, y, quadrature=quadrature, take_root=take_root)
         return norm
 
-    def rel(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
+    def rel(
+        self,
+        x: Tensor,
+        y: Tensor,
+        quadrature: Any = None,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the H1 norm of x - y, relative to that of y; see neuraloperator. Collective."""
         x, y = self._whole(x, y)
         norm: Tensor = super().rel(x, y, quadrature=quadrature, take_root=take_root)
@@ -153,7 +186,8 @@ def _as_torch_has_it(value: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def _whole_shape(domain: Slabs, slab: Tensor) -> list[int]:
     """Return the shape of the whole field. Collective where the slab does not tell it."""
-    sizes = domain.whole(domain.layout_of(slab), slab.shape)
+    layout = domain.layout_of(slab)
+    sizes = domain.whole(layout, slab.shape)
     batch = slab.shape[: slab.ndim - domain.order]
     return [*batch, *sizes]
 

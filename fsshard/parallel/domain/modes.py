@@ -95,7 +95,12 @@ def keep(spectrum: Tensor, dim: int, modes: Modes) -> Tensor:
     return spectrum.index_select(dim, _index(modes.read(), spectrum.device))
 
 
-def place(spectrum: Tensor, dim: int, modes: Modes, size: int) -> Tensor:
+def place(
+    spectrum: Tensor,
+    dim: int,
+    modes: Modes,
+    size: int,
+) -> Tensor:
     """Return a dimension of ``size`` bins: the kept ones where they belong, zeros elsewhere, none beyond ``size``."""
     device = spectrum.device
     bins = modes.written()

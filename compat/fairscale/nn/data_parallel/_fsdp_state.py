@@ -62,12 +62,14 @@ Wrappers = Sequence[tuple[str, Any]]
 
 def clean(path: str) -> str:
     """Return a name without the levels of wrappers."""
-    parts = [part for part in path.split(".") if part not in (INNER, "_fpw_module")]
+    levels = (INNER, "_fpw_module")
+    parts = [part for part in path.split(".") if part not in levels]
     return ".".join(parts)
 
 
 def flat_name(name: str) -> str:
     """Return a name as FairScale's ``named_parameters`` gives it while parameters are flat."""
+    # Before the levels themselves, which its name has too.
     name = name.replace(f"{_LEVELS}{FLAT_NAME}", f"{INNER}.{FLAT}")
     return name.replace(_LEVELS, f"{INNER}._fpw_module.")
 
@@ -79,8 +81,9 @@ def _shard(whole: Tensor, rank: int, world_size: int) -> Tensor:
     if rank >= len(chunks):
         return chunks[0].new_zeros(length)
     part = chunks[rank]
-    if len(part) < length:
-        return nn.functional.pad(part, [0, length - len(part)])
+    padding = length - len(part)
+    if padding:
+        return nn.functional.pad(part, [0, padding])
     return part.clone()
 
 
@@ -203,13 +206,22 @@ def metadata(root: nn.Module, wrappers: Wrappers) -> State:
                 "shared_param_info": instance.module.ties(),
             }
         )
-    buffers = [clean(name) for name, _ in nn.Module.named_buffers(root)]
+    buffers = []
+    for name, _ in nn.Module.named_buffers(root):
+        buffers.append(clean(name))
     return {"param_metadata": described, "buffer_names": buffers}
 
 
-def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bool) -> Any:
+def check_local(
+    root: nn.Module,
+    wrappers: Wrappers,
+    state_dict: Any,
+    strict: bool,
+) -> Any:
     """Return torch's named tuple of missing and unexpected keys of a rank's part of a state; raise if it cannot fit."""
-    shapes = {key: tuple(value.shape) for key, value in state_dict.items()}
+    shapes = {}
+    for key, value in state_dict.items():
+        shapes[key] = tuple(value.shape)
     expected: dict[str, tuple[int, ...]] = {}
     for name, buffer in saved_buffers(root).items():
         expected[name] = tuple(buffer.shape)
@@ -217,7 +229,8 @@ def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bo
     for path, instance in wrappers:
         for name, within in _backing(instance).items():
             key = path_below(path, name)
-            expected[key] = (-(-_numel(within) // instance.world_size),)
+            width = -(-_numel(within) // instance.world_size)
+            expected[key] = (width,)
             # FairScale leaves these in their shape; a flat one is what fsshard 0.1.0 wrote.
             is_alone = instance.world_size == 1 and not instance.flatten_parameters
             if is_alone and shapes.get(key) != expected[key]:
@@ -233,7 +246,10 @@ def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bo
             missing.append(key)
         elif shapes[key] != shape:
             wrong[key] = (shape, shapes[key])
-    unexpected = [key for key in state_dict if key not in expected and key not in aliases]
+    unexpected = []
+    for key in state_dict:
+        if key not in expected and key not in aliases:
+            unexpected.append(key)
     if wrong or (strict and (missing or unexpected)):
         raise StateDictError("the local state dict", missing, unexpected, wrong)
     return IncompatibleKeys(missing, unexpected)
@@ -314,7 +330,8 @@ class _Unit:
     def cut(self, pieces: list[Tensor], uncollected: bool) -> Tensor:
         """Return this rank's part of whole tensors."""
         instance = self.instance
-        whole = torch.cat([piece.reshape(-1) for piece in pieces])
+        flat = [piece.reshape(-1) for piece in pieces]
+        whole = torch.cat(flat)
         if uncollected or (self.index is not None and instance.world_size == 1):
             return whole.view(self.parameter.shape)
         if self.index is None:
@@ -332,7 +349,8 @@ def _units(instances: Sequence[Any]) -> list[_Unit]:
         flat = instance.flatten_parameters
         own = instance.module.own()
         blocks = [own] if flat else [[each] for each in own]
-        for index, (parameter, block) in enumerate(zip(instance.params, blocks, strict=True)):
+        pairs = zip(instance.params, blocks, strict=True)
+        for index, (parameter, block) in enumerate(pairs):
             unit = _Unit(
                 instance,
                 parameter,
@@ -359,7 +377,8 @@ def gather(
 ) -> State | None:
     """Put the optimizer's whole state together on the first rank of a group; None is this rank alone."""
     units = _units(instances)
-    state_dict, local_states = agree(group, lambda: _local_states(root, units, optim))
+    states = agree(group, lambda: _local_states(root, units, optim))
+    state_dict, local_states = states
     described = []
     for unit, local in zip(units, local_states, strict=True):
         described.append(_describe(unit, local))
@@ -417,10 +436,12 @@ def _pieces(
     if isinstance(first, torch.dtype):
         if local is None:
             local = torch.zeros_like(unit.parameter, dtype=first)
-        whole = unit.gather(local.detach().to(unit.instance.compute_device))
+        local = local.detach().to(unit.instance.compute_device)
+        whole = unit.gather(local)
         return [piece.cpu().clone() for piece in whole]
     if any(other != first for other in values[1:]):
-        raise OptimizerError(f"state {key!r} of {unit.names[0]!r} differs between ranks: {values}")
+        name = unit.names[0]
+        raise OptimizerError(f"state {key!r} of {name!r} differs between ranks: {values}")
     return [copy.deepcopy(first)] * len(unit.numbers)
 
 
@@ -506,7 +527,8 @@ def cut(
                 value = unit.cut(pieces, number in full["uncollected_local_ids"])
             elif isinstance(value, list) and value and isinstance(value[0], Tensor):
                 # One for each rank.
-                rank = min(unit.instance.rank, len(value) - 1)
+                last = len(value) - 1
+                rank = min(unit.instance.rank, last)
                 value = value[rank]
             elif key == "step" and isinstance(value, float):
                 # The step is a tensor again.
@@ -549,7 +571,8 @@ def _check_units(units: list[_Unit], full: Any) -> None:
             shape = unit.shapes[index]
             for key, value in full["state"].get(n, {}).items():
                 if _is_tensor(value) and value.shape != shape:
-                    wrong[f"{unit.names[index]}.{key}"] = (tuple(shape), tuple(value.shape))
+                    name = f"{unit.names[index]}.{key}"
+                    wrong[name] = (tuple(shape), tuple(value.shape))
     if wrong:
         raise StateDictError("the optimizer state", mismatched=wrong)
 
@@ -566,4 +589,6 @@ def _same_units(units: Sequence[_Unit], unit_of: dict[int, int | None]) -> bool:
         if len(olds) > 1:
             return False
         saved += olds - {None}
-    return len(unit_of) == count and len(set(saved)) == len(saved)
+    if len(set(saved)) < len(saved):
+        return False
+    return len(unit_of) == count
