@@ -148,7 +148,10 @@ def fsdp_names(model: ShardedModule, units: Sequence[str] = ()) -> list[list[str
         # The innermost unit around each place that holds the weight.
         homes = set()
         for slot in entry.slots:
-            around = [unit for unit in of_units if not unit or slot.name.startswith(f"{unit}.")]
+            around = []
+            for unit in of_units:
+                if not unit or slot.name.startswith(f"{unit}."):
+                    around.append(unit)
             homes.add(max(around, key=len))
         if len(homes) > 1:
             raise ConfigurationError(
@@ -190,7 +193,10 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
                 "one flat state for them all"
             )
     # flatten_optim_state_dict of FairScale 0.4.13 gives all parameters the numbers of the last one.
-    steps = {float(item["step"]) for item in state.values() if "step" in item}
+    steps = set()
+    for item in state.values():
+        if "step" in item:
+            steps.add(float(item["step"]))
     if len(steps) > 1:
         raise ConfigurationError(f"parameters took different counts of steps ({sorted(steps)}); FSDP keeps one for all")
     numbered: dict[int, dict[str, Any]] = {}
@@ -362,7 +368,9 @@ def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, 
         raise StateDictError("the shards of the model", missing=missing)
     joined: dict[str, Any] = {}
     for backing in backings:
-        shards = [state[backing.key] for state in states[: len(backing.paddings)]]
+        shards = []
+        for state in states[: len(backing.paddings)]:
+            shards.append(state[backing.key])
         joined.update(_parts(backing, shards, backing.key))
     return joined
 
@@ -398,7 +406,9 @@ def _of_module(
         # Each rank has another module there.
         metadata = metadata[:1]
     for key, item in module["params"].items():
-        paddings = [each["param_metadata"][index]["params"][key]["padding"] for each in metadata]
+        paddings = []
+        for each in metadata:
+            paddings.append(each["param_metadata"][index]["params"][key]["padding"])
         names = [path_below(path, name) for name in item["names"]]
         yield _Backing(path_below(path, key), names, list(item["shapes"]), list(item["numels"]), paddings)
 

@@ -51,6 +51,10 @@ _State = dict[str, tuple[bool, Any]]
 """State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?"""
 
 
+Groups = list[dict[str, Any]]
+Undo = list[tuple[str, Callable[[], Any]]]
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The result of :func:`load`.
@@ -219,7 +223,8 @@ def _open_together(
         return [kind, str(resolve(path)), seen]
 
     # One rank chooses, so that a save in another job cannot give ranks different ones.
-    kind, place, seen = exchange(channel, lambda: choose() if channel.rank == 0 else [])[0]
+    choices = exchange(channel, lambda: choose() if channel.rank == 0 else [])
+    kind, place, seen = choices[0]
     failure = CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
     try:
         identities = exchange(channel, lambda: opened(kind, Path(place)))
@@ -229,8 +234,8 @@ def _open_together(
         if channel.lost:  # this error says whom, and no call over the channel can say so again
             raise
         failure = error
-    replaced = exchange(channel, lambda: channel.rank == 0 and identity(path) != seen)[0]
-    if not replaced:
+    replaced = exchange(channel, lambda: channel.rank == 0 and identity(path) != seen)
+    if not replaced[0]:
         raise failure
     _open_together(channel, path, opened, call)
 
@@ -238,7 +243,7 @@ def _open_together(
 def _has_our_files(path: str) -> bool:
     """Return whether a directory is empty, or has files that are named as ours."""
     names = os.listdir(path)
-    return not names or any(name == INDEX_FILE or RANK_FILE.fullmatch(name) for name in names)
+    return not names or INDEX_FILE in names or any(map(RANK_FILE.fullmatch, names))
 
 
 @dataclass
@@ -259,7 +264,7 @@ class _Load:
     # what was read
     values: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
-    groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    groups: dict[str, Groups] = field(default_factory=dict)
     states: dict[str, dict[str, _State]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
@@ -280,7 +285,10 @@ class _Load:
             names = ", ".join(map(printable, saved)) or "none"
             raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; the checkpoint has: {names}")
         self.missing += absent
-        loadless = [name for name, value in self.targets.items() if not hasattr(value, "load_state_dict")]
+        loadless = []
+        for name, value in self.targets.items():
+            if not hasattr(value, "load_state_dict"):
+                loadless.append(name)
         if loadless:
             raise ConfigurationError(
                 f"{self.call}: {', '.join(loadless)} cannot be loaded into (no load_state_dict); leave it out and find "
@@ -291,7 +299,8 @@ class _Load:
         """Find the tensor of each parameter and buffer; return what is expected and got of those that do not fit."""
         backend = self.model.backend
         saved = self.reader.index.model.keys
-        raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
+        raw = dict(raw_state_dict(backend))
+        raw.pop(NEURALOP_ARGUMENTS, None)
         expected = dict.fromkeys([*raw, *backend.keys])
         self.missing = [key for key in expected if key not in saved]
         self.unexpected = [key for key in saved if key not in expected]
@@ -330,20 +339,23 @@ class _Load:
     def _stays(self, key: str) -> bool:
         """Return whether a weight was frozen when the checkpoint was saved without it, and is now."""
         backend = self.model.backend
-        if self.reader.index.model.dropped.get(key) != parts.FROZEN or key not in backend.keys:
+        dropped = self.reader.index.model.dropped
+        if key not in backend.keys or dropped.get(key) != parts.FROZEN:
             return False
         entry = backend.entries[backend.keys[key]]
         return not entry.parameter.requires_grad
 
     def _same_numbers(self, one: str, other: str) -> bool:
         """Compare two tensors to the last bit: shared weights that somebody saved under each name."""
-        tensors = self.reader.index.tensors
-        first = tensors[one]
-        second = tensors[other]
+        reader = self.reader
+        first = reader.index.tensors[one]
+        second = reader.index.tensors[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        chunks = zip(self.reader.chunks(one), self.reader.chunks(other), strict=True)
-        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in chunks)
+        for chunk, other_chunk in zip(reader.chunks(one), reader.chunks(other), strict=True):
+            if not torch.equal(chunk.view(torch.uint8), other_chunk.view(torch.uint8)):
+                return False
+        return True
 
     def _differs(
         self,
@@ -358,7 +370,9 @@ class _Load:
             fits = True
         if fits and info.shape == shape:
             return {}
-        return {key: (f"{dtype_name(dtype)} {shape}", f"{info.dtype} {tuple(info.shape)}")}
+        expected = f"{dtype_name(dtype)} {shape}"
+        got = f"{info.dtype} {tuple(info.shape)}"
+        return {key: (expected, got)}
 
     def _check_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         saved = self.reader.index.optimizers.get(name)
@@ -367,7 +381,8 @@ class _Load:
             what = "average" if optimizer.optimizer_class is Averages else "optimizer"
             raise CheckpointError(f"{self.call}: no {what} was saved as {name!r}; the checkpoint has: {names}")
         kind = parts.class_name(optimizer.optimizer_class)
-        same_name = saved.kind.rpartition(".")[2] == kind.rpartition(".")[2]
+        _, _, name_of_class = kind.rpartition(".")
+        same_name = saved.kind.rpartition(".")[2] == name_of_class
         if saved.kind not in (kind, UNKNOWN_CLASS) and (self.strict or not same_name):
             offer = ", or pass strict=False if they are the same" if same_name else ""
             raise CheckpointError(
@@ -391,7 +406,8 @@ class _Load:
         backend = self.model.backend
         for name, tensor in self.sources.items():
             entry = backend.entries[name]
-            self.values[name] = self._stored(entry, tensor).to(entry.parameter.dtype)
+            stored = self._stored(entry, tensor)
+            self.values[name] = stored.to(entry.parameter.dtype)
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
         for key, tree in index.model.extra.items():
@@ -411,8 +427,9 @@ class _Load:
         tensors = index.optimizer_tensors(name)
         shapes_of_states = []
         for entry in optimizer.entries:
-            of_entry = tensors.get(entry.name, {})
-            shapes = {key: index.tensors[tensor].shape for key, tensor in of_entry.items()}
+            shapes = {}
+            for key, tensor in tensors.get(entry.name, {}).items():
+                shapes[key] = index.tensors[tensor].shape
             shapes_of_states.append((entry, shapes))
         single = parts.counters(shapes_of_states)
         self.states[name] = {}
@@ -428,7 +445,8 @@ class _Load:
 
     def _stored(self, entry: Entry, tensor: str) -> Tensor:
         """Read this rank's part of a tensor as the engine keeps it, in which complex numbers are pairs."""
-        saved_as_pairs = entry.kind.is_complex and not self.reader.index.tensors[tensor].kind.is_complex
+        info = self.reader.index.tensors[tensor]
+        saved_as_pairs = entry.kind.is_complex and not info.kind.is_complex
         order = entry.kind.order
         if entry.in_order and not order and not entry.divided_over:
             stored = self.reader.read(tensor, entry.here if saved_as_pairs else entry.user_range)
@@ -458,15 +476,18 @@ class _Load:
         if divides != "elements" and not owns_state(backend, optimizer, entry):
             return {}
         entry = state_entry(optimizer, entry)
-        source = infos[self.sources[entry.name]] if entry.name in self.sources else None
+        source = None
+        if entry.name in self.sources:
+            source = infos[self.sources[entry.name]]
+        is_complex = entry.kind.is_complex
         state: _State = {}
         for key, tree in trees.items():
             if key != parts.ORDERS:
                 state[key] = (False, self.reader.tree(tree))
         for key, tensor in tensors.items():
             info = infos[tensor]
-            as_parameter = info.shape == tuple(entry.full_shape) and info.kind.is_complex == entry.kind.is_complex
-            as_pairs = entry.kind.is_complex and info.shape == entry.pairs_shape
+            as_parameter = info.shape == tuple(entry.full_shape) and info.kind.is_complex == is_complex
+            as_pairs = is_complex and info.shape == entry.pairs_shape
             if as_pairs or (as_parameter and key not in single):
                 values = self._stored(entry, tensor)
                 if as_parameter and source is not None and info.dtype == source.dtype:
@@ -513,7 +534,7 @@ class _Load:
 
     def commit_refusable(
         self,
-        undo: list[tuple[str, Callable[[], Any]]],
+        undo: Undo,
         rng: bool,
     ) -> None:
         """Run the code of others, which may raise; how to undo it is noted before each. Local."""
@@ -542,7 +563,10 @@ class _Load:
             load(what, value.load_state_dict, self.objects[name])
         if self.rest:
             raw = raw_state_dict(self.model.backend)
-            before = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
+            before = {}
+            for key in self.rest:
+                if key in raw:
+                    before[key] = copy.deepcopy(raw[key])
             undo.append(("the model", functools.partial(load_rest, before)))
             load("the model refuses its buffers or extra state", load_rest, self.rest)
         if rng and self.random is not None:
@@ -562,12 +586,15 @@ class _Load:
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = value
         for entry in optimizer.entries:
             before = state_of(optimizer.inner, entry)
             device = state_device(optimizer.inner, entry)
             state = {}
-            for key, (is_part, value) in self.states[name][entry.name].items():
+            new_state = self.states[name][entry.name]
+            for key, (is_part, value) in new_state.items():
                 if is_part:
                     state[key] = value.to(device)
                 else:
@@ -607,7 +634,7 @@ def _each(jobs: Sequence[_Load], work: Callable[[_Load], None]) -> None:
 
 def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
     """Put in place first what can refuse: objects, the models' own code, generators; then memory. Collective."""
-    undo: list[tuple[str, Callable[[], Any]]] = []
+    undo: Undo = []
     for job in jobs:
         job.model.backend.reshard()
     first = jobs[0]
@@ -626,13 +653,18 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
 def _result(jobs: Sequence[_Load]) -> Loaded:
     """Return what the caller gets."""
     first = jobs[0]
-    state = {name: value for name, value in first.objects.items() if name not in first.targets}
+    state = {}
+    for name, value in first.objects.items():
+        if name not in first.targets:
+            state[name] = value
     missing = []
     unexpected = []
     for job in jobs:
         for key in job.missing:
             # Names of objects, which are the first model's to load, get its prefix nowhere else.
-            missing.append(key if key in first.targets else prefix(job.name) + key)
+            if key not in first.targets:
+                key = prefix(job.name) + key
+            missing.append(key)
         for key in job.unexpected:
             unexpected.append(prefix(job.name) + key)
     return Loaded(

@@ -64,15 +64,21 @@ class Part:
     @classmethod
     def of_all(cls, tensor: Tensor) -> Part:
         """Return all elements of a tensor that this rank has as a whole."""
-        return cls(tensor.dtype, tuple(tensor.shape), (0, tensor.numel()), tensor.reshape(-1))
+        everything = (0, tensor.numel())
+        return cls(tensor.dtype, tuple(tensor.shape), everything, tensor.reshape(-1))
 
 
-def as_table(parts: Mapping[str, Part]) -> dict[str, list[Any]]:
+Parts = dict[str, Part]
+Tree = dict[str, Any]
+
+
+def as_table(parts: Parts) -> dict[str, list[Any]]:
     """Return the dtype, shape and range of each part by its name, as JSON has it."""
     table = {}
     for name, part in parts.items():
         start, stop = part.range
-        table[name] = [dtype_name(part.dtype), list(part.shape), start, stop]
+        dtype = dtype_name(part.dtype)
+        table[name] = [dtype, list(part.shape), start, stop]
     return table
 
 
@@ -80,16 +86,16 @@ def as_table(parts: Mapping[str, Part]) -> dict[str, list[Any]]:
 class Collected:
     """The parts that one rank brings to a checkpoint."""
 
-    parts: dict[str, Part] = field(default_factory=dict)  # by the tensor's name
+    parts: Parts = field(default_factory=dict)  # by the tensor's name
     model: ModelInfo = field(default_factory=lambda: ModelInfo({}, {}, {}))  # as in the index; so are the next two
     tied: dict[str, str] = field(default_factory=dict)
     models: dict[str, list[str]] = field(default_factory=dict)
     groups: dict[str, tuple[str, Any]] = field(default_factory=dict)  # optimizer -> (class, groups as a tree)
     # optimizer -> parameter -> key -> tree, of state that is no tensor
-    state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    state: dict[str, dict[str, Tree]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)  # name -> tree
     digests: dict[str, str] = field(default_factory=dict)  # of an object's tree and tensors: do ranks have the same?
-    own: dict[str, dict[str, Part]] = field(default_factory=dict)  # object -> its tensors
+    own: dict[str, Parts] = field(default_factory=dict)  # object -> its tensors
     rng: Any = None  # tree of the generators' states, if they are saved
 
     def adopt_own(self, rank: int, alike: Collection[str]) -> None:
@@ -103,10 +109,15 @@ class Collected:
 
     def trees(self, alike: Collection[str]) -> dict[str, Any]:
         """Return what rank 0 puts into the index for this rank besides tensors."""
-        objects = {name: tree for name, tree in self.objects.items() if name not in alike}
-        states = {}
+        objects = dict(self.objects)
+        for name in alike:
+            objects.pop(name, None)
+        states: dict[str, Tree] = {}
         for name, state in self.state.items():
-            states[name] = {parameter: values for parameter, values in state.items() if values}
+            states[name] = {}
+            for parameter, values in state.items():
+                if values:
+                    states[name][parameter] = values
         return {"objects": objects, "state": states, "rng": self.rng}
 
 
@@ -132,14 +143,19 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
     """Turn what is scattered into ranges of the flattened tensor, the only form that is stored. Collective."""
     entries: dict[str, tuple[Entry, Backend]] = {}
     for of, model in models.items():
-        for entry in model.backend.all:
-            entries[f"{prefix(of)}{entry.name}"] = (entry, model.backend)
+        before = prefix(of)
+        backend = model.backend
+        for entry in backend.all:
+            entries[before + entry.name] = (entry, backend)
     if not any(_is_scattered(entry) for entry, _ in entries.values()):
         return
-    local_parts = {name: part for name, part in collected.parts.items() if part.scattered}
+    local_parts: Parts = {}
     local_table = {}
-    for name, part in local_parts.items():
-        local_table[name] = [part.scattered, dtype_name(part.dtype), list(part.shape)]
+    for name, part in collected.parts.items():
+        if part.scattered:
+            local_parts[name] = part
+            dtype_text = dtype_name(part.dtype)
+            local_table[name] = [part.scattered, dtype_text, list(part.shape)]
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
     everyones: dict[str, Any] = {}
     for table in channel.gather(local_table):
@@ -150,7 +166,8 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
         if not is_here and backend.facts.divides != "elements":
             continue  # nor have the ranks that hold other parts of it: the same rank of data owns all
         dtype = BY_NAME[dtype_text]
-        empty = Part(dtype, tuple(shape), (0, 0), torch.empty(0, dtype=dtype))
+        nothing = torch.empty(0, dtype=dtype)
+        empty = Part(dtype, tuple(shape), (0, 0), nothing)
         part = _in_range(entry, local_parts.get(name, empty), backend)
         if is_here or part.values.numel():
             collected.parts[name] = part
@@ -222,10 +239,13 @@ def collect(
         controller_of(model).check_filled()
         _add_model(collected, model, rank, of, trainable)
         if of:
-            collected.models[of] = [name for name, optimizer in optimizers.items() if optimizer.model is model]
+            collected.models[of] = []
     model_names = {id(model): of for of, model in models.items()}
     for name, optimizer in optimizers.items():
-        _add_optimizer(collected, optimizer, name, model_names[id(optimizer.model)])
+        of = model_names[id(optimizer.model)]
+        if of:
+            collected.models[of].append(name)
+        _add_optimizer(collected, optimizer, name, of)
     for name, value in objects.items():
         _add_object(collected, value, name)
     if random is not None:
@@ -233,7 +253,12 @@ def collect(
     return collected
 
 
-def _add_optimizer(collected: Collected, optimizer: ShardedOptimizer, name: str, model: str) -> None:
+def _add_optimizer(
+    collected: Collected,
+    optimizer: ShardedOptimizer,
+    name: str,
+    model: str,
+) -> None:
     groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts)
     collected.groups[name] = (class_name(optimizer.optimizer_class), groups)
     collected.state[name] = {}
@@ -242,19 +267,24 @@ def _add_optimizer(collected: Collected, optimizer: ShardedOptimizer, name: str,
     for entry in optimizer.entries:
         state = state_of(optimizer.inner, entry)
         states.append((entry, state))
-        shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
+        shapes = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                shapes[key] = value.shape
         shapes_of_states.append((entry, shapes))
     single = counters(shapes_of_states)
     divides = state_divides(optimizer.model.backend, optimizer.inner)
     for entry, state in states:
-        _add_state(collected, name, divides, state_entry(optimizer.inner, entry), state, single, model)
+        own_entry = state_entry(optimizer.inner, entry)
+        _add_state(collected, name, divides, own_entry, state, single, model)
 
 
 def _add_object(collected: Collected, value: Any, name: str) -> None:
     state = value.state_dict() if hasattr(value, "state_dict") else value
-    own_parts: dict[str, Part] = {}
+    own_parts: Parts = {}
     tree = _encode(state, f"objects/{name}", own_parts)
-    digest = hashlib.sha256(json.dumps([tree, as_table(own_parts)]).encode())
+    text = json.dumps([tree, as_table(own_parts)])
+    digest = hashlib.sha256(text.encode())
     for part in own_parts.values():
         flat = part.values.contiguous().cpu().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())
@@ -272,15 +302,24 @@ FROZEN = "frozen, and saved with only='trainable'"
 """Why a checkpoint does not have a key of the model."""
 
 
-def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str, trainable: bool) -> None:
+def _add_model(
+    collected: Collected,
+    model: ShardedModule,
+    rank: int,
+    name: str,
+    trainable: bool,
+) -> None:
     backend = model.backend
     parts = collected.parts
     before = prefix(name)
     # neuralop's BaseModel puts its constructor's arguments into the state dict; the model that loads has its own.
-    raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
+    raw = dict(raw_state_dict(backend))
+    raw.pop(NEURALOP_ARGUMENTS, None)
     frozen = set()
     if trainable:
-        frozen = {entry.name for entry in backend.all if not entry.parameter.requires_grad}
+        for entry in backend.all:
+            if not entry.parameter.requires_grad:
+                frozen.add(entry.name)
     keys, extra, dropped = collected.model
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
     ordered = []
@@ -291,10 +330,11 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str,
             dropped[before + key] = FROZEN
         else:
             ordered.append(key)
-    shown = {backend.keys[key] for key in ordered if key in backend.keys}
+    shown = {backend.keys.get(key) for key in ordered}
     for entry in backend.entries.values():
         if entry.name in shown:
-            parts[f"model/{before}{entry.name}"] = _part(entry, entry.local(), name)
+            place = f"model/{before}{entry.name}"
+            parts[place] = _part(entry, entry.local(), name)
     for key in ordered:
         value = raw[key]
         full_key = before + key
@@ -307,11 +347,14 @@ def _add_model(collected: Collected, model: ShardedModule, rank: int, name: str,
                 parts[f"model/{full_key}"] = Part.of_all(buffer)
         else:
             keys[full_key] = None
-            extra[full_key] = _encode(value, f"model/{full_key}", parts if rank == 0 else {})
+            own_parts = parts if rank == 0 else {}
+            extra[full_key] = _encode(value, f"model/{full_key}", own_parts)
     for entry in backend.entries.values():
-        if entry.name not in frozen:
-            for slot in entry.slots[1:]:
-                collected.tied[before + slot.name] = before + entry.name
+        if entry.name in frozen:
+            continue
+        first = before + entry.name
+        for slot in entry.slots[1:]:
+            collected.tied[before + slot.name] = first
 
 
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:
@@ -338,9 +381,12 @@ def _add_state(
     local = entry.local()
     if divides == "elements" and not local.numel():
         return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
-    small = collected.state[name][entry.name] = {}
-    if divides != "elements" and (orders := _orders(entry, state)):
-        small[ORDERS] = _encode(orders, "orders", {})
+    small: Tree = {}
+    collected.state[name][entry.name] = small
+    if divides != "elements":
+        orders = _orders(entry, state)
+        if orders:
+            small[ORDERS] = _encode(orders, "orders", {})
     for key, value in state.items():
         if not isinstance(key, str) or "/" in key:
             raise OptimizerError(
@@ -371,8 +417,9 @@ def _orders(entry: Entry, state: Mapping[str, Any]) -> dict[str, list[int]]:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        shown = entry.kind.to_user(value) if value.shape == shape else value
-        order = order_in_memory(shown)
+        if value.shape == shape:
+            value = entry.kind.to_user(value)
+        order = order_in_memory(value)
         if order:
             orders[key] = list(order)
     return orders
@@ -382,13 +429,15 @@ def lying(entry: Entry, value: Tensor, order: Sequence[int]) -> Tensor:
     """Return a state as it is to lie in memory, in an order that :data:`ORDERS` has."""
     if value.shape == entry.local().shape and (entry.kind.order or entry.divided_over):
         return value  # as the engine stores the parameter
-    return laid(value, [*order, *range(len(order), value.dim())])  # pairs of reals stay together
+    # Pairs of reals stay together.
+    pairs = range(len(order), value.dim())
+    return laid(value, [*order, *pairs])
 
 
 def _encode(
     value: Any,
     place: str,
-    parts: dict[str, Part],
+    parts: Parts,
 ) -> Any:
     """Return the tree of a value; its tensors become parts, numbered below ``place``."""
     count = 0
@@ -398,9 +447,12 @@ def _encode(
         plain = tensor
         if tensor.layout is torch.strided:
             plain = tensor.detach().resolve_conj().resolve_neg()
-        is_plain = type(plain) is Tensor
-        if not is_plain or plain.layout is not torch.strided or plain.is_meta or plain.is_quantized:
-            what = f"{plain.layout} on {plain.device}" if is_plain else type(plain).__name__
+        what = ""
+        if type(plain) is not Tensor:
+            what = type(plain).__name__
+        elif plain.layout is not torch.strided or plain.is_meta or plain.is_quantized:
+            what = f"{plain.layout} on {plain.device}"
+        if what:
             raise CheckpointError(
                 f"{path}: a {what}, whose values are not on this rank; copy weights under full_parameters()"
             )
@@ -413,6 +465,10 @@ def _encode(
 
 
 # ------------------------------------------------------------------------------------------------ who writes what
+
+
+Span = tuple[str, int, int]
+"""A tensor's name, and the range of its elements that a rank has."""
 
 
 def divide(
@@ -429,7 +485,7 @@ def divide(
     ``{tensor: range}``; raises if ranks have a tensor in another dtype or shape.
     """
     infos: dict[str, TensorInfo] = {}
-    holders: dict[tuple[str, int, int], list[int]] = {}  # a range of a tensor -> the ranks that have it
+    holders: dict[Span, list[int]] = {}
     for rank, table in enumerate(tables):
         for name, (dtype, shape, start, stop) in table.items():
             here = TensorInfo(dtype, tuple(shape), ())
@@ -441,27 +497,28 @@ def divide(
                 )
             if stop > start:
                 holders.setdefault((name, start, stop), []).append(rank)
-    ranges_of_group: dict[tuple[int, ...], list[tuple[str, int, int]]] = {}
+    ranges_of_group: dict[tuple[int, ...], list[Span]] = {}
     for span, ranks in holders.items():
         writers = tuple(ranks) if shared else (ranks[0],)
         ranges_of_group.setdefault(writers, []).append(span)
     written: list[dict[str, Range]] = [{} for _ in tables]
-    pieces: dict[str, list[Piece]] = {name: [] for name in infos}
+    pieces: dict[str, list[Piece]] = {}
     for group, ranges in ranges_of_group.items():
         for rank, name, low, high in _spread(group, ranges, infos):
             written[rank][name] = (low, high)
             key = piece_key(name, infos[name].numel, (low, high))
-            pieces[name].append(Piece(rank_file(rank, len(tables)), key, low, high))
+            file = rank_file(rank, len(tables))
+            pieces.setdefault(name, []).append(Piece(file, key, low, high))
     whole_infos = {}
     for name, info in infos.items():
-        in_order = sorted(pieces[name], key=lambda piece: piece.start)
+        in_order = sorted(pieces.get(name, ()), key=lambda piece: piece.start)
         whole_infos[name] = info._replace(pieces=tuple(in_order))
     return whole_infos, written
 
 
 def _spread(
     group: Sequence[int],
-    ranges: Sequence[tuple[str, int, int]],
+    ranges: Sequence[Span],
     infos: Mapping[str, TensorInfo],
 ) -> Iterator[tuple[int, str, int, int]]:
     """Yield (rank, name, start, stop) of what each rank of a group writes of the ranges that all of them have.
@@ -478,8 +535,8 @@ def _spread(
         for index in range(len(group) + 1):
             # The stretch of the rank at this index begins at byte `begin`; here in elements of this range, rounded up.
             begin = index * total // len(group)
-            elements = -(-(begin - before) // itemsize)
-            bounds.append(start + min(max(elements, 0), stop - start))
+            elements = max(-(-(begin - before) // itemsize), 0)
+            bounds.append(min(start + elements, stop))
         for rank, low, high in zip(group, bounds, bounds[1:], strict=False):
             if high > low:
                 yield rank, name, low, high
@@ -539,18 +596,21 @@ def make_index(
     )
 
 
-def _first_of(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _first_of(states: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:
     """Merge ranks' ``{parameter: {key: value}}``: each value is that of the first rank that has it."""
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, Tree] = {}
     for state in reversed(states):
         for parameter, values in state.items():
-            merged[parameter] = {**merged.get(parameter, {}), **values}
+            merged.setdefault(parameter, {}).update(values)
     return merged
 
 
 def _per_rank(trees: list[Any]) -> dict[str, list[Any]]:
     """Return trees that differ, each with its own rank's tensors."""
-    return {"per_rank": [_renamed(tree, f"@rank{rank}") for rank, tree in enumerate(trees)]}
+    renamed = []
+    for rank, tree in enumerate(trees):
+        renamed.append(_renamed(tree, f"@rank{rank}"))
+    return {"per_rank": renamed}
 
 
 def _renamed(node: Any, suffix: str) -> Any:
@@ -567,7 +627,12 @@ def _renamed(node: Any, suffix: str) -> Any:
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def check_call(name: str, path: object, timeout: object, **flags: object) -> tuple[str, str]:
+def check_call(
+    name: str,
+    path: object,
+    timeout: object,
+    **flags: object,
+) -> tuple[str, str]:
     """Check a path, a timeout and flags; return the path from the home directory, and the call as messages show it."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(
@@ -603,16 +668,17 @@ def name_optimizers(
         named = {str(index): value for index, value in enumerate(optimizer)}
     else:
         named = {"optimizer": optimizer}
+    own = {id(model) for model in models.values()}
     for name, value in named.items():
         if not name or "/" in name:
             raise ConfigurationError(f"{call}: an optimizer cannot be named {name!r}; use a word without '/'")
-        if not isinstance(value, ShardedOptimizer) or not any(value.model is model for model in models.values()):
+        if not isinstance(value, ShardedOptimizer) or id(value.model) not in own:
             raise ConfigurationError(
                 f"{call}: expected optimizer {name!r} to be this model's, got a {type(value).__name__} of another "
                 "model or of none; build it with fsshard.build_optimizer, or hand a live one to fsshard.wrap"
             )
     for name, average in (averages or {}).items():
-        if not any(average.model is model for model in models.values()):
+        if id(average.model) not in own:
             raise ConfigurationError(f"{call}: {name}= is the average of another model")
         if name in named:
             raise ConfigurationError(f"{call}: {name!r} names two things, an optimizer and an average; rename one")
@@ -690,9 +756,10 @@ def check_places(scheduler: Any, scaler: Any, call: str) -> None:
 
 def take_averages(objects: dict[str, Any]) -> dict[str, EMA]:
     """Take each :class:`fsshard.EMA` out of ``objects``."""
-    averages = {name: value for name, value in objects.items() if isinstance(value, EMA)}
-    for name in averages:
-        del objects[name]
+    averages = {}
+    for name, value in list(objects.items()):
+        if isinstance(value, EMA):
+            averages[name] = objects.pop(name)
     return averages
 
 
@@ -700,7 +767,8 @@ def as_one(value: Any) -> Any:
     """Return a list or mapping in which all have state, ``scheduler=[warmup, decay]``, as one; all else as it is."""
     if hasattr(value, "state_dict") or not isinstance(value, (Mapping, list, tuple)):
         return value
-    members = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    members: dict[Any, Any] = {}
+    members.update(value if isinstance(value, Mapping) else enumerate(value))
     for member in members.values():
         if isinstance(member, EMA):
             raise ConfigurationError(
@@ -717,12 +785,19 @@ def as_one(value: Any) -> Any:
 class _Several:
     """Several objects with state, as one with the state of all: in a list, or by name."""
 
-    def __init__(self, members: Mapping[Any, Any], *, named: bool) -> None:
+    def __init__(
+        self,
+        members: Mapping[Any, Any],
+        *,
+        named: bool,
+    ) -> None:
         self._members = members
         self._named = named
 
     def state_dict(self) -> Any:
-        states = {key: member.state_dict() for key, member in self._members.items()}
+        states = {}
+        for key, member in self._members.items():
+            states[key] = member.state_dict()
         if self._named:
             return states
         return list(states.values())
@@ -734,7 +809,9 @@ class _Several:
         elif not self._named and isinstance(state, (list, tuple)):
             saved = dict(enumerate(state))
         if saved is None or saved.keys() != self._members.keys():
-            expected = str(list(self._members)) if self._named else f"a list of {len(self._members)}"
+            expected = f"a list of {len(self._members)}"
+            if self._named:
+                expected = str(list(self._members))
             raise ConfigurationError(f"{expected} was given, {_described(state)} was saved")
         for key, member in self._members.items():
             member.load_state_dict(saved[key])

@@ -26,7 +26,10 @@ from fsshard.errors import ModelError, PrecisionError
 LISTED = "_fsshard_flat"
 """Attribute of a module that stores parameters as lists of their numbers: name -> how it is stored."""
 
-_classes: WeakValueDictionary[tuple[type, tuple[tuple[str, Kind], ...], type], type[nn.Module]] = WeakValueDictionary()
+Stored = tuple[nn.Parameter, Kind]
+Views = tuple[tuple[str, Kind], ...]
+
+_classes: WeakValueDictionary[tuple[type, Views, type], type[nn.Module]] = WeakValueDictionary()
 """Weak: a kind may know a mesh, whose process groups would not end with ``destroy_process_group()``."""
 
 
@@ -141,8 +144,9 @@ class Flattened(nn.Module):
             raise TypeError(
                 f"cannot assign {torch.typename(value)!r} as parameter {name!r} (torch.nn.Parameter or None expected)"
             )
-        is_other = kind_for(value, True, True).form is not kind.form or len(kind.order) not in (0, value.dim())
-        if is_other or is_dtensor(stored):
+        has_form = kind_for(value, True, True).form is kind.form
+        has_order = len(kind.order) in (0, value.dim())
+        if not has_form or not has_order or is_dtensor(stored):
             raise ModelError(
                 f"parameter {name!r} cannot be replaced by this one: expected one of the same form "
                 f"({kind.form.value}), in a model that no engine has sharded; change the model before tensorfy or "
@@ -190,10 +194,12 @@ class Flattened(nn.Module):
 
         def on_value(tensor: Tensor) -> Tensor:
             kind = kinds.get(id(tensor))
-            if kind is None or is_dtensor(tensor) or (kind.is_complex and tensor.shape[-1:] != (2,)):
+            if kind is None or is_dtensor(tensor):
                 return fn(tensor)
             if not kind.is_complex:
                 return fn(kind.turn_back(tensor)).permute(kind.order)
+            if tensor.shape[-1:] != (2,):
+                return fn(tensor)
             moved = fn(Kind(Form.COMPLEX, kind.order).to_user(tensor))
             if not moved.is_complex():
                 raise PrecisionError(
@@ -207,29 +213,43 @@ class Flattened(nn.Module):
         with stored_names():
             return cast(Any, super())._apply(on_value, recurse)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self,
+        destination: Any,
+        prefix: str,
+        keep_vars: bool,
+    ) -> None:
         with showing_the_users([self]):  # the class's own methods run as written
             cast(Any, super())._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars:
             return
         for name in type(self)._fsshard_views:
-            value = destination.get(prefix + name)
-            if type(value) is Tensor and value.is_complex() and value.untyped_storage().nbytes() > value.nbytes:
+            key = prefix + name
+            value = destination.get(key)
+            if type(value) is not Tensor or not value.is_complex():
+                continue
+            if value.untyped_storage().nbytes() > value.nbytes:
                 # An engine (OSS) has packed it with real ones: "Cannot save multiple tensors or storages that view
                 # the same data as different types" (torch.save, torch 2.13).
-                destination[prefix + name] = value.clone()
+                destination[key] = value.clone()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        *rest: Any,
+    ) -> None:
         with showing_the_users([self]):
             cast(Any, super())._load_from_state_dict(state_dict, prefix, *rest)
         parameters = stored_in(cast(nn.Module, self))
         for name, kind in type(self)._fsshard_views.items():
             stored = parameters.get(name + SUFFIX)
-            # What is shown of these, and was written to, is a copy.
-            if not kind.is_complex or type(stored) is not nn.Parameter or stored.dim() <= 1 or not is_odd(stored):
+            if not kind.is_complex or type(stored) is not nn.Parameter or stored.dim() < 2:
                 continue
             value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and value.shape == kind.user_shape(stored.shape):
+            fits = isinstance(value, Tensor) and value.shape == kind.user_shape(stored.shape)
+            # What is shown of one that lies at an odd place, and was written to, is a copy.
+            if fits and is_odd(stored):
                 with torch.no_grad():
                     stored.copy_(kind.to_stored(value))
 
@@ -250,7 +270,8 @@ class _FlattenedContainer(Flattened):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(cast(Any, self))))]
+            numbers = range(len(cast(Any, self)))
+            return [self[number] for number in numbers[index]]
         return super().__getitem__(index)  # type: ignore[misc]
 
     def copy(self) -> dict[str, Any]:
@@ -294,7 +315,7 @@ def _rebuild(*described: Any) -> nn.Module:
 
 def store_otherwise(
     module: nn.Module,
-    stored_as: Callable[[str, nn.Parameter], tuple[nn.Parameter, Kind] | None],
+    stored_as: Callable[[str, nn.Parameter], Stored | None],
     mixin: type[Flattened] | None = None,
 ) -> None:
     """Let ``module`` keep what ``stored_as(name, parameter)`` gives, if not None, in the places of its parameters."""
@@ -333,12 +354,13 @@ def flatten_module(
 ) -> None:
     """Store the complex parameters of one module as real ones; ``memo`` keeps ties over the whole model."""
 
-    def stored_as(name: str, parameter: nn.Parameter) -> tuple[nn.Parameter, Kind] | None:
+    def stored_as(name: str, parameter: nn.Parameter) -> Stored | None:
         kind = kind_for(parameter, scalars, in_order)
         if kind == Kind.PLAIN:
             return None
         if id(parameter) not in memo:
-            memo[id(parameter)] = stored_for(parameter, kind, f"{prefix}.{name}" if prefix else name)
+            full_name = f"{prefix}.{name}" if prefix else name
+            memo[id(parameter)] = stored_for(parameter, kind, full_name)
         return memo[id(parameter)], kind
 
     store_otherwise(module, stored_as)
@@ -431,7 +453,12 @@ class _HoldsReals(Flattened):
         else:
             super().register_parameter(name, param)
 
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    def register_buffer(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        persistent: bool = True,
+    ) -> None:
         if self._is_stored(name, tensor):
             nn.Module.register_buffer(self, name, tensor, persistent)
         else:
@@ -452,7 +479,8 @@ class _HandlerFlattened(_HoldsReals):
         if name.endswith(SUFFIX):
             nn.Module.__setattr__(self, name, value)
         elif name in type(self)._fsshard_views and isinstance(value, nn.Parameter):
-            nn.Module.__setattr__(self, name + SUFFIX, nn.Parameter(torch.view_as_real(value.detach())))
+            pairs = torch.view_as_real(value.detach())
+            nn.Module.__setattr__(self, name + SUFFIX, nn.Parameter(pairs))
         else:
             super(Flattened, self).__setattr__(name, value)
 

@@ -137,12 +137,7 @@ def shard_tensor() -> type[Tensor]:
     return ShardTensor
 
 
-def _dispatched(
-    torchs: Callable[..., Any],
-    func: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> Any:
+def _dispatched(torchs: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator of torch on arguments of which one is a ShardTensor.
 
     Args:

@@ -67,7 +67,7 @@ def resolve_compilation(value: object) -> Compilation | None:
         return value
     if not isinstance(value, Mapping):
         raise ConfigurationError(f"compile={value!r}: expected a bool, or a dict of torch.compile's keyword arguments")
-    unknown = sorted(str(key) for key in value if key not in KEYWORDS)
+    unknown = sorted(map(str, set(value) - set(KEYWORDS)))
     if unknown:
         raise ConfigurationError(
             f"compile={dict(value)!r}: unknown keyword {unknown[0]!r}; known are {', '.join(KEYWORDS)}"
@@ -91,16 +91,17 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
     # A checkpoint has to be around compiled units, and to be put there after they were compiled.
     units = [public_name(name) for name in compiled_modules(plan, compilation)]
     for unit in units:
-        inside = f"{unit}." if unit else ""
-        where = f"the compiled unit {unit!r}" if unit else "the root, which is compiled as the only unit"
+        where = "the root, which is compiled as the only unit"
+        if unit:
+            where = f"the compiled unit {unit!r}"
         for block, how in plan.recomputed_before.items():
-            if block == unit or block.startswith(inside):
+            if _is_within(block, unit):
                 raise ConfigurationError(
                     f"compile= with block {block!r}, which is checkpointed already (by {how}) and lies in {where}: "
                     "the checkpoint would be compiled too; remove it and use activation_checkpointing="
                 )
         for block in plan.recomputed:
-            if block != unit and block.startswith(inside):
+            if block != unit and _is_within(block, unit):
                 # One graph for forward and recomputation: T5's blocks in one compiled unit give other last bits (torch
                 # 2.13, aot_eager), and buffers are updated twice.
                 raise ConfigurationError(
@@ -119,22 +120,30 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
 def compiled_units(plan: Plan) -> tuple[str, ...]:
     """Return names of the units whose forward is compiled: those that hold no other unit."""
     names = [unit.name for unit in plan.units]
-    held = {name: f"{name}." if name else "" for name in names}
-    return tuple(n for n in names if not any(other != n and other.startswith(held[n]) for other in names))
+    leaves = []
+    for name in names:
+        if not any(other != name and _is_within(other, name) for other in names):
+            leaves.append(name)
+    return tuple(leaves)
+
+
+def _is_within(name: str, outer: str) -> bool:
+    """Return whether a module is another one, or in it, by their names."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def compiled_modules(plan: Plan, compilation: Compilation) -> tuple[str, ...]:
     """Return names of the modules whose forward is compiled: units that hold no other one, and parts of such units."""
     leaves = compiled_units(plan)
-    names = [unit.name for unit in plan.units]
-    found: dict[str, None] = {}
-    for name in compilation.within:
-        inside = f"{name}." if name else ""
-        if any(unit == name or unit.startswith(inside) for unit in names):
-            found.update((leaf, None) for leaf in leaves if leaf == name or leaf.startswith(inside))
-        else:
-            found[name] = None
-    return tuple(found)
+    names: dict[str, None] = {}
+    for outer in compilation.within:
+        if not any(_is_within(unit.name, outer) for unit in plan.units):
+            names[outer] = None
+            continue
+        for leaf in leaves:
+            if _is_within(leaf, outer):
+                names[leaf] = None
+    return tuple(names)
 
 
 def compile_units(
@@ -149,17 +158,21 @@ def compile_units(
     if compilation is None:
         return
     names = compiled_modules(plan, compilation)
-    own = dict(compilation.keywords)
-    limit = own.pop("recompile_limit", None) or RECOMPILE_LIMIT * len(names)
+    keywords = dict(compilation.keywords)
+    limit = keywords.pop("recompile_limit", None) or RECOMPILE_LIMIT * len(names)
     compiler: Any = torch.compile  # torch 2.13 names neither of the two keywords in its overloads
     compiled: dict[Any, Any] = {}
-    for module in map(modules.__getitem__, names):
-        mine = "forward" in module.__dict__  # somebody's replacement, on this module alone
-        forward: Any = module.forward if mine else type(module).forward
+    for name in names:
+        module = modules[name]
+        # Somebody's replacement, on this module alone.
+        is_own = "forward" in module.__dict__
+        forward: Any = module.forward if is_own else type(module).forward
         if forward not in compiled:
-            compiled[forward] = compiler(forward, recompile_limit=limit, isolate_recompiles=True, **own)
-        replaced = compiled[forward] if mine else types.MethodType(compiled[forward], module)
-        module.forward = replaced
+            compiled[forward] = compiler(forward, recompile_limit=limit, isolate_recompiles=True, **keywords)
+        replacement = compiled[forward]
+        if not is_own:
+            replacement = types.MethodType(replacement, module)
+        module.forward = replacement
 
 
 def explain_compilation(plan: Plan, compilation: Compilation) -> str:
@@ -185,22 +198,25 @@ def takes_compiled_models(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(wrap)
     def wrapped(model: Any, *args: Any, **settings: Any) -> Any:
-        if not isinstance(model, nn.Module) or not any(compiled_within(module) for module in model.modules()):
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        if not any(map(compiled_within, modules)):
             return wrap(model, *args, **settings)
         compiled = list(_compiled(model))
         settings["compile"] = _asked_by(compiled, settings.get("compile", False))
         kinds = {type(module) for _, module in compiled}
+        bare_kinds = {type(_bare(module)) for _, module in compiled}
         for name in ("auto_wrap_policy", "activation_checkpointing"):
-            if isinstance(settings.get(name), (set, frozenset, list, tuple)) and kinds & set(settings[name]):
-                settings[name] = (set(settings[name]) - kinds) | {type(_bare(module)) for _, module in compiled}
+            setting = settings.get(name)
+            if isinstance(setting, (set, frozenset, list, tuple)) and not kinds.isdisjoint(setting):
+                settings[name] = (set(setting) - kinds) | bare_kinds
         bare = _bare(model)
-        places = [
-            (parent._modules, name, child)
-            for parent in bare.modules()
-            if compiled_within(parent) is None
-            for name, child in parent._modules.items()
-            if child is not None and compiled_within(child) is not None
-        ]
+        places = []
+        for parent in bare.modules():
+            if compiled_within(parent) is not None:
+                continue
+            for name, child in parent._modules.items():
+                if child is not None and compiled_within(child) is not None:
+                    places.append((parent._modules, name, child))
         for children, name, child in places:
             children[name] = _bare(child)
         try:
@@ -215,45 +231,54 @@ def takes_compiled_models(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 def _bare(module: nn.Module) -> nn.Module:
     """Return the module within what torch.compile has put around it, once or several times."""
-    while (inner := compiled_within(module)) is not None:
+    inner = compiled_within(module)
+    while inner is not None:
         module = inner
+        inner = compiled_within(module)
     return module
 
 
 def _compiled(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield compiled modules by the name that what is within has without them."""
-    while (inner := compiled_within(model)) is not None:
+    inner = compiled_within(model)
+    while inner is not None:
         yield prefix, model
         model = inner
+        inner = compiled_within(model)
     for name, child in model.named_children():
         yield from _compiled(child, f"{prefix}.{name}" if prefix else name)
 
 
 def _asked_by(compiled: list[tuple[str, nn.Module]], asked_too: object) -> Compilation:
     """Return what the compiled modules ask for together; raise if they, or ``compile=``, ask for several things."""
-    names = tuple(dict.fromkeys(name for name, _ in compiled))
-    told = ", ".join(repr(name) if name else "the model" for name in names[:3])
+    names = list(dict.fromkeys(name for name, _ in compiled))
+    texts = [repr(name) if name else "the model" for name in names[:3]]
+    where = ", ".join(texts)
     if asked_too is not None and asked_too is not False:
-        raise ConfigurationError(f"compile={asked_too!r}: {told} was compiled by torch.compile before; leave one out")
+        raise ConfigurationError(f"compile={asked_too!r}: {where} was compiled by torch.compile before; leave one out")
     asked = []
     for name, module in compiled:
-        where = f"module {name!r}" if name else "the model"
+        place = f"module {name!r}" if name else "the model"
         if has_call_hooks(module):
             raise ModelError(
-                f"{where}: hooks were registered on what torch.compile returned, which wrap replaces by the module "
+                f"{place}: hooks were registered on what torch.compile returned, which wrap replaces by the module "
                 "within; register them on the module before torch.compile, or on what wrap returns"
             )
         keywords = keywords_of(module)
         if keywords is None:
-            raise ModelError(f"{where} is kept out of torch.compile by torch.compiler.disable; wrap the bare module")
+            raise ModelError(f"{place} is kept out of torch.compile by torch.compiler.disable; wrap the bare module")
         asked.append(keywords)
-    other = next((keywords for keywords in asked if keywords != asked[0]), None)
-    if other is not None:
-        raise ConfigurationError(
-            f"{told} were compiled before with different arguments ({asked[0]!r} and {other!r}); compile them alike, "
-            "or wrap the bare model with compile="
-        )
-    compilation = resolve_compilation(asked[0])
+    first = asked[0]
+    for other in asked:
+        if other != first:
+            raise ConfigurationError(
+                f"{where} were compiled before with different arguments ({first!r} and {other!r}); compile them alike, "
+                "or wrap the bare model with compile="
+            )
+    compilation = resolve_compilation(first)
     assert compilation is not None
-    within = tuple(n for n in names if not any(n != o and (not o or n.startswith(f"{o}.")) for o in names))
-    return replace(compilation, within=within)  # the outermost
+    outermost = []
+    for name in names:
+        if not any(other != name and _is_within(name, other) for other in names):
+            outermost.append(name)
+    return replace(compilation, within=tuple(outermost))

@@ -54,14 +54,16 @@ def lora(
         AlreadyWrapped: the model is wrapped.
     """
     names_of = _chosen(model, rank, target)
-    alpha = float(rank if alpha is None else alpha)
+    if alpha is None:
+        alpha = rank
     model.requires_grad_(False)
     for module, names in names_of.items():
         pairs = _keeps_pairs(module)
         for name in names:
             weight = module._parameters.pop(name)
             assert weight is not None
-            module.add_module(name + ADAPTER, LowRank(weight, rank, alpha, pairs))
+            adapter = LowRank(weight, rank, float(alpha), pairs)
+            module.add_module(name + ADAPTER, adapter)
         kind: Any = type(module)
         module.__class__ = _adapted_class(kind, tuple(names))
     return model
@@ -73,7 +75,8 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
         raise ConfigurationError(f"fsshard.lora: rank={rank!r}: expected a number, 1 or more")
     if not isinstance(target, str):
         raise ConfigurationError(f"fsshard.lora: target={target!r}: expected a regular expression for names")
-    if any(isinstance(module, Flattened) for module in model.modules()) or hasattr(model, "_backend"):
+    has_flattened = any(isinstance(module, Flattened) for module in model.modules())
+    if has_flattened or hasattr(model, "_backend"):
         raise AlreadyWrapped("fsshard.lora: the model is wrapped or tensorfied; call lora(model), then wrap it")
     if adapters_of(model):
         raise ModelError("fsshard.lora: the model has adapters already; name all weights in one call, target='a|b'")
@@ -81,13 +84,14 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
     uses = Counter(id(slot.parameter) for slot in slots)
     names: dict[nn.Module, list[str]] = {}
     for slot in slots:
+        parameter = slot.parameter
         if not re.search(target, slot.name):
             continue
-        if nn.parameter.is_lazy(slot.parameter):
+        if nn.parameter.is_lazy(parameter):
             raise ModelError(f"fsshard.lora: {slot.name!r} has no shape yet; run a forward of the model before")
-        if rank > _largest_rank(slot.owner, slot.parameter):
+        if rank > _largest_rank(slot.owner, parameter):
             continue
-        if uses[id(slot.parameter)] > 1:
+        if uses[id(parameter)] > 1:
             raise ModelError(f"fsshard.lora: {slot.name!r} is shared between modules; leave it out of target=")
         # A recurrent layer computes with a list of its own of the parameters.
         if isinstance(slot.owner, nn.RNNBase):
@@ -113,9 +117,11 @@ def _largest_rank(module: nn.Module, parameter: Tensor) -> int:
     shape = parameter.shape
     if _keeps_pairs(module):
         shape = shape[:-1]
-    if len(shape) > 1 and (parameter.is_floating_point() or parameter.is_complex()):
-        return min(shape[0], math.prod(shape[1:]))
-    return 0
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    if not is_number or len(shape) < 2:
+        return 0
+    rows, *others = shape
+    return min(rows, math.prod(others))
 
 
 class LowRank(nn.ModuleList):  # a container to every policy: the module that computes with the weight is the unit
@@ -129,7 +135,13 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
             the model.
     """
 
-    def __init__(self, base: nn.Parameter, rank: int, alpha: float, pairs: bool) -> None:
+    def __init__(
+        self,
+        base: nn.Parameter,
+        rank: int,
+        alpha: float,
+        pairs: bool,
+    ) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.alpha = alpha
@@ -139,9 +151,10 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
             whole = torch.view_as_complex(whole)
         rows = whole.shape[0]
         columns = whole[0].numel()
-        normal = torch.randn(rank, columns, dtype=whole.dtype, device=whole.device)
+        like: dict[str, Any] = {"dtype": whole.dtype, "device": whole.device}
+        normal = torch.randn(rank, columns, **like)
         self.lora_A = nn.Parameter(normal / math.sqrt(columns))
-        self.lora_B = nn.Parameter(torch.zeros(rows, rank, dtype=whole.dtype, device=whole.device))
+        self.lora_B = nn.Parameter(torch.zeros(rows, rank, **like))
 
     def get_extra_state(self) -> Tensor:
         """Return ``alpha``, a tensor because some formats hold nothing else; no cast of the model rounds it."""
@@ -157,7 +170,12 @@ class LowRank(nn.ModuleList):  # a container to every policy: the module that co
         return merged(base, self.lora_A, self.lora_B, self.alpha)
 
 
-def merged(base: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+def merged(
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    alpha: float,
+) -> Tensor:
     """Return ``base + alpha / rank * b a``, in the shape of ``base``."""
     product = alpha / a.shape[0] * (b @ a)
     return base + product.view(base.shape)
@@ -225,6 +243,7 @@ def adapters_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the modules with adapted weights, and the attribute, by the name of the weight."""
     adapters = {}
     for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
         for attribute in getattr(type(module), "_lora_names", ()):
-            adapters[f"{name}.{attribute}".lstrip(".")] = (module, attribute)
+            adapters[prefix + attribute] = (module, attribute)
     return adapters

@@ -83,13 +83,16 @@ def take_out(modules: Iterable[nn.Module], slots: Sequence[ParameterSlot]) -> di
         parameter = slot.parameter
         if id(parameter) not in parameters:
             values[slot.name] = parameter.detach()
-            parameters[id(parameter)] = _like(parameter, torch.empty_like(parameter, device="meta"))
+            blank = torch.empty_like(parameter, device="meta")
+            parameters[id(parameter)] = _like(parameter, blank)
         slot.owner._parameters[slot.stored] = parameters[id(parameter)]
     buffers: dict[int, Tensor] = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
+                if id(buffer) not in buffers:
+                    buffers[id(buffer)] = torch.empty_like(buffer, device="meta")
+                module._buffers[key] = buffers[id(buffer)]
                 values[f"{id(module)}.{key}"] = buffer
     return values
 
@@ -142,7 +145,9 @@ class ValueSource:
         """
         modules = [module for module in region if _holds_meta(module)]
         # Where engines have put what was made before, by now.
-        elsewhere: dict[str, Tensor] = {slot.name: slot.parameter for slot in self._made}
+        elsewhere: dict[str, Tensor] = {}
+        for slot in self._made:
+            elsewhere[slot.name] = slot.parameter
         for _, real, name in self._buffers.values():
             elsewhere[name] = real
         parameters = [self._allocate(slots) for slots in places]
@@ -155,7 +160,9 @@ class ValueSource:
             init = self.init
             # A buffer that modules of several units share is made here.
             own = {id(holding.held) for holding in holdings}
-            elsewhere = {name: tensor for name, tensor in elsewhere.items() if id(tensor) not in own}
+            for name, tensor in list(elsewhere.items()):
+                if id(tensor) in own:
+                    del elsewhere[name]
             results = exchange(self.group, lambda: initialise(init, modules, holdings, elsewhere, self.names))
             # Rank 0's numbers are sent.
             without = results[0]
@@ -190,7 +197,8 @@ class ValueSource:
                     continue
                 name = prefix + key
                 if id(buffer) not in self._buffers:
-                    self._buffers[id(buffer)] = (buffer, torch.empty_like(buffer, device=self.device), name)
+                    memory = torch.empty_like(buffer, device=self.device)
+                    self._buffers[id(buffer)] = (buffer, memory, name)
                 _, real, _ = self._buffers[id(buffer)]
                 module._buffers[key] = real
                 reals[id(real)] = real
@@ -198,7 +206,9 @@ class ValueSource:
                 places.setdefault(id(real), []).append((module, key))
         holdings = []
         for number, real in reals.items():
-            holdings.append(Holding(real, tuple(names[number]), tuple(places[number]), real.detach()))
+            names_of_real = tuple(names[number])
+            places_of_real = tuple(places[number])
+            holdings.append(Holding(real, names_of_real, places_of_real, real.detach()))
         return holdings
 
     @torch.no_grad()
@@ -391,7 +401,8 @@ def _mark(memory: Tensor) -> None:
     if memory.is_floating_point() or memory.is_complex():
         memory.fill_(float("nan"))
     else:
-        memory.fill_(True if memory.dtype == torch.bool else torch.iinfo(memory.dtype).max)
+        largest = True if memory.dtype == torch.bool else torch.iinfo(memory.dtype).max
+        memory.fill_(largest)
 
 
 @contextlib.contextmanager
@@ -414,7 +425,10 @@ def _is_marked(tensor: Tensor) -> bool:
     """Return whether nothing but the mark is in a tensor; of truth values that cannot be known."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())
-    return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).all())
+    if tensor.dtype == torch.bool:
+        return False
+    largest = torch.iinfo(tensor.dtype).max
+    return bool((tensor == largest).all())
 
 
 def _take_back(holding: Holding, where: str) -> None:
@@ -424,7 +438,8 @@ def _take_back(holding: Holding, where: str) -> None:
     for name, (module, key) in zip(holding.names, holding.places, strict=True):
         tensors: dict[str, Any] = module._parameters if is_parameter else module._buffers
         value = tensors[key]
-        if value is holding.held and storage_of(value) == storage_of(memory) and value.shape == memory.shape:
+        is_untouched = value is holding.held and value.shape == memory.shape
+        if is_untouched and storage_of(value) == storage_of(memory):
             continue
         wrong = _why_unfit(value, memory, may_cast=not is_parameter)
         if wrong:
@@ -460,4 +475,6 @@ def _lacks_numbers(holding: Holding, has_changed: bool) -> bool:
         real = torch.view_as_real(memory) if memory.is_complex() else memory
         return bool(real.amax().isnan())  # which needs no memory, unlike isnan().any()
     # The version counter tells, but of writings through ``.data``.
-    return not has_changed and (memory.dtype == torch.bool or _is_marked(memory))
+    if has_changed:
+        return False
+    return memory.dtype == torch.bool or _is_marked(memory)

@@ -60,14 +60,18 @@ def _find_hidden(
     seen.add(id(value))
     fields: dict[str, Any] = {}
     if isinstance(value, Mapping):
-        inside: list[tuple[str, Any]] = [("", item) for item in value.values()]
+        inside: list[tuple[str, Any]] = []
+        for item in value.values():
+            inside.append(("", item))
         hidden = hidden or not isinstance(value, dict)
     elif isinstance(value, (list, tuple, set, frozenset, collections.deque, collections.UserList)):
         inside = [("", item) for item in value]
         hidden = hidden or not isinstance(value, (list, tuple))
     else:
         if dataclasses.is_dataclass(value):
-            fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+            fields = {}
+            for field in dataclasses.fields(value):
+                fields[field.name] = getattr(value, field.name, None)
         inside = list({**getattr(value, "__dict__", {}), **fields}.items())
     for name, item in inside:
         _find_hidden(item, found, seen, hidden=hidden or bool(name and name not in fields))
@@ -75,7 +79,10 @@ def _find_hidden(
 
 def check_output(output: Any) -> None:
     """Raise if the model's forward has returned something that computes later, when it is asked."""
-    lazy = [type(leaf).__name__ for leaf in leaves(output) if isinstance(leaf, (Iterator, Awaitable, AsyncIterator))]
+    lazy = []
+    for leaf in leaves(output):
+        if isinstance(leaf, (Iterator, Awaitable, AsyncIterator)):
+            lazy.append(type(leaf).__name__)
     if lazy:
         raise ModelError(
             f"the forward of the model returns a {lazy[0]}, which would compute after the engine has resharded the "

@@ -37,7 +37,10 @@ class _Segment:
         dtype: torch.dtype,
     ) -> None:
         # Complex ones come first, so that their pairs begin at even places.
-        self.indices = sorted(indices, key=lambda index: not parameters[index].is_complex())
+        by_kind: dict[bool, list[int]] = {True: [], False: []}
+        for index in indices:
+            by_kind[parameters[index].is_complex()].append(index)
+        self.indices = by_kind[True] + by_kind[False]
         self._reals = [_reals(parameters[index]) for index in self.indices]
         # Bytes of all gradients, and those up to where the next segment may begin.
         self.gradients = sum(self._reals) * dtype.itemsize
@@ -53,7 +56,8 @@ class _Segment:
         """Return views of a segment's bytes: its numbers, each gradient in its parameter's own layout, the flags."""
         numbers = data[: self.gradients].view(dtype)
         views = []
-        for index, part in zip(self.indices, numbers.split(self._reals), strict=True):
+        parts = numbers.split(self._reals)
+        for index, part in zip(self.indices, parts, strict=True):
             parameter = parameters[index]
             if parameter.is_complex():
                 part = torch.view_as_complex(part.view(-1, 2))
@@ -82,6 +86,10 @@ def share_memory(buckets: Sequence[GradientBucket], device: torch.device) -> Non
     incoming = torch.zeros(received, dtype=torch.uint8, device=device)
     for bucket in buckets:
         bucket.use(outgoing, incoming)
+
+
+Outgoing = tuple[list[int], list[Tensor], Tensor]
+"""Of a segment that is sent: places of parameters, where each gradient goes, and the flags."""
 
 
 class GradientBucket:
@@ -128,12 +136,14 @@ class GradientBucket:
 
     def use(self, sent: Tensor, received: Tensor) -> None:
         """Take memory, once and for all."""
+        parameters = self._parameters
         self._sent = sent[: self.sent_bytes]
         self._received = received[: self.received_bytes]
-        self._outgoing: list[tuple[list[int], list[Tensor], Tensor]] = []
-        for part, segment in zip(self._sent.split(self._sizes), self._segments, strict=True):
+        self._outgoing: list[Outgoing] = []
+        parts = self._sent.split(self._sizes)
+        for part, segment in zip(parts, self._segments, strict=True):
             if part.numel():
-                _, views, flags = segment.parts(part, self._parameters, self._dtype)
+                _, views, flags = segment.parts(part, parameters, self._dtype)
                 self._outgoing.append((segment.indices, views, flags))
         # Of each other rank, in their order: its numbers, the same by parameter, and its flags.
         self._numbers: list[Tensor] = []
@@ -142,7 +152,7 @@ class GradientBucket:
         if not self._own.size:
             return
         for part in self._received.split(self._own.size):
-            numbers, views, flags = self._own.parts(part, self._parameters, self._dtype)
+            numbers, views, flags = self._own.parts(part, parameters, self._dtype)
             self._numbers.append(numbers)
             self._parts.append(views)
             self._flags.append(flags)
@@ -163,7 +173,11 @@ class GradientBucket:
             self._received, self._sent, self._sizes_received, self._sizes, group=self.group, async_op=True
         )
 
-    def _pack(self, indices: list[int], views: list[Tensor]) -> None:
+    def _pack(
+        self,
+        indices: list[int],
+        views: list[Tensor],
+    ) -> None:
         targets: list[Tensor] = []
         gradients: list[Tensor] = []
         for index, view in zip(indices, views, strict=True):
@@ -187,7 +201,8 @@ class GradientBucket:
         # part is subnormal in float16, or too large for it before it is divided.
         dtype = self._reduce_dtype
         if self._rounds_first:
-            return list(foreach_mul([gradient.to(dtype) for gradient in gradients], self._scale))
+            rounded = [gradient.to(dtype) for gradient in gradients]
+            return list(foreach_mul(rounded, self._scale))
         return [gradient.to(dtype) for gradient in foreach_mul(gradients, self._scale)]
 
     # ------------------------------------------------------------------------------------------ receiving
@@ -212,7 +227,10 @@ class GradientBucket:
             mean = take_mean(own[place])
             if mean is not None:
                 means[place] = mean
-        local = [self._local(self._parameters[own[place]]) for place in chosen]
+        local = []
+        for place in chosen:
+            parameter = self._parameters[own[place]]
+            local.append(self._local(parameter))
         if self._reduce_dtype is None:
             self._add(chosen, local, means)
         else:
@@ -227,7 +245,11 @@ class GradientBucket:
         if all(self._used):
             return list(range(len(self._used)))
         others = torch.stack(self._flags).amax(0).tolist()
-        return [place for place, used in enumerate(self._used) if used or others[place]]
+        places = []
+        for place, used in enumerate(self._used):
+            if used or others[place]:
+                places.append(place)
+        return places
 
     def _local(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part, which may be changed in place."""
@@ -265,7 +287,9 @@ class GradientBucket:
         """Yield sums of other ranks' parts of the chosen parameters, to be added to the own part in turn."""
         for block in tree.siblings(self.rank, self.world_size):
             # What this rank has received lacks its own place.
-            places = [rank if rank < self.rank else rank - 1 for rank in block]
+            places = []
+            for rank in block:
+                places.append(rank if rank < self.rank else rank - 1)
             tree.add_up([self._numbers[place] for place in places])
             views = self._parts[places[0]]
             yield [views[place] for place in chosen]

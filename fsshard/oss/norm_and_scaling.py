@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,7 @@ def owned_norms(
     return exchanged(dict(zip(places, norms, strict=True)), len(parameters), group, device)
 
 
-def exchanged(
-    own: Mapping[int, float],
-    count: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> dict[int, float]:
+def exchanged(own: Mapping[int, float], count: int, group: dist.ProcessGroup, device: torch.device) -> dict[int, float]:
     """Return the numbers of all ranks by place, each of which one rank has. Collective, over a tensor on ``device``."""
     places = list(own)
     buffer = torch.zeros(2, count, dtype=torch.float64)
@@ -92,9 +87,11 @@ def combined(
         order += [present[index] for index in indices]
     if isinstance(norms[order[0]], Tensor):
         # All are tensors then, and no device is waited for.
-        values = torch.stack([torch.as_tensor(norms[place]).to(device) for place in order])
+        tensors = [torch.as_tensor(norms[place]).to(device) for place in order]
+        values = torch.stack(tensors)
     else:
-        dtype = functools.reduce(torch.promote_types, [owner.dtype.to_real() for owner in owners])
+        dtypes = [owner.dtype.to_real() for owner in owners]
+        dtype = functools.reduce(torch.promote_types, dtypes)
         values = torch.tensor([norms[place] for place in order], dtype=torch.float64)
         values = values.to(device, dtype)
     total: Tensor = torch.linalg.vector_norm(values, norm_type)
@@ -102,7 +99,11 @@ def combined(
 
 
 @torch.no_grad()
-def scale(parameters: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
+def scale(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    total: Tensor,
+) -> None:
     """Clip what gradients there are, as ``torch.nn.utils.clip_grads_with_norm_`` does, sparse ones included."""
     dense: list[Tensor] = []
     sparse: list[Tensor] = []
@@ -125,11 +126,7 @@ def count_owners(wrapper: Any) -> None:
 
 
 @torch.no_grad()
-def _norm(
-    parameters: Sequence[Tensor],
-    norm_type: float,
-    torchs: Callable[..., Tensor],
-) -> Tensor | None:
+def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
     """Return the norm of these parameters' gradients over all ranks; None where none of them is reduced to owners."""
     reductions = _reductions_of(parameters)
     if not reductions:
@@ -138,12 +135,7 @@ def _norm(
     counted: list[Tensor] = []
     norms: dict[int, float] = {}
     for reduction in reductions:
-        places = []
-        for place, (parameter, owner) in enumerate(zip(reduction.parameters, reduction.owners, strict=True)):
-            # What is owned everywhere is the same everywhere: the first rank speaks for it.
-            speaks = reduction.group.rank() == max(owner, 0)
-            if speaks and id(parameter) in with_gradient:
-                places.append(place)
+        places = _places_spoken_for(reduction, with_gradient)
         first = len(counted)
         of_owners = owned_norms(reduction.parameters, places, norm_type, reduction.group, parameters[0].device)
         for place, norm in of_owners.items():
@@ -151,8 +143,21 @@ def _norm(
         counted += reduction.parameters
     others = with_gradient - {id(parameter) for parameter in counted}
     rest = [parameter for parameter in parameters if id(parameter) in others]
-    norms.update(enumerate(_norms([parameter.grad for parameter in rest], norm_type), len(counted)))
+    norms_of_rest = _norms([parameter.grad for parameter in rest], norm_type)
+    norms.update(enumerate(norms_of_rest, len(counted)))
     return combined(norms, [*counted, *rest], norm_type).to(parameters[0].device)
+
+
+def _places_spoken_for(reduction: Reduction, with_gradient: Container[int]) -> list[int]:
+    """Return the places of the gradients whose norms this rank tells the others."""
+    rank = reduction.group.rank()
+    places = []
+    for place, parameter in enumerate(reduction.parameters):
+        # What is owned everywhere is the same everywhere: the first rank speaks for it.
+        owner = max(reduction.owners[place], 0)
+        if owner == rank and id(parameter) in with_gradient:
+            places.append(place)
+    return places
 
 
 def _reductions_of(parameters: Sequence[Tensor]) -> list[Reduction]:
@@ -193,7 +198,8 @@ def agreed(optimizer: Any, scaler: Any) -> bool:
 
 def is_unscaled(optimizer: Any, scaler: Any) -> bool:
     """Tell whether a scaler has unscaled an optimizer's gradients since its last ``update``."""
-    return states_of_scaler(scaler)[id(optimizer)]["stage"] is not OptState.READY
+    state = states_of_scaler(scaler)[id(optimizer)]
+    return state["stage"] is not OptState.READY
 
 
 def unscale_together(
@@ -219,7 +225,8 @@ def unscale_together(
     try:
         work(optimizer)
         for each in state["found_inf_per_device"].values():
-            overflow = torch.maximum(overflow, each.to(overflow.device))
+            of_device = each.to(overflow.device)
+            overflow = torch.maximum(overflow, of_device)
     except Exception as error:
         failure = error
         # More than any overflow is: the other ranks raise, too.
@@ -239,7 +246,7 @@ def unscale(gradients: Iterable[Tensor], inv_scale: Tensor) -> dict[torch.device
     """Multiply real gradients of any dtype, in place; tell by device whether one of them has an infinity or a NaN."""
     # torch's own refuses float16, which fully sharded models have, and knows no complex ones (2.13:
     # "_amp_foreach_non_finite_check_and_unscale_cpu" not implemented for 'ComplexFloat').
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_kind: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         kind = (gradient.device, gradient.dtype)
         by_kind.setdefault(kind, []).append(gradient)

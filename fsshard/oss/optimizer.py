@@ -34,6 +34,9 @@ SHAPED = frozenset(
 )
 
 
+Groups = Iterable[dict[str, Any]]
+
+
 class OSS(PartitionedOptimizer, Optimizer):
     """A torch optimizer whose state is divided among ranks, parameter by parameter.
 
@@ -95,7 +98,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         # Before the inner optimizer, which may keep views of parameters from its constructor (DistributedShampoo's
         # blocks): FairScale 0.4.13 moves parameters after that, and such an optimizer trains nothing, silently.
         self.refresh_trainable()
-        self.optim = partition.build_inner(optim, self.partition_parameters()[self.rank], default)
+        own_groups = self.partition_parameters()[self.rank]
+        self.optim = partition.build_inner(optim, own_groups, default)
         # Schedulers ask for "betas" and "momentum" there (OneCycleLR, CyclicLR); FairScale 0.4.13 has only what it was
         # given: "optimizer must support momentum or beta1".
         self.defaults = {**self.defaults, **self.optim.defaults}
@@ -132,7 +136,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._loads = loads
         self._partition_version += 1
         self._shards_are_old = True
-        self._sync_param_groups(self.optim.param_groups[-1:], self.param_groups[-1:])
+        own_group = self.optim.param_groups[-1]
+        self._sync_param_groups([own_group], [group])
         self.refresh_trainable()
 
     def refresh_trainable(self) -> None:
@@ -154,7 +159,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         return [(parameter, parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters()]
 
     @staticmethod
-    def _sync_param_groups(source: Iterable[Mapping[str, Any]], destination: Iterable[dict[str, Any]]) -> None:
+    def _sync_param_groups(source: Groups, destination: Groups) -> None:
         """Copy settings from one list of groups to another: what schedulers change, what a step adds."""
         for group, other in zip(source, destination, strict=False):
             for key, value in group.items():
@@ -202,7 +207,13 @@ class OSS(PartitionedOptimizer, Optimizer):
         # cannot be handed to: gradients would stay scaled there.
         return "grad_scaler" in inspect.signature(self.step).parameters
 
-    def step(self, closure: Any = None, *, grad_scaler: Any = None, **kwargs: Any) -> Any:
+    def step(
+        self,
+        closure: Any = None,
+        *,
+        grad_scaler: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Update the own parameters, send them to the other ranks, and return what the optimizer's ``step`` returns.
 
         Args:
@@ -213,8 +224,10 @@ class OSS(PartitionedOptimizer, Optimizer):
         if grad_scaler is not None and not agreed(self, grad_scaler):
             return None
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        if callable(closure):
+            closure = finished_by(closure, self.finish_gradients)
         if closure is not None:
-            kwargs["closure"] = finished_by(closure, self.finish_gradients) if callable(closure) else closure
+            kwargs["closure"] = closure
         loss = step_without_global_hooks(self.optim, kwargs)
         self._broadcast_params()
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
@@ -237,7 +250,8 @@ class OSS(PartitionedOptimizer, Optimizer):
             # A view with gaps cannot be sent.
             if parameter.stride() != partition.dense_strides(parameter):
                 parameter.data = parameter.detach().clone()
-            works.append(self._send(partition.as_bytes(parameter), self._param_to_rank[parameter]))
+            owner = self._param_to_rank[parameter]
+            works.append(self._send(partition.as_bytes(parameter), owner))
         with watchdog.seen_waiting(self.group, "step()"):
             for work in works:
                 work.wait()
@@ -294,14 +308,18 @@ class OSS(PartitionedOptimizer, Optimizer):
         norm_type = float(norm_type)
         own = []
         for parameter in self._parameters():
-            if self._param_to_rank[parameter] == self.rank and parameter.grad is not None:
+            is_own = self._param_to_rank[parameter] == self.rank
+            if is_own and parameter.grad is not None:
                 own.append(parameter)
         # The user's function: if it raises on one rank, the others must not wait for the norm.
         if filter_params_fn is not None:
             own = agree(self.group, lambda: list(filter_params_fn(own)))
         counted = {id(parameter) for parameter in own}
         parameters = self._in_order_of_model()
-        places = [place for place, parameter in enumerate(parameters) if id(parameter) in counted]
+        places = []
+        for place, parameter in enumerate(parameters):
+            if id(parameter) in counted:
+                places.append(place)
         norms = owned_norms(parameters, places, norm_type, self.group, self._comm_device)
         total = combined(norms, parameters, norm_type)
         scale(parameters, float(max_norm), total)
@@ -385,7 +403,9 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _load_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_fits(state_dict, self.param_groups)
         _load_inner(self.optim, self.param_groups, state_dict)
-        empty: dict[Any, Any] = {number: {} for number in state_dict["state"]}
+        empty: dict[Any, Any] = {}
+        for number in state_dict["state"]:
+            empty[number] = {}
         return {**state_dict, "state": empty}
 
     def _show_own_part(self) -> None:
@@ -475,10 +495,14 @@ def _check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         known.update(numbers)
         names = own.get("param_names") or [f"parameter {number} (in group {i})" for number in numbers]
         for parameter, number, name in zip(own["params"], numbers, names, strict=True):
+            shape = parameter.shape
             for key, value in (states.get(number) or {}).items():
-                if key in SHAPED and isinstance(value, Tensor) and value.shape != parameter.shape:
-                    wrong[f"{name}: {key}"] = (tuple(parameter.shape), tuple(value.shape))
-    unexpected = [f"state of parameter {key}" for key in states if isinstance(key, int) and key not in known]
+                if key in SHAPED and isinstance(value, Tensor) and value.shape != shape:
+                    wrong[f"{name}: {key}"] = (tuple(shape), tuple(value.shape))
+    unexpected = []
+    for key in states:
+        if isinstance(key, int) and key not in known:
+            unexpected.append(f"state of parameter {key}")
     if unexpected or wrong:
         raise OptimizerStateMismatch("optimizer state", (), unexpected, wrong)
 
@@ -499,7 +523,10 @@ def _load_inner(
             of_parameter = states.pop(number, None)
             if parameter in here and of_parameter is not None:
                 state[here[parameter]] = copy.deepcopy(of_parameter)
-        settings = {key: value for key, value in saved.items() if key not in partition.NOT_SYNCED}
+        settings = {}
+        for key, value in saved.items():
+            if key not in partition.NOT_SYNCED:
+                settings[key] = value
         settings["params"] = [here[parameter] for parameter in own["params"]]
         param_groups.append(settings)
     # What an optimizer keeps besides the state of parameters.

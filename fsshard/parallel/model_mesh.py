@@ -273,7 +273,13 @@ class _Declared:
             )
         return list(dict.fromkeys(self._tied[name] for name in names))
 
-    def _say(self, argument: str, name: str, axis: Axis, detail: Any) -> None:
+    def _say(
+        self,
+        argument: str,
+        name: str,
+        axis: Axis,
+        detail: Any,
+    ) -> None:
         layouts = self._layouts.setdefault(name, {})
         if axis.ranks in layouts:
             raise ConfigurationError(

@@ -35,6 +35,10 @@ OF_ALL = 1e-6
 """By how much norms of one gradient may differ between ranks: by rounding, as a share of it, and of the whole norm."""
 
 
+Sums = Mapping[str, int]
+"""A fingerprint of each parameter or buffer by its name."""
+
+
 def layouts_by_name(slots: Iterable[ParameterSlot], mesh: ModelMesh) -> dict[str, tuple[Layout, ...]]:
     """Return what each parameter is along other dimensions, by its first name."""
     layouts: dict[str, tuple[Layout, ...]] = {}
@@ -72,7 +76,10 @@ def check_same_on_mesh(
     check_asked_alike(mesh, [slot.name for slot in slots])
     check_same_values(slots, mesh, data_rank)
     saved = table.root.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in table.buffers().items() if name in saved}
+    buffers = {}
+    for name, buffer in table.buffers().items():
+        if name in saved:
+            buffers[name] = buffer
     check_same_buffers(buffers, mesh, data_rank)
 
 
@@ -89,13 +96,14 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
         if slot.name in layouts and slot.name not in sums:
             sums[slot.name] = int(fingerprint(slot.parameter))
     for axis in mesh.axes:
-        compared = None
-        if data_rank == 0:
-            compared = {name: value for name, value in sums.items() if not _spoken_for(layouts[name], axis)}
+        compared: dict[str, int] = {}
+        for name, value in sums.items():
+            if not _spoken_for(layouts[name], axis):
+                compared[name] = value
         _check_alike(
             mesh,
             axis,
-            compared,
+            None if data_rank else compared,
             "parameter {name!r} has different values on ranks {first} and {rank}, along mesh dimension "
             f"{{axis!r}}, and wrap was not told how they share it: {SAY}; or start both ranks from the same seed if "
             "they should hold the same",
@@ -121,16 +129,18 @@ def _check_even(
     """Raise on every rank where parts that were cut by hand have several shapes."""
     own: dict[str, tuple[int, ...]] = {}
     for slot in slots:
-        if any(isinstance(layout, HandSplit) for layout in layouts.get(slot.name, ())):
-            own[slot.name] = tuple(slot.kind.user_shape(slot.parameter.shape))
+        is_split = any(isinstance(layout, HandSplit) for layout in layouts.get(slot.name, ()))
+        if is_split:
+            shape = slot.kind.user_shape(slot.parameter.shape)
+            own[slot.name] = tuple(shape)
     shapes = per_rank(mesh.group, own)
     first = shapes[0]
     for rank, of_rank in enumerate(shapes):
-        for name, shape in of_rank.items():
-            if first.get(name) != shape:
+        for name, other_shape in of_rank.items():
+            if first.get(name) != other_shape:
                 raise ModelError(
                     f"sharded: parts of {name!r} have the shapes {first.get(name)} on rank 0 and "
-                    f"{shape} on rank {rank}; parts that you split yourself must be of one shape (DTensors "
+                    f"{other_shape} on rank {rank}; parts that you split yourself must be of one shape (DTensors "
                     "need not)"
                 )
 
@@ -157,26 +167,27 @@ def check_same_buffers(buffers: Mapping[str, Tensor], mesh: ModelMesh, data_rank
 
     One of them alone would be saved. Over data rank 0's count.
     """
-    sums = None
-    if data_rank == 0:
-        sums = {name: int(fingerprint(buffer)) for name, buffer in buffers.items() if not buffer.is_meta}
+    sums: dict[str, int] = {}
+    for name, buffer in buffers.items():
+        if data_rank == 0 and not buffer.is_meta:
+            sums[name] = int(fingerprint(buffer))
     for axis in mesh.axes:
         _check_alike(
             mesh,
             axis,
-            sums,
+            None if data_rank else sums,
             "buffer {name!r} differs between ranks {first} and {rank}, along mesh dimension {axis!r}, and a checkpoint "
             "has one of it: register it with persistent=False if it can be made anew, or keep it alike on these ranks",
         )
 
 
-def _check_alike(mesh: ModelMesh, axis: Axis, own: Mapping[str, int] | None, text: str) -> None:
+def _check_alike(mesh: ModelMesh, axis: Axis, own: Sums | None, text: str) -> None:
     """Raise on every rank of the mesh where sums of one name differ along an axis; ranks with None are left out."""
-    tables: list[Mapping[str, int] | None] = per_rank(axis.group, own)
+    tables = per_rank(axis.group, own)
     _raise_everywhere(mesh.group, ModelError, _difference(axis, tables, text))
 
 
-def _difference(axis: Axis, tables: Sequence[Mapping[str, int] | None], text: str) -> str | None:
+def _difference(axis: Axis, tables: Sequence[Sums | None], text: str) -> str | None:
     """Return the error for the first name whose sum differs from that of the axis's first rank."""
     first = tables[0]
     if first is None:
@@ -209,10 +220,13 @@ def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | 
         return
     slots = list(table.slots())
     layouts = layouts_by_name(slots, mesh)
-    # The first of slots with one name counts.
-    parameters = {slot.name: slot.parameter for slot in reversed(slots) if slot.name in layouts}
+    parameters: dict[str, Tensor] = {}
+    for slot in slots:
+        if slot.name in layouts:
+            parameters.setdefault(slot.name, slot.parameter)
     of_groups: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for name, parameter in sorted(parameters.items(), key=lambda item: item[0]):
+    for name in sorted(parameters):
+        parameter = parameters[name]
         if parameter.is_meta:
             continue
         for layout in layouts[name]:
@@ -232,12 +246,7 @@ class SameGradients:
         norm: the norm of one parameter's final gradient over data. Collective over data.
     """
 
-    def __init__(
-        self,
-        entries: Iterable[Entry],
-        mesh: ModelMesh,
-        norm: Callable[[Entry], Tensor],
-    ) -> None:
+    def __init__(self, entries: Iterable[Entry], mesh: ModelMesh, norm: Callable[[Entry], Tensor]) -> None:
         entries = list(entries)
         # Of each axis the names of those gradients that were not compared yet.
         self._left: dict[Axis, set[str]] = {}
@@ -252,26 +261,29 @@ class SameGradients:
 
         A gradient of zeros, or one that overflowed, tells nothing: it is looked at again at the next step, so often.
         """
-        if not self._tries:
-            return
         waiting = set().union(*self._left.values())
         trained = [entry for entry in entries if entry.parameter.requires_grad]
-        if all(entry.name not in waiting for entry in trained):
+        if not self._tries or all(entry.name not in waiting for entry in trained):
             return
         self._tries -= 1
         norms = {entry.name: float(self._norm(entry)) for entry in trained}
         whole = sum(value**2 for value in norms.values() if math.isfinite(value)) ** 0.5
         for axis, left in self._left.items():
             own = {name: value for name, value in norms.items() if name in left}
-            of_ranks = per_rank(axis.group, own)
-            compared = {}
-            for name in own:
-                values = [table[name] for table in of_ranks]
-                if _tells(values):
-                    compared[name] = values
-            message = _differing_norms(axis, compared, whole)
-            _raise_everywhere(self._group, GradientError, message)
+            compared = _norms_of_ranks(axis, own)
+            _raise_everywhere(self._group, GradientError, _differing_norms(axis, compared, whole))
             left.difference_update(compared)
+
+
+def _norms_of_ranks(axis: Axis, own: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return the norms of all ranks along an axis, of those gradients whose norms tell something. Collective."""
+    of_ranks = per_rank(axis.group, own)
+    norms = {}
+    for name in own:
+        values = [table[name] for table in of_ranks]
+        if _tells(values):
+            norms[name] = values
+    return norms
 
 
 def _tells(norms: Sequence[float]) -> bool:

@@ -158,7 +158,9 @@ class CheckpointTarget:
         directory above points to (``best -> step-100``). Returns those that were removed.
         """
         with _errors(f"list {self._parent}"):
-            alike = [path for *_, path in _by_age(_series(self.path))]
+            alike = []
+            for *_, path in _by_age(_series(self.path)):
+                alike.append(path)
         spared = {self.path, *_linked(self._parent), *_linked(self._parent.parent)}
         return [path for path in alike[keep:] if path not in spared and CheckpointTarget(path)._retire()]
 
@@ -222,7 +224,10 @@ def _series(path: Path) -> list[Path]:
     if number is None:
         return []
     pattern = f"{re.escape(number[1])}[0-9]+{re.escape(number[2])}"
-    names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir(follow_symlinks=False)]
+    names = []
+    for entry in os.scandir(path.parent):
+        if entry.is_dir(follow_symlinks=False):
+            names.append(entry.name)
     return [path.parent / name for name in names if re.fullmatch(pattern, name)]
 
 
@@ -262,11 +267,17 @@ def newest_whole(path: Path, *, warn: bool = True) -> Path | None:
             return _newest(own, warn=warn)
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; latest() takes a directory of checkpoints")
-        children = [path / entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != "."]
+        children = []
+        for entry in os.scandir(path):
+            if entry.is_dir() and entry.name[0] != ".":
+                children.append(path / entry.name)
         if os.path.lexists(path / INDEX_FILE) or (own and not children):
             return _newest([path, *own], warn=warn)
     # A link to another entry of the directory is left out: that one is looked at anyway.
-    alias = {child for child in children if child.is_symlink() and child.resolve().parent == path.resolve()}
+    alias = set()
+    for child in children:
+        if child.is_symlink() and child.resolve().parent == path.resolve():
+            alias.add(child)
     return _newest(sorted(set(children) - alias), warn=warn)
 
 
@@ -412,7 +423,10 @@ def _errors(doing: str) -> Iterator[None]:
 
 def _make(directory: Path) -> None:
     """Make a directory and those above it that are missing, and have their names on the disk."""
-    missing = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
+    missing = []
+    for folder in (directory, *directory.parents):
+        if not os.path.lexists(folder):
+            missing.append(folder)
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         sync(folder.parent)

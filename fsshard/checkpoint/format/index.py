@@ -208,8 +208,12 @@ class Index:
         def own(table: Mapping[str, Any]) -> dict[str, Any]:
             return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}
 
-        tied = {key: first.removeprefix(prefix) for key, first in own(self.tied).items()}
-        optimizers = {optimizer: self.optimizers[optimizer] for optimizer in self.models[name]}
+        tied = {}
+        for key, first in own(self.tied).items():
+            tied[key] = first.removeprefix(prefix)
+        optimizers = {}
+        for optimizer in self.models[name]:
+            optimizers[optimizer] = self.optimizers[optimizer]
         return replace(
             self,
             model=ModelInfo(*map(own, self.model)),

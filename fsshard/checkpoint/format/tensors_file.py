@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
+MAX_SIZE = 1 << 63
 MAX_HEADER = 100_000_000  # bytes; safetensors has the same bound
 CHUNK = 1 << 20  # Small enough that the checksum leaves the bytes in the cache for the write that follows.
 _AHEAD = 8 << 20  # What the disk is told to begin with while the next is written.
@@ -121,8 +122,10 @@ def write(
 @contextlib.contextmanager
 def new_file(path: Path, progress: Progress | None = None) -> Iterator[_Stream]:
     """Yield what writes into a file that does not exist yet; no file is left behind by an error."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         raise CheckpointError(f"cannot create {path}: {error.strerror}") from error
     try:
@@ -272,6 +275,9 @@ class TensorEntry(NamedTuple):
     end: int
 
 
+Header = tuple[dict[str, TensorEntry], dict[str, str]]
+
+
 class TensorsFile:
     """A safetensors file open for reading slices, with its header's ``entries`` and ``metadata``.
 
@@ -295,7 +301,7 @@ class TensorsFile:
             self.close()
             raise
 
-    def _read_header(self, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    def _read_header(self, size: int) -> Header:
         path = self.path
         prefix = bytearray(8)
         if size < len(prefix):
@@ -360,13 +366,18 @@ class TensorsFile:
             raise CorruptCheckpoint(f"{self.path}: has no tensor {key!r}")
         dtype = dtype or entry.dtype
         stored = STORED.get(dtype)
-        if stored is None or stored.dtype is not entry.dtype or (stored.lanes > 1 and entry.shape[-1:] != (2,)):
+        fits = False
+        if stored is not None and stored.dtype is entry.dtype:
+            fits = stored.lanes == 1 or entry.shape[-1:] == (2,)
+        if not fits:
             raise CorruptCheckpoint(f"{self.path}: {key!r} is {entry.dtype} {list(entry.shape)}, not {dtype}")
-        if not 0 <= start <= stop <= (entry.end - entry.begin) // dtype.itemsize:
+        size = dtype.itemsize
+        count = (entry.end - entry.begin) // size
+        if not 0 <= start <= stop <= count:
             raise CorruptCheckpoint(f"{self.path}: {key!r} has no elements {start} to {stop}")
         if out is None:
             out = torch.empty(stop - start, dtype=dtype, device="cpu")
-        self._read(entry.begin + start * dtype.itemsize, _view(out.detach()))
+        self._read(entry.begin + start * size, _view(out.detach()))
         return out
 
     def _read(self, position: int, view: memoryview) -> None:
@@ -404,8 +415,10 @@ def _entry(where: str, value: Any, data: int) -> TensorEntry:
         begin, end = value["data_offsets"]
     except (LookupError, TypeError, ValueError):
         raise CorruptCheckpoint(f"{where} has no known dtype, shape and data_offsets: {str(value)[:80]}") from None
-    # True is no size.
-    sound = all(type(size) is int and 0 <= size < 1 << 63 for size in (*shape, begin, end))
-    if not sound or end - begin != math.prod(shape) * dtype.itemsize:
+    for size in (*shape, begin, end):
+        # True is no size.
+        if type(size) is not int or not 0 <= size < MAX_SIZE:
+            raise CorruptCheckpoint(f"{where} has an impossible shape or offsets: {str(value)[:80]}")
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise CorruptCheckpoint(f"{where} has an impossible shape or offsets: {str(value)[:80]}")
     return TensorEntry(dtype, shape, data + begin, data + end)

@@ -26,18 +26,36 @@ Get = Callable[[str], Tensor]
 
 MAX_DEPTH = 64  # containers within containers; Python reads JSON that is nested some hundred times deep
 _KIND = "$"
-_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
 _NUMPY = {name: np.dtype(name) for name in _NUMPY_NAMES}
 _FACTORIES: dict[str | None, Any] = {
-    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)
+    None: None,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "str": str,
+    "bytes": bytes,
+    "list": list,
+    "tuple": tuple,
+    "dict": dict,
+    "set": set,
 }
-_FACTORIES[None] = None
-_MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_KEYS = (bool, int, float, complex, str, bytes, np.generic)
+_MAPPINGS: dict[str, Any] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+}
+_SEQUENCES: dict[str, Any] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 _LEAVES: dict[str, Callable[[Any], Any]] = {
     "float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
     "bytes": lambda content: base64.b64decode(content, validate=True),
@@ -65,7 +83,7 @@ def decode(node: Any, get: Get) -> Any:
     if not isinstance(node, dict):
         return node
     if _KIND not in node:
-        return {key: decode(item, get) for key, item in node.items()}
+        return _filled({}, node.items(), get)
     kind = node[_KIND]
     content = node["v"]
     if kind in _SEQUENCES:
@@ -91,7 +109,8 @@ def decode(node: Any, get: Get) -> Any:
 
 def _filled(mapping: Any, pairs: Any, get: Get) -> Any:
     for key, item in pairs:
-        mapping[decode(key, get)] = decode(item, get)
+        new_key = decode(key, get)
+        mapping[new_key] = decode(item, get)
     return mapping
 
 
@@ -109,7 +128,8 @@ def _node(value: Any, put: Put, path: str, depth: int) -> Any:
         return _of_libraries(value, put, path)
     nodes = []
     for index, item in enumerate(value):
-        nodes.append(_node(item, put, _below(path, index), depth + 1))
+        node = _node(item, put, _below(path, index), depth + 1)
+        nodes.append(node)
     if kind is list:
         return nodes
     if kind is not tuple:
@@ -130,22 +150,28 @@ def _scalar(value: Any) -> Any:
 
 def _mapping(value: Any, put: Put, path: str, depth: int) -> Any:
     kind = type(value)
-    if kind is dict and _KIND not in value and all(type(key) is str for key in value):
+    below = depth + 1
+    if kind is dict and _has_plain_keys(value):
         nodes = {}
         for key, item in value.items():
-            nodes[key] = _node(item, put, _below(path, key), depth + 1)
+            nodes[key] = _node(item, put, _below(path, key), below)
         return nodes
     _check_keys(value, path)
     pairs = []
     for key, item in value.items():
-        key_node = _node(key, put, f"{path}, its key", depth + 1)
-        pairs.append([key_node, _node(item, put, _below(path, key), depth + 1)])
+        key_node = _node(key, put, f"{path}, its key", below)
+        item_node = _node(item, put, _below(path, key), below)
+        pairs.append([key_node, item_node])
     if kind is not defaultdict:
         return {_KIND: kind.__name__, "v": pairs}
     for name, factory in _FACTORIES.items():
         if factory is value.default_factory:
             return {_KIND: "defaultdict", "v": pairs, "of": name}
     raise _unknown(f"{path}, its default factory", value.default_factory)
+
+
+def _has_plain_keys(mapping: Any) -> bool:
+    return _KIND not in mapping and all(type(key) is str for key in mapping)
 
 
 def _of_libraries(value: Any, put: Put, path: str) -> Any:
@@ -173,7 +199,7 @@ def _check_keys(keys: Iterable[Any], path: str) -> None:
     for key in keys:
         if isinstance(key, (tuple, frozenset)):
             _check_keys(key, path)
-        elif key is not None and not isinstance(key, (bool, int, float, complex, str, bytes, np.generic)):
+        elif key is not None and not isinstance(key, _KEYS):
             raise _unknown(f"{path}, its key {reprlib.repr(key)}", key)
 
 

@@ -99,7 +99,10 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
     keys = reader.index.model.keys
     trained = []
     for key in keys:
-        if key in backend.keys and backend.entries[backend.keys[key]].parameter.requires_grad:
+        if key not in backend.keys:
+            continue
+        entry = backend.entries[backend.keys[key]]
+        if entry.parameter.requires_grad:
             trained.append(key)
     # PEFT asks modules for the names in their state dicts.
     with backend.bare() as inner:
@@ -109,7 +112,8 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
         adapters = adapters_of(inner)
         if not adapters:
             raise ConfigurationError("format='peft': expected a model with adapters of PEFT or fsshard.lora, got none")
-        beside = _modules_beside(inner, [key for key in trained if not _OF_ADAPTERS.search(key)])
+        others = [key for key in trained if not _OF_ADAPTERS.search(key)]
+        beside = _modules_beside(inner, others)
     items = list[Item]()
     kinds = set[tuple[int, float]]()
     for name, (module, attribute) in adapters.items():
@@ -164,11 +168,13 @@ def _save_by_peft(
         )
     name = names[0]
     index = reader.index
-    own = {key: tensor for key, tensor in index.model.keys.items() if tensor is not None}
     blank = {}
-    for key, tensor_name in own.items():
-        info = index.tensors[tensor_name]
-        blank[key] = torch.empty(info.shape, dtype=info.kind, device="meta")
+    own = {}
+    for key, tensor_name in index.model.keys.items():
+        if tensor_name is not None:
+            info = index.tensors[tensor_name]
+            own[key] = tensor_name
+            blank[key] = torch.empty(info.shape, dtype=info.kind, device="meta")
     whole: dict[str, Tensor] = {}
     # Prompts are computed of their encoder's weights, of which a rank may have a part only.
     if inner.peft_config[name].is_prompt_learning:
@@ -179,7 +185,10 @@ def _save_by_peft(
     wanted = {id(tensor) for tensor in chosen.values()}
     # For adapters that PEFT computes of their tensors.
     wanted.update(id(blank[key]) for key in trained)
-    tensors = {key: reader.tensor(own[key]) for key, tensor in blank.items() if id(tensor) in wanted}
+    tensors = {}
+    for key, tensor in blank.items():
+        if id(tensor) in wanted:
+            tensors[key] = reader.tensor(own[key])
     with _in_place(inner, whole):
         inner.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False)
     # PEFT's, for an adapter that is not named "default".
@@ -213,9 +222,12 @@ def _modules_beside(inner: nn.Module, trained: list[str]) -> list[str]:
             beside.append(name)
     # PEFT makes copies of all modules whose names end so, which may have adapters.
     ends = tuple(beside)
-    is_unfit = any(not name or _has_no_forward_or_adapters(inner.get_submodule(name)) for name in beside)
-    for name, _ in inner.named_modules(remove_duplicate=False):
-        is_unfit = is_unfit or (name not in beside and name.endswith(ends))
+    is_unfit = False
+    for name, module in inner.named_modules(remove_duplicate=False):
+        if name in beside:
+            is_unfit = is_unfit or not name or _has_no_forward_or_adapters(module)
+        elif name.endswith(ends):
+            is_unfit = True
     if is_unfit:
         raise ConfigurationError(
             "format='peft': expected what is trained besides the adapters of fsshard.lora to be whole modules, whose "
@@ -240,8 +252,10 @@ def _as_layers(name: str, module: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Te
         if isinstance(module, nn.Linear):
             return a, b
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1:
-            ones = (1,) * len(module.kernel_size)
-            return a.view(-1, module.in_channels, *module.kernel_size), b.view(*b.shape, *ones)
+            kernel = module.kernel_size
+            ones = (1,) * len(kernel)
+            a = a.view(-1, module.in_channels, *kernel)
+            return a, b.view(*b.shape, *ones)
     raise ConfigurationError(
         f"format='peft': expected adapters on linear and convolutional layers alone, got {name!r} of a "
         f"{type(module).__name__}, for which PEFT has none; use fsshard.save(..., only='trainable'), or "

@@ -38,9 +38,8 @@ def zero_folder(path: Path) -> Path | None:
         with latest.open() as stream:
             name = stream.read(1000).strip()
         path = path / os.path.basename(name)
-    if path.is_dir() and any(STATES.fullmatch(name) for name in os.listdir(path)):
-        return path
-    return None
+    names = os.listdir(path) if path.is_dir() else []
+    return path if any(map(STATES.fullmatch, names)) else None
 
 
 def read_zero(
@@ -55,18 +54,23 @@ def read_zero(
     names = os.listdir(folder)
     states = _by_rank(names, STATES)
     models = _by_rank(names, MODELS)
-    if states is None or models is None or any(OTHERS.fullmatch(name) for name in names):
+    if states is None or models is None or any(map(OTHERS.fullmatch, names)):
         raise CheckpointError(f"{folder} is of a model that was divided by tensors, layers or experts too; {INSTEAD}")
     try:
         of_models = [load(folder / name) for name in models]
         parts = [load(folder / name)["optimizer_state_dict"] for name in states]
-        count = torch.tensor(parts[0]["partition_count"]).max()
-        zero3 = "fp32_flat_groups" in parts[0]
-        if len(parts) != count or (zero3 and len(of_models) != count):
+        first = parts[0]
+        count = torch.tensor(first["partition_count"]).max()
+        zero3 = "fp32_flat_groups" in first
+        is_whole = len(parts) == count
+        if zero3:
+            is_whole = is_whole and len(of_models) == count
+        if not is_whole:
             raise CorruptCheckpoint(f"{folder}: expected files of {count} ranks, found {len(parts)}")
         return _ZeroFolder(of_models, parts, zero3, awaited).tree()
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{folder}: {type(error).__name__}: {error}; {INSTEAD}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{folder}: {what}; {INSTEAD}") from error
 
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None:
@@ -100,10 +104,14 @@ class _ZeroFolder:
         self._models = models
         self._zero3 = zero3
         self._awaited = awaited
-        self._weights = [part[weights] for part in parts]
-        self._states = [part[optimizer]["state"] for part in parts]
-        self._groups: list[Tree] = parts[0][optimizer]["param_groups"]
-        self._paddings: Any = parts[0].get("param_alignment_paddings")
+        self._weights: list[Any] = []
+        self._states: list[Tree] = []
+        for part in parts:
+            self._weights.append(part[weights])
+            self._states.append(part[optimizer]["state"])
+        first = parts[0]
+        self._groups: list[Tree] = first[optimizer]["param_groups"]
+        self._paddings: Any = first.get("param_alignment_paddings")
 
     def tree(self) -> Tree:
         """Return weights, optimizer state, and what the script saved with them."""
@@ -112,7 +120,6 @@ class _ZeroFolder:
         state: Tree = {}
         groups: list[Tree] = []
         for group in self._groups:
-            settings = {key: value for key, value in group.items() if key not in FUSED}
             names = []
             for number in group["params"]:
                 flats = [of_rank[number] for of_rank in self._weights]
@@ -120,14 +127,22 @@ class _ZeroFolder:
                     names.append(name)
                     module[name] = self._cut(flats, shape, offset)
                     state[name] = self._state(number, shape, offset, group)
-            groups.append({**settings, "params": names})
+            settings = dict(group)
+            for key in FUSED:
+                settings.pop(key, None)
+            settings["params"] = names
+            groups.append(settings)
         if self._zero3:
             self._add_frozen(module)
-        for name, other in dict(first.get("shared_params") or {}).items():
+        shared = dict(first.get("shared_params") or {})
+        for name, other in shared.items():
             module[name] = module[other]
         if self._zero3:
-            # It was saved with exclude_frozen_parameters.
-            lost = [name for name, value in module.items() if not value.numel()]
+            lost = []
+            for name, value in module.items():
+                # It was saved with exclude_frozen_parameters.
+                if not value.numel():
+                    lost.append(name)
             if lost:
                 raise ValueError(f"no file has the numbers of {', '.join(lost[:5])}")
         tree: Tree = {"module": module, "optimizer": {"state": state, "param_groups": groups}}
@@ -147,7 +162,7 @@ class _ZeroFolder:
 
     def _places(self, number: int) -> Iterator[tuple[str, Shape, int]]:
         """Yield names and shapes of a flat group, and where each begins: in it, or in a rank's part of it (ZeRO-3)."""
-        shapes: dict[str, Any] = self._models[0]["param_shapes"][number]
+        shapes = self._models[0]["param_shapes"][number]
         ranks = 1
         paddings = [0] * len(shapes)
         if self._zero3:
@@ -155,23 +170,35 @@ class _ZeroFolder:
         elif self._paddings:
             paddings = self._paddings[number]
         offset = 0
-        for padding, (name, shape) in zip(paddings, shapes.items(), strict=False):
+        for index, (name, shape) in enumerate(shapes.items()):
             yield name, tuple(shape), offset
             share = math.ceil(math.prod(shape) / ranks)
-            offset += share + padding
+            offset += share + paddings[index]
 
-    def _state(self, number: int, shape: Shape, offset: int, group: Tree) -> Tree:
+    def _state(
+        self,
+        number: int,
+        shape: Shape,
+        offset: int,
+        group: Tree,
+    ) -> Tree:
         states = [each.get(number, {}) for each in self._states]
         state: Tree = {}
         for key, value in states[0].items():
             if isinstance(value, Tensor) and value.dim() > 0:
-                value = self._cut([each[key] for each in states], shape, offset)
+                flats = [each[key] for each in states]
+                value = self._cut(flats, shape, offset)
             state[key] = value
         if state and "step" in group:
             state.setdefault("step", torch.tensor(float(group["step"])))
         return state
 
-    def _cut(self, flats: Sequence[Tensor], shape: Shape, offset: int) -> Tensor:
+    def _cut(
+        self,
+        flats: Sequence[Tensor],
+        shape: Shape,
+        offset: int,
+    ) -> Tensor:
         """Return the tensor that begins at an offset of the ranks' flat tensors."""
         numel = math.prod(shape)
         share = math.ceil(numel / len(flats))

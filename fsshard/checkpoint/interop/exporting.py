@@ -113,7 +113,10 @@ def export(
         hint = "pass model= with one of these names (--model)"
         name = model or ""
         reader.index = choose_models(reader.index, [name], "fsshard.export", hint)[name]
-        frozen = [key for key, why in reader.index.model.dropped.items() if why == parts.FROZEN]
+        frozen = []
+        for key, why in reader.index.model.dropped.items():
+            if why == parts.FROZEN:
+                frozen.append(key)
         if frozen:
             raise ConfigurationError(
                 f"export of {os.fspath(source)!r}: expected a checkpoint of the whole model, got one that was saved "
@@ -169,14 +172,19 @@ def _format(path: Path, given: str | None) -> str:
 
 def _averaged(index: Index, average: str) -> Index:
     """Return an index in which the model's keys lead to an average of its weights."""
-    names = [name for name, saved in index.optimizers.items() if saved.kind == AVERAGES]
+    names = []
+    for name, saved in index.optimizers.items():
+        if saved.kind == AVERAGES:
+            names.append(name)
     if average not in names:
         raise ConfigurationError(f"average={average!r}: the checkpoint has {', '.join(map(repr, names)) or 'none'}")
     states = index.optimizer_tensors(average)
     if not states:
         raise ConfigurationError(f"average={average!r} has no values: it was saved before its first update")
     keys = dict(index.model.keys)
-    averages = {keys.get(parameter): state[KEY] for parameter, state in states.items()}
+    averages = {}
+    for parameter, state in states.items():
+        averages[keys.get(parameter)] = state[KEY]
     for key, tensor in keys.items():
         if tensor is not None:
             keys[key] = averages.get(tensor, tensor)
@@ -187,7 +195,10 @@ def _chosen(index: Index, optimizer: bool | str) -> str | None:
     """Return the name of the optimizer to write."""
     if optimizer is False:
         return None
-    names = [name for name, saved in index.optimizers.items() if saved.kind != AVERAGES]
+    names = []
+    for name, saved in index.optimizers.items():
+        if saved.kind != AVERAGES:
+            names.append(name)
     if optimizer is True and len(names) == 1:
         return names[0]
     if optimizer not in names:
@@ -280,7 +291,9 @@ class _Export:
         files = [single]
         texts: dict[str, Any] = {}
         if len(shards) > 1:
-            files = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+            files = []
+            for n in range(1, len(shards) + 1):
+                files.append(f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors")
             total = sum(tensors[tensor].nbytes for tensor in weights.values())
             file_of_key: dict[str, str] = {}
             for file, shard in zip(files, shards, strict=True):

@@ -24,6 +24,8 @@ WRAPPERS = frozenset({WRAPPED, "_fpw_module", COMPILED, CHECKPOINTED})
 Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
 State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
+Variant = tuple[str, dict[str, Any]]
+"""What was taken off the names of a state dict, and the rest."""
 
 
 def clean_path(path: str) -> str:
@@ -47,7 +49,11 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise StateDictError(f"a {type(state).__name__} (expected a model's state dict, on every rank)")
-    flat = [clean_path(key) for key in state if key.rpartition(".")[2].startswith("flat_param")]
+    flat = []
+    for key in state:
+        _, _, attribute = key.rpartition(".")
+        if attribute.startswith("flat_param"):
+            flat.append(clean_path(key))
     if flat:
         raise StateDictError("a rank's flat shards (put them together with join_model_shards first)", unexpected=flat)
     _, plain = best_names(model.backend.key_order, state)
@@ -62,7 +68,7 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
     return plain
 
 
-def best_names(expected: Iterable[str], state: State) -> tuple[str, dict[str, Any]]:
+def best_names(expected: Iterable[str], state: State) -> Variant:
     """Return a state dict with as much of what its names begin with alike taken off as fits a model best, and that.
 
     Where the model's names begin alike and the state dict's do not, that is put before them.
@@ -73,17 +79,19 @@ def best_names(expected: Iterable[str], state: State) -> tuple[str, dict[str, An
     if len(beginnings) == 1:
         (beginning,) = beginnings
         _, unchanged = variants[0]
-        prefixed = {f"{beginning}.{key}": value for key, value in unchanged.items()}
+        prefixed = {}
+        for key, value in unchanged.items():
+            prefixed[f"{beginning}.{key}"] = value
         variants.append(("", prefixed))
 
-    def fitting(variant: tuple[str, dict[str, Any]]) -> int:
+    def fitting(variant: Variant) -> int:
         _, renamed = variant
         return len(expected & renamed.keys())
 
     return max(variants, key=fitting)
 
 
-def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[tuple[str, dict[str, Any]]]:
+def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[Variant]:
     """Yield what was taken off the names of a state dict, and the rest: ever more (DDP of ShardedDDP has two).
 
     Taken off is ``prefix``, or if that is empty whatever all names begin with.
@@ -93,16 +101,17 @@ def unprefixed(state: State, prefix: str = PREFIX) -> Iterator[tuple[str, dict[s
     yield removed, state
     while True:
         names = [key for key in state if key != NEURALOP_ARGUMENTS]
-        beginnings = {key.partition(".")[0] + "." for key in names}
+        beginnings = set()
+        for name in names:
+            beginning, dot, _ = name.partition(".")
+            beginnings.add(beginning + dot)
         if len(beginnings) != 1:
             return
-        (beginning,) = beginnings
-        if prefix not in ("", beginning):
+        (common,) = beginnings
+        if not common.endswith(".") or prefix not in ("", common):
             return
-        if not all("." in key for key in names):
-            return
-        removed += beginning
-        state = {key.removeprefix(beginning): value for key, value in state.items()}
+        removed += common
+        state = {key.removeprefix(common): value for key, value in state.items()}
         yield removed, state
 
 
@@ -138,15 +147,21 @@ def whole_state(
             raise StateDictError("optimizer state", mismatched=counts)
         for number, name in zip(numbers, members, strict=True):
             item = state_of_group[index].get(number)
-            if item:  # FairScale's load_state_dict leaves {} for what another rank owns
-                by_name[name] = {key: _one_value(name, key, value) for key, value in item.items()}
+            if not item:
+                continue  # FairScale's load_state_dict leaves {} for what another rank owns
+            by_name[name] = {}
+            for key, value in item.items():
+                by_name[name][key] = _one_value(name, key, value)
     if not by_name:
         _check_nothing_is_lost(states)
     if strict:
         _check_complete(optimizer, by_name)
     old_groups = []
     for group, members in zip(groups, named, strict=True):
-        hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        hyper = {}
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                hyper[key] = value
         old_groups.append((hyper, members))
     regrouped = _regroup(optimizer, old_groups)
     whole = _as_this_torch(optimizer, by_name, regrouped)
@@ -179,8 +194,9 @@ def _one_value(name: str, key: str, value: Any) -> Any:
     """Return the one number of a list in which FairScale's FSDP keeps it for each rank; all else as it is."""
     if not isinstance(value, list) or not value:
         return value
-    if not all(isinstance(number, Tensor) and number.dim() == 0 for number in value):
-        return value
+    for number in value:
+        if not isinstance(number, Tensor) or number.dim() > 0:
+            return value
     first = value[0]
     if not all(torch.equal(number, first) for number in value):
         raise StateDictError("the optimizer state", mismatched={f"{name}: {key}": ("one value", value)})
@@ -254,8 +270,10 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
     saved = [unit_of.get(number) for number in range(len(unit_of))]
     if len(expected) == len(saved):
         # None: the parameter had no state.
-        agrees = [unit in (None, want) for want, unit in zip(expected, saved, strict=True)]
-        if all(agrees):
+        agrees = True
+        for index, number in zip(expected, saved, strict=True):
+            agrees = agrees and number in (None, index)
+        if agrees:
             return
     units = sorted({unit for unit in saved if unit is not None})
     counts = [saved.count(unit) for unit in units]
@@ -327,18 +345,28 @@ def _as_this_torch(
     empty = {}
     for group in groups:
         for name in group["params"]:
-            empty[name] = nn.Parameter(torch.empty(0, dtype=entries[name].dtype))
+            nothing = torch.empty(0, dtype=entries[name].dtype)
+            empty[name] = nn.Parameter(nothing)
     number = {name: index for index, name in enumerate(empty)}
-    plain = _plain_optimizer(optimizer, [[empty[name] for name in group["params"]] for group in groups])
+    members = []
+    for group in groups:
+        members.append([empty[name] for name in group["params"]])
+    plain = _plain_optimizer(optimizer, members)
     numbered_state: dict[int, dict[str, Any]] = {}
-    # What is on the meta device stands for a tensor that is still to be read, and stays as it is.
     awaited: dict[str, dict[str, Any]] = {}
     for name, item in state.items():
-        awaited[name] = {key: value for key, value in item.items() if _is_awaited(value)}
-        numbered_state[number[name]] = {key: value for key, value in item.items() if not _is_awaited(value)}
+        awaited[name] = {}
+        present: dict[str, Any] = {}
+        for key, value in item.items():
+            # What is on the meta device stands for a tensor that is still to be read, and stays as it is.
+            is_awaited = isinstance(value, Tensor) and value.is_meta
+            table = awaited[name] if is_awaited else present
+            table[key] = value
+        numbered_state[number[name]] = present
     numbered_groups = []
     for group in groups:
-        numbered_groups.append({**group, "params": [number[name] for name in group["params"]]})
+        numbers = [number[name] for name in group["params"]]
+        numbered_groups.append({**group, "params": numbers})
     plain.load_state_dict({"state": numbered_state, "param_groups": numbered_groups})
     new_state = {}
     for name, parameter in empty.items():
@@ -357,10 +385,6 @@ def _plain_optimizer(optimizer: ShardedOptimizer, groups: Sequence[Sequence[nn.P
     for name in ("fused", "capturable"):
         arguments.pop(name, None)
     return optimizer.optimizer_class([{"params": list(members)} for members in groups], **arguments)
-
-
-def _is_awaited(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def same_value(one: Any, other: Any) -> bool:

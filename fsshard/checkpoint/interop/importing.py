@@ -65,6 +65,7 @@ TELL_NOTHING |= {"initial_lr", "max_lr", "min_lr"}
 """Hyper-parameters that came with some release of torch, or that schedulers add: they do not tell a class."""
 
 Place = tuple[Any, ...]  # the keys that lead to a node of the tree
+PlacedDict = tuple[Place, dict[Any, Any]]
 
 
 def import_checkpoint(
@@ -99,7 +100,8 @@ def import_checkpoint(
             index = reader.make_index()
             items = [reader.item(name, name) for name in reader.tensors]
             file = write(folder / FILE, items, {"format": "pt", "checkpoint": identity})
-            write_index(folder, dataclasses.replace(index, id=identity, ordinal=ordinal, files={FILE: file}))
+            index = dataclasses.replace(index, id=identity, ordinal=ordinal, files={FILE: file})
+            write_index(folder, index)
 
         return CheckpointTarget(destination).write_alone(write_into)
 
@@ -124,7 +126,10 @@ class ForeignReader(TensorReader):
         self.objects: dict[str, Any] = {}  # whatever else
         self._model_place: Place = ()
         self._prefix = ""  # before every name of the state dict, and taken off
-        self._optimizer_nodes = {place: node for place, node in _mappings(self._tree) if _is_optimizer(node)}
+        self._optimizer_nodes: dict[Place, dict[Any, Any]] = {}
+        for place, node in _mappings(self._tree):
+            if _is_optimizer(node):
+                self._optimizer_nodes[place] = node
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
@@ -157,14 +162,18 @@ class ForeignReader(TensorReader):
         if isinstance(node, Tensor):
             key = _memory_of(node)
             if key not in self._values:
-                self._values[key] = self._read(node, (0, node.numel())).reshape(node.shape)
+                flat = self._read(node, (0, node.numel()))
+                self._values[key] = flat.reshape(node.shape)
             return self._values[key]
         if type(node) in (list, tuple):
             return type(node)(self.tree(item) for item in node)
         if isinstance(node, PurePath):
             return str(node)
         if isinstance(node, dict):
-            return {key: self.tree(item) for key, item in node.items()}
+            tree = {}
+            for key, item in node.items():
+                tree[key] = self.tree(item)
+            return tree
         return node
 
     def add_for(
@@ -218,7 +227,8 @@ class ForeignReader(TensorReader):
         *_, (self._prefix, plain) = unprefixed(state)
         *_, (common, _) = unprefixed(plain, "")
         if common:
-            option = f"--key {_dotted((*self._model_place, common[:-1]))}"
+            place = _dotted((*self._model_place, common[:-1]))
+            option = f"--key {place}"
             log.warning("%s: %r begins every name; %s takes it off", self.directory, common, option)
         return plain
 
@@ -239,7 +249,7 @@ class ForeignReader(TensorReader):
                 places.pop(smaller, None)
         return places
 
-    def _only_one(self, expected: set[str]) -> tuple[Place, dict[str, Any]]:
+    def _only_one(self, expected: set[str]) -> PlacedDict:
         """Return the state dict that has most of the expected keys, or without any the only one; raise if several."""
         places = self._state_dicts()
         if not places and not expected:
@@ -253,11 +263,16 @@ class ForeignReader(TensorReader):
         most = max(shared.values())
         best = [place for place in places if shared[place] == most]
         chosen = best
-        named = [place for place in best if place and place[-1] in MODEL_KEYS]
+        named = []
+        texts = []
+        for place in best:
+            if place and place[-1] in MODEL_KEYS:
+                named.append(place)
+            texts.append(f"{_dotted(place)!r} ({_count_tensors(places[place])} tensors)")
         if len(named) == 1:
             chosen = named
         if len(best) > 1:
-            what = ", ".join(f"{_dotted(place)!r} ({_count_tensors(places[place])} tensors)" for place in best)
+            what = ", ".join(texts)
             last = _dotted(best[-1])
             option = f"--key {last} of `fsshard import`, key={last!r} in code"
             if len(chosen) > 1:
@@ -266,7 +281,7 @@ class ForeignReader(TensorReader):
             log.warning("%s: of %s %r is read as the model; another: %s", self.directory, what, name, option)
         return chosen[0], places[chosen[0]]
 
-    def _at(self, key: str) -> tuple[Place, dict[str, Any]]:
+    def _at(self, key: str) -> PlacedDict:
         """Return the state dict at a place, or that part of one whose names begin with the rest of the place."""
         for place, node in _mappings(self._tree):
             outer = _dotted(place)
@@ -282,7 +297,8 @@ class ForeignReader(TensorReader):
             if inside:
                 log.warning("%s: of %d values of %r, %d are read", self.directory, len(node), outer, len(inside))
                 return place, inside
-        places = ", ".join(repr(_dotted(place)) for place in self._state_dicts()) or "none"
+        names = [repr(_dotted(place)) for place in self._state_dicts()]
+        places = ", ".join(names) or "none"
         raise CheckpointError(
             f"{self.directory}: expected key= (--key) of one of its state dicts: {places}; got {key!r}"
         )
@@ -293,23 +309,30 @@ class ForeignReader(TensorReader):
         state: Mapping[str, Any],
     ) -> None:
         """Raise for one file of several that DeepSpeed wrote, and where all tensors are empty."""
-        one_of_several = self._kind == "torch" and "ds_version" in self._tree and self._tree.get("param_shapes", True)
-        if one_of_several and key is None:
+        is_deepspeeds = self._kind == "torch" and "ds_version" in self._tree
+        if is_deepspeeds and self._tree.get("param_shapes", True) and key is None:
             raise CheckpointError(
                 f"{self.directory} is one file of a DeepSpeed checkpoint, whose numbers are in *_optim_states.pt; pass "
                 f"their folder, {self.directory.absolute().parent}"
             )
-        sizes = [value.numel() for value in state.values() if isinstance(value, Tensor)]
+        sizes = []
+        for value in state.values():
+            if isinstance(value, Tensor):
+                sizes.append(value.numel())
         if sizes and not any(sizes):
             raise CheckpointError(f"{self.directory}: all {len(sizes)} tensors are empty, their numbers are elsewhere")
 
     def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
         """Add the state of each optimizer, by the names of the model's parameters."""
         nodes = self._optimizer_nodes
-        by_name = {str(place[-1]): node for place, node in nodes.items() if place}
+        by_name = {}
+        for place, node in nodes.items():
+            if place:
+                by_name[str(place[-1])] = node
         if not all(name in by_name for name in optimizers):  # then in their order, where there are as many
             if len(optimizers) != len(nodes):
-                places = ", ".join(_dotted(place) or "itself" for place in nodes) or "none"
+                names = [_dotted(place) or "itself" for place in nodes]
+                places = ", ".join(names) or "none"
                 raise CheckpointError(
                     f"{self.directory}: {len(optimizers)} optimizer(s) to load ({', '.join(optimizers)}), optimizer "
                     f"states in it: {places}"
@@ -320,11 +343,14 @@ class ForeignReader(TensorReader):
             if not _is_nested(node):
                 node = _unflattened(optimizer, node, self._prefix)
             _check_class(self.directory, optimizer, node["param_groups"])
-            names = None
+            names_of_groups = None
             if self._names_parameters(node):
-                names = [known_names(optimizer, self._own_names(group)) for group in node["param_groups"]]
-            state = whole_state(optimizer, node, names, strict=strict)
-            self._put_optimizer(name, class_name(optimizer.optimizer_class), state["param_groups"], state["state"])
+                names_of_groups = []
+                for group in node["param_groups"]:
+                    names_of_groups.append(known_names(optimizer, self._own_names(group)))
+            state = whole_state(optimizer, node, names_of_groups, strict=strict)
+            kind = class_name(optimizer.optimizer_class)
+            self._put_optimizer(name, kind, state["param_groups"], state["state"])
 
     def _own_names(self, group: Mapping[str, Any]) -> list[Any]:
         """Return the names of a group's parameters as the model's are read, or their numbers."""
@@ -349,8 +375,9 @@ class ForeignReader(TensorReader):
         groups: list[Any],
         state: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        small: dict[str, dict[str, Any]] = {parameter: {} for parameter in state}
+        small: dict[str, dict[str, Any]] = {}
         for parameter, item in state.items():
+            small[parameter] = {}
             for key, value in item.items():
                 if isinstance(value, Tensor):
                     self.tensors[f"optimizer/{name}/{parameter}/{key}"] = value
@@ -372,7 +399,10 @@ class ForeignReader(TensorReader):
             state: dict[str, Any] = {}
             for group in node["param_groups"]:
                 names = self._own_names(group)
-                hyper = {key: value for key, value in group.items() if key != "param_names"}
+                hyper = {}
+                for key, value in group.items():
+                    if key != "param_names":
+                        hyper[key] = value
                 groups.append({**hyper, "params": names})
                 for number, parameter in zip(group["params"], names, strict=True):
                     state[parameter] = node["state"].get(number, {})
@@ -404,8 +434,9 @@ class ForeignReader(TensorReader):
         for name, (_, groups, state) in self.optimizers.items():
             groups[:] = [tree(group, f"groups/{name}") for group in groups]
             for parameter, item in state.items():
+                place = f"state/{name}/{parameter}"
                 for key, value in item.items():
-                    item[key] = tree(value, f"state/{name}/{parameter}/{key}")
+                    item[key] = tree(value, f"{place}/{key}")
         for name, value in list(self.objects.items()):
             try:
                 self.objects[name] = tree(value, f"objects/{name}")
@@ -416,7 +447,9 @@ class ForeignReader(TensorReader):
     def make_index(self) -> Index:
         """Make the index over all that was added."""
         path = self.directory
-        infos = {name: self._info(name, tensor) for name, tensor in self.tensors.items()}
+        infos = {}
+        for name, tensor in self.tensors.items():
+            infos[name] = self._info(name, tensor)
         files = [path]
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.is_file())
@@ -446,7 +479,7 @@ class ForeignReader(TensorReader):
         return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape), pieces)
 
 
-def _mappings(node: Any, place: Place = ()) -> Iterator[tuple[Place, dict[Any, Any]]]:
+def _mappings(node: Any, place: Place = ()) -> Iterator[PlacedDict]:
     """Yield every dict of the tree to a certain depth, outer ones first; nothing within an optimizer's state."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(node, dict):
@@ -474,7 +507,10 @@ def _without(node: Any, places: Sequence[Place]) -> Any:
     items = node.items() if isinstance(node, dict) else enumerate(node)
     rest: dict[Any, Any] = {}
     for key, value in items:
-        below = [place[1:] for place in places if place[0] == key]
+        below = []
+        for first, *rest_of_place in places:
+            if first == key:
+                below.append(tuple(rest_of_place))
         if () in below:
             continue
         remains = _without(value, below)
@@ -513,7 +549,8 @@ def _is_optimizer(node: Mapping[Any, Any]) -> bool:
 
 
 def _is_nested(node: Mapping[Any, Any]) -> bool:
-    return isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
+    groups = node.get("param_groups")
+    return isinstance(groups, list) and isinstance(node.get("state"), dict)
 
 
 def _unflattened(
@@ -533,9 +570,10 @@ def _unflattened(
         trained.update(group["params"])
     plain = [clean_path(name).removeprefix(prefix) for name in groups]
     param_groups = []
-    for (name, hyper), own_name in zip(groups.items(), known_names(optimizer, plain), strict=True):
+    own_names = known_names(optimizer, plain)
+    for name, own_name in zip(groups, own_names, strict=True):
         if own_name in trained:
-            param_groups.append({**hyper, "params": [name]})
+            param_groups.append({**groups[name], "params": [name]})
     return {"state": state, "param_groups": param_groups}
 
 

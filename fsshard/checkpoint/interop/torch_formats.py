@@ -129,8 +129,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             name = f"\0{len(self.held)}"  # no tensor's name
+            info = TensorInfo(dtype_name(obj.dtype), tuple(obj.shape), ())
             self.held[name] = [obj.detach().cpu().reshape(-1)]
-            obj = Placeholder(name, TensorInfo(dtype_name(obj.dtype), tuple(obj.shape), ()))
+            obj = Placeholder(name, info)
         if not isinstance(obj, Placeholder):
             return NotImplemented
         number = self._numbers.setdefault(obj.name, len(self._numbers))
@@ -183,7 +184,10 @@ class _ReadingPlanner(DefaultSavePlanner):
     def without_numbers(self, value: Any) -> Any:
         """Return the value with tensors on the meta device in the place of placeholders."""
         if isinstance(value, dict):
-            return {key: self.without_numbers(item) for key, item in value.items()}
+            blank = {}
+            for key, item in value.items():
+                blank[key] = self.without_numbers(item)
+            return blank
         if not isinstance(value, Placeholder):
             return value
         tensor = torch.empty(value.info.shape, dtype=value.info.kind, device="meta")
@@ -193,9 +197,11 @@ class _ReadingPlanner(DefaultSavePlanner):
     def lookup_object(self, index: meta.MetadataIndex) -> Any:
         """Return the value at a place of the state dict."""
         value = super().lookup_object(index)
-        if id(value) not in self._names:
+        name = self._names.get(id(value))
+        if name is None:
             return value
-        return self._reader.read(self._names[id(value)], (0, value.numel())).reshape(value.shape)
+        flat = self._reader.read(name, (0, value.numel()))
+        return flat.reshape(value.shape)
 
 
 PLAIN: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -213,7 +219,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._own: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        plain = PLAIN.get(f"{module}.{name}") or stand_in(f"{module}.{name}")
+        full_name = f"{module}.{name}"
+        plain = PLAIN.get(full_name) or stand_in(full_name)
         if plain is not None:
             return plain
         if not module.startswith("torch.distributed.checkpoint.") or name not in OF_DCP:
@@ -223,6 +230,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             return known
         # A pickle can set attributes of classes, too: those of a class that is dropped with it.
         return self._own.setdefault(name, type(name, (known,), {}))
+
+
+Awaited = Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Any]
 
 
 class DcpDirectory:
@@ -256,7 +266,7 @@ class DcpDirectory:
 
     def tree(
         self,
-        awaited: Callable[[torch.dtype, tuple[int, ...], Callable[[Range], Tensor]], Any],
+        awaited: Awaited,
     ) -> dict[str, Any]:
         """Return what was saved, nested as it was, with ``awaited`` for tensors that are no single numbers."""
         tree: dict[Any, Any] = {}
@@ -267,12 +277,15 @@ class DcpDirectory:
                 path = places.get(name) or (name,)
                 for step in path[:-1]:
                     node = node.setdefault(step, {})
+                last = path[-1]
                 if not isinstance(info, meta.TensorStorageMetadata):
-                    node[path[-1]] = self._read_bytes(name)
+                    node[last] = self._read_bytes(name)
                 elif info.size:
-                    node[path[-1]] = awaited(info.properties.dtype, tuple(info.size), partial(self.read, name))
+                    read = partial(self.read, name)
+                    node[last] = awaited(info.properties.dtype, tuple(info.size), read)
                 else:
-                    node[path[-1]] = self.read(name, (0, 1)).reshape(())
+                    number = self.read(name, (0, 1))
+                    node[last] = number.reshape(())
         return dict(_listed(tree))
 
     def _read_bytes(self, name: str) -> Any:
@@ -346,7 +359,9 @@ def _listed(node: Any) -> Any:
     """
     if not isinstance(node, dict):
         return node
-    values = {key: _listed(value) for key, value in node.items()}
+    values = {}
+    for key, value in node.items():
+        values[key] = _listed(value)
     if "param_groups" in values and isinstance(values.get("state"), dict):
         state = {}
         for key, item in values["state"].items():

@@ -15,15 +15,19 @@ from torch import nn
 from fsshard.errors import MissingExtra, ModelError
 
 POINTWISE_MODULES = (
-    *(nn.Identity, nn.Dropout, nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.Mish),
-    *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid),
+    *(nn.Identity, nn.Dropout, nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU),
+    *(nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.Mish),
+    *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign),
+    *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid),
 )
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 POINTWISE_FUNCTIONS = (
-    *(F.gelu, F.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.silu, F.mish, F.tanh, F.sigmoid, F.softplus),
-    *(F.softsign, F.hardtanh, F.hardswish, F.hardsigmoid, F.logsigmoid),
-    *(torch.relu, torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.selu, torch.celu),
+    *(F.gelu, F.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.silu, F.mish),
+    *(F.tanh, F.sigmoid, F.softplus, F.softsign),
+    *(F.hardtanh, F.hardswish, F.hardsigmoid, F.logsigmoid),
+    *(torch.relu, torch.tanh, torch.sigmoid),
+    *(torch.sin, torch.cos, torch.selu, torch.celu),
 )
 
 

@@ -24,19 +24,32 @@ from fsshard.torch_private.fake_tensors import FakeTensor
 class DomainLpLoss(LpLoss):
     """neuraloperator's ``LpLoss``: norms over the whole field; one sum over the domain's ranks."""
 
-    def __init__(self, domain: Slabs, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        domain: Slabs,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         _check_dimensions(domain, self.d)
         self.domain = domain
 
-    def abs(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
+    def abs(
+        self,
+        x: Tensor,
+        y: Tensor,
+        quadrature: Any = None,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the Lp norm of x - y; see neuraloperator. Collective."""
         domain = self.domain
         _check_slabs(domain, x, y)
         if quadrature is None:
             sizes = _whole_shape(domain, x)[-self.d :]
             measures = self.measure[-self.d :]
-            quadrature = [measure / size for measure, size in zip(measures, sizes, strict=True)]
+            quadrature = []
+            for measure, size in zip(measures, sizes, strict=True):
+                quadrature.append(measure / size)
         elif isinstance(quadrature, float):
             quadrature = [quadrature] * self.d
         power = self._power(_wide(x) - _wide(y))
@@ -45,12 +58,18 @@ class DomainLpLoss(LpLoss):
             norm = norm ** (1.0 / self.p)
         return _as_torch_has_it(self.reduce_all(norm).squeeze(), x, y)
 
-    def rel(self, x: Tensor, y: Tensor, take_root: bool = True) -> Tensor:
+    def rel(
+        self,
+        x: Tensor,
+        y: Tensor,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the Lp norm of x - y, relative to that of y; see neuraloperator. Collective."""
         _check_slabs(self.domain, x, y)
         target = _wide(y)
-        powers = [self._power(_wide(x) - target), self._power(target)]
-        over, under = summed(torch.stack(powers), self.domain.axes)
+        difference = self._power(_wide(x) - target)
+        powers = torch.stack([difference, self._power(target)])
+        over, under = summed(powers, self.domain.axes)
         if take_root and self.p != 1:
             root = 1.0 / self.p
             over = over**root
@@ -69,18 +88,35 @@ class DomainLpLoss(LpLoss):
 class DomainH1Loss(H1Loss):
     """neuraloperator's ``H1Loss`` of the whole fields, which are gathered: differences go over the slabs' borders."""
 
-    def __init__(self, domain: Slabs, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        domain: Slabs,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         _check_dimensions(domain, self.d)
         self.domain = domain
 
-    def abs(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
+    def abs(
+        self,
+        x: Tensor,
+        y: Tensor,
+        quadrature: Any = None,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the H1 norm of x - y; see neuraloperator. Collective."""
         x, y = self._whole(x, y)
         norm: Tensor = super().abs(x, y, quadrature=quadrature, take_root=take_root)
         return norm
 
-    def rel(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
+    def rel(
+        self,
+        x: Tensor,
+        y: Tensor,
+        quadrature: Any = None,
+        take_root: bool = True,
+    ) -> Tensor:
         """Return the H1 norm of x - y, relative to that of y; see neuraloperator. Collective."""
         x, y = self._whole(x, y)
         norm: Tensor = super().rel(x, y, quadrature=quadrature, take_root=take_root)
@@ -122,9 +158,11 @@ def _mean_of_squares(
     """Return the sum of (prediction - target)^2 over everything, over the number of points in ``dims``. Collective."""
     _check_slabs(domain, prediction, target)
     sizes = _whole_shape(domain, prediction)
-    squares = (_wide(prediction) - _wide(target)) ** 2
-    mean = summed(squares.sum(), domain.axes)
-    mean = mean / math.prod(sizes[dim] for dim in dims)
+    difference = _wide(prediction) - _wide(target)
+    squares = difference**2
+    total = summed(squares.sum(), domain.axes)
+    count = math.prod(sizes[dim] for dim in dims)
+    mean = total / count
     return _as_torch_has_it(mean, prediction, target)
 
 
@@ -148,7 +186,8 @@ def _as_torch_has_it(value: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def _whole_shape(domain: Slabs, slab: Tensor) -> list[int]:
     """Return the shape of the whole field. Collective where the slab does not tell it."""
-    sizes = domain.whole(domain.layout_of(slab), slab.shape)
+    layout = domain.layout_of(slab)
+    sizes = domain.whole(layout, slab.shape)
     batch = slab.shape[: slab.ndim - domain.order]
     return [*batch, *sizes]
 
@@ -175,7 +214,8 @@ def _check_slabs(domain: Slabs, x: Tensor, y: Tensor) -> None:
     if mark is not None and mark.checksum is not None:
         row[0] = 1
         row[1] = mark.checksum.cpu()
-    marked, checksums = domain.table(row).flatten(0, -2).unbind(1)
+    rows = domain.table(row).flatten(0, -2)
+    marked, checksums = rows.unbind(1)
     # A rank whose target is not marked cannot tell, and nobody raises.
     if not bool(marked.all()):
         return

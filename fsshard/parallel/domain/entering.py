@@ -41,12 +41,7 @@ def guard_losses(domain: Slabs) -> None:
     FIELD_LOSSES.keep_for(domain, _refuse_slabs)
 
 
-def _refuse_slabs(
-    loss: Callable[..., Any],
-    kind: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _refuse_slabs(loss: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if kind and any(_is_slab(value) for value in values):
         raise ConfigurationError(
@@ -237,12 +232,7 @@ def _check_even(domain: Slabs, layout: Layout) -> None:
 
 
 def _header(
-    domain: Slabs,
-    field: Any,
-    known: tuple[int, ...] | None,
-    error: FsshardError | None,
-    *,
-    looks: bool,
+    domain: Slabs, field: Any, known: tuple[int, ...] | None, error: FsshardError | None, *, looks: bool
 ) -> Tensor:
     header = torch.zeros(SHAPE + FIRST + 2 * domain.order, dtype=torch.int64)
     if error is not None:

@@ -46,11 +46,16 @@ class _GlobalGrid:
         sizes = self.domain.whole(layout, spatial_dims)
         lines = []
         for size, (first, end) in zip(sizes, self.grid_boundaries, strict=True):
-            lines.append(torch.linspace(first, end, size + 1)[:-1])
+            points = torch.linspace(first, end, size + 1)
+            lines.append(points[:-1])
         for axis, rows in zip(self.domain.axes, layout, strict=True):
-            lines[axis.dim] = axis.own_part(lines[axis.dim], Parts(0, rows))
-        grids = torch.meshgrid(*lines, indexing="ij")
-        return [grid.contiguous().to(device).to(dtype)[None, None] for grid in grids]
+            dim = axis.dim
+            lines[dim] = axis.own_part(lines[dim], Parts(0, rows))
+        coordinates = []
+        for grid in torch.meshgrid(*lines, indexing="ij"):
+            own = grid.contiguous().to(device).to(dtype)
+            coordinates.append(own[None, None])
+        return coordinates
 
 
 class DomainGridEmbeddingND(_GlobalGrid, GridEmbeddingND):
@@ -79,7 +84,9 @@ class DomainPaddingOfSlabs(DomainPadding):
         parts = self.domain_padding
         if isinstance(parts, (int, float)):
             parts = [float(parts)] * len(sizes)
-        widths = [round(part * size) for part, size in zip(parts, sizes, strict=True)]
+        widths = []
+        for part, size in zip(parts, sizes, strict=True):
+            widths.append(round(part * size))
         ends = [(width, width) for width in widths]
         padded_layout = []
         for axis, rows in zip(domain.axes, layout, strict=True):
@@ -187,7 +194,8 @@ def _normalized(
     variance = summed(centred.square().sum(2, keepdim=True), axes) / count
     # Scales are multiplied with each other before they meet the field: one copy of it is kept for the backward.
     ones = [1] * len(sizes)
-    scale = torch.rsqrt(variance + eps).expand(-1, -1, members).reshape(batch, -1, *ones)
+    scale = torch.rsqrt(variance + eps).expand(-1, -1, members)
+    scale = scale.reshape(batch, -1, *ones)
     if weight is not None:
         scale = scale * weight.view(1, -1, *ones)
     out = centred.reshape(x.shape) * scale

@@ -73,15 +73,18 @@ def modes_of(conv: Any, sizes: Sequence[int]) -> list[Modes]:
         bins[-1] = bins[-1] // 2 + 1
     modes = []
     last = len(bins) - 1
-    for index, (size, asked, most) in enumerate(zip(bins, conv.n_modes, conv.max_n_modes, strict=True)):
-        kept = min(size, asked)
-        if kept > most:
-            raise ConfigurationError(f"n_modes={list(conv.n_modes)}: the weight has {list(conv.max_n_modes)} modes")
-        start = (most - kept) // 2
+    asked = list(conv.n_modes)
+    most = list(conv.max_n_modes)
+    for index, size in enumerate(bins):
+        kept = min(size, asked[index])
+        if kept > most[index]:
+            raise ConfigurationError(f"n_modes={asked}: the weight has {most} modes")
+        is_last = index == last
+        start = (most[index] - kept) // 2
         # Of real data the last dimension has no negative frequencies, and its modes begin at zero.
-        if index == last and not conv.complex_data:
+        if is_last and not conv.complex_data:
             start = 0
-        modes.append(Modes(size, kept, start, index == last, conv.complex_data))
+        modes.append(Modes(size, kept, start, is_last, conv.complex_data))
     return modes
 
 
@@ -92,7 +95,12 @@ def keep(spectrum: Tensor, dim: int, modes: Modes) -> Tensor:
     return spectrum.index_select(dim, _index(modes.read(), spectrum.device))
 
 
-def place(spectrum: Tensor, dim: int, modes: Modes, size: int) -> Tensor:
+def place(
+    spectrum: Tensor,
+    dim: int,
+    modes: Modes,
+    size: int,
+) -> Tensor:
     """Return a dimension of ``size`` bins: the kept ones where they belong, zeros elsewhere, none beyond ``size``."""
     device = spectrum.device
     bins = modes.written()

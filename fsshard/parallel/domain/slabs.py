@@ -17,6 +17,8 @@ from fsshard.torch_private.autograd import current_graph_task_id
 
 Sizes = tuple[int, ...]
 
+Replicated = Mapping[str, tuple[Any, str]]
+
 Layout = tuple[Sizes, ...]
 """The number of points that each rank of a split dimension has, in rank order."""
 
@@ -24,30 +26,38 @@ Layout = tuple[Sizes, ...]
 def even_parts(size: int, parts: int) -> Sizes:
     """Return the lengths that ``torch.tensor_split`` gives: the first ``size % parts`` have one more."""
     length, longer = divmod(size, parts)
-    return (length + 1,) * longer + (length,) * (parts - longer)
+    sizes = [length + 1] * longer
+    sizes += [length] * (parts - longer)
+    return tuple(sizes)
 
 
 def confusable(layouts: Iterable[Layout]) -> bool:
     """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
     for one, other in itertools.combinations(layouts, 2):
-        if all(_have_a_size_in_common(a, b) for a, b in zip(one, other, strict=True)):
+        pairs = zip(one, other, strict=True)
+        if all(_have_a_size_in_common(*pair) for pair in pairs):
             return True
     return False
 
 
 def _have_a_size_in_common(sizes: Sequence[int], others: Sequence[int]) -> bool:
     """Return whether some rank has the same number of points in both."""
-    return any(size == other for size, other in zip(sizes, others, strict=True))
+    return any(map(int.__eq__, sizes, others))
 
 
 def layout_text(layout: Sequence[Sequence[int]]) -> str:
     """Return a layout for people: ``"5 + 4 + 4 + 4 rows"``."""
-    sums = [" + ".join(map(str, sizes)) for sizes in layout]
+    sums = []
+    for sizes in layout:
+        sums.append(" + ".join(map(str, sizes)))
     return " by ".join(sums) + " rows"
 
 
 CHUNK = 2**20
 """Elements that a checksum looks at together."""
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By which integers the bits of a number of so many bytes are taken."""
 
 MULTIPLIER = 6364136223846793005
 """Factor of Knuth's linear congruential generator, MMIX: spreads a place over all bits."""
@@ -77,15 +87,17 @@ def checksum(field: Tensor) -> Tensor:
     values = field.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    integers = INTEGERS[values.element_size()]
     flat = values.contiguous().view(integers).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=field.device)
+    device = field.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     first = 0
     for part in flat.split(CHUNK):
-        places = torch.arange(first, first + len(part), device=field.device)
+        end = first + len(part)
+        weights = torch.arange(first, end, device=device) * MULTIPLIER + 1
         # Integers wrap around, in whatever order they are added.
-        total += (part * (places * MULTIPLIER + 1)).sum()
-        first += len(part)
+        total += (part * weights).sum()
+        first = end
     return total
 
 
@@ -117,10 +129,11 @@ class Slabs:
         self._current: Layout | None = None  # of the activations of the forward under way
         self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
         self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
-        self.compares_always = all(axis.device == "cpu" for axis in self.axes)
+        devices = {axis.device for axis in self.axes}
+        self.compares_always = devices <= {"cpu"}
         self.compares_numbers = False
         self.agreed: set[Any] = set()
-        self.replicated: Mapping[str, tuple[Any, str]] | None = None
+        self.replicated: Replicated | None = None
         self.notes: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slabs:
@@ -142,7 +155,8 @@ class Slabs:
     def __repr__(self) -> str:
         parts = []
         for axis in self.axes:
-            parts.append(f"d{axis.dim + 1} over ranks {list(axis.ranks)}")
+            ranks = list(axis.ranks)
+            parts.append(f"d{axis.dim + 1} over ranks {ranks}")
         return f"<Domain: {', '.join(parts)}>"
 
     @property
@@ -226,7 +240,9 @@ class Slabs:
     def _current_layout(self, place: str, local: Sizes) -> Layout:
         layout = self._current
         if layout is None or self.own(layout) != local:
-            expected = "no forward" if layout is None else f"one of {self.own(layout)}"
+            expected = "no forward"
+            if layout is not None:
+                expected = f"one of {self.own(layout)}"
             raise ConfigurationError(
                 f"{place or 'the model'} got a slab of {local} rows where the domain expects {expected}: call the "
                 "model that was given to shard_domain, not a part of it"
@@ -257,7 +273,7 @@ class Slabs:
 
     def whole(self, layout: Layout, shape: Sequence[int]) -> list[int]:
         """Return the spatial sizes of the whole field, of a slab's shape (..., d1, ..., dN)."""
-        sizes = list(shape[len(shape) - self.order :])
+        sizes = list(self._spatial(shape))
         for axis, rows in zip(self.axes, layout, strict=True):
             sizes[axis.dim] = sum(rows)
         return sizes
@@ -272,13 +288,15 @@ class Slabs:
     def cut(self, field: Tensor, layout: Layout) -> Tensor:
         """Return this rank's slab of a whole field (..., d1, ..., dN), by this layout: a view. Local."""
         for axis, sizes in zip(self.axes, layout, strict=True):
-            field = axis.own_part(field, Parts(self._dim(field, axis), sizes))
+            field = axis.own_part(field, self._parts(field, axis, sizes))
         return field
 
     def join(self, slab: Tensor, layout: Layout) -> Tensor:
         """Return the whole field, by this layout. Collective."""
-        for axis, sizes in zip(reversed(self.axes), reversed(layout), strict=True):
-            slab = gathered(slab, axis, Parts(self._dim(slab, axis), sizes))
+        for index in reversed(range(len(layout))):
+            axis = self.axes[index]
+            parts = self._parts(slab, axis, layout[index])
+            slab = gathered(slab, axis, parts)
         return slab
 
     def layout_of(self, slab: Tensor) -> Layout:
@@ -301,7 +319,8 @@ class Slabs:
         """Return whether fields are split alike."""
         splits = []
         for domain in (self, other):
-            splits.append([(axis.dim, axis.ranks) for axis in domain.axes])
+            split = [(axis.dim, axis.ranks) for axis in domain.axes]
+            splits.append(split)
         return splits[0] == splits[1]
 
     def enter(self, layout: Layout) -> None:
@@ -331,10 +350,12 @@ class Slabs:
         layout = []
         for dim, rows_of_dim in enumerate(rows.unbind(-1)):
             # One line for each number of the axis; the ranks of a line belong to different rows of the other axes.
-            lines = rows_of_dim.movedim(dim, 0).reshape(rows_of_dim.shape[dim], -1)
+            moved = rows_of_dim.movedim(dim, 0)
+            lines = moved.reshape(len(moved), -1)
             if not bool((lines == lines[:, :1]).all()):
                 raise RankMismatch(f"slabs do not fit together: along one split dimension, rows {lines.tolist()}")
-            layout.append(tuple(lines[:, 0].tolist()))
+            sizes = lines[:, 0].tolist()
+            layout.append(tuple(sizes))
         return tuple(layout)
 
     def _ask(self, shape: Sequence[int]) -> Layout:
@@ -344,26 +365,31 @@ class Slabs:
     def _rows(self, shape: Sequence[int]) -> Sizes:
         """Return this rank's sizes along the split dimensions, of a slab's shape."""
         spatial = self._spatial(shape)
-        return tuple(spatial[axis.dim] for axis in self.axes)
+        rows = []
+        for axis in self.axes:
+            rows.append(spatial[axis.dim])
+        return tuple(rows)
 
     def even(self, sizes: Sequence[int]) -> Layout:
         """Return the layout that ``torch.tensor_split`` gives a field of these spatial sizes."""
         layout = []
         for axis in self.axes:
-            layout.append(even_parts(sizes[axis.dim], axis.size))
+            rows = even_parts(sizes[axis.dim], axis.size)
+            layout.append(rows)
         return tuple(layout)
 
     def is_uneven(self, sizes: Sequence[int]) -> bool:
         """Return whether ranks have different numbers of rows of a field of these spatial sizes."""
-        return any(sizes[axis.dim] % axis.size for axis in self.axes)
+        remainders = [sizes[axis.dim] % axis.size for axis in self.axes]
+        return any(remainders)
 
     def _spatial(self, shape: Sequence[int]) -> Sizes:
         if len(shape) < self.order:
             raise ConfigurationError(f"expected at least {self.order} dimensions, got {tuple(shape)}")
         return tuple(shape[len(shape) - self.order :])
 
-    def _dim(self, field: Tensor, axis: Axis) -> int:
-        return field.ndim - self.order + axis.dim
+    def _parts(self, field: Tensor, axis: Axis, sizes: Sizes) -> Parts:
+        return Parts(field.ndim - self.order + axis.dim, sizes)
 
     def check_rows(self, rows: int, axis: Axis) -> None:
         """Raise unless each rank can have a row."""

@@ -13,6 +13,9 @@ from fsshard.parallel.domain.exchange import Axis, Parts, redealt
 from fsshard.parallel.domain.modes import Modes, has_slice, keep, modes_of, own_slice, place, slice_sizes
 from fsshard.parallel.domain.slabs import FIRST, Layout, Slabs, even_parts
 
+Dealing = tuple[Axis, Parts]
+"""A split dimension's ranks, and the tensor dimension whose modes they share meanwhile."""
+
 
 class DomainSpectralConv(SpectralConv):
     """Transforms the dimensions that a rank has whole, and keeps their modes; then, split dimension by split dimension,
@@ -31,8 +34,10 @@ class DomainSpectralConv(SpectralConv):
         if self.resolution_scaling_factor is None and output_shape is None:
             return x
         domain = self.domain
-        layout = domain.layout(f"{self.domain_name}.transform", x.shape)
-        resampled: Tensor = super().transform(domain.join(x, layout), output_shape)
+        name = f"{self.domain_name}.transform"
+        layout = domain.layout(name, x.shape)
+        whole = domain.join(x, layout)
+        resampled: Tensor = super().transform(whole, output_shape)
         after = domain.resized(layout, resampled.shape[FIRST:])
         return domain.cut(resampled, after).contiguous()
 
@@ -66,24 +71,29 @@ class DomainSpectralConv(SpectralConv):
         factors = self.resolution_scaling_factor
         if factors is None:
             return list(sizes)
-        return [round(size * factor) for size, factor in zip(sizes, factors, strict=True)]
+        target = []
+        for size, factor in zip(sizes, factors, strict=True):
+            target.append(round(size * factor))
+        return target
 
-    def _dealings(self, modes: Sequence[Modes]) -> list[tuple[Axis, Parts]]:
+    def _dealings(self, modes: Sequence[Modes]) -> list[Dealing]:
         """Return each split dimension's ranks, and the tensor dimension whose modes they share meanwhile."""
         axes = self.domain.axes
         last = self.order - 1
         if has_slice(self):
             # One dimension is split then. Each rank multiplies the kept modes among those that it has.
-            slices = slice_sizes(self.max_n_modes[-1], axes[0].size)
+            (axis,) = axes
+            slices = slice_sizes(self.max_n_modes[-1], axis.size)
             overlaps = _overlaps(modes[-1], slices)
-            return [(axes[0], Parts(FIRST + last, overlaps))]
+            return [(axis, Parts(FIRST + last, overlaps))]
         dealings = []
         for axis in axes:
             dim = last
             if axis is not axes[-1]:
                 dim = axis.dim + 1
             sizes = even_parts(modes[dim].kept, axis.size)
-            dealings.append((axis, Parts(FIRST + dim, sizes)))
+            parts = Parts(FIRST + dim, sizes)
+            dealings.append((axis, parts))
         return dealings
 
     def _local_dims(self) -> range:
@@ -95,7 +105,7 @@ class DomainSpectralConv(SpectralConv):
         x: Tensor,
         modes: Sequence[Modes],
         layout: Layout,
-        dealings: Sequence[tuple[Axis, Parts]],
+        dealings: Sequence[Dealing],
     ) -> Tensor:
         """Return this rank's share of the kept modes."""
         norm = self.fft_norm
@@ -107,39 +117,44 @@ class DomainSpectralConv(SpectralConv):
             dim = FIRST + spatial
             x = torch.fft.fft(x, dim=dim, norm=norm)
             x = keep(x, dim, modes[spatial])
-        for (axis, dealt), sizes in zip(reversed(dealings), reversed(layout), strict=True):
-            dim = FIRST + axis.dim
-            joined = Parts(dim, sizes)
+        for index in reversed(range(len(layout))):
+            axis, dealt = dealings[index]
+            spatial = axis.dim
+            dim = FIRST + spatial
+            joined = Parts(dim, layout[index])
             x = redealt(x, axis, dealt, joined)
             x = _transformed(torch.fft.fft, x, dim, norm)
-            x = keep(x, dim, modes[axis.dim])
+            x = keep(x, dim, modes[spatial])
         return x
 
     def _weight_of(
         self,
         modes: Sequence[Modes],
-        dealings: Sequence[tuple[Axis, Parts]],
+        dealings: Sequence[Dealing],
     ) -> Any:
         """Return the part of the weight that belongs to this rank's modes."""
-        channels = 1 if self.separable else 2
-        window = [slice(None)] * channels
-        for each in modes:
-            end = each.start + each.kept
-            window.append(slice(each.start, end))
+        firsts = [each.start for each in modes]
+        lengths = [each.kept for each in modes]
         if has_slice(self):
             axis, dealt = dealings[0]
+            weight = own_slice(self, axis.size)
             slices = slice_sizes(self.max_n_modes[-1], axis.size)
             before = sum(slices[: axis.rank])
-            first = max(modes[-1].start - before, 0)
-            end = first + dealt.sizes[axis.rank]
-            window[-1] = slice(first, end)
-            return own_slice(self, axis.size)[tuple(window)]
-        for axis, (dim, sizes) in dealings:
-            spatial = dim - FIRST
-            rank = axis.rank
-            first = modes[spatial].start + sum(sizes[:rank])
-            window[channels + spatial] = slice(first, first + sizes[rank])
-        return self.weight[tuple(window)]
+            first = firsts[-1] - before
+            firsts[-1] = max(first, 0)
+            lengths[-1] = dealt.sizes[axis.rank]
+        else:
+            weight = self.weight
+            for axis, (dim, sizes) in dealings:
+                spatial = dim - FIRST
+                rank = axis.rank
+                firsts[spatial] += sum(sizes[:rank])
+                lengths[spatial] = sizes[rank]
+        channels = 1 if self.separable else 2
+        window = [slice(None)] * channels
+        for first, length in zip(firsts, lengths, strict=True):
+            window.append(slice(first, first + length))
+        return weight[tuple(window)]
 
     def _synthesised(
         self,
@@ -147,7 +162,7 @@ class DomainSpectralConv(SpectralConv):
         modes: Sequence[Modes],
         target: Sequence[int],
         layout: Layout,
-        dealings: Sequence[tuple[Axis, Parts]],
+        dealings: Sequence[Dealing],
     ) -> Tensor:
         """Return this rank's slab, from its share of the modes."""
         norm = self.fft_norm

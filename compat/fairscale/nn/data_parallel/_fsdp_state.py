@@ -8,7 +8,7 @@ state), ``uncollected_local_ids`` which of those hold the first rank's part only
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -52,6 +52,8 @@ FLAT = "flat_param_0"
 
 _LEVELS = f"{INNER}.{INNER}."  # FairScale's wrapper, torch's wrapper, the user's module
 
+Shapes = list[tuple[str, torch.Size]]
+State = dict[str, Any]
 Mismatches = dict[str, tuple[object, object]]
 
 Wrappers = Sequence[tuple[str, Any]]
@@ -60,12 +62,14 @@ Wrappers = Sequence[tuple[str, Any]]
 
 def clean(path: str) -> str:
     """Return a name without the levels of wrappers."""
-    parts = [part for part in path.split(".") if part not in (INNER, "_fpw_module")]
+    levels = (INNER, "_fpw_module")
+    parts = [part for part in path.split(".") if part not in levels]
     return ".".join(parts)
 
 
 def flat_name(name: str) -> str:
     """Return a name as FairScale's ``named_parameters`` gives it while parameters are flat."""
+    # Before the levels themselves, which its name has too.
     name = name.replace(f"{_LEVELS}{FLAT_NAME}", f"{INNER}.{FLAT}")
     return name.replace(_LEVELS, f"{INNER}._fpw_module.")
 
@@ -77,12 +81,13 @@ def _shard(whole: Tensor, rank: int, world_size: int) -> Tensor:
     if rank >= len(chunks):
         return chunks[0].new_zeros(length)
     part = chunks[rank]
-    if len(part) < length:
-        return nn.functional.pad(part, [0, length - len(part)])
+    padding = length - len(part)
+    if padding:
+        return nn.functional.pad(part, [0, padding])
     return part.clone()
 
 
-def _backing(instance: Any) -> dict[str, list[tuple[str, torch.Size]]]:
+def _backing(instance: Any) -> dict[str, Shapes]:
     """Map the tensors of a wrapper that FairScale cuts to the names and shapes of what is in each."""
     own = [(each.name, each.shape) for each in instance.module.own()]
     if own and instance.flatten_parameters:
@@ -90,7 +95,7 @@ def _backing(instance: Any) -> dict[str, list[tuple[str, torch.Size]]]:
     return {name: [(name, shape)] for name, shape in own}
 
 
-def _numel(within: Iterable[tuple[str, torch.Size]]) -> int:
+def _numel(within: Shapes) -> int:
     return sum(shape.numel() for _, shape in within)
 
 
@@ -111,7 +116,7 @@ def padded_lengths(instance: Any) -> list[int]:
 def export(
     instance: Any,
     wrappers: Wrappers,
-    found: dict[str, Any],
+    found: State,
     prefix: str,
     local: bool,
 ) -> None:
@@ -122,14 +127,16 @@ def export(
     start = prefix + _LEVELS
     # Wrappers inside have copied theirs: before that of a whole parameter was freed again.
     copied = tuple(f"{path}." for path, _ in wrappers if path)
-    own = {each.name for each in instance.module.own()}
-    own.update(alias for _, alias in instance.module.ties())
+    engine = instance.module
+    own = {each.name for each in engine.own()}
+    for _, alias in engine.ties():
+        own.add(alias)
     shards = local and not instance.flatten_parameters and instance.world_size > 1
     for key in list(found):
         if not key.startswith(start):
             continue
         value = found.pop(key)
-        name = key[len(start) :]
+        name = key.removeprefix(start)
         if local and name == FLAT_NAME:
             name = FLAT
         elif shards and name in own:
@@ -139,9 +146,10 @@ def export(
         found[prefix + name] = value
     versions = metadata_of(found)
     inner = f"{prefix}{INNER}"
+    outer = prefix.rstrip(".")
     for key in list(versions):
         if key == inner or key.startswith(f"{inner}."):
-            path = path_below(prefix.rstrip("."), clean(key[len(prefix) :]))
+            path = path_below(outer, clean(key.removeprefix(prefix)))
             versions[path.rstrip(".")] = versions.pop(key)
 
 
@@ -155,12 +163,13 @@ def _copy(instance: Any, value: Tensor) -> Tensor:
     return copy.clone()
 
 
-def lower(state_dict: dict[str, Any], prefix: str) -> None:
+def lower(state_dict: State, prefix: str) -> None:
     """Put the levels of a wrapper into the keys below ``prefix``; those that have levels already may."""
     for key in list(state_dict):
         if key.startswith(prefix):
             value = state_dict.pop(key)
-            state_dict[prefix + _LEVELS + clean(key[len(prefix) :])] = value
+            name = clean(key.removeprefix(prefix))
+            state_dict[prefix + _LEVELS + name] = value
 
 
 def saved_buffers(root: nn.Module) -> dict[str, Tensor]:
@@ -176,17 +185,18 @@ def saved_buffers(root: nn.Module) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def metadata(root: nn.Module, wrappers: Wrappers) -> dict[str, Any]:
+def metadata(root: nn.Module, wrappers: Wrappers) -> State:
     """Describe the parts of a rank, as FairScale's ``local_metadata_dict`` does."""
     described = []
     for path, instance in wrappers:
         params = {}
-        for (name, within), padded in zip(_backing(instance).items(), padded_lengths(instance), strict=True):
+        lengths = iter(padded_lengths(instance))
+        for name, within in _backing(instance).items():
             params[name] = {
                 "names": [each for each, _ in within],
                 "shapes": [shape for _, shape in within],
                 "numels": [shape.numel() for _, shape in within],
-                "padding": padded,
+                "padding": next(lengths),
             }
         described.append(
             {
@@ -196,13 +206,22 @@ def metadata(root: nn.Module, wrappers: Wrappers) -> dict[str, Any]:
                 "shared_param_info": instance.module.ties(),
             }
         )
-    buffers = [clean(name) for name, _ in nn.Module.named_buffers(root)]
+    buffers = []
+    for name, _ in nn.Module.named_buffers(root):
+        buffers.append(clean(name))
     return {"param_metadata": described, "buffer_names": buffers}
 
 
-def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bool) -> Any:
+def check_local(
+    root: nn.Module,
+    wrappers: Wrappers,
+    state_dict: Any,
+    strict: bool,
+) -> Any:
     """Return torch's named tuple of missing and unexpected keys of a rank's part of a state; raise if it cannot fit."""
-    shapes = {key: tuple(value.shape) for key, value in state_dict.items()}
+    shapes = {}
+    for key, value in state_dict.items():
+        shapes[key] = tuple(value.shape)
     expected: dict[str, tuple[int, ...]] = {}
     for name, buffer in saved_buffers(root).items():
         expected[name] = tuple(buffer.shape)
@@ -210,13 +229,16 @@ def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bo
     for path, instance in wrappers:
         for name, within in _backing(instance).items():
             key = path_below(path, name)
-            expected[key] = (-(-_numel(within) // instance.world_size),)
+            width = -(-_numel(within) // instance.world_size)
+            expected[key] = (width,)
             # FairScale leaves these in their shape; a flat one is what fsshard 0.1.0 wrote.
-            if instance.world_size == 1 and not instance.flatten_parameters and shapes.get(key) != expected[key]:
+            is_alone = instance.world_size == 1 and not instance.flatten_parameters
+            if is_alone and shapes.get(key) != expected[key]:
                 _, full_shape = within[0]
                 expected[key] = tuple(full_shape)
         if not instance.flatten_parameters:
-            aliases.update(path_below(path, alias) for _, alias in instance.module.ties())
+            for _, alias in instance.module.ties():
+                aliases.add(path_below(path, alias))
     missing = []
     wrong: Mismatches = {}
     for key, shape in expected.items():
@@ -224,7 +246,10 @@ def check_local(root: nn.Module, wrappers: Wrappers, state_dict: Any, strict: bo
             missing.append(key)
         elif shapes[key] != shape:
             wrong[key] = (shape, shapes[key])
-    unexpected = [key for key in state_dict if key not in expected and key not in aliases]
+    unexpected = []
+    for key in state_dict:
+        if key not in expected and key not in aliases:
+            unexpected.append(key)
     if wrong or (strict and (missing or unexpected)):
         raise StateDictError("the local state dict", missing, unexpected, wrong)
     return IncompatibleKeys(missing, unexpected)
@@ -282,12 +307,13 @@ class _Unit:
         """Return whole tensors, by original parameter, from the ranks' parts of one. Collective."""
         engine: Any = self.instance.module
         single = self.instance.world_size == 1
-        # This rank's, whole if it has all, else under the first.
-        if self.instance.no_broadcast_optim_state and not (single and self.index is None):
-            return [local]
+        keeps_parts = self.instance.no_broadcast_optim_state
         whole: list[Tensor]
+        # This rank's, whole if it has all, else under the first.
+        if keeps_parts and not (single and self.index is None):
+            return [local]
         if self.index is None:
-            if not self.instance.no_broadcast_optim_state:
+            if not keeps_parts:
                 local = engine.gather(local)
             whole = engine.split(local)
             return whole
@@ -296,18 +322,21 @@ class _Unit:
         place = shard_infos_of(engine.flat)[self.index]
         flat = local.new_zeros(sharded_size(engine.flat))
         if place.in_shard:
-            flat[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard] = local
+            start = place.offset_in_shard
+            flat[start : start + place.numel_in_shard] = local
         whole = engine.split(engine.gather(flat))
         return [whole[self.index]]
 
     def cut(self, pieces: list[Tensor], uncollected: bool) -> Tensor:
         """Return this rank's part of whole tensors."""
-        whole = torch.cat([piece.reshape(-1) for piece in pieces])
-        if uncollected or (self.index is not None and self.instance.world_size == 1):
+        instance = self.instance
+        flat = [piece.reshape(-1) for piece in pieces]
+        whole = torch.cat(flat)
+        if uncollected or (self.index is not None and instance.world_size == 1):
             return whole.view(self.parameter.shape)
         if self.index is None:
-            return _shard(whole, self.instance.rank, self.instance.world_size)
-        place = shard_infos_of(self.instance.module.flat)[self.index]
+            return _shard(whole, instance.rank, instance.world_size)
+        place = shard_infos_of(instance.module.flat)[self.index]
         if place.in_shard:
             return whole[place.intra_param_start_idx : place.intra_param_end_idx + 1]
         return whole[:0]
@@ -320,7 +349,8 @@ def _units(instances: Sequence[Any]) -> list[_Unit]:
         flat = instance.flatten_parameters
         own = instance.module.own()
         blocks = [own] if flat else [[each] for each in own]
-        for index, (parameter, block) in enumerate(zip(instance.params, blocks, strict=True)):
+        pairs = zip(instance.params, blocks, strict=True)
+        for index, (parameter, block) in enumerate(pairs):
             unit = _Unit(
                 instance,
                 parameter,
@@ -344,13 +374,16 @@ def gather(
     instances: Sequence[Any],
     optim: Any,
     group: Any,
-) -> dict[str, Any] | None:
+) -> State | None:
     """Put the optimizer's whole state together on the first rank of a group; None is this rank alone."""
     units = _units(instances)
-    state_dict, local_states = agree(group, lambda: _local_states(root, units, optim))
-    described = [_describe(unit, local) for unit, local in zip(units, local_states, strict=True)]
+    states = agree(group, lambda: _local_states(root, units, optim))
+    state_dict, local_states = states
+    described = []
+    for unit, local in zip(units, local_states, strict=True):
+        described.append(_describe(unit, local))
     tables = [described] if group is None else per_rank(group, described)
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, State] = {}
     unit_of: dict[int, int | None] = {}
     uncollected = []
     for number, (unit, local) in enumerate(zip(units, local_states, strict=True)):
@@ -380,7 +413,7 @@ def gather(
     }
 
 
-def _values_by_key(states: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+def _values_by_key(states: Sequence[State]) -> dict[str, list[Any]]:
     """Return what ranks have under each key; a rank that has no part of a parameter has no state of it either."""
     values: dict[str, list[Any]] = {}
     for state in states:
@@ -403,27 +436,34 @@ def _pieces(
     if isinstance(first, torch.dtype):
         if local is None:
             local = torch.zeros_like(unit.parameter, dtype=first)
-        whole = unit.gather(local.detach().to(unit.instance.compute_device))
+        local = local.detach().to(unit.instance.compute_device)
+        whole = unit.gather(local)
         return [piece.cpu().clone() for piece in whole]
     if any(other != first for other in values[1:]):
-        raise OptimizerError(f"state {key!r} of {unit.names[0]!r} differs between ranks: {values}")
+        name = unit.names[0]
+        raise OptimizerError(f"state {key!r} of {name!r} differs between ranks: {values}")
     return [copy.deepcopy(first)] * len(unit.numbers)
 
 
-def _local_states(root: Any, units: list[_Unit], optim: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _local_states(root: Any, units: list[_Unit], optim: Any) -> tuple[State, list[State]]:
     """Return the optimizer's state dict, and of each unit what it holds for it on this rank."""
     state_dict = optim.state_dict()
     if len(state_dict["param_groups"]) != 1:
         raise MisuseError(f"Param groups are not supported: expected 1, got {len(state_dict['param_groups'])}")
-    groups = getattr(optim, "param_groups", None) or [{"params": list(root.parameters())}]
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters: list[Any] = []
+    for group in getattr(optim, "param_groups", None) or [{"params": root.parameters()}]:
+        parameters += group["params"]
+    (saved_group,) = state_dict["param_groups"]
     own = {id(unit.parameter) for unit in units}
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
-    strangers = [index for index, parameter in enumerate(parameters) if id(parameter) not in own]
+    strangers = []
+    for index, parameter in enumerate(parameters):
+        if id(parameter) not in own:
+            strangers.append(index)
     wrong = ""
     if strangers:
         wrong = f"parameter {strangers[0]} of the optimizer"
-    elif len(parameters) != len(state_dict["param_groups"][0]["params"]):
+    elif len(parameters) != len(saved_group["params"]):
         wrong = "one of the optimizer's parameters"
     if wrong:
         raise OptimizerError(
@@ -432,20 +472,22 @@ def _local_states(root: Any, units: list[_Unit], optim: Any) -> tuple[dict[str, 
         )
     states = []
     for unit in units:
-        state = dict(state_dict["state"].get(places.get(id(unit.parameter)), {}))
+        place = places.get(id(unit.parameter))
+        state = dict(state_dict["state"].get(place, {}))
         states.append(state)
+        shape = unit.parameter.shape
         for key, value in state.items():
-            if _is_tensor(value) and value.shape != unit.parameter.shape:
+            if _is_tensor(value) and value.shape != shape:
                 raise OptimizerError(
                     f"state {key!r} of {unit.names[0]!r} has shape {tuple(value.shape)}, its part of the parameter "
-                    f"{tuple(unit.parameter.shape)}: it cannot be put together from the ranks' parts"
+                    f"{tuple(shape)}: it cannot be put together from the ranks' parts"
                 )
     return state_dict, states
 
 
-def _describe(unit: _Unit, state: dict[str, Any]) -> dict[str, Any]:
+def _describe(unit: _Unit, state: State) -> State:
     """Map each key to its value, or to the dtype of a tensor that must be sent."""
-    description: dict[str, Any] = {}
+    description: State = {}
     # Counted for no elements it means nothing.
     if not unit.parameter.numel():
         return description
@@ -462,25 +504,32 @@ def _describe(unit: _Unit, state: dict[str, Any]) -> dict[str, Any]:
 def cut(
     root: Any,
     instances: Sequence[Any],
-    full: dict[str, Any],
-) -> dict[str, Any]:
+    full: State,
+) -> State:
     """Return this rank's part of a whole state, for ``load_state_dict`` of an optimizer over ``root.parameters()``."""
     units = _units(instances)
     _check_units(units, full)
-    places = {id(parameter): index for index, parameter in enumerate(root.parameters())}
-    state: dict[int, dict[str, Any]] = {}
+    places = {}
+    for index, parameter in enumerate(root.parameters()):
+        places[id(parameter)] = index
+    state: dict[int, State] = {}
     for number, unit in enumerate(units):
-        items = [full["state"][n] for n in unit.numbers if n in full["state"]]
+        items = []
+        for n in unit.numbers:
+            if n in full["state"]:
+                items.append(full["state"][n])
         if not items:
             continue
-        part: dict[str, Any] = {}
+        part: State = {}
         for key, value in items[0].items():
             if _is_tensor(value):
                 pieces = [item[key] for item in items if key in item]
                 value = unit.cut(pieces, number in full["uncollected_local_ids"])
             elif isinstance(value, list) and value and isinstance(value[0], Tensor):
                 # One for each rank.
-                value = value[min(unit.instance.rank, len(value) - 1)]
+                last = len(value) - 1
+                rank = min(unit.instance.rank, last)
+                value = value[rank]
             elif key == "step" and isinstance(value, float):
                 # The step is a tensor again.
                 value = torch.tensor(value)
@@ -518,10 +567,12 @@ def _check_units(units: list[_Unit], full: Any) -> None:
     for number, unit in enumerate(units):
         if unit.index is not None or number in full["uncollected_local_ids"]:
             continue
-        for n, name, shape in zip(unit.numbers, unit.names, unit.shapes, strict=True):
+        for index, n in enumerate(unit.numbers):
+            shape = unit.shapes[index]
             for key, value in full["state"].get(n, {}).items():
                 if _is_tensor(value) and value.shape != shape:
-                    wrong[f"{name}.{key}"] = (tuple(shape), tuple(value.shape))
+                    name = f"{unit.names[index]}.{key}"
+                    wrong[name] = (tuple(shape), tuple(value.shape))
     if wrong:
         raise StateDictError("the optimizer state", mismatched=wrong)
 
@@ -538,4 +589,6 @@ def _same_units(units: Sequence[_Unit], unit_of: dict[int, int | None]) -> bool:
         if len(olds) > 1:
             return False
         saved += olds - {None}
-    return len(unit_of) == count and len(set(saved)) == len(saved)
+    if len(set(saved)) < len(saved):
+        return False
+    return len(unit_of) == count
