@@ -17,6 +17,7 @@ from fsshard.cli import output
 from fsshard.cli.options import DEFAULT_BACKENDS, Device, Json, Picture, Progress, Quiet
 from fsshard.cli.output import AGREED, BAD_INPUT, DIFFERENT, INTERRUPTED
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra
+from fsshard.planning.text import counted
 
 if TYPE_CHECKING:
     from fsshard.parity import ParityReport
@@ -272,7 +273,7 @@ def _record(request: Request) -> int:
         print(f"fsshard: {cli.naming_recipe(recipe, trace)}", file=sys.stderr)
         return _exit_code(trace)
     trace.save(file)
-    ranks = f"{trace.world_size} rank{'s' * (trace.world_size > 1)}"
+    ranks = counted(trace.world_size, "rank")
     print(f"{trace.steps} steps of {recipe} under {trace.backend} on {ranks}: {trace.file}")
     if trace.tensors is not None:
         print(f"tensors: {trace.tensors}")

@@ -110,6 +110,7 @@ def solve_darcy(a: npt.ArrayLike) -> Array:
     """
     coefficient = np.asarray(a, dtype=np.float64)
     n = len(coefficient)
+    # What flows out of a cell is what is forced into it.
     operator = _flow_operator(coefficient)
     inverse = _poisson_inverse(n)
     rhs = np.full((n, n), FORCING / n**2)
@@ -125,7 +126,8 @@ def _flow_operator(a: Array) -> Operator:
     right = a[:, 1:]
     across = 2 * left * right / (left + right)
     diagonal = np.zeros_like(a)
-    for edge in (0, -1):  # the boundary is half a cell away from the outermost centres
+    # The boundary is half a cell away from the outermost centres.
+    for edge in (0, -1):
         diagonal[edge] += 2 * a[edge]
         diagonal[:, edge] += 2 * a[:, edge]
     diagonal[:-1] += down
@@ -167,6 +169,7 @@ def _dot(u: Array, v: Array) -> float:
 def _conjugate_gradients(operator: Operator, inverse: Operator, rhs: Array) -> Array:
     solution = np.zeros_like(rhs)
     residual = rhs.copy()
+    # Squares are compared, which takes no root in each step.
     target = RESIDUAL**2 * _dot(rhs, rhs)
     direction = inverse(residual)
     energy = _dot(residual, direction)
@@ -195,7 +198,8 @@ def gaussian_random_field(n: int, rng: np.random.Generator) -> Array:
     that the sign of the field does not see. The constant mode is left out, so each field's own mean is zero.
     """
     modes = np.arange(n)
-    squares = modes[:, None] ** 2 + modes**2
+    rows = modes[:, None]
+    squares = rows**2 + modes**2
     weights = (np.pi**2 * squares + TAU**2) ** (-ALPHA / 2)
     weights[0, 0] = 0.0
     scale = n * TAU ** (ALPHA - 1)
@@ -258,7 +262,8 @@ def generate(
 
     seeds = np.random.SeedSequence(seed).spawn(n_samples)
     # Threads, since numpy and scipy let go of the interpreter; more than four would wait for it.
-    pool = ThreadPoolExecutor(min(cores(), _MOST_WORKERS))
+    workers = min(cores(), _MOST_WORKERS)
+    pool = ThreadPoolExecutor(workers)
     try:
         results = pool.map(functools.partial(_sample, resolution), seeds)
         shown = track(
@@ -307,8 +312,9 @@ def load(
     file = common.cache_dir("darcy") / name
     arrays = _read_cache(file)
     if arrays is None:
+        count = n_test + n_train
         # The tests come first, so that n_train does not move them.
-        x, y = generate(n_test + n_train, resolution, progress=progress)
+        x, y = generate(count, resolution, progress=progress)
         step = _FINE // _COARSE
         arrays = {
             "test_x": x[:n_test],
@@ -325,7 +331,8 @@ def load(
 def _as_pictures(arrays: Arrays) -> DarcyData:
     def images(name: str, step: int = 1) -> torch.Tensor:
         pictures = arrays[name][:, None, ::step, ::step]
-        return torch.from_numpy(pictures.astype(np.float32, order="C"))
+        numbers = pictures.astype(np.float32, order="C")
+        return torch.from_numpy(numbers)
 
     tests = {}
     for side in (_COARSE, _FINE):
@@ -373,7 +380,9 @@ def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
         return x, y
 
     x, y = read("train", _COARSE, n_train)
-    tests = {side: read("test", side, n_test) for side in (_COARSE, _FINE)}
+    tests = {}
+    for side in (_COARSE, _FINE):
+        tests[side] = read("test", side, n_test)
     return DarcyData(train_x=x, train_y=y, tests=tests)
 
 
@@ -394,7 +403,8 @@ def official_files() -> Path:
         FileNotFoundError: pip cannot fetch the wheel.
     """
     folder = common.cache_dir("darcy-official")
-    if all((folder / name).is_file() for name in OFFICIAL):
+    missing = [name for name in OFFICIAL if not (folder / name).is_file()]
+    if not missing:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as there:

@@ -57,7 +57,8 @@ def observe(job: Job, detail: str, draw: int = 0) -> Observation:
     run = Training(job)
     trace = RankTrace()
     sketched = detail in ("digests", "tensors")
-    generator = torch.Generator().manual_seed(1000 * draw + dist.get_rank())
+    seed = 1000 * draw + dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
 
     def keep(
         step: int,
@@ -129,7 +130,8 @@ def _measured(run: Training, step: int) -> Rounding:
 
 def check_samples_apart(job: Job) -> None:
     """Raise NotComparable if training on the same samples in other batches gives something else. On one process."""
-    _measured(Training(job), 0)
+    run = Training(job)
+    _measured(run, 0)
 
 
 # ------------------------------------------------------------------------------------------ beside the reference
@@ -154,15 +156,14 @@ class _RunComparison(StepComparison):
         several = run.job.world_size > 1 or run.mesh is not None
         # The reference is one process on the joined batch.
         self.joined = several and len(reference) == 1
-        self.process = run.rank
-        if self.joined:
-            self.process = 0
+        self.process = 0 if self.joined else run.rank
         self.regrouped = run.joins or self.joined
         self.own_engine = not isinstance(run.engine, WrappedEngine)
         alone = run.mesh is None and dist.get_world_size() == 1
         # The reference's own process once more: nothing can add in another order.
         self.again = self.joined and alone
         request = getattr(run.engine.optimizer, "request", None)
+        # Only fsshard's optimizers know what they were asked for.
         self.sees = bool(getattr(request, "see", None))
         # The optimizer sees matrices, so that a step within rounding cannot be judged.
         self.unrepeated = False
@@ -217,10 +218,10 @@ class _RunComparison(StepComparison):
     def _verdict(self, *quantities: str) -> str:
         """Return the worst verdict so far on some quantities, or on all."""
         differences = self.result.differences
-        verdicts: list[str] = []
+        verdicts = set()
         for quantity in quantities or differences:
-            items = differences.get(quantity, {})
-            verdicts += [item.verdict for item in items.values()]
+            for item in differences.get(quantity, {}).values():
+                verdicts.add(item.verdict)
         return worst_of(verdicts)
 
     def recorded(self, quantity: str) -> NamedTensors:
@@ -428,8 +429,9 @@ def _note_causes(
     """Note at the loss and each gradient that differ which usual mistake explains it, if one does. Collective."""
     sizes = {}
     for dim in mesh.mesh_dim_names or ():
-        if mesh[dim].size() > 1:
-            sizes[dim] = mesh[dim].size()
+        size = mesh[dim].size()
+        if size > 1:
+            sizes[dim] = size
     losses = step.differences["loss"]
     loss = losses[""]
     if loss.verdict == "different":
@@ -452,12 +454,13 @@ def _note_causes(
     for different, _ in names_of_ranks:
         asked |= dict.fromkeys(different)
     for name in asked:
-        if all(name in comparable for _, comparable in names_of_ranks):
-            reference = real_view(expected[name]).double()
-            gradient = real_view(gradients[name]).double()
-            note = _cause(mesh, sizes, reference, gradient, bounds.get(name, 0.0))
-            if note and items[name].verdict == "different":
-                items[name] = replace(items[name], note=note)
+        if not all(name in comparable for _, comparable in names_of_ranks):
+            continue
+        reference = real_view(expected[name]).double()
+        gradient = real_view(gradients[name]).double()
+        note = _cause(mesh, sizes, reference, gradient, bounds.get(name, 0.0))
+        if note and items[name].verdict == "different":
+            items[name] = replace(items[name], note=note)
 
 
 def _cause_of_loss(sizes: Mapping[str, int], step: RankStep, bound: float) -> str:
@@ -490,6 +493,7 @@ def _cause(
         dist.all_reduce(total, group=mesh[dim].get_group())
         where = f"mesh[{dim!r}]"
         times = f"the number of ranks of {dim!r}"
+        # Equal gradients add up to their multiple, which tells nothing of parts or of a mean.
         if not torch.equal(total, gradient * ranks):
             if near(total, bound * ranks):
                 parts = f"the parts that the {ranks} ranks of {dim!r} have"

@@ -155,7 +155,8 @@ def sketch(tensor: Tensor) -> Sketch:
     wide_numbers = torch.empty(most, dtype=torch.float64)
     plain_numbers = torch.empty(most, dtype=flat.dtype)
     for first in range(0, chunks, AT_ONCE):
-        part = flat[first * CHUNK : (first + AT_ONCE) * CHUNK]
+        start = first * CHUNK
+        part = flat[start : start + AT_ONCE * CHUNK]
         count = len(part)
         wide = wide_numbers[:count].copy_(part)
         if _has_arithmetic(part):
@@ -192,7 +193,8 @@ def sketch(tensor: Tensor) -> Sketch:
 def sketch_digest(tensor: Tensor) -> str:
     """Return the digest of a tensor's sketch, without the rest of it."""
     flat = _dense_numbers(tensor)
-    hasher = _hash_of(*_kind(tensor), flat)
+    dtype, shape = _kind(tensor)
+    hasher = _hash_of(dtype, shape, flat)
     for part in flat.split(CHUNK):
         if _has_arithmetic(part):
             # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal.
@@ -245,8 +247,8 @@ def _signs(start: int, count: int) -> Tensor:
 
 def splitmix64(state: Tensor) -> Tensor:
     """Scramble int64 numbers by the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ shifted(state, shift)) * signed(factor)
+    state = (state ^ shifted(state, 30)) * signed(0xBF58476D1CE4E5B9)
+    state = (state ^ shifted(state, 27)) * signed(0x94D049BB133111EB)
     return state ^ shifted(state, 31)
 
 
@@ -274,5 +276,6 @@ def distance(one: Sketch, other: Sketch) -> float:
 
     An unbiased estimate (Alon, Matias and Szegedy, J. Comput. Syst. Sci. 58, 1999).
     """
-    squares = sum(value * value for value in apart(one, other))
-    return math.sqrt(squares / PROJECTIONS)
+    squares = [gap * gap for gap in apart(one, other)]
+    mean = sum(squares) / PROJECTIONS
+    return math.sqrt(mean)

@@ -250,9 +250,12 @@ def _as_json(trace: Trace) -> dict[str, Any]:
 
 def _without_replicas(value: Any, first: Any) -> Any:
     """Return ``value`` with None for what is equal to rank 0's: replicas are written once."""
-    if isinstance(value, dict):
-        return {name: _without_replicas(item, first.get(name, {})) for name, item in value.items()}
-    return None if value == first else value
+    if not isinstance(value, dict):
+        return None if value == first else value
+    own = {}
+    for name, item in value.items():
+        own[name] = _without_replicas(item, first.get(name, {}))
+    return own
 
 
 def sketch_as_list(one: Sketch) -> list[Any]:

@@ -317,9 +317,12 @@ def recomputed_by(module: nn.Module) -> str:
         return "FairScale's checkpoint_wrapper, before wrap"
     if CHECKPOINTED in module._modules:
         return "torch's checkpoint_wrapper, before wrap"
-    kinds = {cls.__name__ for cls in type(module).__mro__}  # transformers, told without importing it
-    if "GradientCheckpointingLayer" in kinds and getattr(module, "gradient_checkpointing", False):
-        return "the model's own gradient checkpointing"
+    if not getattr(module, "gradient_checkpointing", False):
+        return ""
+    # transformers' class is told by its name, without importing it.
+    for cls in type(module).__mro__:
+        if cls.__name__ == "GradientCheckpointingLayer":
+            return "the model's own gradient checkpointing"
     return ""
 
 

@@ -39,6 +39,7 @@ from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
 
 Reference = weakref.ref[nn.Module]
+Function = Callable[..., Any]
 Noted = dict[int, str]
 """Something of each module by its id."""
 
@@ -137,7 +138,7 @@ class Recorder:
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.amp.GradScaler, "step", self._outer)
 
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
         """Wrap a function of torch's until :meth:`stop`."""
         wrapped = wrap(getattr(owner, name))
         self._stack.enter_context(replaced(owner, name, wrapped))
@@ -253,7 +254,7 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------- backward
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _backward(self, original: Function) -> Function:
         """Return ``torch.autograd.backward``, which ``Tensor.backward`` calls, that notes losses."""
 
         def backward(tensors: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -320,7 +321,7 @@ class Recorder:
         if not self._stepping:
             self._record(optimizer, facts.groups_of(optimizer))
 
-    def _outer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _outer(self, original: Function) -> Function:
         """Wrap ``step`` of GradScaler or of DeepSpeed's engine, so that one record is written after it."""
 
         def step(outer: Any, *arguments: Any, **keywords: Any) -> Any:

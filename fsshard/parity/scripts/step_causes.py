@@ -224,9 +224,8 @@ def settings(old: Record, new: Record) -> str:
     for (key, values), names in changed.items():
         owner = _owner(names, shared, old.fact("member"))
         # The settings that they had are those of another group now, and what they have another one had.
-        had_now = all(before[name] in new.groups for name in names)
-        had_before = all(now[name] in old.groups for name in names)
-        if had_now and had_before:
+        moved = all(before[name] in new.groups and now[name] in old.groups for name in names)
+        if moved:
             owner = f"{few(names)} (moved to another group)"
         words.append(f"{key} of {owner} {values}")
     return few(words)
@@ -397,13 +396,22 @@ def layers(old: Record, new: Record) -> str:
     now = new.fact("layer")
     if not before or not now:
         return ""
-    of_old = Counter(kind for path, kind in before.items() if now.get(path) != kind)
-    of_new = Counter(kind for path, kind in now.items() if before.get(path) != kind)
+    of_old = _kinds_unlike(before, now)
+    of_new = _kinds_unlike(now, before)
     words = changed_counts(of_old, of_new)
     if not words:  # of each kind there are as many, at other paths
         moved = changes(before, now)
         words = few(moved.values())
     return words and f"layers: {words}"
+
+
+def _kinds_unlike(layers: Texts, others: Texts) -> Counter[str]:
+    """Count the kinds of layers that are another kind, or nothing, at the same path of the other script."""
+    kinds: Counter[str] = Counter()
+    for path, kind in layers.items():
+        if others.get(path) != kind:
+            kinds[kind] += 1
+    return kinds
 
 
 @per_rank
