@@ -126,8 +126,9 @@ def squared_error(model: Model, batch: Batch) -> Tensor:
 def image_error(model: Model, batch: Batch) -> Tensor:
     """Mean cross entropy of the kinds of images; the model returns scores, or an object with ``logits``."""
     output = model(batch["x"])
-    scores: Tensor = getattr(output, "logits", output)
-    return nn.functional.cross_entropy(scores, batch["y"])
+    if hasattr(output, "logits"):
+        output = output.logits
+    return nn.functional.cross_entropy(output, batch["y"])
 
 
 def word_error(model: Model, batch: Batch) -> Tensor:
