@@ -209,7 +209,8 @@ def estimate(
     with output.progress_bar(False if quiet else progress, sys.stderr) as bar:
         callback = bar(recipe)
         tell = None if callback is None else lambda done, of: callback(done, of, "simulated")
-        with redirect_stdout(sys.stderr):  # what the recipe prints
+        # What the recipe prints must not get into the JSON.
+        with redirect_stdout(sys.stderr):
             ranks = every[0] if len(every) == 1 else every
             estimates = estimating.estimate(recipe, world_size=ranks, progress=tell, **arguments)
     # The sweep is for the picture alone.
@@ -269,7 +270,8 @@ def tune(
     with output.progress_bar(progress, sys.stderr) as bar:
         callback = bar(recipe)
         tell = None if callback is None else lambda done, text: callback(done, limit or done + 1, text)
-        with redirect_stdout(sys.stderr):  # what the recipe prints
+        # What the recipe prints must not get into the JSON.
+        with redirect_stdout(sys.stderr):
             result = tuning.tune(recipe, world_size=world_size, progress=tell, **arguments)
     print(result, file=sys.stderr if json_file == "-" else sys.stdout)
     if json_file is not None:
@@ -322,7 +324,8 @@ def demo(
     for module, package in {"scipy": "scipy", "neuralop": "neuraloperator"}.items():
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(package, "examples", "the demo")
-    world_size = int(os.environ.get("WORLD_SIZE", world_size))  # torchrun's
+    # torchrun says how many ranks there are.
+    world_size = int(os.environ.get("WORLD_SIZE", world_size))
     if batch_size % world_size:
         raise ConfigurationError(f"--batch-size {batch_size} must be a multiple of --world-size {world_size}")
     if save_dir is not None and trainer is not Trainer.neuralop:

@@ -235,7 +235,8 @@ def _arguments(request: Request) -> dict[str, Any]:
         **request.options,
     }
     options = {}
-    if request.meshes:  # it says how many ranks, and what the reference is
+    # A mesh says how many ranks there are, and what the reference is.
+    if request.meshes:
         options = {"world_sizes": "--world-size", "reference": "--reference"}
         arguments["mesh"] = request.meshes
     elif request.against is not None:
@@ -269,7 +270,8 @@ def _show(request: Request, name: str, result: ParityReport | BaseException) -> 
         print(f"{result.recipe}: {summary(result)}", file=request.out)
         for warning in result.warnings:
             print(f"fsshard: {result.recipe}: {warning}", file=sys.stderr)
-    elif not console.is_terminal:  # a log: no frames that are cut at 80 columns
+    elif not console.is_terminal:
+        # In a log no frames are cut at 80 columns.
         print(f"{result}\n", file=request.out)
     else:
         console.print(result.table() if result.cells else head(result))

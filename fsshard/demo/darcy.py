@@ -232,7 +232,8 @@ def _sample(resolution: int, seed: np.random.SeedSequence) -> tuple[Any, Any]:
     high = gaussian_random_field(resolution, generator) > 0
     low_value, high_value = PERMEABILITY
     y = solve_darcy(np.where(high, high_value, low_value))
-    cells = (POINTS * resolution).astype(int)  # the cell that a point lies in is the one nearest to it
+    # The cell that a point lies in is the one nearest to it.
+    cells = (POINTS * resolution).astype(int)
     x = high[np.ix_(cells, cells)]
     return x, _at_points(y).astype(np.float32)
 
@@ -275,7 +276,8 @@ def generate(
         )
         x, y = zip(*shown, strict=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # without it an interrupt would wait for all the samples
+        # Without cancel_futures an interrupt would wait for all the samples.
+        pool.shutdown(cancel_futures=True)
     return np.stack(x), np.stack(y)
 
 
@@ -345,7 +347,8 @@ def _write_cache(file: Path, arrays: Arrays) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         common.replace_file(file, functools.partial(save_file, arrays))
-    except OSError as error:  # a cache that cannot be written costs time, not the run
+    except OSError as error:
+        # A cache that cannot be written costs time, not the run.
         log.warning("cannot keep the Darcy data in %s, the next run will solve for them again: %s", file, error)
 
 
@@ -373,7 +376,8 @@ def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
                 raise ValueError(f"tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}")
         except FileNotFoundError as error:
             raise FileNotFoundError(f"no file {file}; expected a data_dir with {', '.join(OFFICIAL)}") from error
-        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and more over a bad file
+        except Exception as error:
+            # torch raises RuntimeError, UnpicklingError, EOFError and more over a bad file.
             expected = f"a dict with tensors x and y of one shape (N, {side}, {side}), N at least {count}"
             problem = f"{type(error).__name__}: {error}"
             raise ConfigurationError(f"{file}: expected {expected}, got {problem}") from error

@@ -74,7 +74,8 @@ def observe(job: Job, detail: str, draw: int = 0) -> Observation:
     initial = run.weights()
     names = list(initial)
     trace.initial = keep(INITIAL, "weight", initial)
-    del initial  # the whole model
+    # It is the whole model, whose memory the training needs.
+    del initial
     for number in range(job.steps):
         if detail == REFERENCE or (detail == "tensors" and not run.joins):
             bounds = _rounding(run, number)
@@ -230,7 +231,8 @@ class _RunComparison(StepComparison):
         return self._read(self.number, quantity)
 
     def batches(self) -> Differences:
-        yield from ()  # they are the reference's: checked before they were trained on
+        # They are the reference's, which was checked before they were trained on.
+        yield from ()
 
     def _check_batches(self, number: int, step: Step) -> None:
         """Raise if the samples are not the reference's."""
@@ -305,7 +307,8 @@ class _RunComparison(StepComparison):
         if replayed is None:
             return item
         again = difference(replayed, got, rank=self.rank)
-        if again.verdict == "exact":  # one process makes exactly these bits of this run's gradients
+        # One process makes exactly these bits of this run's gradients, so the optimizer's step is right.
+        if again.verdict == "exact":
             return replace(item, verdict="bound", bound=item.max_abs)
         note = f"{again.ulps:.3g} ulp from what the optimizer makes of this run's gradients on one process"
         return replace(item, verdict="different", note=note)

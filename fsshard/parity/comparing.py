@@ -388,7 +388,8 @@ class TraceComparison(StepComparison):
         if one.shape != other.shape or one.dtype != other.dtype:
             return estimate
         exact = difference(one, other, rank=self.rank)
-        if exact.verdict == "exact":  # NaN of another kind, or zeros of another sign
+        # The digests differ by NaN of another kind, or by zeros of another sign.
+        if exact.verdict == "exact":
             return estimate
         return replace(exact, verdict=estimate.verdict, bound=estimate.bound, apart=estimate.apart)
 
@@ -402,7 +403,8 @@ class TraceComparison(StepComparison):
         """Compare by digest, then by projections."""
         if expected.digest == got.digest:
             return Difference(rank=rank)
-        if not (expected.dtype and got.dtype):  # of a copy that is not its holder's a script's rank keeps no more
+        # Of a copy that is not its holder's, a script's rank keeps its digest alone.
+        if not (expected.dtype and got.dtype):
             return unequal(rank, "the bits are others, and nothing else of this rank's copy is recorded")
         kind = f"{got.dtype}{list(got.shape)}"
         recorded_kind = f"{expected.dtype}{list(expected.shape)}"

@@ -65,7 +65,8 @@ class _Feeder:
 
     def feed(self, value: Any) -> None:
         if id(value) in self._above:
-            return  # an object that holds itself
+            # This object holds itself, and is being looked into already.
+            return
         self._above.append(id(value))
         if isinstance(value, Tensor):
             self._text(f"{value.dtype}{tuple(value.shape)}")
@@ -225,7 +226,8 @@ def _hash_of(dtype: str, shape: tuple[int, ...], flat: Tensor) -> Any:
 
 
 def _has_arithmetic(part: Tensor) -> bool:
-    return part.is_floating_point() and part.element_size() > 1  # torch has none of float8
+    # torch has no arithmetic of float8.
+    return part.is_floating_point() and part.element_size() > 1
 
 
 def _plain_nan(part: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ def asks_for_hybrid(strategy: object) -> bool:
 
 def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
     """Return our word and the value; no word for what is done anyway."""
-    if name == "fsdp_auto_wrap_policy":  # of which None means something
+    # None means something as a policy: the root is the only unit.
+    if name == "fsdp_auto_wrap_policy":
         return RENAMED[name], value
     if name in RENAMED:
         return _unless_none(RENAMED[name], value)
@@ -125,7 +126,8 @@ def _mesh(group: Any) -> Any:
     return _mesh_of(group)
 
 
-@functools.lru_cache(maxsize=2)  # it keeps the group alive
+# The cache keeps the group alive.
+@functools.lru_cache(maxsize=2)
 def _mesh_of(group: dist.ProcessGroup) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -146,11 +148,13 @@ def device_for(now: torch.device, device: torch.device | str | None, group: dist
     """Return the device that a model which is on ``now`` is to be on, where the user asks for ``device``."""
     target = now if device is None else torch.device(device)
     if target.type in ("meta", "cpu"):
-        target = torch.device("cpu")  # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError
+        # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError.
+        target = torch.device("cpu")
     if target.type == "cpu" and takes_only_cuda(group):
         if device is not None:
             raise ConfigurationError("device='cpu' in a job over nccl, which moves CUDA tensors only; leave device out")
-        target = torch.device("cuda")  # where init() has put this rank
+        # init() has put this rank on a GPU.
+        target = torch.device("cuda")
     if target.type != "cuda":
         return target
     if not torch.cuda.is_available():
@@ -158,7 +162,8 @@ def device_for(now: torch.device, device: torch.device | str | None, group: dist
             f"device={str(device)!r}: expected a device of this machine, and torch finds no CUDA device here; leave "
             "device out, or pass device='cpu'"
         )
-    if target.index is None:  # DDP and FSDP1 want the index
+    # DDP and FSDP1 want the index.
+    if target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
     return target
 

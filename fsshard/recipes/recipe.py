@@ -276,7 +276,8 @@ def _imported(spec: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
+            # The module is there, and something that it imports is not.
+            raise
         raise RecipeError(f"{spec!r}: there is no module {error.name!r} (looked in {folder} too)") from error
     value: Any = module
     for part in attribute.split("."):
@@ -318,7 +319,8 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that have no default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):
+        # It is a builtin without a signature.
         return []
     names = []
     for parameter in parameters:
@@ -338,7 +340,8 @@ def seed_all(number: int) -> None:
     """Seed every global generator that a training may draw from."""
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.manual_seed(number)  # every CUDA device's too
+    # This seeds every CUDA device, too.
+    torch.manual_seed(number)
 
 
 # ---------------------------------------------------------------------------------------------------------- meshes

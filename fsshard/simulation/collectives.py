@@ -46,7 +46,8 @@ KINDS: dict[str, tuple[str, int]] = {
     "alltoall": ("all_to_all", 1),
     "broadcast": ("broadcast", 0),
     "reducescatter": ("reduce_scatter", 1),
-    "reduce": ("reduce", 0),  # after reducescatter, which begins with it
+    # It comes after reducescatter, which begins with it.
+    "reduce": ("reduce", 0),
     "gather": ("gather", 1),
     "scatter": ("scatter", 1),
     "send": ("send", 0),
@@ -62,7 +63,8 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
     if library not in ("c10d", "_c10d_functional") or plain in SILENT:
         return None
     kind = name.strip("_")
-    payload: Any = args  # an unknown one counts with all that it was given
+    # An unknown collective counts with all that it was given.
+    payload: Any = args
     for beginning, (known_kind, place) in KINDS.items():
         if plain.startswith(beginning):
             kind = known_kind
@@ -106,10 +108,12 @@ def _ranks(args: tuple[Any, ...]) -> int:
     """Return the size of the group among the arguments: an object, or for functional collectives its name."""
     for argument in reversed(args):
         if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # it is an operation to reduce by
+            # It may be an operation to reduce by.
+            with suppress(RuntimeError):
                 return int(dist.ProcessGroup.unbox(argument).size())
         group = group_named(argument) if isinstance(argument, str) else None
-        if group is not None:  # else another string: the operation to reduce by
+        # Another string is the operation to reduce by.
+        if group is not None:
             return int(group.size())
     return 1
 

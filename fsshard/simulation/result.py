@@ -234,7 +234,8 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     at = estimates[0].world_size if at is None else at
     shown = [estimate for estimate in estimates if estimate.world_size == at]
     largest = max(estimate.peak for estimate in shown)
-    unit, scale = unit_of(largest)  # the same above and below
+    # The unit is the same above and below.
+    unit, scale = unit_of(largest)
     rows = 2 if len(sizes) > 1 else 1
     width = max(7.0, 1.2 + 3.4 * len(shown))
     height = 1.0 + 4.2 * rows

@@ -64,7 +64,8 @@ class ScriptReport:
             moved.append(f"renamed: {old} is {new} now")
         lines += moved[:MOST_RENAMED]
         more = len(moved) - MOST_RENAMED
-        if more > 0:  # all are in to_json()
+        # All of them are in to_json().
+        if more > 0:
             lines.append(f"renamed: {more} more")
         for change in self.report.changes:
             lines.append(f"environment: {change}")
@@ -253,7 +254,8 @@ def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantit
         if not of_old or not of_new:
             continue
         names = {*sketches[quantity]}
-        if quantity == "buffer":  # one that a forward makes, or an engine keeps otherwise, decides nothing
+        # A buffer that a forward makes, or that an engine keeps otherwise, decides nothing.
+        if quantity == "buffer":
             names &= of_old.keys() & of_new.keys()
         shared[quantity] = {}
         for name, sketch in sketches[quantity].items():

@@ -124,7 +124,8 @@ def _moving(old_name: Mapping[str, str]) -> Rename:
 
     def moved(name: str) -> str:
         if name.startswith(COPY):
-            return name  # such as an average of the weights
+            # It is a copy, such as an average of the weights.
+            return name
         if name in old_name:
             return old_name[name]
         # The nearest module above whose name is known, and what is below it as it is called.
@@ -218,7 +219,8 @@ def _rename(trace: ScriptTrace, renamed: Rename) -> None:
 def _renamed(values: Named, renamed: Rename) -> Named:
     new_values = {}
     for full_name, value in values.items():
-        name, colon, key = full_name.partition(": ")  # of a state "parameter: key"
+        # The name of a state is "parameter: key".
+        name, colon, key = full_name.partition(": ")
         new_name = renamed(name)
         new_values[f"{new_name}{colon}{key}"] = value
     return new_values
