@@ -35,7 +35,8 @@ def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
             mapped[key] = down(value, *(other[key] for other in others))
         if not isinstance(first, MutableMapping):
             return mapped
-        result = copy.copy(first)  # a defaultdict, a UserDict, a transformers output: not all take a dict to build
+        # A defaultdict, a UserDict, a transformers output: not all of them are built of a dict.
+        result = copy.copy(first)
         for key, value in mapped.items():
             result[key] = value
         return result
@@ -103,7 +104,8 @@ def _items(value: Any, within: Within) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     if within == "plain" and not (is_named or type(value) in _PLAIN):
-        return None  # another class may be more than its items
+        # Another class may be more than its items.
+        return None
     if not is_named and _is_dataclass_instance(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     mappings: Any = dict
@@ -122,19 +124,22 @@ def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     """A copy of a container with some items replaced."""
     if isinstance(value, tuple):
         elements = [items.get(index, item) for index, item in enumerate(value)]
-        if hasattr(value, "n_sequence_fields"):  # torch.return_types: tuple.__new__ refuses them
+        # tuple.__new__ refuses the classes of torch.return_types.
+        if hasattr(value, "n_sequence_fields"):
             return type(value)(elements)
         twin = tuple.__new__(type(value), elements)
         if hasattr(twin, "__dict__"):
             twin.__dict__.update(value.__dict__)
         return twin
-    if isinstance(value, types.MappingProxyType):  # cannot be copied; its type is its constructor
+    # It cannot be copied, and its type is its constructor.
+    if isinstance(value, types.MappingProxyType):
         return types.MappingProxyType({**value, **items})
     copied = copy.copy(value)
     has_fields = dataclasses.is_dataclass(value)
     for key, item in items.items():
         if has_fields:
-            object.__setattr__(copied, key, item)  # frozen ones too
+            # This works for frozen ones, too.
+            object.__setattr__(copied, key, item)
         # transformers' ModelOutput holds its fields twice
         if not has_fields or (isinstance(copied, MutableMapping) and key in copied):
             copied[key] = item
@@ -143,7 +148,8 @@ def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Everything in ``value`` that is not a container, in order."""
-    if isinstance(value, Tensor):  # first, since most are
+    # Tensors come first, since most leaves are.
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():

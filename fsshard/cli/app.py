@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error)
     except Exception as error:
         if not hasattr(error, "format_message"):
-            if type(error).__name__ == "Abort":  # what typer makes of Ctrl-C
+            # typer makes this of Ctrl-C.
+            if type(error).__name__ == "Abort":
                 return INTERRUPTED
             raise
         # typer's (or, before 0.25, click's) word for a bad option; their own output is a box of several lines.
@@ -81,12 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _termination_raises() -> Iterator[None]:
     """Make SIGTERM an exception, so that folders of temporary files go and ranks end as on any other way out."""
     before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before is None:  # None: not Python's to restore
+    # A handler that is None was not set by Python, which cannot restore it.
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
 
     def end(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the clearing up
+        # A second one must not interrupt the clearing up.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(TERMINATED)
 
     signal.signal(signal.SIGTERM, end)

@@ -68,13 +68,13 @@ def inspect(
 
     options.check_files(json_file)
     with output.progress_bar(progress if verify else False, sys.stderr) as bar:
-        shown = bar("checksums")
-        tell = None if shown is None else lambda done, of: shown(done, of, "")
-        found = inspected(checkpoint, verify=verify, progress=tell)
+        callback = bar("checksums")
+        tell = None if callback is None else lambda done, of: callback(done, of, "")
+        inspection = inspected(checkpoint, verify=verify, progress=tell)
     if json_file is not None:
-        output.write_json(json_file, found.to_json())
-    print("\n".join(found.render()), file=sys.stderr if json_file == "-" else sys.stdout)
-    raise typer.Exit(output.AGREED if found.ok else output.DIFFERENT)
+        output.write_json(json_file, inspection.to_json())
+    print("\n".join(inspection.render()), file=sys.stderr if json_file == "-" else sys.stdout)
+    raise typer.Exit(output.AGREED if inspection.ok else output.DIFFERENT)
 
 
 def export(
@@ -96,8 +96,17 @@ def export(
     """Export the weights of CHECKPOINT to FILE, unsharded and under their original names, for other programs."""
     from fsshard.checkpoint.interop.exporting import export as write
 
-    more: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "config": config, "overwrite": overwrite}
-    for path in write(checkpoint, file, format, optimizer=optimizer, model=model, **more):
+    paths = write(
+        checkpoint,
+        file,
+        format,
+        optimizer=optimizer,
+        model=model,
+        max_shard_bytes=max_shard_bytes,
+        config=config,
+        overwrite=overwrite,
+    )
+    for path in paths:
         print(path)
 
 
@@ -171,10 +180,17 @@ def estimate(
     Exit code: 0; 2 for invalid input, including a step that depends on the values of tensors.
     """
     options.check_recipe(recipe)
-    arguments: dict[str, Any] = {"device": device, "machine": machine, "real": real, "cpu_offload": cpu_offload}
-    arguments |= {"average": average, "accumulation": accumulation, "backend": options.backend_names(backends)}
-    arguments |= {"mixed_precision": mixed_precision or ...}
-    arguments |= {"activation_checkpointing": activation_checkpointing or ...}
+    arguments: dict[str, Any] = {
+        "device": device,
+        "machine": machine,
+        "real": real,
+        "cpu_offload": cpu_offload,
+        "average": average,
+        "accumulation": accumulation,
+        "backend": options.backend_names(backends),
+        "mixed_precision": mixed_precision or ...,
+        "activation_checkpointing": activation_checkpointing or ...,
+    }
     sizes = options.world_sizes(world_size or ["2"])
     if mesh is not None:
         if picture is not None:
@@ -182,25 +198,30 @@ def estimate(
                 "--plot shows 1 to 4096 data-parallel ranks, and --mesh is one mesh; leave out one of them"
             )
         (arguments["mesh"],) = options.meshes([mesh])
-        sizes = sizes if world_size else [math.prod(arguments["mesh"].values())]
+        if not world_size:
+            sizes = [math.prod(arguments["mesh"].values())]
     options.check_files(json_file, picture)
     from fsshard.simulation import estimating
     from fsshard.simulation.result import overview, plot
 
-    every = list(dict.fromkeys([*sizes, *(SWEEP if picture is not None else ())]))
+    sweep = SWEEP if picture is not None else ()
+    every = list(dict.fromkeys([*sizes, *sweep]))
     with output.progress_bar(False if quiet else progress, sys.stderr) as bar:
-        shown = bar(recipe)
-        tell = None if shown is None else lambda done, of: shown(done, of, "simulated")
-        with redirect_stdout(sys.stderr):  # what the recipe prints
+        callback = bar(recipe)
+        tell = None if callback is None else lambda done, of: callback(done, of, "simulated")
+        # What the recipe prints must not get into the JSON.
+        with redirect_stdout(sys.stderr):
             ranks = every[0] if len(every) == 1 else every
             estimates = estimating.estimate(recipe, world_size=ranks, progress=tell, **arguments)
-    asked = [one for one in estimates if one.world_size in sizes]
+    # The sweep is for the picture alone.
+    printed = [one for one in estimates if one.world_size in sizes]
     out = sys.stderr if json_file == "-" else sys.stdout
     if not quiet:
-        print("\n\n".join(map(str, asked)), end="\n\n", file=out)
-    print(overview(asked), file=out)
+        print("\n\n".join(map(str, printed)), end="\n\n", file=out)
+    print(overview(printed), file=out)
     if json_file is not None:
-        output.write_json(json_file, f"[{','.join(one.to_json() for one in asked)}]")
+        texts = [one.to_json() for one in printed]
+        output.write_json(json_file, f"[{','.join(texts)}]")
     if picture is not None:
         plot(estimates, picture, sizes[0])
 
@@ -234,21 +255,29 @@ def tune(
     memory limit that no plan fits.
     """
     options.check_recipe(recipe)
-    arguments: dict[str, Any] = {"memory": memory, "device": device, "machine": machine, "real": real, "limit": limit}
-    arguments |= {"mixed_precision": mixed_precision or ..., "backend": options.backend_names(backends)}
+    arguments: dict[str, Any] = {
+        "memory": memory,
+        "device": device,
+        "machine": machine,
+        "real": real,
+        "limit": limit,
+        "mixed_precision": mixed_precision or ...,
+        "backend": options.backend_names(backends),
+    }
     options.check_files(json_file, picture)
     from fsshard.simulation.tuning import tuning
 
     with output.progress_bar(progress, sys.stderr) as bar:
-        shown = bar(recipe)
-        tell = None if shown is None else lambda done, text: shown(done, limit or done + 1, text)
-        with redirect_stdout(sys.stderr):  # what the recipe prints
-            found = tuning.tune(recipe, world_size=world_size, progress=tell, **arguments)
-    print(found, file=sys.stderr if json_file == "-" else sys.stdout)
+        callback = bar(recipe)
+        tell = None if callback is None else lambda done, text: callback(done, limit or done + 1, text)
+        # What the recipe prints must not get into the JSON.
+        with redirect_stdout(sys.stderr):
+            result = tuning.tune(recipe, world_size=world_size, progress=tell, **arguments)
+    print(result, file=sys.stderr if json_file == "-" else sys.stdout)
     if json_file is not None:
-        output.write_json(json_file, found.to_json())
+        output.write_json(json_file, result.to_json())
     if picture is not None:
-        found.plot(picture)
+        result.plot(picture)
 
 
 # ------------------------------------------------------------------------------------------------ the demo
@@ -295,7 +324,8 @@ def demo(
     for module, package in {"scipy": "scipy", "neuralop": "neuraloperator"}.items():
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(package, "examples", "the demo")
-    world_size = int(os.environ.get("WORLD_SIZE", world_size))  # torchrun's
+    # torchrun says how many ranks there are.
+    world_size = int(os.environ.get("WORLD_SIZE", world_size))
     if batch_size % world_size:
         raise ConfigurationError(f"--batch-size {batch_size} must be a multiple of --world-size {world_size}")
     if save_dir is not None and trainer is not Trainer.neuralop:
@@ -304,5 +334,11 @@ def demo(
     options.check_folders(data_dir, None if save_dir is None else save_dir.absolute().parent)
     from fsshard.demo.tfno_darcy import Demo, run
 
-    chosen = {"backends": names, "world_size": world_size, "trainer": trainer.value, "data": data.value}
-    run(Demo(**{**context.params, **chosen}))
+    settings = {
+        **context.params,
+        "backends": names,
+        "world_size": world_size,
+        "trainer": trainer.value,
+        "data": data.value,
+    }
+    run(Demo(**settings))

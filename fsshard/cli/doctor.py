@@ -267,12 +267,14 @@ def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
     ranks = _devices_of_ranks()[device]
     started = _tried(pool, "devices", f"{device}, ranks", device, ranks, timeout, _add_up, device)
     yield started
-    if started.status == FAILS:  # as all the others would, each after the same wait
+    # All the others would fail, too, each after the same wait.
+    if started.status == FAILS:
         return
     for name in backend_names():
         try:
             count = 1 if backend_class(name).facts.one_process else ranks
-        except ConfigurationError as error:  # another package's, which is not as it should be
+        except ConfigurationError as error:
+            # It is another package's backend, which is not as it should be.
             yield Finding("backends", name, FAILS, str(error))
         else:
             yield _tried(pool, "backends", name, device, count, timeout, _run_backend, name, device)

@@ -107,7 +107,8 @@ def check_recipe(name: str) -> None:
     from fsshard.recipes.recipe import resolve
 
     try:
-        with redirect_stdout(sys.stderr):  # what it prints must not get into the JSON
+        # What it prints must not get into the JSON.
+        with redirect_stdout(sys.stderr):
             resolve(name)
     except FsshardError as error:
         raise RecipeError(naming_recipe(name, error)) from error

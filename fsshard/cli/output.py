@@ -36,7 +36,8 @@ def held_output(show: bool) -> Iterator[TextIO]:
         held = stack.enter_context(tempfile.TemporaryFile())
         terminal = stack.enter_context(_true_stderr())
         saved = {number: os.dup(number) for number in (1, 2)}
-        for number in saved:  # of the descriptors, since ranks are processes
+        # The descriptors are redirected, and not Python's streams, since ranks are processes.
+        for number in saved:
             os.dup2(held.fileno(), number)
         try:
             # sys.stdout need not lead to descriptor 1: notebooks and test runners have streams of their own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,10 @@ from fsshard.cli import output
 from fsshard.cli.options import DEFAULT_BACKENDS, Device, Json, Picture, Progress, Quiet
 from fsshard.cli.output import AGREED, BAD_INPUT, DIFFERENT, INTERRUPTED
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra
+from fsshard.planning.text import counted
 
 if TYPE_CHECKING:
-    from fsshard.parity import ParityReport
+    from fsshard.parity import ParityReport, Trace
 
 DEFAULT_WORLD_SIZES = ("1", "2")
 MEANINGLESS = {
@@ -56,7 +57,8 @@ class Request:
 
     def check(self) -> None:
         """Raise for options that contradict each other, before minutes are spent on the runs."""
-        one = next((option for option in MEANINGLESS if option in self.given), "")
+        exclusive = [option for option in MEANINGLESS if option in self.given]
+        one = exclusive[0] if exclusive else ""
         for option in MEANINGLESS.get(one, ()):
             if option in self.given:
                 raise ConfigurationError(f"{option} has no effect together with {one}; leave it out")
@@ -66,8 +68,9 @@ class Request:
             raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno")
         if one and len(self.recipes) > 1:
             raise ConfigurationError(f"{one} takes one training; give one RECIPE")
-        several = len(self.backends or ()) > 1 or ("--world-size" in self.given and len(self.world_sizes) > 1)
-        if one == "--record" and several:
+        backends = self.backends or ()
+        sizes = self.world_sizes if "--world-size" in self.given else ()
+        if one == "--record" and (len(backends) > 1 or len(sizes) > 1):
             raise ConfigurationError("--record records one training; give one backend and one world size")
 
 
@@ -123,6 +126,11 @@ def command(
 
     Exit code: 0 if all agree; 1 if something differs, failed or was refused; 2 for invalid input.
     """
+    given = set()
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if getattr(source, "name", "") == "COMMANDLINE":
+            given.add(NAMES.get(name, f"--{name.replace('_', '-')}"))
     request = Request(
         recipes=list(dict.fromkeys(recipes or ())),
         backends=None if backends is None else cli.backend_names(backends),
@@ -132,23 +140,19 @@ def command(
         picture=picture,
         progress=False if quiet else progress,
         quiet=quiet,
-        given=frozenset(
-            NAMES.get(name, f"--{name.replace('_', '-')}")
-            for name in context.params
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        ),
+        given=frozenset(given),
         record=record,
         tensors=tensors,
         against=against,
         meshes=cli.meshes(mesh or ()),
     )
     request.check()
-    raise typer.Exit(_compare(request) if record is None else _record(request))
+    run = _compare if record is None else _record
+    raise typer.Exit(run(request))
 
 
 def _each(
     request: Request,
-    names: Iterable[str],
     train: Callable[[str, output.ProgressCallback | None], Any],
     pool: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Any]:
@@ -158,7 +162,7 @@ def _each(
         for recipe in request.recipes:
             cli.check_recipe(recipe)
         with output.progress_bar(request.progress, stderr) as bar, pool or nullcontext():
-            for name in names:
+            for name in request.recipes:
                 try:
                     results[name] = train(name, bar(name))
                 except (FsshardError, KeyboardInterrupt) as error:
@@ -172,8 +176,10 @@ def _exit_code(result: Any) -> int:
     """Return the exit status of a report, or of what stopped it."""
     if isinstance(result, KeyboardInterrupt):
         return INTERRUPTED
+    if isinstance(result, (ConfigurationError, MissingExtra)):
+        return BAD_INPUT
     if isinstance(result, BaseException):
-        return BAD_INPUT if isinstance(result, (ConfigurationError, MissingExtra)) else DIFFERENT
+        return DIFFERENT
     return AGREED if result.ok else DIFFERENT
 
 
@@ -184,42 +190,64 @@ def _compare(request: Request) -> int:
     from fsshard.launching.pool import RankPool
     from fsshard.parity import compare
 
-    pictures = {}
-    if request.picture is not None:
-        path, one = Path(request.picture), len(request.recipes) == 1
-        names = {recipe: f"{path.stem}-{recipe.replace(':', '.')}{path.suffix}" for recipe in request.recipes}
-        pictures = {recipe: path if one else path.with_name(name) for recipe, name in names.items()}
+    pictures = _pictures(request)
     for file in (None, *pictures.values()):
         cli.check_files(request.json_file, file)
-    asked, pool = _asked(request), RankPool(device=request.options["device"])
-    train: Any = lambda name, bar: compare(name, pool=pool, progress=bar, **asked)  # noqa: E731
-    results = _each(request, request.recipes, train, pool=pool)
+    arguments = _arguments(request)
+    pool = RankPool(device=request.options["device"])
+
+    def train(name: str, bar: output.ProgressCallback | None) -> ParityReport:
+        return compare(name, pool=pool, progress=bar, **arguments)
+
+    results = _each(request, train, pool=pool)
     for name, result in results.items():
         _show(request, name, result)
     if request.json_file is not None:
         texts = [_json(name, result) for name, result in results.items()]
-        output.write_json(request.json_file, texts[0] if len(request.recipes) == 1 else f"[{','.join(texts)}]")
+        # Of several recipes it is a list, whatever has stopped some of them.
+        text = texts[0] if len(request.recipes) == 1 else f"[{','.join(texts)}]"
+        output.write_json(request.json_file, text)
     for name, result in results.items():
         if pictures and not isinstance(result, BaseException):
             result.plot(pictures[name])
     return max(map(_exit_code, results.values()), default=BAD_INPUT)
 
 
-def _asked(request: Request) -> dict[str, Any]:
+def _pictures(request: Request) -> dict[str, Path]:
+    """Return the file of each recipe's picture; of several recipes each has its name in it."""
+    if request.picture is None:
+        return {}
+    path = Path(request.picture)
+    if len(request.recipes) == 1:
+        return {request.recipes[0]: path}
+    pictures = {}
+    for recipe in request.recipes:
+        name = recipe.replace(":", ".")
+        pictures[recipe] = path.with_name(f"{path.stem}-{name}{path.suffix}")
+    return pictures
+
+
+def _arguments(request: Request) -> dict[str, Any]:
     """Return arguments of ``compare``. Beside a recorded training, what is not given is as it was recorded."""
-    backends = request.backends or DEFAULT_BACKENDS.split(",")
-    asked = {"backends": backends, "world_sizes": request.world_sizes, **request.options}
-    if request.meshes:  # it says how many ranks, and what the reference is
+    arguments: dict[str, Any] = {
+        "backends": request.backends or DEFAULT_BACKENDS.split(","),
+        "world_sizes": request.world_sizes,
+        **request.options,
+    }
+    options = {}
+    # A mesh says how many ranks there are, and what the reference is.
+    if request.meshes:
         options = {"world_sizes": "--world-size", "reference": "--reference"}
-        asked["mesh"] = request.meshes
+        arguments["mesh"] = request.meshes
     elif request.against is not None:
         from fsshard.parity import Trace
 
         options = {"backends": "--backends", "world_sizes": "--world-size", "steps": "--steps"}
-        asked["against"] = Trace.load(request.against)
-    else:
-        options = {}
-    return asked | {name: None for name, option in options.items() if option not in request.given}
+        arguments["against"] = Trace.load(request.against)
+    for name, option in options.items():
+        if option not in request.given:
+            arguments[name] = None
+    return arguments
 
 
 def _json(name: str, result: ParityReport | BaseException) -> str:
@@ -242,7 +270,8 @@ def _show(request: Request, name: str, result: ParityReport | BaseException) -> 
         print(f"{result.recipe}: {summary(result)}", file=request.out)
         for warning in result.warnings:
             print(f"fsshard: {result.recipe}: {warning}", file=sys.stderr)
-    elif not console.is_terminal:  # a log: no frames that are cut at 80 columns
+    elif not console.is_terminal:
+        # In a log no frames are cut at 80 columns.
         print(f"{result}\n", file=request.out)
     else:
         console.print(result.table() if result.cells else head(result))
@@ -260,19 +289,21 @@ def _record(request: Request) -> int:
 
     file = str(request.record)
     check_file(file)
-    options = {
-        "backend": (request.backends or ["ddp"])[0],
-        "world_size": request.world_sizes[0] if "--world-size" in request.given else 2,
-        "detail": "tensors" if request.tensors else "digests",
-        **{name: value for name, value in request.options.items() if name != "reference"},
-    }
-    train: Any = lambda name, bar: record(name, progress=bar, **options)  # noqa: E731
-    ((recipe, trace),) = _each(request, request.recipes, train).items()
+    options = {**request.options}
+    del options["reference"]
+    options["backend"] = request.backends[0] if request.backends else "ddp"
+    options["world_size"] = request.world_sizes[0] if "--world-size" in request.given else 2
+    options["detail"] = "tensors" if request.tensors else "digests"
+
+    def train(name: str, bar: output.ProgressCallback | None) -> Trace:
+        return record(name, progress=bar, **options)
+
+    ((recipe, trace),) = _each(request, train).items()
     if isinstance(trace, BaseException):
         print(f"fsshard: {cli.naming_recipe(recipe, trace)}", file=sys.stderr)
         return _exit_code(trace)
     trace.save(file)
-    ranks = f"{trace.world_size} rank{'s' * (trace.world_size > 1)}"
+    ranks = counted(trace.world_size, "rank")
     print(f"{trace.steps} steps of {recipe} under {trace.backend} on {ranks}: {trace.file}")
     if trace.tensors is not None:
         print(f"tensors: {trace.tensors}")

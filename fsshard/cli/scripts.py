@@ -13,6 +13,7 @@ import typer
 from fsshard.cli import options, output
 from fsshard.cli.options import Json, Picture, Quiet
 from fsshard.errors import ConfigurationError
+from fsshard.planning.text import counted
 
 
 def trace(
@@ -53,8 +54,8 @@ def trace(
         raise typer.Exit(code or output.DIFFERENT)
     found = ScriptTrace.load(folder)
     if not quiet:
-        size = len(found.ranks)
-        print(f"{len(found.steps)} steps on {size} rank{'s' * (size > 1)}: {folder}", file=sys.stderr)
+        ranks = counted(len(found.ranks), "rank")
+        print(f"{len(found.steps)} steps on {ranks}: {folder}", file=sys.stderr)
     raise typer.Exit(code)
 
 

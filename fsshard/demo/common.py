@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 def cache_dir(name: str) -> Path:
     """Return ``$XDG_CACHE_HOME/fsshard/name`` or ``~/.cache/fsshard/name``; below ``%LOCALAPPDATA%`` on Windows."""
-    given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # XDG: a relative path is to be ignored
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    base = Path(os.environ.get(variable, ""))
+    if not base.is_absolute():
+        # XDG: a relative path is to be ignored.
+        base = Path.home() / ".cache"
     return base / "fsshard" / name
 
 
@@ -53,8 +56,14 @@ def progress(ctx: fsshard.Context, title: str, total: int) -> Iterator[Callable[
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}")) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+    )
+    with Progress(*columns) as bar:
         task = bar.add_task(title, total=total, loss=float("nan"))
         yield lambda loss: bar.update(task, advance=1, loss=loss)
 
@@ -66,7 +75,9 @@ class Stopwatch:
         import torch
 
         self.seconds = 0.0
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self.events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def __enter__(self) -> Stopwatch:
         if self.events:
@@ -77,6 +88,7 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self.start
         if self.events:
-            self.events[1].record()
-            self.events[1].synchronize()
-            self.seconds = self.events[0].elapsed_time(self.events[1]) / 1000
+            first, last = self.events
+            last.record()
+            last.synchronize()
+            self.seconds = first.elapsed_time(last) / 1000

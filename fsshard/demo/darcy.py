@@ -110,6 +110,7 @@ def solve_darcy(a: npt.ArrayLike) -> Array:
     """
     coefficient = np.asarray(a, dtype=np.float64)
     n = len(coefficient)
+    # What flows out of a cell is what is forced into it.
     operator = _flow_operator(coefficient)
     inverse = _poisson_inverse(n)
     rhs = np.full((n, n), FORCING / n**2)
@@ -125,7 +126,8 @@ def _flow_operator(a: Array) -> Operator:
     right = a[:, 1:]
     across = 2 * left * right / (left + right)
     diagonal = np.zeros_like(a)
-    for edge in (0, -1):  # the boundary is half a cell away from the outermost centres
+    # The boundary is half a cell away from the outermost centres.
+    for edge in (0, -1):
         diagonal[edge] += 2 * a[edge]
         diagonal[:, edge] += 2 * a[:, edge]
     diagonal[:-1] += down
@@ -167,6 +169,7 @@ def _dot(u: Array, v: Array) -> float:
 def _conjugate_gradients(operator: Operator, inverse: Operator, rhs: Array) -> Array:
     solution = np.zeros_like(rhs)
     residual = rhs.copy()
+    # Squares are compared, which takes no root in each step.
     target = RESIDUAL**2 * _dot(rhs, rhs)
     direction = inverse(residual)
     energy = _dot(residual, direction)
@@ -195,7 +198,8 @@ def gaussian_random_field(n: int, rng: np.random.Generator) -> Array:
     that the sign of the field does not see. The constant mode is left out, so each field's own mean is zero.
     """
     modes = np.arange(n)
-    squares = modes[:, None] ** 2 + modes**2
+    rows = modes[:, None]
+    squares = rows**2 + modes**2
     weights = (np.pi**2 * squares + TAU**2) ** (-ALPHA / 2)
     weights[0, 0] = 0.0
     scale = n * TAU ** (ALPHA - 1)
@@ -228,7 +232,8 @@ def _sample(resolution: int, seed: np.random.SeedSequence) -> tuple[Any, Any]:
     high = gaussian_random_field(resolution, generator) > 0
     low_value, high_value = PERMEABILITY
     y = solve_darcy(np.where(high, high_value, low_value))
-    cells = (POINTS * resolution).astype(int)  # the cell that a point lies in is the one nearest to it
+    # The cell that a point lies in is the one nearest to it.
+    cells = (POINTS * resolution).astype(int)
     x = high[np.ix_(cells, cells)]
     return x, _at_points(y).astype(np.float32)
 
@@ -258,7 +263,8 @@ def generate(
 
     seeds = np.random.SeedSequence(seed).spawn(n_samples)
     # Threads, since numpy and scipy let go of the interpreter; more than four would wait for it.
-    pool = ThreadPoolExecutor(min(cores(), _MOST_WORKERS))
+    workers = min(cores(), _MOST_WORKERS)
+    pool = ThreadPoolExecutor(workers)
     try:
         results = pool.map(functools.partial(_sample, resolution), seeds)
         shown = track(
@@ -270,7 +276,8 @@ def generate(
         )
         x, y = zip(*shown, strict=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # without it an interrupt would wait for all the samples
+        # Without cancel_futures an interrupt would wait for all the samples.
+        pool.shutdown(cancel_futures=True)
     return np.stack(x), np.stack(y)
 
 
@@ -307,8 +314,9 @@ def load(
     file = common.cache_dir("darcy") / name
     arrays = _read_cache(file)
     if arrays is None:
+        count = n_test + n_train
         # The tests come first, so that n_train does not move them.
-        x, y = generate(n_test + n_train, resolution, progress=progress)
+        x, y = generate(count, resolution, progress=progress)
         step = _FINE // _COARSE
         arrays = {
             "test_x": x[:n_test],
@@ -325,7 +333,8 @@ def load(
 def _as_pictures(arrays: Arrays) -> DarcyData:
     def images(name: str, step: int = 1) -> torch.Tensor:
         pictures = arrays[name][:, None, ::step, ::step]
-        return torch.from_numpy(pictures.astype(np.float32, order="C"))
+        numbers = pictures.astype(np.float32, order="C")
+        return torch.from_numpy(numbers)
 
     tests = {}
     for side in (_COARSE, _FINE):
@@ -338,7 +347,8 @@ def _write_cache(file: Path, arrays: Arrays) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         common.replace_file(file, functools.partial(save_file, arrays))
-    except OSError as error:  # a cache that cannot be written costs time, not the run
+    except OSError as error:
+        # A cache that cannot be written costs time, not the run.
         log.warning("cannot keep the Darcy data in %s, the next run will solve for them again: %s", file, error)
 
 
@@ -366,14 +376,17 @@ def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
                 raise ValueError(f"tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}")
         except FileNotFoundError as error:
             raise FileNotFoundError(f"no file {file}; expected a data_dir with {', '.join(OFFICIAL)}") from error
-        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and more over a bad file
+        except Exception as error:
+            # torch raises RuntimeError, UnpicklingError, EOFError and more over a bad file.
             expected = f"a dict with tensors x and y of one shape (N, {side}, {side}), N at least {count}"
             problem = f"{type(error).__name__}: {error}"
             raise ConfigurationError(f"{file}: expected {expected}, got {problem}") from error
         return x, y
 
     x, y = read("train", _COARSE, n_train)
-    tests = {side: read("test", side, n_test) for side in (_COARSE, _FINE)}
+    tests = {}
+    for side in (_COARSE, _FINE):
+        tests[side] = read("test", side, n_test)
     return DarcyData(train_x=x, train_y=y, tests=tests)
 
 
@@ -394,7 +407,8 @@ def official_files() -> Path:
         FileNotFoundError: pip cannot fetch the wheel.
     """
     folder = common.cache_dir("darcy-official")
-    if all((folder / name).is_file() for name in OFFICIAL):
+    missing = [name for name in OFFICIAL if not (folder / name).is_file()]
+    if not missing:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as there:

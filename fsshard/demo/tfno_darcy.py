@@ -215,7 +215,8 @@ def _samples(inputs: Tensor, outputs: Tensor) -> Any:
 def job(ctx: fsshard.Context, demo: Demo) -> list[Outcome]:
     """Train under each backend; every rank runs it."""
     if ctx.rank == 0:
-        demo.load()  # so that one process solves and the others find the cache
+        # One process solves, and the others find the cache.
+        demo.load()
     dist.barrier()
     data = demo.load()
     train = train_neuralop if demo.trainer == "neuralop" else train_plain

@@ -38,7 +38,8 @@ class RankInfo:
     def __post_init__(self) -> None:
         self._check_number("", self.rank, self.world_size)
         self._check_number("LOCAL_", self.local_rank, self.local_world_size)
-        if self.local_world_size > self.world_size:  # GPUs would seem too few for the host's ranks
+        # GPUs would seem too few for the host's ranks.
+        if self.local_world_size > self.world_size:
             sizes = f"LOCAL_WORLD_SIZE={self.local_world_size} is more than WORLD_SIZE={self.world_size}"
             raise LaunchError(f"{self.source} environment: {sizes}")
         if self.world_size > 1 and self.port is not None and not 0 < self.port < 2**16:
@@ -55,7 +56,8 @@ class RankInfo:
 def launched_rank() -> RankInfo | None:
     """Return this process's place in the job that a launcher started, or None."""
     if any(os.environ.get(name) != value for name, value in exported.items()):
-        exported.clear()  # somebody has changed it since, so now all of it is theirs
+        # Somebody has changed the environment since, so now all of it is theirs.
+        exported.clear()
     environment = {name: value for name, value in os.environ.items() if name not in exported}
     return torchrun_rank(environment) or slurm_rank(environment)
 
@@ -107,7 +109,8 @@ def torchrun_rank(environment: Mapping[str, str]) -> RankInfo | None:
     rank = integer(environment, "RANK")
     world = integer(environment, "WORLD_SIZE")
     if world == 1 and environment.get("MASTER_PORT") == "0":
-        return None  # inherited from a parent process that made a one-rank group: no launcher
+        # This was inherited from a parent process that made a one-rank group, which is no launcher.
+        return None
     local_world = integer(environment, "LOCAL_WORLD_SIZE", min(world, cuda_devices() or world))
     local_rank = integer(environment, "LOCAL_RANK", rank % max(1, local_world))
     if world <= 1 and "MASTER_ADDR" not in environment:
@@ -140,7 +143,8 @@ def slurm_rank(environment: Mapping[str, str]) -> RankInfo | None:
     address = environment.get("MASTER_ADDR") or _slurm_address(environment)
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
     if nodes == "1" and "MASTER_ADDR" not in environment:
-        address = LOOPBACK  # nobody else has to reach it
+        # No other host has to reach it.
+        address = LOOPBACK
     if "MASTER_PORT" in environment:
         port = integer(environment, "MASTER_PORT")
     else:
@@ -151,7 +155,8 @@ def slurm_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
-    counts: list[int] = []  # one per node, from "4(x2),3"
+    # There is one count per node, from a text such as "4(x2),3".
+    counts: list[int] = []
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeat or 1)
@@ -320,7 +325,8 @@ def running_sizes() -> tuple[int, int] | None:
         return info.world_size, info.local_world_size
     if dist.is_initialized() and dist.get_world_size() > 1:
         return dist.get_world_size(), dist.get_world_size()
-    return None  # a one-rank group, as a notebook has, does not forbid spawning
+    # A one-rank group, as a notebook has, does not forbid spawning.
+    return None
 
 
 def join(info: RankInfo, settings: JoinSettings, store: Store | None = None) -> Context:

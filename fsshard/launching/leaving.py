@@ -50,7 +50,8 @@ def tear_down() -> None:
     time.sleep(0.05)
     if dist.is_initialized():
         keep_all_groups()
-        gc.collect()  # models in reference cycles go before their group does
+        # Models in reference cycles go before their group does.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -91,7 +91,8 @@ class RankPool:
             RankFailed: a rank raised or died: the earliest failure that no other one caused. Its ``__cause__`` is
                 that rank's exception, where it can be pickled; the others are ended.
         """
-        __tracebackhide__ = True  # pytest shows the caller's line, and no source of ours, above the message
+        # pytest shows the caller's line, and no source of ours, above the message.
+        __tracebackhide__ = True
         outcome = self._run(fn, world_size, args, kwargs, timeout, on_message)
         if (error := outcome.error()) is not None:
             raise error
@@ -110,7 +111,8 @@ class RankPool:
 
     def close(self) -> None:
         """End all workers. A later job starts new ones."""
-        self._supervisor.end(self._supervisor.ranks, CLOSE_SECONDS)  # an idle worker leaves when its pipe is closed
+        # An idle worker leaves when its pipe is closed.
+        self._supervisor.end(self._supervisor.ranks, CLOSE_SECONDS)
         self._store = None
         atexit.unregister(self.close)
 
@@ -134,8 +136,10 @@ class RankPool:
             for rank in range(world_size):
                 self._supervisor.send(rank, order)
             self._collect(outcome, on_message)
-        except BaseException:  # Ctrl-C, say: who is still busy with what is unknown now
-            self._supervisor.end(self._supervisor.ranks)  # those that a later job needs are started anew
+        except BaseException:
+            # After Ctrl-C, say, it is unknown who is still busy with what.
+            # Those that a later job needs are started anew.
+            self._supervisor.end(self._supervisor.ranks)
             raise
         return outcome
 
@@ -153,14 +157,16 @@ class RankPool:
 
     def _start(self, count: int) -> None:
         __tracebackhide__ = True
-        self._supervisor.end(self._supervisor.dead())  # between two jobs
+        # Some may have died between two jobs.
+        self._supervisor.end(self._supervisor.dead())
         missing = [rank for rank in range(count) if rank not in self._supervisor.ranks]
         if not missing:
             return
         check_not_importing("a RankPool was used")
         if self._store is None:
             self._store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=dist.default_pg_timeout)
-            atexit.register(self.close)  # runs before multiprocessing joins its children, who would wait forever
+            # It runs before multiprocessing joins its children, who would wait forever.
+            atexit.register(self.close)
         with environment_of(ENVIRONMENT[self.device]):
             for rank in missing:
                 self._supervisor.start(rank, worker_main, (rank, self.device, self._store.port))

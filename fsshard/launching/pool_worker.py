@@ -47,7 +47,9 @@ Job = Callable[..., Any]
 _kept: deque[list[dist.ProcessGroup]] = deque(maxlen=2)
 
 _line: connection.Connection | None = None  # to the parent, while a job runs
-_process, _lock = 0, threading.Lock()  # a job may tell things from several threads
+_process = 0
+# A job may tell things from several threads.
+_lock = threading.Lock()
 
 
 def tell(value: Any) -> None:
@@ -55,7 +57,8 @@ def tell(value: Any) -> None:
 
     Outside a job of a :class:`RankPool` it does nothing, so that a function which tells its progress runs anywhere.
     """
-    if _process == os.getpid():  # not a DataLoader worker that a rank forked
+    # A DataLoader worker that a rank forked has no say.
+    if _process == os.getpid():
         with _lock:
             if _line is not None:
                 say(_line, "told", pickle.dumps(value))
@@ -74,7 +77,8 @@ class Order(NamedTuple):
 
 
 def folder() -> str | None:
-    with suppress(OSError):  # the folder was deleted
+    # The folder may have been deleted.
+    with suppress(OSError):
         return os.getcwd()
     return None
 
@@ -90,13 +94,15 @@ def worker_main(rank: int, device: str, port: int, stack: Path, pipe: connection
     _warm_up()
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
-        faulthandler.enable(file)  # also where a fatal signal ends it
+        # It writes also where a fatal signal ends the process.
+        faulthandler.enable(file)
         say(pipe, "ready")
         while True:
             freeze_imports()
             try:
                 order: Order = pipe.recv()
-            except (EOFError, KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; no traceback from each rank
+            except (EOFError, KeyboardInterrupt):
+                # Ctrl-C reaches the whole foreground, and no rank shall print a traceback of it.
                 return
             # At its end Lightning's Trainer (2.6) puts back the handlers that Python knows of; faulthandler's is none.
             faulthandler.unregister(signal.SIGUSR1)
@@ -120,14 +126,16 @@ def freeze_imports() -> None:
     global _modules
     if len(sys.modules) > _modules:
         _modules = len(sys.modules)
-        gc.collect()  # what the job left must not stay with it
+        # What the job left must not stay with the process.
+        gc.collect()
         gc.freeze()
 
 
 def _warm_up() -> None:
     """Import what every training does, seconds of it, before any job's time runs."""
     with _fresh_torch():
-        import_dynamo()  # by DDP, FSDP and each optimizer
+        # DDP, FSDP and each optimizer import it.
+        import_dynamo()
         importlib.import_module("torch.distributed.fsdp")
 
 
@@ -160,7 +168,8 @@ def _move_to(order: Order) -> None:
         importlib.invalidate_caches()
     if order.folder is not None and folder() != order.folder:
         os.chdir(order.folder)
-    take_over(pickle.loads(order.handed))  # only now: its functions are imported from that path
+    # It comes only now, since its functions are imported from that path.
+    take_over(pickle.loads(order.handed))
 
 
 def _join(rank: int, device: str, store: Store, order: Order) -> None:
@@ -193,7 +202,8 @@ def _loaded(call: bytes) -> tuple[Job, tuple[Any, ...], dict[str, Any]]:
 
 
 def _leave() -> None:
-    with suppress(Exception):  # whoever waits for it has been told
+    # Whoever waits for it has been told.
+    with suppress(Exception):
         finish_before_leaving()
     forget_meshes()
     gc.collect()  # what hold groups are in reference cycles: models, and what DTensor keeps by mesh (torch 2.15)
@@ -230,7 +240,9 @@ def environment_of(values: dict[str, str]) -> Iterator[None]:
 def _fresh_torch() -> Iterator[None]:
     """Global state as a new process has it."""
     random.seed(0)
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)  # the first is slow
+    # torch.manual_seed() is slow, so that without a GPU the default generator alone is seeded.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)

@@ -130,7 +130,8 @@ def launch(
     if dist.is_torchelastic_launched():
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        return record(run)()  # tells torchrun which rank failed first, and why
+        # This tells torchrun which rank failed first, and why.
+        return record(run)()
     return run()
 
 
@@ -170,7 +171,8 @@ def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, .
         finish_before_leaving()
         watchdog.leave("had finished: its function had returned")
     except BaseException as error:
-        with suppress(Exception):  # a save that began before the error may still be completed
+        # A save that began before the error may still be completed.
+        with suppress(Exception):
             finish_before_leaving(is_consequence(error))
         say_leaving(error)
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
@@ -198,7 +200,8 @@ def _rank_main(
 ) -> None:
     """Body of a spawned process: run, then tell the parent how it ended."""
     die_with_parent()
-    faulthandler.enable(stack.open("w"))  # it stays open, for a fatal signal
+    # The file stays open, for a fatal signal.
+    faulthandler.enable(stack.open("w"))
     code = 0
     try:
         take_over(handed_on)

@@ -350,7 +350,8 @@ class Supervisor:
         arguments = (*args, self._stack(rank), there)
         process = spawn.Process(target=target, args=arguments, name=f"{RANK}{rank}", daemon=False)
         try:
-            process.start()  # pickles everything before it starts anything
+            # This pickles everything before it starts anything.
+            process.start()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             here.close()
             raise LaunchError(
@@ -419,7 +420,8 @@ class Supervisor:
     def _message(self, rank: int) -> tuple[str, Any]:
         process, pipe = self._ranks[rank]
         try:
-            if pipe.poll():  # a dead rank's forked children may hold the pipe open: reading could wait forever
+            # A dead rank's forked children may hold the pipe open, so that reading could wait forever.
+            if pipe.poll():
                 kind, data = pickle.loads(pipe.recv_bytes())
                 try:
                     return kind, pickle.loads(data)
@@ -428,7 +430,8 @@ class Supervisor:
                     return "raised", Failure.of(rank, unread)
         except (EOFError, OSError):
             process.join(EXIT_SECONDS)
-            if process.exitcode is None:  # closed its pipe and stayed
+            # It closed its pipe and stayed.
+            if process.exitcode is None:
                 process.kill()
                 process.join()
         if process.exitcode == UNGUARDED:
@@ -515,7 +518,8 @@ def check_not_importing(call: str) -> None:
 
 def check_importable(fn: Any) -> None:
     """Raise unless a spawned process can import ``fn`` by its name."""
-    __tracebackhide__ = True  # pytest shows the caller's line above the message
+    # pytest shows the caller's line above the message.
+    __tracebackhide__ = True
     if not callable(fn):
         raise LaunchError(f"expected a module-level function, got {fn!r}")
     while isinstance(fn, functools.partial):

@@ -57,7 +57,8 @@ def observe(job: Job, detail: str, draw: int = 0) -> Observation:
     run = Training(job)
     trace = RankTrace()
     sketched = detail in ("digests", "tensors")
-    generator = torch.Generator().manual_seed(1000 * draw + dist.get_rank())
+    seed = 1000 * draw + dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
 
     def keep(
         step: int,
@@ -73,7 +74,8 @@ def observe(job: Job, detail: str, draw: int = 0) -> Observation:
     initial = run.weights()
     names = list(initial)
     trace.initial = keep(INITIAL, "weight", initial)
-    del initial  # the whole model
+    # It is the whole model, whose memory the training needs.
+    del initial
     for number in range(job.steps):
         if detail == REFERENCE or (detail == "tensors" and not run.joins):
             bounds = _rounding(run, number)
@@ -130,7 +132,8 @@ def _measured(run: Training, step: int) -> Rounding:
 
 def check_samples_apart(job: Job) -> None:
     """Raise NotComparable if training on the same samples in other batches gives something else. On one process."""
-    _measured(Training(job), 0)
+    run = Training(job)
+    _measured(run, 0)
 
 
 # ------------------------------------------------------------------------------------------ beside the reference
@@ -155,9 +158,7 @@ class _RunComparison(StepComparison):
         several = run.job.world_size > 1 or run.mesh is not None
         # The reference is one process on the joined batch.
         self.joined = several and len(reference) == 1
-        self.process = run.rank
-        if self.joined:
-            self.process = 0
+        self.process = 0 if self.joined else run.rank
         self.regrouped = run.joins or self.joined
         # One process has added up the gradients of the ranks' batches as the ranks do.
         in_order = reference[0].rounding[0].aligned and (run.job.world_size <= 2 or adds_in_tree(run.engine))
@@ -167,6 +168,7 @@ class _RunComparison(StepComparison):
         # The reference's own process once more: nothing can add in another order.
         self.again = self.joined and alone
         request = getattr(run.engine.optimizer, "request", None)
+        # Only fsshard's optimizers know what they were asked for.
         self.sees = bool(getattr(request, "see", None))
         # The optimizer sees matrices, so that a step within rounding cannot be judged.
         self.unrepeated = False
@@ -222,10 +224,10 @@ class _RunComparison(StepComparison):
     def _verdict(self, *quantities: str) -> str:
         """Return the worst verdict so far on some quantities, or on all."""
         differences = self.result.differences
-        verdicts: list[str] = []
+        verdicts = set()
         for quantity in quantities or differences:
-            items = differences.get(quantity, {})
-            verdicts += [item.verdict for item in items.values()]
+            for item in differences.get(quantity, {}).values():
+                verdicts.add(item.verdict)
         return worst_of(verdicts)
 
     def recorded(self, quantity: str) -> NamedTensors:
@@ -234,7 +236,8 @@ class _RunComparison(StepComparison):
         return self._read(self.number, quantity)
 
     def batches(self) -> Differences:
-        yield from ()  # they are the reference's: checked before they were trained on
+        # They are the reference's, which was checked before they were trained on.
+        yield from ()
 
     def _check_batches(self, number: int, step: Step) -> None:
         """Raise if the samples are not the reference's."""
@@ -309,7 +312,8 @@ class _RunComparison(StepComparison):
         if replayed is None:
             return item
         again = difference(replayed, got, rank=self.rank)
-        if again.verdict == "exact":  # one process makes exactly these bits of this run's gradients
+        # One process makes exactly these bits of this run's gradients, so the optimizer's step is right.
+        if again.verdict == "exact":
             return replace(item, verdict="bound", bound=item.max_abs)
         note = f"{again.ulps:.3g} ulp from what the optimizer makes of this run's gradients on one process"
         return replace(item, verdict="different", note=note)
@@ -435,8 +439,9 @@ def _note_causes(
     """Note at the loss and each gradient that differ which usual mistake explains it, if one does. Collective."""
     sizes = {}
     for dim in mesh.mesh_dim_names or ():
-        if mesh[dim].size() > 1:
-            sizes[dim] = mesh[dim].size()
+        size = mesh[dim].size()
+        if size > 1:
+            sizes[dim] = size
     losses = step.differences["loss"]
     loss = losses[""]
     if loss.verdict == "different":
@@ -459,12 +464,13 @@ def _note_causes(
     for different, _ in names_of_ranks:
         asked |= dict.fromkeys(different)
     for name in asked:
-        if all(name in comparable for _, comparable in names_of_ranks):
-            reference = real_view(expected[name]).double()
-            gradient = real_view(gradients[name]).double()
-            note = _cause(mesh, sizes, reference, gradient, bounds.get(name, 0.0))
-            if note and items[name].verdict == "different":
-                items[name] = replace(items[name], note=note)
+        if not all(name in comparable for _, comparable in names_of_ranks):
+            continue
+        reference = real_view(expected[name]).double()
+        gradient = real_view(gradients[name]).double()
+        note = _cause(mesh, sizes, reference, gradient, bounds.get(name, 0.0))
+        if note and items[name].verdict == "different":
+            items[name] = replace(items[name], note=note)
 
 
 def _cause_of_loss(sizes: Mapping[str, int], step: RankStep, bound: float) -> str:
@@ -497,6 +503,7 @@ def _cause(
         dist.all_reduce(total, group=mesh[dim].get_group())
         where = f"mesh[{dim!r}]"
         times = f"the number of ranks of {dim!r}"
+        # Equal gradients add up to their multiple, which tells nothing of parts or of a mean.
         if not torch.equal(total, gradient * ranks):
             if near(total, bound * ranks):
                 parts = f"the parts that the {ranks} ranks of {dim!r} have"

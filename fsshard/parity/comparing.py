@@ -247,7 +247,9 @@ def compare_traces(
 def needs_bounds(steps: Sequence[StepReport]) -> bool:
     """Return whether something that kernels round differs before anything differs that they do not round."""
     first = first_divergence(steps, [])
-    return first is not None and first.quantity in ROUNDED
+    if first is None:
+        return False
+    return first.quantity in ROUNDED
 
 
 def first_output(before: Trace, now: Trace) -> str:
@@ -328,7 +330,9 @@ class TraceComparison(StepComparison):
         # Random numbers have other last digits under other kernels; anything more is another batch.
         worst = Difference()
         if before.keys() == now.keys():
-            items = [self._apart(one, now[name], [], rank) for name, one in before.items()]
+            items = []
+            for name, one in before.items():
+                items.append(self._apart(one, now[name], [], rank))
             worst = max(items, key=lambda item: (SEVERITY[item.verdict], item.max_abs), default=worst)
         if worst.verdict == "bound":
             return replace(worst, note="the batch differs in its last digits")
@@ -344,7 +348,8 @@ class TraceComparison(StepComparison):
             yield "clipping", self.number_difference("clipped_norm", expected, got)
 
     def mean_loss(self) -> float:
-        return mean_loss(self._now.ranks, self.number)
+        ranks = self._now.ranks
+        return mean_loss(ranks, self.number)
 
     def number_bound(self, quantity: str, got: float) -> float:
         if self._exactly:
@@ -374,9 +379,7 @@ class TraceComparison(StepComparison):
             sketches = [step.sketches[quantity] for step in self._drawn()]
             draws = [named[name] for named in sketches if name in named]
         estimate = self._apart(expected, got, draws, self.rank)
-        if estimate.verdict == "exact":
-            return estimate
-        if len(self._files) < 2:
+        if estimate.verdict == "exact" or len(self._files) < 2:
             return estimate
         # With the element that differs most, where both sides' tensors are kept.
         one, other = (self._read(file, *place, self.rank).get(name) for file in self._files)
@@ -385,7 +388,8 @@ class TraceComparison(StepComparison):
         if one.shape != other.shape or one.dtype != other.dtype:
             return estimate
         exact = difference(one, other, rank=self.rank)
-        if exact.verdict == "exact":  # NaN of another kind, or zeros of another sign
+        # The digests differ by NaN of another kind, or by zeros of another sign.
+        if exact.verdict == "exact":
             return estimate
         return replace(exact, verdict=estimate.verdict, bound=estimate.bound, apart=estimate.apart)
 
@@ -399,7 +403,8 @@ class TraceComparison(StepComparison):
         """Compare by digest, then by projections."""
         if expected.digest == got.digest:
             return Difference(rank=rank)
-        if not (expected.dtype and got.dtype):  # of a copy that is not its holder's a script's rank keeps no more
+        # Of a copy that is not its holder's, a script's rank keeps its digest alone.
+        if not (expected.dtype and got.dtype):
             return unequal(rank, "the bits are others, and nothing else of this rank's copy is recorded")
         kind = f"{got.dtype}{list(got.shape)}"
         recorded_kind = f"{expected.dtype}{list(expected.shape)}"
@@ -496,10 +501,11 @@ def _worst_rank(steps: Sequence[RankStep], quantity: str, name: str) -> Differen
 
 def cell_of(steps: list[StepReport], parameters: list[str]) -> Cell:
     """Return the cell of a run, whose place in the report is still to be filled in."""
-    verdicts: list[str] = []
+    verdicts = set()
     for step in steps:
         for differences in step.differences.values():
-            verdicts += [item.verdict for item in differences.values()]
+            for item in differences.values():
+                verdicts.add(item.verdict)
     cell = Cell(backend="", world_size=0, steps=steps, verdict=worst_of(verdicts))
     if cell.verdict != "exact":
         cell.first_divergence = first_divergence(steps, parameters, cell.verdict)

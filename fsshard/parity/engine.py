@@ -206,7 +206,8 @@ class WrappedEngine(Engine):
         precision = self.model.plan.precision
         halves = torch.float16 in (precision.param, precision.reduce_dtype)
         self.scaler = GradScaler(self.model, init_scale=LOSS_SCALE, enabled=halves)
-        self._scaled = False  # there are gradients that are multiplied by the scale
+        # Whether there are gradients that are multiplied by the scale.
+        self._scaled = False
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         return self.model.autocast()
@@ -257,7 +258,8 @@ class WrappedEngine(Engine):
         entry = backend.entries.get(name)
         if entry is None or not owned(backend, entry):
             return 0, 0
-        if entry.divided_over:  # ranges are those of this rank's part
+        # Its ranges are those of this rank's part, which is no range of the whole.
+        if entry.divided_over:
             return 0, 2**62
         if entry.in_order:
             return entry.here

@@ -191,7 +191,8 @@ class Shadow:
         modules = {public_name(name): module for name, module in self.module.named_modules()}
         for name, value in self._buffers:
             path, _, own = name.rpartition(".")
-            if path in modules:  # else of a module that is made in a forward still to come
+            # A module may be missing that is made in a forward still to come.
+            if path in modules:
                 # by assignment: a forward may have replaced a buffer by one of another shape
                 modules[path]._buffers[own] = value.clone()
         self.module.zero_grad(set_to_none=True)

@@ -478,7 +478,8 @@ def _draw_gaps(
     Equal curves lie on top of each other, as losses do. ``everywhere`` has the differences of all columns.
     """
     decades = [math.floor(math.log10(value)) for value in everywhere if 0 < value < math.inf]
-    if not decades:  # all are nan or infinite
+    # All of them are NaN or infinite, and the axis needs some range.
+    if not decades:
         decades = [-8]
     lowest = min(decades)
     top = max(decades) + 1

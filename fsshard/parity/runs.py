@@ -248,8 +248,10 @@ def _checked(
     for spec, name in zip(backends, names, strict=True):
         backend = backend_of(spec)
         if backend:
-            backend_class(backend, 2)  # raises for a name that is none
-        elif name in backend_names():  # the report would show the one as the other
+            # It raises for a name that is no backend's.
+            backend_class(backend, 2)
+        elif name in backend_names():
+            # The report would show the one as the other.
             raise ConfigurationError(f"engine {spec.__name__} is named {name!r}, like a backend; give it another name")
     if reference not in backend_names() or not backend_class(reference).facts.is_reference:
         raise ConfigurationError(
@@ -391,7 +393,8 @@ def _cell(runner: _Runner, compared: Compared, job: Job) -> Cell:
             runner.total += 1
             cell.reproducible = _is_reproducible(compared, job, cell)
     except RecipeError:
-        raise  # whatever the engine
+        # The recipe is at fault, whatever the engine.
+        raise
     except refusals as error:
         cell = _refused(error)
     except RankFailed as error:
@@ -444,7 +447,8 @@ def _compare_with_reference(
     same = [spec in (reference.engine, {"backend": reference.engine}) for spec in backends]
     runner.total = 2 * len(sizes) + same.count(False) * len(places)
     cells: dict[tuple[int, int], Cell] = {}
-    for size in sizes:  # the numbers of one reference are on disk at a time
+    # Only the numbers of one reference are on disk at a time.
+    for size in sizes:
         with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
             job = replace(reference, world_size=size, folder=folder)
             judge = _run_reference(runner, job, report)
@@ -471,7 +475,8 @@ def _run_reference(runner: _Runner, job: Job, report: ParityReport) -> _Referenc
         if job.engine is not Bare:
             raise
         return _refused(error)
-    except RankFailed as error:  # results at other numbers of ranks are kept
+    except RankFailed as error:
+        # Results at other numbers of ranks are kept.
         name = f", {Bare.name}" if job.engine is Bare else f" {job.engine!r}"
         return _failed(error, f"the reference{name}: ")
     _add_new(report.warnings, _caveats(job, reference.ranks))
@@ -632,7 +637,8 @@ class _Record:
         if one_process not in self._draws:
             self.runner.total += 1
             if not one_process:
-                job = replace(job, engine="ddp")  # under any engine rounding grows alike
+                # Under any engine rounding grows alike.
+                job = replace(job, engine="ddp")
             ranks = self.runner.run(observe_perturbed, job, ORDERS, text="rounded otherwise")
             self._draws[one_process] = [list(draw) for draw in zip(*ranks, strict=True)]
         return self._draws[one_process]

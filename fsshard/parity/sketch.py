@@ -65,7 +65,8 @@ class _Feeder:
 
     def feed(self, value: Any) -> None:
         if id(value) in self._above:
-            return  # an object that holds itself
+            # This object holds itself, and is being looked into already.
+            return
         self._above.append(id(value))
         if isinstance(value, Tensor):
             self._text(f"{value.dtype}{tuple(value.shape)}")
@@ -155,7 +156,8 @@ def sketch(tensor: Tensor) -> Sketch:
     wide_numbers = torch.empty(most, dtype=torch.float64)
     plain_numbers = torch.empty(most, dtype=flat.dtype)
     for first in range(0, chunks, AT_ONCE):
-        part = flat[first * CHUNK : (first + AT_ONCE) * CHUNK]
+        start = first * CHUNK
+        part = flat[start : start + AT_ONCE * CHUNK]
         count = len(part)
         wide = wide_numbers[:count].copy_(part)
         if _has_arithmetic(part):
@@ -192,7 +194,8 @@ def sketch(tensor: Tensor) -> Sketch:
 def sketch_digest(tensor: Tensor) -> str:
     """Return the digest of a tensor's sketch, without the rest of it."""
     flat = _dense_numbers(tensor)
-    hasher = _hash_of(*_kind(tensor), flat)
+    dtype, shape = _kind(tensor)
+    hasher = _hash_of(dtype, shape, flat)
     for part in flat.split(CHUNK):
         if _has_arithmetic(part):
             # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal.
@@ -223,7 +226,8 @@ def _hash_of(dtype: str, shape: tuple[int, ...], flat: Tensor) -> Any:
 
 
 def _has_arithmetic(part: Tensor) -> bool:
-    return part.is_floating_point() and part.element_size() > 1  # torch has none of float8
+    # torch has no arithmetic of float8.
+    return part.is_floating_point() and part.element_size() > 1
 
 
 def _plain_nan(part: Tensor) -> Tensor:
@@ -245,8 +249,8 @@ def _signs(start: int, count: int) -> Tensor:
 
 def splitmix64(state: Tensor) -> Tensor:
     """Scramble int64 numbers by the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ shifted(state, shift)) * signed(factor)
+    state = (state ^ shifted(state, 30)) * signed(0xBF58476D1CE4E5B9)
+    state = (state ^ shifted(state, 27)) * signed(0x94D049BB133111EB)
     return state ^ shifted(state, 31)
 
 
@@ -274,5 +278,6 @@ def distance(one: Sketch, other: Sketch) -> float:
 
     An unbiased estimate (Alon, Matias and Szegedy, J. Comput. Syst. Sci. 58, 1999).
     """
-    squares = sum(value * value for value in apart(one, other))
-    return math.sqrt(squares / PROJECTIONS)
+    squares = [gap * gap for gap in apart(one, other)]
+    mean = sum(squares) / PROJECTIONS
+    return math.sqrt(mean)

@@ -250,9 +250,12 @@ def _as_json(trace: Trace) -> dict[str, Any]:
 
 def _without_replicas(value: Any, first: Any) -> Any:
     """Return ``value`` with None for what is equal to rank 0's: replicas are written once."""
-    if isinstance(value, dict):
-        return {name: _without_replicas(item, first.get(name, {})) for name, item in value.items()}
-    return None if value == first else value
+    if not isinstance(value, dict):
+        return None if value == first else value
+    own = {}
+    for name, item in value.items():
+        own[name] = _without_replicas(item, first.get(name, {}))
+    return own
 
 
 def sketch_as_list(one: Sketch) -> list[Any]:
@@ -361,7 +364,8 @@ def read_tensors(
     is_merged = path.is_file()
     tensors: NamedTensors = {}
     texts: dict[str, str] = {}
-    for holder in sorted({0, rank}):  # this rank's own part comes last, and wins
+    # This rank's own part comes last, and wins.
+    for holder in sorted({0, rank}):
         part = _part(step, quantity, holder)
         prefix = f"{part}/" if is_merged else ""
         with safe_open(path if is_merged else path / f"{part}.safetensors", framework="pt") as file:
@@ -375,7 +379,8 @@ def read_tensors(
                     value = torch.view_as_complex(value)
                 tensors[name] = value
             texts = file.metadata() or {}
-    if not texts:  # a merged file has none
+    # A merged file has no texts: its tensors are all that is known.
+    if not texts:
         return tensors
     orders = json.loads(texts["orders"])
     return {name: laid(tensors[name], orders[name]) for name in json.loads(texts["names"])}
@@ -455,7 +460,8 @@ def commit_of(recipe: Recipe) -> str:
     build: Any = getattr(recipe.build, "func", recipe.build)
     try:
         folder = Path(inspect.getfile(build)).resolve().parent
-    except (TypeError, OSError):  # a class of C, a function of an interactive session
+    except (TypeError, OSError):
+        # It is a class of C, or a function of an interactive session.
         return ""
     return commit_in(folder)
 

@@ -67,7 +67,8 @@ def whole_state(root: nn.Module, optimizer: Any, prefix: str = "") -> States:
 
 def _states(root: nn.Module, optimizer: Any, prefix: str) -> States:
     """Yield an optimizer's state by parameter; of one parameter it may come in several pieces."""
-    if hasattr(optimizer, "iterate_state"):  # fsshard's
+    # fsshard's own optimizers know their model, and gather for themselves.
+    if hasattr(optimizer, "iterate_state"):
         if optimizer.model is root:
             yield from optimizer.iterate_state()
         return

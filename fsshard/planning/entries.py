@@ -99,7 +99,8 @@ class Entry:
 
     def local(self) -> Tensor:
         """Return this rank's part of the stored parameter as a plain tensor, without a copy; between steps only."""
-        part: Tensor | None = getattr(self.parameter, LOCAL_TENSOR, None)  # of a DTensor, without a dispatch
+        # This is a DTensor's local tensor, without a dispatch.
+        part: Tensor | None = getattr(self.parameter, LOCAL_TENSOR, None)
         if part is None:
             return self.parameter.detach()
         return part

@@ -205,7 +205,8 @@ def plan_table(
             picked.setdefault(module, reason)
     ties = _ties(slots)
     leaks = _leaking(table.places, ties)
-    never = never_called(table.modules.values())  # units among them would be read while sharded
+    # Units among these would be read while they are sharded.
+    never = never_called(table.modules.values())
     handed = _handed_to_autograd(table, names) if units == "auto" else {}
     kept, dropped = _keep(picked, names, leaks, never, handed, mixed=mixed)
     dtypes = {real_dtype(slot.parameter.dtype) for slot in slots}
@@ -213,7 +214,8 @@ def plan_table(
         kept = _split_dtypes(table.root, kept, leaks)
     blocks, before = _recomputed(table, recomputed, kept, never)
     infos = _parameter_infos(slots, _names_of_units(kept, names))
-    wide = {*complex_names}  # parameters that stay in float32
+    # These parameters keep their unit in float32.
+    wide = {*complex_names}
     if mixed:
         wide.update(slot.name for slot in slots if isinstance(slot.owner, BatchNorm))
     fp32_units = {names[id(module)] for module in owners}
@@ -277,7 +279,8 @@ def _outermost(
     before: dict[str, str] = {}
     blocks: set[str] = set()
     seen: set[nn.Module] = set()
-    for name, module in places:  # one name for torch's wrapper and for what it wraps
+    # torch's wrapper and what it wraps have one name.
+    for name, module in places:
         if module in seen:
             continue
         if blocks and not blocks.isdisjoint([name, *_above(name)]):
@@ -317,9 +320,12 @@ def recomputed_by(module: nn.Module) -> str:
         return "FairScale's checkpoint_wrapper, before wrap"
     if CHECKPOINTED in module._modules:
         return "torch's checkpoint_wrapper, before wrap"
-    kinds = {cls.__name__ for cls in type(module).__mro__}  # transformers, told without importing it
-    if "GradientCheckpointingLayer" in kinds and getattr(module, "gradient_checkpointing", False):
-        return "the model's own gradient checkpointing"
+    if not getattr(module, "gradient_checkpointing", False):
+        return ""
+    # transformers' class is told by its name, without importing it.
+    for cls in type(module).__mro__:
+        if cls.__name__ == "GradientCheckpointingLayer":
+            return "the model's own gradient checkpointing"
     return ""
 
 
@@ -505,7 +511,8 @@ def _parameter_infos(
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        stored: Tensor = getattr(parameter, LOCAL_TENSOR, parameter)  # of a DTensor what a rank holds of it
+        # Of a DTensor this is what a rank holds of it.
+        stored: Tensor = getattr(parameter, LOCAL_TENSOR, parameter)
         order = slot.kind.order
         if slot.kind == Kind.PLAIN:
             order = order or order_in_memory(stored)

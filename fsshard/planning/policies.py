@@ -186,7 +186,8 @@ def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Mo
         return _by_size(table, policy)
     if isinstance(policy, type):
         return _by_class(table, {policy})
-    if is_policy(policy):  # torch's ModuleWrapPolicy and CustomPolicy
+    # These are torch's ModuleWrapPolicy and CustomPolicy.
+    if is_policy(policy):
         return _torch_policy(table, policy)
     if isinstance(policy, Collection):
         return _by_class(table, policy)
@@ -223,9 +224,11 @@ def never_called(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 def _auto(table: ModuleTable, complex_owners: Collection[nn.Module]) -> Reasons:
     names: set[str] = set()
-    for module in table.modules.values():  # a model may be a Hugging Face one, or hold some
+    # A model may be a Hugging Face one, or hold some.
+    for module in table.modules.values():
         classes = getattr(module, "_no_split_modules", None)
-        if isinstance(classes, str):  # one name: a mistake that works
+        # One name in place of a list is a mistake that works with transformers.
+        if isinstance(classes, str):
             names.add(classes)
         elif isinstance(classes, Collection):
             names.update(classes)
@@ -274,7 +277,8 @@ def _by_callable(table: ModuleTable, policy: Callable[..., bool]) -> Reasons:
     classes = None
     if isinstance(policy, functools.partial):
         classes = policy.keywords.get("transformer_layer_cls")
-    if name == "transformer_auto_wrap_policy":  # torch's picks nothing if the model has none of the classes
+    # torch's policy picks nothing if the model has none of the classes.
+    if name == "transformer_auto_wrap_policy":
         _check_present(table, classes or ())
     if "recurse" in _argument_names(policy):
         picked = _torch_recursion(table.root, policy, containers=classes is not None)
@@ -320,7 +324,8 @@ def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers
 
 def _by_size(table: ModuleTable, minimum: int) -> Reasons:
     """Pick modules of which ``minimum`` bytes are left besides their own units."""
-    never = never_called(table.modules.values())  # a unit among them would be read while sharded
+    # A unit among these would be read while it is sharded.
+    never = never_called(table.modules.values())
 
     def nbytes(module: nn.Module) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
@@ -359,7 +364,8 @@ def _bottom_up(
 
 
 def _torch_policy(table: ModuleTable, policy: Any) -> Reasons:
-    _check_present(table, classes_of_policy(policy))  # ModuleWrapPolicy's; it picks nothing then
+    # A ModuleWrapPolicy picks nothing if the model has none of its classes.
+    _check_present(table, classes_of_policy(policy))
     targets: dict[nn.Module, dict[str, Any]] = run_policy(policy, table.root)
     if any(targets.values()):
         raise ConfigurationError(

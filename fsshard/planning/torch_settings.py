@@ -44,17 +44,17 @@ def takes_torchs_words(wrap: Wrap) -> Wrap:
 
 def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
     """Return ``settings`` with torch's words replaced by those of :func:`fsshard.wrap`."""
-    found: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     for name, value in settings.items():
-        ours, meant = _meaning(name, value)
+        ours, meaning = _meaning(name, value)
         if ours is None:
             continue
-        if ours in found and found[ours] != meant:
+        if ours in translated and translated[ours] != meaning:
             raise ConfigurationError(
-                f"{name}={value!r} is {ours}={meant!r}, and {ours}={found[ours]!r} is given; drop one"
+                f"{name}={value!r} is {ours}={meaning!r}, and {ours}={translated[ours]!r} is given; drop one"
             )
-        found[ours] = meant
-    return found
+        translated[ours] = meaning
+    return translated
 
 
 def asks_for_hybrid(strategy: object) -> bool:
@@ -64,14 +64,15 @@ def asks_for_hybrid(strategy: object) -> bool:
 
 def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
     """Return our word and the value; no word for what is done anyway."""
+    # None means something as a policy: the root is the only unit.
+    if name == "fsdp_auto_wrap_policy":
+        return RENAMED[name], value
     if name in RENAMED:
-        return (None, None) if value is None and name != "fsdp_auto_wrap_policy" else (RENAMED[name], value)
+        return _unless_none(RENAMED[name], value)
     if name in ("device_id", "device_ids", "output_device"):
-        device = _device(name, value)
-        return (None, None) if device is None else ("device", device)
+        return _unless_none("device", _device(name, value))
     if name == "process_group":
-        mesh = _mesh(value)
-        return (None, None) if mesh is None else ("device_mesh", mesh)
+        return _unless_none("device_mesh", _mesh(value))
     if name == "offload_policy":
         return "cpu_offload", _offloads(value)
     if name in IGNORED:
@@ -89,6 +90,10 @@ def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
     return name, value
 
 
+def _unless_none(name: str, value: Any) -> tuple[str | None, Any]:
+    return (None, None) if value is None else (name, value)
+
+
 _ONLY: dict[str, tuple[Any, str]] = {
     "use_orig_params": (True, "parameters keep their names and shapes under every backend; leave it out"),
     "shard_placement_fn": (None, "where a parameter is cut is decided for every backend alike; leave it out"),
@@ -104,7 +109,9 @@ def _device(name: str, value: Any) -> torch.device | None:
         value = value[0] if value else None
     if value is None:
         return None
-    return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    if isinstance(value, int):
+        return torch.device("cuda", value)
+    return torch.device(value)
 
 
 def _mesh(group: Any) -> Any:
@@ -119,7 +126,8 @@ def _mesh(group: Any) -> Any:
     return _mesh_of(group)
 
 
-@functools.lru_cache(maxsize=2)  # it keeps the group alive
+# The cache keeps the group alive.
+@functools.lru_cache(maxsize=2)
 def _mesh_of(group: dist.ProcessGroup) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -138,30 +146,36 @@ def _offloads(policy: Any) -> bool:
 
 def device_for(now: torch.device, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
     """Return the device that a model which is on ``now`` is to be on, where the user asks for ``device``."""
-    chosen = torch.device(device) if device is not None else now
-    if chosen.type in ("meta", "cpu"):
-        chosen = torch.device("cpu")  # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError
-    on_gpus = takes_only_cuda(group)
-    if device is None and on_gpus and chosen.type == "cpu":
-        chosen = torch.device("cuda")  # where init() has put this rank
-    if on_gpus and chosen.type == "cpu":
-        raise ConfigurationError("device='cpu' in a job over nccl, which moves CUDA tensors only; leave device out")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
+    target = now if device is None else torch.device(device)
+    if target.type in ("meta", "cpu"):
+        # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError.
+        target = torch.device("cpu")
+    if target.type == "cpu" and takes_only_cuda(group):
+        if device is not None:
+            raise ConfigurationError("device='cpu' in a job over nccl, which moves CUDA tensors only; leave device out")
+        # init() has put this rank on a GPU.
+        target = torch.device("cuda")
+    if target.type != "cuda":
+        return target
+    if not torch.cuda.is_available():
         raise ConfigurationError(
             f"device={str(device)!r}: expected a device of this machine, and torch finds no CUDA device here; leave "
             "device out, or pass device='cpu'"
         )
-    if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    # DDP and FSDP1 want the index.
+    if target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    return target
 
 
 def strategy_name(strategy: object) -> str | None:
     """Return the name of torch's ``ShardingStrategy``, or of one that is given by name."""
     name = getattr(strategy, "name", strategy)
-    name = name.upper() if isinstance(name, str) else name  # transformers and accelerate write "full_shard"
-    if name is None or (isinstance(name, str) and name in STRATEGIES):
-        return name
+    if name is None:
+        return None
+    # transformers and accelerate write "full_shard".
+    if isinstance(name, str) and name.upper() in STRATEGIES:
+        return name.upper()
     raise ConfigurationError(
         f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name: {', '.join(STRATEGIES)}"
     )
@@ -169,7 +183,9 @@ def strategy_name(strategy: object) -> str | None:
 
 def asks_for_offload(cpu_offload: object) -> bool:
     """Return whether ``cpu_offload``, a bool or torch's ``CPUOffload``, asks for it."""
-    wanted = getattr(cpu_offload, "offload_params", cpu_offload is not None and cpu_offload)  # torch's CPUOffload
-    if not isinstance(wanted, bool):
+    if cpu_offload is None:
+        return False
+    asks = getattr(cpu_offload, "offload_params", cpu_offload)  # torch's CPUOffload
+    if not isinstance(asks, bool):
         raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected a bool or torch's CPUOffload")
-    return wanted
+    return asks

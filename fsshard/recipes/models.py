@@ -125,7 +125,8 @@ def tfno_model(factorization: str) -> nn.Module:
 def uno_model() -> nn.Module:
     from neuralop.models import UNO
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its skips
+    # It prints its skips.
+    with contextlib.redirect_stdout(io.StringIO()):
         model: nn.Module = UNO(
             in_channels=1,
             out_channels=1,
@@ -145,7 +146,8 @@ def uno_model() -> nn.Module:
 def sfno_model() -> nn.Module:
     from neuralop.models import SFNO
 
-    model: nn.Module = SFNO(n_modes=(4, 8), **{**SMALL, "use_channel_mlp": True})  # without, it learns little
+    # Without it the model learns little.
+    model: nn.Module = SFNO(n_modes=(4, 8), **{**SMALL, "use_channel_mlp": True})
     return model
 
 

@@ -53,7 +53,8 @@ class Split:
     adds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.adds, str) or not all(isinstance(name, str) for name in self.adds):
+        names = [name for name in self.adds if isinstance(name, str)]
+        if isinstance(self.adds, str) or len(names) < len(self.adds):
             raise RecipeError(f'Split.adds must name dimensions, for example ("cp",), got {self.adds!r}')
 
 
@@ -203,7 +204,8 @@ def resolve(source: RecipeLike) -> Recipe:
     if isinstance(source, str):
         value = _imported(source)
         name = source
-    if callable(value) and not _like_recipe(value) and not isinstance(value, Recipe):
+    is_recipe = isinstance(value, Recipe) or _like_recipe(value)
+    if callable(value) and not is_recipe:
         function_name = _function_name(value)
         needed = _needed(value)
         if needed:
@@ -212,7 +214,10 @@ def resolve(source: RecipeLike) -> Recipe:
             name = function_name
         value = value()
     if isinstance(value, Recipe):
-        return value if value.name else replace(value, name=name)
+        # An unnamed one is called by what it was asked for.
+        if value.name:
+            return value
+        return replace(value, name=name)
     if not _like_recipe(value):
         raise RecipeError(
             f"{name!r} is not a recipe: expected build(), batches(rank, world_size, number) and loss(model, batch), "
@@ -271,7 +276,8 @@ def _imported(spec: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
+            # The module is there, and something that it imports is not.
+            raise
         raise RecipeError(f"{spec!r}: there is no module {error.name!r} (looked in {folder} too)") from error
     value: Any = module
     for part in attribute.split("."):
@@ -313,7 +319,8 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that have no default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):
+        # It is a builtin without a signature.
         return []
     names = []
     for parameter in parameters:
@@ -333,7 +340,8 @@ def seed_all(number: int) -> None:
     """Seed every global generator that a training may draw from."""
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.manual_seed(number)  # every CUDA device's too
+    # This seeds every CUDA device, too.
+    torch.manual_seed(number)
 
 
 # ---------------------------------------------------------------------------------------------------------- meshes
@@ -380,7 +388,8 @@ def check_mesh(mesh: object) -> dict[str, int]:
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """Write it as on the command line: ``data=2,tp=2``."""
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
+    parts = [f"{name}={size}" for name, size in sizes.items()]
+    return ",".join(parts)
 
 
 def data_ranks(sizes: Mapping[str, int]) -> int:

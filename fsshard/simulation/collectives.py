@@ -46,7 +46,8 @@ KINDS: dict[str, tuple[str, int]] = {
     "alltoall": ("all_to_all", 1),
     "broadcast": ("broadcast", 0),
     "reducescatter": ("reduce_scatter", 1),
-    "reduce": ("reduce", 0),  # after reducescatter, which begins with it
+    # It comes after reducescatter, which begins with it.
+    "reduce": ("reduce", 0),
     "gather": ("gather", 1),
     "scatter": ("scatter", 1),
     "send": ("send", 0),
@@ -61,20 +62,35 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
     plain = name.replace("_", "")
     if library not in ("c10d", "_c10d_functional") or plain in SILENT:
         return None
-    kind, place = next((found for start, found in KINDS.items() if plain.startswith(start)), (name.strip("_"), None))
-    if place is None:  # an unknown one counts with all that it was given
-        payload: Any = args
-    elif library == "c10d":
-        payload = args[place]
-    else:  # functional ones have their payload in front, and return what an all_gather gives
-        payload = result if kind == "all_gather" else args[0]
-    tensors = [leaf for leaf in tree_leaves(payload) if isinstance(leaf, Tensor)]
-    travelling = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    kind = name.strip("_")
+    # An unknown collective counts with all that it was given.
+    payload: Any = args
+    for beginning, (known_kind, place) in KINDS.items():
+        if plain.startswith(beginning):
+            kind = known_kind
+            # Functional ones have their payload in front, and return what an all_gather gives.
+            payload = args[place if library == "c10d" else 0]
+            if library != "c10d" and kind == "all_gather":
+                payload = result
+            break
+    nbytes = 0
+    calls = 1
+    for tensor in _tensors(payload):
+        nbytes += tensor.numel() * tensor.element_size()
+        calls = max(calls, getattr(tensor, CALLS, 1))
     if plain == "alltoallbase":
         nbytes += _kept(args)
-    calls = max((getattr(tensor, CALLS, 1) for tensor in tensors), default=1)
-    return Collective(kind, nbytes, _ranks(args), travelling, calls)
+    return Collective(
+        kind=kind,
+        nbytes=nbytes,
+        ranks=_ranks(args),
+        tensors=_tensors((args, result)),
+        calls=calls,
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _kept(args: tuple[Any, ...]) -> int:
@@ -92,11 +108,13 @@ def _ranks(args: tuple[Any, ...]) -> int:
     """Return the size of the group among the arguments: an object, or for functional collectives its name."""
     for argument in reversed(args):
         if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # it is an operation to reduce by
+            # It may be an operation to reduce by.
+            with suppress(RuntimeError):
                 return int(dist.ProcessGroup.unbox(argument).size())
-        named = group_named(argument) if isinstance(argument, str) else None
-        if named is not None:  # else another string: the operation to reduce by
-            return int(named.size())
+        group = group_named(argument) if isinstance(argument, str) else None
+        # Another string is the operation to reduce by.
+        if group is not None:
+            return int(group.size())
     return 1
 
 
@@ -105,13 +123,15 @@ def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     by_kind: dict[str, list[Collective]] = {}
     for collective in collectives:
         by_kind.setdefault(collective.kind, []).append(collective)
-    summed = (
-        Traffic(
+    summed = []
+    for kind, calls in by_kind.items():
+        nbytes_sent = [sent(kind, call.nbytes, call.ranks) for call in calls]
+        traffic = Traffic(
             kind=kind,
             count=sum(call.calls for call in calls),
             nbytes=sum(call.nbytes for call in calls),
-            sent=round(sum(sent(kind, call.nbytes, call.ranks) for call in calls)),
+            sent=round(sum(nbytes_sent)),
         )
-        for kind, calls in by_kind.items()
-    )
-    return tuple(sorted(summed, key=lambda traffic: (-traffic.nbytes, traffic.kind)))
+        summed.append(traffic)
+    summed.sort(key=lambda traffic: (-traffic.nbytes, traffic.kind))
+    return tuple(summed)

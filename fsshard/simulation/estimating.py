@@ -112,26 +112,41 @@ def estimate(
     """
     source = recipe_source(subject, batch, loss, real)
     constants = machine_of(machine, device)
-    given = {"precision": mixed_precision, "activation_checkpointing": activation_checkpointing}
-    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not ...}
+    changes: dict[str, Any] = {}
+    if mixed_precision is not ...:
+        changes["precision"] = mixed_precision
+    if activation_checkpointing is not ...:
+        changes["activation_checkpointing"] = activation_checkpointing
     changes.update(optimizer_settings(optimizer))
     if accumulation is not None:
         changes["accumulate"] = accumulation
     if auto_wrap_policy is not ...:
         settings["auto_wrap_policy"] = auto_wrap_policy
-    more: dict[str, Any] = {"device": device, "cpu_offload": cpu_offload, "real": real, "settings": settings}
-    more["average"] = average
+    fields: dict[str, Any] = {
+        "source": source,
+        "changes": changes,
+        "device": device,
+        "cpu_offload": cpu_offload,
+        "real": real,
+        "settings": settings,
+        "average": average,
+    }
     if mesh is not None:
-        more["whole_mesh"] = sizes = whole_mesh(mesh, source, world_size, device_mesh)
-        world_size, device_mesh = math.prod(sizes.values()), data_shape(sizes)
-    names = list(backend) if isinstance(backend, (list, tuple)) else [backend]
-    ranks = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
-    if not names or not ranks:
+        sizes = whole_mesh(mesh, source, world_size, device_mesh)
+        fields["whole_mesh"] = sizes
+        world_size = math.prod(sizes.values())
+        device_mesh = data_shape(sizes)
+    backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
+    world_sizes = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
+    if not backends or not world_sizes:
         raise ConfigurationError(f"backend={backend!r}, world_size={world_size!r}: expected one of each, or several")
-    sizes_of_jobs = ranks * len(names)
-    jobs = [job_of(name, size, device_mesh, source=source, changes=changes, **more) for name in names for size in ranks]
-    measured = simulate_all(jobs, progress)
-    estimates = [estimate_of(*each, constants) for each in zip(sizes_of_jobs, jobs, measured, strict=True)]
+    jobs = []
+    for name in backends:
+        jobs += [job_of(name, size, device_mesh, **fields) for size in world_sizes]
+    estimates = []
+    sizes_of_jobs = world_sizes * len(backends)
+    for size, job, measured in zip(sizes_of_jobs, jobs, simulate_all(jobs, progress), strict=True):
+        estimates.append(estimate_of(size, job, measured, constants))
     several = isinstance(backend, (list, tuple)) or isinstance(world_size, (list, tuple))
     return estimates if several else estimates[0]
 
@@ -184,11 +199,19 @@ def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:
 
 def default_loss(model: Any, batch: Any) -> Tensor:
     """Return the output's own loss, as transformers' models give it with labels, or the mean square of it."""
-    output = model(**batch) if isinstance(batch, Mapping) else model(*(batch if isinstance(batch, tuple) else [batch]))
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    parts = [(each.abs() if each.is_complex() else each).square().mean() for each in grad_tensors(output)]
+    parts = []
+    for tensor in grad_tensors(output):
+        real = tensor.abs() if tensor.is_complex() else tensor
+        parts.append(real.square().mean())
     if not parts:
         raise ConfigurationError("the model's output takes no gradient; pass loss=, (model, batch) -> scalar")
     return functools.reduce(torch.add, parts)
@@ -198,11 +221,14 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     """Return what ``optimizer=`` changes in a recipe."""
     if optimizer is None:
         return {}
-    kind, hyper = optimizer, dict[str, Any]()
+    kind = optimizer
+    hyper: dict[str, Any] = {}
     if isinstance(optimizer, Optimizer):
-        kind, hyper = type(optimizer), constructor_arguments(optimizer)
+        kind = type(optimizer)
+        hyper = constructor_arguments(optimizer)
     elif isinstance(optimizer, functools.partial) and not optimizer.args:
-        kind, hyper = optimizer.func, dict(optimizer.keywords)
+        kind = optimizer.func
+        hyper = dict(optimizer.keywords)
     if isinstance(kind, type) and issubclass(kind, Optimizer):
         check_steps_alone(kind)
         return {"optimizer": kind, "hyper": hyper}
@@ -226,9 +252,10 @@ class PlannedModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for name, parameter in list(self.named_parameters(recurse=False)):
-            shown = getattr(self, name)
-            if parameter.requires_grad and shown.numel():
-                x = _use(x, shown)
+            # An engine may show another tensor by that name than the parameter that it trains.
+            tensor = getattr(self, name)
+            if parameter.requires_grad and tensor.numel():
+                x = _use(x, tensor)
         for child in self.children():
             x = child(x)
         return x
@@ -256,21 +283,23 @@ _use: Any = _Use.apply
 
 
 def _built(plan: Plan) -> nn.Module:
-    root, units = PlannedModule(), set(plan.unit_names)
+    modules: dict[str, nn.Module] = {"": PlannedModule()}
+    units = set(plan.unit_names)
 
-    def module_at(name: str) -> PlannedModule:
-        above, _, own = name.rpartition(".")
-        parent = module_at(above) if name else root
-        if name and own not in parent._modules:
-            parent.add_module(own, PlannedUnit() if name in units else PlannedModule())
-        return parent._modules[own] if name else root  # type: ignore[return-value]
+    def module_at(path: str) -> nn.Module:
+        if path not in modules:
+            above, _, own = path.rpartition(".")
+            modules[path] = PlannedUnit() if path in units else PlannedModule()
+            module_at(above).add_module(own, modules[path])
+        return modules[path]
 
     for unit in plan.units:
         module_at(unit.name)
     for name, info in plan.parameters.items():
-        value = nn.Parameter(torch.empty(info.shape, dtype=info.dtype), info.requires_grad)
-        module_at(name.rpartition(".")[0]).register_parameter(name.rpartition(".")[2], value)
-    return root
+        path, _, own = name.rpartition(".")
+        value = torch.empty(info.shape, dtype=info.dtype)
+        module_at(path).register_parameter(own, nn.Parameter(value, info.requires_grad))
+    return modules[""]
 
 
 def _sum(model: Any, batch: Tensor) -> Tensor:
@@ -287,10 +316,10 @@ def job_of(backend: Any, world_size: Any, device_mesh: Any, **more: Any) -> Job:
         if not isinstance(more.get(name, False), bool):
             raise ConfigurationError(f"{name}={more[name]!r}: expected True or False")
     mesh = mesh_shape(device_mesh, world_size)
-    chosen = backend_class(backend, math.prod(mesh))
-    if more["cpu_offload"] and chosen.facts.divides != "elements":
-        raise no_offload(chosen.name)
-    return Job(backend=chosen.name, mesh=mesh, **more)
+    cls = backend_class(backend, math.prod(mesh))
+    if more["cpu_offload"] and cls.facts.divides != "elements":
+        raise no_offload(cls.name)
+    return Job(backend=cls.name, mesh=mesh, **more)
 
 
 def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
@@ -331,16 +360,23 @@ def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dic
 def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of the ranks of data in a mesh: (ranks,), or (replicas, shards)."""
     data = {role_of(name): size for name, size in sizes.items() if role_of(name) != "model"}
-    return (data["replicas"], data["shards"]) if list(data) == ["replicas", "shards"] else (math.prod(data.values()),)
+    if list(data) == ["replicas", "shards"]:
+        return tuple(data.values())
+    return (math.prod(data.values()),)
 
 
 def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine) -> Estimate:
     """Return what was measured in a simulation, with its bounds, and its time by the machine's constants."""
-    backend, recipe, usage = backend_class(job.backend, job.world_size), job.recipe(), measured.usage
-    shards = -(-measured.plan.nbytes // job.mesh[-1]) * recipe.accumulate if job.cpu_offload else 0
-    work = replace(usage.work, shards=shards)
-    kept = recipe.settings.get("reshard_after_forward") is False
+    backend = backend_class(job.backend, job.world_size)
+    recipe = job.recipe()
+    plan = measured.plan
+    usage = measured.usage
+    work = usage.work
+    if job.cpu_offload:
+        shard = -(-plan.nbytes // job.mesh[-1])
+        work = replace(work, shards=shard * recipe.accumulate)
     strategy = recipe.settings.get("sharding_strategy")
+    keeps_gathered = str(getattr(strategy, "name", strategy)).upper() in KEEP_GATHERED
     circumstances = Circumstances(
         shards=job.mesh[-1],
         replicas=job.mesh[0] if len(job.mesh) == 2 else 1,
@@ -348,11 +384,12 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         activations=usage.saved,
         micro_batches=recipe.accumulate,
         reduces=1 if recipe.no_sync else recipe.accumulate,
-        stays_gathered=kept or str(getattr(strategy, "name", strategy)).upper() in KEEP_GATHERED,
+        stays_gathered=keeps_gathered or recipe.settings.get("reshard_after_forward") is False,
         offloaded=job.cpu_offload,
         partly=bool(recipe.settings.get("find_unused_parameters")),
         comm_groups=measured.comm_groups,
     )
+    bounds = _as_sent(bounds_of(plan, backend.facts.divides, circumstances), usage.traffic)
     late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
     return Estimate(
         name=recipe.name,
@@ -362,8 +399,8 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         device=job.device,
         rank=measured.rank,
         optimizer=measured.optimizer,
-        parameters=measured.plan.nbytes,
-        units=len(measured.plan.units),
+        parameters=plan.nbytes,
+        units=len(plan.units),
         peak=usage.peak,
         interval=(usage.peak, usage.peak + late),
         by_kind=usage.by_kind,
@@ -374,7 +411,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         work=work,
         machine=machine.name,
         terms=machine.terms(work, usage.traffic),
-        bounds=_as_sent(bounds_of(measured.plan, backend.facts.divides, circumstances), usage.traffic),
+        bounds=bounds,
         notes=tuple(_notes(job, recipe, late, work)),
     )
 
@@ -385,13 +422,15 @@ STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "reduce"
 
 def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
     """Name the bounds of payloads by the kinds of collectives that are used."""
-    payloads = {one.kind: one.nbytes for one in traffic}
-    # Of a divided model also the layers use collectives: those of the engine are the ones that are large enough.
-    chosen = {
-        kind: next((c for c in (kind, STAND_INS.get(kind, kind)) if c in payloads and payloads[c] >= bound), kind)
-        for kind, bound in bounds.payloads.items()
-    }
-    return replace(bounds, payloads={chosen[kind]: bound for kind, bound in bounds.payloads.items()})
+    sent = {one.kind: one.nbytes for one in traffic}
+    payloads = {}
+    for kind, bound in bounds.payloads.items():
+        stand_in = STAND_INS.get(kind, kind)
+        # Of a divided model also the layers use collectives: those of the engine are the ones that are large enough.
+        if sent.get(kind, -1) < bound and sent.get(stand_in, -1) >= bound:
+            kind = stand_in
+        payloads[kind] = bound
+    return replace(bounds, payloads=payloads)
 
 
 THREADS = 2
@@ -409,8 +448,8 @@ def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:
         if backend_class(job.backend, job.world_size).facts.divides == "owners" and job.world_size > 1:
             notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
     if job.whole_mesh is not None:
-        named = ", ".join(f"{name} {size}" for name, size in job.whole_mesh.items())
-        notes.append(f"mesh of {named}; bounds count what is sent along data alone")
+        dims = ", ".join(f"{name} {size}" for name, size in job.whole_mesh.items())
+        notes.append(f"mesh of {dims}; bounds count what is sent along data alone")
     if work.uncounted:
         notes.append(f"flops of {', '.join(work.uncounted)} are missing: there is no formula; the step takes longer")
     if job.cpu_offload:
@@ -420,7 +459,7 @@ def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:
         notes.append(
             "cpu_offload: the optimizer's step on the host, which takes longer there, is timed as on the device"
         )
-    if isinstance(recipe.precision, str) and recipe.precision == "fp16":
+    if recipe.precision == "fp16":
         notes.append("the loss scale of float16 is left out: a few numbers")
     if job.real:
         notes.append("on real tensors, as one rank: the numbers that other ranks would send are made up")

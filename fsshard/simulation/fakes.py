@@ -59,7 +59,8 @@ def fake_ranks(rank: int, world_size: int, backend: str = "fake") -> Iterator[No
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    object_list[:] = [obj] * len(object_list)  # the fake group would unpickle memory that nobody has written
+    # The fake group would unpickle memory that nobody has written.
+    object_list[:] = [obj] * len(object_list)
 
 
 class GlooBuffers(TorchDispatchMode):
@@ -160,7 +161,8 @@ class Fakes(FakeTensorMode):
             # torch 2.13 gives a view that it remembers its memory by set_(), which grows what FSDP2 has let go of; to
             # ask for the autograd node of a parameter (get_gradient_edge) is to make a view.
             freed.resize_(0)
-        if func is RNN_LAYER:  # what it keeps for its backward has no size in torch's fake operator (2.13)
+        # What it keeps for its backward has no size in torch's fake operator (2.13).
+        if func is RNN_LAYER:
             *outputs, workspace = result
             return (*outputs, self._rnn_workspace(args, workspace))
         return result

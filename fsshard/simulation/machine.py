@@ -51,8 +51,10 @@ class Machine:
     def __post_init__(self) -> None:
         if not isinstance(self.flops, Mapping) or "float32" not in self.flops:
             raise ConfigurationError(f"Machine(flops={self.flops!r}): expected a dict in which 'float32' is")
-        named = {name: getattr(self, name) for name in _NUMBERS} | {f"flops[{k!r}]": v for k, v in self.flops.items()}
-        for name, number in named.items():
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        for dtype, speed in self.flops.items():
+            numbers[f"flops[{dtype!r}]"] = speed
+        for name, number in numbers.items():
             if not isinstance(number, (int, float)) or not number > 0:
                 raise ConfigurationError(f"Machine({name}={number!r}): expected a number above zero")
 
@@ -71,27 +73,49 @@ class Machine:
             work: what a rank computes.
             traffic: the collectives that it takes part in, by kind.
         """
-        plain, traffic = self.flops["float32"], list(traffic)
-        detours = OVER_GLOO if self.device == "cpu" else {}
-        sent = sum(one.sent * detours.get(one.kind, 1) for one in traffic)
-        found = {
-            "flops": sum(count / self.flops.get(dtype, plain) for dtype, count in work.flops.items()),
+        sent = 0
+        calls = 0
+        for one in traffic:
+            times = OVER_GLOO.get(one.kind, 1) if self.device == "cpu" else 1
+            sent += times * one.sent
+            calls += one.count
+        products = [count / self.flops.get(dtype, self.flops["float32"]) for dtype, count in work.flops.items()]
+        seconds = {
+            "flops": sum(products),
             "written": work.written / self.written,
             "operators": work.operators * self.operator,
             "sent": sent / self.sent,
-            "collectives": sum(one.count for one in traffic) * self.collective,
+            "collectives": calls * self.collective,
         }
         if work.offloaded or work.shards:
-            found["offloaded"] = 2 * (work.offloaded + work.shards) / self.host
-        return found
+            # Copies go there and come back.
+            seconds["offloaded"] = 2 * (work.offloaded + work.shards) / self.host
+        return seconds
 
 
-def _gpu(name: str, flops: Mapping[str, float], memory: float, link: float, host: float, source: str) -> Machine:
+def _gpu(
+    name: str,
+    flops: Mapping[str, float],
+    memory: float,
+    link: float,
+    host: float,
+    source: str,
+) -> Machine:
     """Return a GPU by its data sheet: peak flops of dense products, bytes of memory and of NVLink one way, a second."""
-    # Two tensors are read for one that is written. A collective over NVLink: 8.4 us, and 3.4 us of a hop (NCCL,
-    # src/graph/tuning.cc, ring, protocol Simple). An operator: 10 us of the host in eager mode, assumed.
-    more = {"written": memory / 3, "operator": 10e-6, "sent": link, "collective": 11.8e-6, "host": host}
-    return Machine(name=name, device="cuda", flops=flops, **more, source=f"{source}; NCCL's tuning.cc; 10 us assumed")
+    return Machine(
+        name=name,
+        device="cuda",
+        flops=flops,
+        # Two tensors are read for one that is written.
+        written=memory / 3,
+        # 10 us of the host in eager mode, assumed.
+        operator=10e-6,
+        sent=link,
+        # Over NVLink: 8.4 us, and 3.4 us of a hop (NCCL, src/graph/tuning.cc, ring, protocol Simple).
+        collective=11.8e-6,
+        host=host,
+        source=f"{source}; NCCL's tuning.cc; 10 us assumed",
+    )
 
 
 def _tensor_cores(plain: float, double: float, half: float) -> dict[str, float]:
@@ -152,19 +176,21 @@ def machine_of(machine: Any, device: str) -> Machine:
     if machine is None:
         return MACHINES[USUAL[device]]
     if isinstance(machine, Machine):
-        found = [machine]
-    elif isinstance(machine, (str, Path)):
-        found = [MACHINES[str(machine)]] if str(machine) in MACHINES else read_machines(Path(machine))
-    else:
+        machines = [machine]
+    elif not isinstance(machine, (str, Path)):
         raise ConfigurationError(f"machine={machine!r}: expected a name, a file or a Machine; {_ADVICE}")
-    fitting = [one for one in found if one.device == device]
-    if not fitting:
-        devices = " and ".join(one.device for one in found)
-        raise ConfigurationError(
-            f"machine={str(machine)!r} is for {devices}, not for device={device!r}; pass "
-            f"device={found[0].device!r}, or another machine: {_ADVICE}"
-        )
-    return fitting[0]
+    elif str(machine) in MACHINES:
+        machines = [MACHINES[str(machine)]]
+    else:
+        machines = read_machines(Path(machine))
+    for one in machines:
+        if one.device == device:
+            return one
+    devices = " and ".join(one.device for one in machines)
+    raise ConfigurationError(
+        f"machine={str(machine)!r} is for {devices}, not for device={device!r}; pass "
+        f"device={machines[0].device!r}, or another machine: {_ADVICE}"
+    )
 
 
 _ADVICE = f"known are {', '.join(MACHINES)}; `fsshard doctor --measure machine.json` writes a file of this machine"
@@ -178,12 +204,12 @@ def to_json(machines: Iterable[Machine]) -> str:
 def read_machines(path: Path) -> list[Machine]:
     """Return the machines in a file, one for each device; raise ConfigurationError if it is none of ours."""
     try:
-        given = json.loads(path.read_text("utf-8"))["machines"]
-        found = [Machine(**one) for one in given]
-        if not found:
+        content = json.loads(path.read_text("utf-8"))
+        machines = [Machine(**one) for one in content["machines"]]
+        if not machines:
             raise ValueError("it holds no machine")
     except OSError as error:
         raise ConfigurationError(f"machine={str(path)!r}: {error.strerror or error}; {_ADVICE}") from None
     except (ConfigurationError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(f"machine={str(path)!r} is not a file of constants: {error}; {_ADVICE}") from None
-    return found
+    return machines

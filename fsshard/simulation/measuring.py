@@ -66,7 +66,8 @@ def measured_machine(device: str) -> Machine:
         nbytes / leave,
     ]
     mean = torch.tensor(constants, dtype=torch.float64, device=device)
-    dist.all_reduce(mean)  # one file for all ranks
+    # There is one file for all ranks.
+    dist.all_reduce(mean)
     *flops, write_speed, operator, bandwidth, latency, host_speed = (mean / ranks).tolist()
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     return Machine(

@@ -65,22 +65,25 @@ class MemoryTracker:
             raise ConfigurationError(f"MemoryTracker got {models!r}; hand over one model, or several")
         self._folder: Path | None = None
         if isinstance(writer, (str, os.PathLike)):
-            self._folder, writer = Path(writer), None
+            self._folder = Path(writer)
+            writer = None
             summary_writer()
+        devices = {}
         for model in models:
             # Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing under a tracker.
-            ours = isinstance(model, ShardedModule) and model.backend.settings.compilation is not None
-            if ours or any(map(is_compiled, model.modules())):
+            if _is_compiled(model):
                 raise ConfigurationError(
                     "MemoryTracker cannot see what a compiled model allocates; track it without compile=, or on CUDA "
                     "use torch.cuda.max_memory_allocated"
                 )
-        devices = {_device_of(model).type: _device_of(model) for model in models}
+            device = _device_of(model)
+            devices[device.type] = device
         if len(devices) > 1:
             raise ConfigurationError(
                 f"MemoryTracker got models on {' and '.join(devices)}; track those of one kind of device together"
             )
-        self.models, self.writer = models, writer
+        self.models = models
+        self.writer = writer
         (self.device,) = devices.values()
         self.highest: MemoryReport | None = None
         self.unfinished: MemoryReport | None = None
@@ -94,10 +97,12 @@ class MemoryTracker:
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
         for model in self.models:
             module = model.module if isinstance(model, ShardedModule) else model
-            tracker.watch(module, f"{type(module).__name__}." if len(self.models) > 1 else "")
+            prefix = f"{type(module).__name__}." if len(self.models) > 1 else ""
+            tracker.watch(module, prefix)
         for kind, tensor in self._held():
             tracker.mark(tensor, kind)
-        self._entered_at, self.unfinished = self.next_step, None
+        self._entered_at = self.next_step
+        self.unfinished = None
         if self._folder is not None:
             rank = 0 if self._group is None else self._group.rank()
             self.writer = summary_writer()(str(self._folder / f"rank{rank}"))
@@ -145,14 +150,21 @@ class MemoryTracker:
 
     def _seen(self, what: str) -> MemoryReport:
         usage = self._with_gradients().usage()
-        more = {"highest": usage.highest, "phases": usage.phases, "moment": str(usage.moment)}
-        return self._report(what, usage.by_kind, **more)
+        return self._report(
+            what,
+            usage.by_kind,
+            highest=usage.highest,
+            phases=usage.phases,
+            moment=str(usage.moment),
+        )
 
     def _with_gradients(self) -> Tracker:
         """Return the tracker, with all gradients known as such."""
         # Until the optimizer's step one is known by the collective that reduced it, and not all are reduced so.
         tracker = self._entered()
-        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
+        for kind, tensor in self._held():
+            if kind == "gradients":
+                tracker.mark(tensor, kind)
         return tracker
 
     def report(self, *, all_ranks: bool = False) -> MemoryReport:
@@ -168,7 +180,9 @@ class MemoryTracker:
         return replace(self.highest, what="the highest peak of a step on each rank", ranks=ranks)
 
     def __str__(self) -> str:
-        return str(self.highest) if self.highest is not None else "MemoryTracker: no step has ended yet"
+        if self.highest is None:
+            return "MemoryTracker: no step has ended yet"
+        return str(self.highest)
 
     def _entered(self) -> Tracker:
         if self._tracker is None:
@@ -180,8 +194,10 @@ class MemoryTracker:
         for model in self.models:
             if isinstance(model, ShardedModule):
                 yield from held_tensors(model.backend, live_optimizers(model))
-            else:
-                yield from (("gradients", p.grad) for p in model.parameters() if p.grad is not None)
+                continue
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    yield "gradients", parameter.grad
 
     def _reset(self) -> None:
         self._entered().reset()
@@ -196,15 +212,22 @@ class MemoryTracker:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _report(self, what: str, by_kind: Mapping[str, int], **more: Any) -> MemoryReport:
-        group, (allocated, most) = self._group, cuda_bytes(self.device)
-        rank = 0 if group is None else group.rank()
-        mine = RankMemory(rank=rank, by_kind=by_kind, allocated=allocated, max_allocated=most, **more)
+        group = self._group
+        allocated, most = cuda_bytes(self.device)
+        memory = RankMemory(
+            rank=0 if group is None else group.rank(),
+            by_kind=by_kind,
+            allocated=allocated,
+            max_allocated=most,
+            **more,
+        )
+        backends = [model.backend.name for model in self.models if isinstance(model, ShardedModule)]
         return MemoryReport(
             what=what,
-            backend=" and ".join(dict.fromkeys(m.backend.name for m in self.models if isinstance(m, ShardedModule))),
+            backend=" and ".join(dict.fromkeys(backends)),
             device=str(self.device),
             world_size=1 if group is None else group.size(),
-            ranks=(mine,),
+            ranks=(memory,),
         )
 
 
@@ -220,5 +243,12 @@ def summary_writer() -> Any:
 def _device_of(model: nn.Module) -> torch.device:
     if isinstance(model, ShardedModule):
         return model.backend.settings.device
-    tensors = (tensor for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    if isinstance(model, ShardedModule) and model.backend.settings.compilation is not None:
+        return True
+    return any(map(is_compiled, model.modules()))

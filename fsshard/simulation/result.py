@@ -99,8 +99,9 @@ class Estimate:
         if least != most:
             peak += f" to {size(most)}"
         parameters = f"parameters {size(self.parameters)} in {counted(self.units, 'unit')}"
+        job = f"backend {self.backend!r} on {ranks}, for {self.device}"
         lines = [
-            f"{self.name}, backend {self.backend!r} on {ranks}, for {self.device}: rank {self.rank} needs {peak}",
+            f"{self.name}, {job}: rank {self.rank} needs {peak}",
             f"at {self.moment}; {self.optimizer}, {parameters}",
             "",
         ]
@@ -137,7 +138,8 @@ class Estimate:
 
     @property
     def _calls(self) -> int:
-        return sum(traffic.count for traffic in self.collectives)
+        counts = [traffic.count for traffic in self.collectives]
+        return sum(counts)
 
     def _time_rows(self) -> list[list[str]]:
         work = self.work
@@ -231,12 +233,15 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     sizes = sorted({estimate.world_size for estimate in estimates})
     at = estimates[0].world_size if at is None else at
     shown = [estimate for estimate in estimates if estimate.world_size == at]
-    unit, scale = unit_of(max(estimate.peak for estimate in shown))  # the same above and below
+    largest = max(estimate.peak for estimate in shown)
+    # The unit is the same above and below.
+    unit, scale = unit_of(largest)
     rows = 2 if len(sizes) > 1 else 1
     width = max(7.0, 1.2 + 3.4 * len(shown))
     height = 1.0 + 4.2 * rows
     figure = Figure(figsize=(width, height), layout="constrained")
-    bars, *below = figure.subplots(rows, squeeze=False)[:, 0]
+    grid = figure.subplots(rows, squeeze=False)
+    bars, *below = grid[:, 0]
     _draw_bars(bars, shown, scale)
     bars.set_title(counted(at, "rank"), fontsize=11)
     for axes in below:
@@ -262,7 +267,14 @@ def _draw_bars(axes: Axes, estimates: Sequence[Estimate], scale: int) -> None:
     bottom = [0.0] * len(names)
     for number, kind in enumerate(KINDS):
         heights = [estimate.by_kind[kind] / scale for estimate in estimates]
-        axes.bar(names, heights, bottom=bottom, color=f"C{number}", label=kind, width=0.62)
+        axes.bar(
+            names,
+            heights,
+            bottom=bottom,
+            color=f"C{number}",
+            label=kind,
+            width=0.62,
+        )
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     bounds = [estimate.bounds.peak / scale for estimate in estimates]
     places = np.arange(len(names))

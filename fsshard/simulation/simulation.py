@@ -203,7 +203,8 @@ def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, 
         recipe = replace(recipe, loss=split.loss)
     data: Any = split.settings.get("device_mesh")
     if getattr(data, "ndim", 1) == 2:
-        flattened(data)  # wrap() asks for it, and would find it made
+        # wrap() asks for the flattened mesh, and finds it made.
+        flattened(data)
     return recipe, module, dict(split.settings)
 
 
@@ -248,7 +249,8 @@ def _mesh(job: Job) -> Any:
     names = ("replicate", "shard")[-len(job.mesh) :]
     mesh: Any = init_device_mesh("cpu", job.mesh, mesh_dim_names=names)
     if len(names) == 2:
-        flattened(mesh)  # see above
+        # What is flattened is made outside of the fake mode, too.
+        flattened(mesh)
     return mesh
 
 
@@ -259,7 +261,8 @@ def _heaviest_rank(trained: Trained, rank: int) -> int:
     optimizer = trained.optimizer.inner
     trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad]
     owners = whole_owners(optimizer)
-    if isinstance(optimizer, PartitionedOptimizer):  # whole parameters
+    # Ranks own whole parameters.
+    if isinstance(optimizer, PartitionedOptimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owner = optimizer.owner_of(parameter)
@@ -271,7 +274,8 @@ def _heaviest_rank(trained: Trained, rank: int) -> int:
                 owner = owners.owner[entry.name]
                 nbytes[owner] += entry.stored_shape.numel() * entry.parameter.dtype.itemsize
     elif backend.facts.divides == "elements" and len(trainable) < len(backend.entries):
-        ranks = range(divided_among(backend))  # a frozen layer can fill the whole shard of a rank of FSDP1
+        # A frozen layer can fill the whole shard of a rank of FSDP1.
+        ranks = range(divided_among(backend))
         for entry in trainable:
             first = bisect_left(ranks, True, key=lambda rank: entry.part(rank)[1] > 0)
             for owner in ranks[first:]:
@@ -325,7 +329,8 @@ def _make_state(trained: Trained, tracker: Tracker) -> None:
         parameter.grad = None
     _mark_state(trained.optimizer.state, tracker)
     trained.update_average(tracker)
-    controller_of(trained.model).buffers.differ = True  # so that the forward sends them
+    # The forward sends the buffers then.
+    controller_of(trained.model).buffers.differ = True
 
 
 def _run_steps(

@@ -221,7 +221,8 @@ class Tracker(TorchDispatchMode):
         )
 
     def _in_host_memory(self, life: _Life, kind: str) -> bool:
-        if kind == "gradients":  # those that wait for the optimizer
+        # In host memory are those that wait for the optimizer.
+        if kind == "gradients":
             return any(map(life.alive_after, self._steps))
         if kind == "temporaries":
             return life.moment.phase == "step"
@@ -263,11 +264,13 @@ class Tracker(TorchDispatchMode):
         self._hooks.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:  # two of three calls for fake tensors, and nothing that is counted
+        # These are two of three calls for fake tensors, and nothing that is counted.
+        if func is DEVICE:
             fake = getattr(args[0], "fake_device", None)
             return func(*args) if fake is None else fake
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
-            return NotImplemented  # its own operators on local tensors come here afterwards
+            # Its own operators on local tensors come here afterwards.
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._operation = schema_of(func).name
@@ -297,7 +300,8 @@ class Tracker(TorchDispatchMode):
 
     def _take(self, tensor: Tensor) -> _Life | None:
         """Return what is known of the storage of ``tensor``; made known if it is new."""
-        device = getattr(tensor, "fake_device", None)  # what .device is, without a dispatch
+        # This is what .device is, without a dispatch.
+        device = getattr(tensor, "fake_device", None)
         if device is None:
             device = tensor.device
         if device.type == "meta" or self.device not in (None, device.type):
@@ -357,7 +361,8 @@ class Tracker(TorchDispatchMode):
         life = self._alive.get(key)
         if life is None:
             return
-        life.kind = life.kind or "gathered units"  # nothing else is shrunk and grown
+        # Nothing but gathered units is shrunk and grown.
+        life.kind = life.kind or "gathered units"
         self._operation = "resize"
         self._change(key, storage.nbytes())
 
@@ -403,7 +408,8 @@ class Tracker(TorchDispatchMode):
         outermost = not self._modules.stack
         self._modules.push(module)
         if _in_backward():
-            if self._phase == "backward" and outermost:  # recomputing
+            # A block is recomputed.
+            if self._phase == "backward" and outermost:
                 self._begin_forward()
         elif self._forward is None:
             self._begin_forward()
@@ -422,7 +428,8 @@ class Tracker(TorchDispatchMode):
         """
         unknown = "gathered units" if module in self._modules.names else "parameters"
         for stored, parameter in stored_in(module).items():
-            shown = module.__dict__.get(stored, parameter)  # FSDP1 shows views of its flat parameter there
+            # FSDP1 shows views of its flat parameter in the module's dict.
+            shown = module.__dict__.get(stored, parameter)
             if not isinstance(shown, Tensor) or hasattr(shown, LOCAL_TENSOR):
                 continue
             life = self._take(shown)
@@ -430,7 +437,8 @@ class Tracker(TorchDispatchMode):
                 life.kind = unknown
             if shown.requires_grad and torch.is_grad_enabled() and shown not in self._hooks:
                 hook = functools.partial(_arrived, weakref.ref(self))
-                self._hooks[shown] = cast(Any, Tensor).register_hook(shown, hook)  # FSDP1's shards refuse it
+                # FSDP1's shards refuse their own register_hook().
+                self._hooks[shown] = cast(Any, Tensor).register_hook(shown, hook)
 
     def _follow_cast(self, source: Tensor, result: Tensor) -> None:
         """Mark a gradient that is cast, either way: engines add them up in a wider dtype, or send a narrower one."""
@@ -459,7 +467,8 @@ def _tensors(value: object) -> Iterator[Tensor]:
         if not isinstance(leaf, Tensor):
             continue
         local: Tensor = getattr(leaf, LOCAL_TENSOR, leaf)
-        yield getattr(local, "elem", local)  # AsyncCollectiveTensor
+        # An AsyncCollectiveTensor has its memory in "elem".
+        yield getattr(local, "elem", local)
 
 
 class _ModuleNames:
@@ -473,7 +482,8 @@ class _ModuleNames:
         self._last = ""
 
     def learn(self, model: nn.Module, prefix: str) -> None:
-        for name, module in reversed([*_tree(model)]):  # of a tied one the first name
+        # A tied module has its first name, which is set last.
+        for name, module in reversed([*_tree(model)]):
             self.names[module] = prefix + name
 
     def push(self, module: nn.Module) -> None:
@@ -482,7 +492,8 @@ class _ModuleNames:
         self._mark(name)
 
     def pop(self, module: nn.Module) -> None:
-        while self.stack:  # an exception may have left some on the stack
+        # An exception may have left some on the stack.
+        while self.stack:
             left, _ = self.stack.pop()
             if left() is module:
                 break
@@ -501,10 +512,12 @@ class _ModuleNames:
         if self.stack:
             return self._innermost()
         node: Any = current_node()
-        if node is None:  # not in a backward, or at its very end, where engines reduce what is left
+        # It is not in a backward, or at its very end, where engines reduce what is left.
+        if node is None:
             return ""
         place = bisect_right(self._starts, sequence_number(node)) - 1
-        if 0 <= place < len(self._at) - 1:  # past the last one are nodes that accumulate into a parameter
+        # Past the last one are nodes that accumulate into a parameter.
+        if 0 <= place < len(self._at) - 1:
             self._last = self._at[place]
         return self._last
 

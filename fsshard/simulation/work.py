@@ -75,7 +75,8 @@ class WorkCounter:
     ) -> None:
         """Count one call of an operator, which is no collective."""
         self._operators += 1
-        if func.name() == "aten::_to_copy" and result.is_meta:  # where a simulation's host memory is
+        # A simulation's host memory is the meta device.
+        if func.name() == "aten::_to_copy" and result.is_meta:
             self._offloaded += _nbytes(result)
             return
         traits = _traits(func)
@@ -163,7 +164,8 @@ def _lstm(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) 
 
 
 def _lstm_backward(*args: Any, **kwargs: Any) -> int:
-    return 2 * _lstm(*args, **kwargs)  # for the inputs and for the weights
+    # There are products for the inputs and for the weights.
+    return 2 * _lstm(*args, **kwargs)
 
 
 OWN: dict[str, Callable[..., Any]] = {

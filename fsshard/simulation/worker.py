@@ -32,7 +32,8 @@ def rebuilt(data: bytes) -> nn.Module:
     try:
         model: nn.Module = pickle.loads(data)
         return model
-    except (AttributeError, ImportError) as error:  # such as "Can't get attribute 'Net' on <module '__main__'"
+    except (AttributeError, ImportError) as error:
+        # The text is such as "Can't get attribute 'Net' on <module '__main__'".
         raise ConfigurationError(
             f"the process that estimates cannot build the model: {error}; it cannot see what is defined in a "
             "notebook or at a prompt, so put the model into a module of its own and import it"
@@ -118,7 +119,8 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
 
 def _prepare_process(handed_on: Handed, quiet: bool) -> None:
     take_over(handed_on)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
+    # Nothing here needs a GPU, and a context alone takes memory there.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # FSDP1 checks by addresses whether somebody else has changed a unit's memory, and fake tensors have none: "the
     # unsharded flat parameter should be allocated", where units stay gathered after the forward (torch 2.13).
     os.environ["FSDP_SKIP_WRITEBACK_CHECK"] = "1"
@@ -131,12 +133,14 @@ def _prepare_process(handed_on: Handed, quiet: bool) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if quiet:
         logging.getLogger("fsshard").setLevel(logging.ERROR)
-    sys.stdout = sys.stderr  # what a model prints as it is made must not get into the JSON
+    # What a model prints as it is made must not get into the JSON.
+    sys.stdout = sys.stderr
 
 
 def run_job(job: Job) -> Measured:
     """Simulate here, with errors that a user can understand."""
-    freeze_imports()  # each simulation begins with a garbage collection
+    # Each simulation begins with a garbage collection, which need not look at modules.
+    freeze_imports()
     with errors_in_words(job):
         return simulate(job)
 

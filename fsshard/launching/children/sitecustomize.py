@@ -42,7 +42,8 @@ class WaitingForFairScale(MetaPathFinder):
             return None
         # By name: the redirect imports this file, and a child has imported neither yet.
         redirect: Any = import_module("fsshard.compat.redirect")
-        redirect.install_serving(self.served)  # takes this object off sys.meta_path
+        # This takes the object off sys.meta_path.
+        redirect.install_serving(self.served)
         found: ModuleSpec | None = redirect.find_spec(name)
         return found
 
@@ -88,7 +89,8 @@ class WaitingForTorch(MetaPathFinder):
         try:
             spec: Any = find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)  # whoever asks may only want to know whether there is a torch
+            # Whoever asks may only want to know whether there is a torch.
+            sys.meta_path.insert(0, self)
         if spec is not None:
             execute = spec.loader.exec_module
 
@@ -113,7 +115,8 @@ def _wait_for_training(settings: dict[str, Any]) -> None:
         recording: Any = import_module("fsshard.parity.scripts.recorder")
         recorder = recording.Recorder(settings.pop("folder"), recording.Settings(**settings))
         recorder.start()
-        recorder.forward_begins(module, arguments)  # its own hooks come too late for this one
+        # The recorder's own hooks come too late for this forward.
+        recorder.forward_begins(module, arguments)
 
     handle = register_module_forward_pre_hook(begin)
 
@@ -131,7 +134,8 @@ def _run_the_next_sitecustomize() -> None:
 
 if __name__ == "sitecustomize":
     _settings = json.loads(os.environ.get(TRACE, "{}"))
-    if _settings.pop("prefix", None) == sys.prefix:  # another Python has no fsshard, or another one
+    # Another Python has no fsshard, or another one.
+    if _settings.pop("prefix", None) == sys.prefix:
         sys.meta_path.insert(0, WaitingForTorch(_settings))
     if (_served := redirected()) is not None:
         sys.meta_path.insert(0, WaitingForFairScale(_served))

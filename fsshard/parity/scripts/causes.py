@@ -54,7 +54,8 @@ def causes(old: ScriptTrace, new: ScriptTrace, steps: Steps, *, same: bool = Fal
     if not all(apart):
         found += filter(None, apart)
     found += _by_step(compared, old, new, steps)
-    if len(fairscale) == 1 and len(steps) > 1:  # the gradients are right as long as there was no step before
+    # Its gradients are right as long as there was no step before.
+    if len(fairscale) == 1 and len(steps) > 1:
         found.append(
             f"{fairscale[0].name} runs under FairScale's ShardedDataParallel, which under today's torch reduces "
             "the gradients of the step before once more after optimizer.zero_grad(): docs/fairscale.md, row 1"

@@ -55,6 +55,7 @@ def _run(command: Sequence[str], settings: dict[str, object]) -> int:
     with subprocess.Popen(command, env={**os.environ, **asked}) as child:
         try:
             return child.wait()
-        except BaseException:  # interrupted or terminated: ranks end as they would have without us
+        except BaseException:
+            # It was interrupted or terminated: ranks end as they would have without us.
             child.terminate()
             raise

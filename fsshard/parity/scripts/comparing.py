@@ -18,6 +18,7 @@ from fsshard.parity.scripts.step_causes import FACTS, changes, digests, losses
 from fsshard.parity.scripts.store import Record, ScriptTrace, Sketches, read_tensor, tensor_file
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace
 from fsshard.parity.trace import changes as changes_of_environment
+from fsshard.planning.text import counted
 
 DECIDING = ("initial weight", "weight", "state", "buffer")
 """Quantities whose numbers make the verdict, beside the facts of step_causes.py."""
@@ -63,7 +64,8 @@ class ScriptReport:
             moved.append(f"renamed: {old} is {new} now")
         lines += moved[:MOST_RENAMED]
         more = len(moved) - MOST_RENAMED
-        if more > 0:  # all are in to_json()
+        # All of them are in to_json().
+        if more > 0:
             lines.append(f"renamed: {more} more")
         for change in self.report.changes:
             lines.append(f"environment: {change}")
@@ -252,7 +254,8 @@ def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantit
         if not of_old or not of_new:
             continue
         names = {*sketches[quantity]}
-        if quantity == "buffer":  # one that a forward makes, or an engine keeps otherwise, decides nothing
+        # A buffer that a forward makes, or that an engine keeps otherwise, decides nothing.
+        if quantity == "buffer":
             names &= of_old.keys() & of_new.keys()
         shared[quantity] = {}
         for name, sketch in sketches[quantity].items():
@@ -298,7 +301,7 @@ def _verdict(pair: Pair, cell: Cell, rounds: bool) -> tuple[str, str]:
         return "different", f"NOT the same training: {names} part at {parting}."
     rounded = cell if rounds else None
     missing = _missing(pair) or _unlike(pair, rounded)
-    count = _plural(len(pair.weighed), "step")
+    count = counted(len(pair.weighed), "step")
     if missing:
         return "different", f"NOT shown to be the same training: {missing}; {count} agree."
     if len(pair.weighed) < len(pair.steps):
@@ -322,12 +325,8 @@ def _have_states(pair: Pair) -> bool:
 def _ranks(pair: Pair) -> str:
     size = len(pair.old.ranks)
     if pair.same_ranks:
-        return _plural(size, "rank")
+        return counted(size, "rank")
     return f"{size} and {len(pair.new.ranks)} ranks"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _missing(pair: Pair) -> str:

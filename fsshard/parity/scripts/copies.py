@@ -20,13 +20,15 @@ def copies_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     search = _Search(models)
     if not any(search.copies()):
         return
-    gc.collect()  # what a script has dropped is no copy that it keeps
+    # What a script has dropped is no copy that it keeps.
+    gc.collect()
     numbers: Counter[str] = Counter()
     for copy, tensors in [*search.copies()]:
         if id(copy) in search.modules:
             continue
         if isinstance(copy, nn.Module):
-            search.add_modules(copy)  # an average's own module is no further copy
+            # An average's own module is no further copy.
+            search.add_modules(copy)
             tensors |= dict(copy.named_buffers())
         kind = type(copy).__name__
         numbers[kind] += 1
@@ -71,11 +73,13 @@ class _Search:
                 return {}
             return dict(candidate.named_parameters())
         if len(candidate) < 2:
-            return {}  # too little to tell it from something else
+            # That is too little to tell a copy from something else.
+            return {}
         named = candidate
         if type(candidate) is list:
             if type(candidate[0]) is not Tensor:
-                return {}  # as of most lists, which may be long
+                # Most lists are so, and some are long.
+                return {}
             named = dict(enumerate(candidate))
         first = next(iter(named.values()))
         if type(first) is not Tensor:

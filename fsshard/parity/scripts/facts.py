@@ -118,8 +118,7 @@ def members_of(optimizer: Any, names: Mapping[int, str]) -> list[list[str]]:
         return [group["params"] for group in groups_by_name(optimizer)]
     groups = []
     for group in getattr(optimizer, "param_groups", ()):
-        ids = map(id, group["params"])
-        members = [names.get(one, "") for one in ids]
+        members = [names.get(id(parameter), "") for parameter in group["params"]]
         if not all(members):
             return []
         groups.append(members)
@@ -147,14 +146,16 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 def trained_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
     """Yield of each parameter by its name whether it is trained or frozen."""
-    parameters = [*names_of(models)]
+    for name, parameter in names_of(models):
+        yield name, _trained(parameter)
     for place, model in enumerate(models):
-        if not isinstance(model, ShardedModule):
-            continue
-        for name, parameter in model.named_parameters():
-            parameters.append((in_model(place, name), parameter))
-    for name, parameter in parameters:
-        yield name, "trained" if parameter.requires_grad else "frozen"
+        if isinstance(model, ShardedModule):
+            for name, parameter in model.named_parameters():
+                yield in_model(place, name), _trained(parameter)
+
+
+def _trained(parameter: Tensor) -> str:
+    return "trained" if parameter.requires_grad else "frozen"
 
 
 class OnlyInOptimizer(nn.Module):
@@ -187,7 +188,9 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     for path, module in modules.items():
         cls = type(module)
         kind = f"{cls.__module__}.{cls.__name__}"
-        if [*module.children()] or kind.startswith(OUTSIDE):
+        if [*module.children()]:
+            continue
+        if kind.startswith(OUTSIDE):
             continue
         settings = ""
         if kind.startswith("torch.nn.") and "Parameter" not in kind:

@@ -49,7 +49,8 @@ def _norms(ranks: Ranks) -> Norms:
             square += of_rank[0]
             elements += of_rank[1]
         if square == 0:
-            continue  # one of zeros tells as little as none
+            # A gradient of zeros tells as little as none.
+            continue
         copies = max(1, round(elements / math.prod(sketch.shape)))
         norms[name] = math.sqrt(square / copies)
     return norms

@@ -63,42 +63,44 @@ def matched_names(old: Sides, new: Sides) -> Names:
         now, _ = new[name]
         if before.digest != now.digest:
             other_modules.add(_module(name))
-    found = {}
+    matches = {}
     for name in shared:
         if _module(name) not in other_modules:
-            found[name] = name
-    _match_alike(old, new, found, 2)
-    _match_alike(old, new, found, 1)
-    matched = {*found, *found.values()}
+            matches[name] = name
+    _match_alike(old, new, matches, 2)
+    _match_alike(old, new, matches, 1)
+    matched = {*matches, *matches.values()}
     for name in shared:
         if name not in matched:
-            found[name] = name
-    _match_alike(old, new, found, 0)
-    in_order = {}
-    for name in old:
-        if name in found:
-            in_order[name] = found[name]
-    return in_order
+            matches[name] = name
+    _match_alike(old, new, matches, 0)
+    return {name: matches[name] for name in old if name in matches}
 
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _match_alike(old: Sides, new: Sides, found: Names, depth: int) -> None:
-    """Match parameters that are not found yet, by their shapes and the first ``depth`` digests."""
-    of_old = _alike(old, {*found}, depth)
-    of_new = _alike(new, {*found.values()}, depth)
+def _match_alike(
+    old: Sides,
+    new: Sides,
+    matches: Names,
+    depth: int,
+) -> None:
+    """Match parameters that are not matched yet, by their shapes and the first ``depth`` digests."""
+    of_old = _alike(old, {*matches}, depth)
+    of_new = _alike(new, {*matches.values()}, depth)
     for kind, names in of_old.items():
         others = of_new.get(kind, [])
         if len(names) != len(others):
             continue
         if depth == 0 and len(names) > 1:
             continue
+        # Of several that are alike each is matched with the one of its own name.
         if {*names} == {*others}:
             others = names
         pairs = zip(names, others, strict=True)
-        found.update(pairs)
+        matches.update(pairs)
 
 
 def _alike(sides: Sides, without: set[str], depth: int) -> Kinds:
@@ -122,7 +124,8 @@ def _moving(old_name: Mapping[str, str]) -> Rename:
 
     def moved(name: str) -> str:
         if name.startswith(COPY):
-            return name  # such as an average of the weights
+            # It is a copy, such as an average of the weights.
+            return name
         if name in old_name:
             return old_name[name]
         # The nearest module above whose name is known, and what is below it as it is called.
@@ -173,14 +176,14 @@ def _places(old: ScriptTrace, new: ScriptTrace) -> dict[int, int]:
         for other_place, other in enumerate(old.ranks[0].models):
             common = _common(model.weights, other.weights)
             pairs.append((common, place, other_place))
-    pairs.sort(key=lambda pair: pair[0], reverse=True)  # of those with as much in common the first ones stay first
+    # Of those with as much in common the first ones stay first.
+    pairs.sort(key=lambda pair: pair[0], reverse=True)
     place_of: dict[int, int] = {}
-    taken: set[int] = set()
     for _, place, other_place in pairs:
-        if place in place_of or other_place in taken:
+        if place in place_of:
             continue
-        place_of[place] = other_place
-        taken.add(other_place)
+        if other_place not in place_of.values():
+            place_of[place] = other_place
     # Models that the old script has not got come after its own.
     unused = len(old.ranks[0].models)
     for place, _ in enumerate(new.ranks[0].models):
@@ -214,9 +217,10 @@ def _rename(trace: ScriptTrace, renamed: Rename) -> None:
 
 
 def _renamed(values: Named, renamed: Rename) -> Named:
-    found = {}
+    new_values = {}
     for full_name, value in values.items():
-        name, colon, key = full_name.partition(": ")  # of a state "parameter: key"
+        # The name of a state is "parameter: key".
+        name, colon, key = full_name.partition(": ")
         new_name = renamed(name)
-        found[f"{new_name}{colon}{key}"] = value
-    return found
+        new_values[f"{new_name}{colon}{key}"] = value
+    return new_values

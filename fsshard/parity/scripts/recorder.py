@@ -39,6 +39,7 @@ from fsshard.torch_private.modules import COMPILED
 from fsshard.torch_private.patching import replaced
 
 Reference = weakref.ref[nn.Module]
+Function = Callable[..., Any]
 Noted = dict[int, str]
 """Something of each module by its id."""
 
@@ -65,9 +66,11 @@ def _shielded(hook: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(hook)
     def shielded(recorder: Recorder, *arguments: Any, **keywords: Any) -> None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return  # a hook must not become a part of a graph
+            # A hook must not become a part of a graph.
+            return
         if recorder.process != os.getpid():
-            return  # it is stopped, or that of a fork's parent
+            # The recorder is stopped, or is that of a fork's parent.
+            return
         try:
             hook(recorder, *arguments, **keywords)
         except Exception as error:
@@ -137,7 +140,7 @@ class Recorder:
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.amp.GradScaler, "step", self._outer)
 
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
         """Wrap a function of torch's until :meth:`stop`."""
         wrapped = wrap(getattr(owner, name))
         self._stack.enter_context(replaced(owner, name, wrapped))
@@ -151,7 +154,8 @@ class Recorder:
     def end(self, reason: str) -> None:
         """Record no more, and say so: a comparison must not take what is missing for equal."""
         self._round(False)
-        self.process = 0  # the hooks stay until stop(): torch may be running through them
+        # The hooks stay until stop(), since torch may be running through them.
+        self.process = 0
         store.note_end(self._folder, reason)
         print(f"fsshard: the record ends here, the training goes on: {reason}", file=sys.stderr)
 
@@ -182,12 +186,14 @@ class Recorder:
         module = facts.outermost(module)
         if any(module is one for one in self._models):
             return
-        modules = [module, *module.modules()]  # ShardedModule.modules() are the user's alone
+        # ShardedModule.modules() yields the user's modules alone, and not itself.
+        modules = [module, *module.modules()]
         inner = {*map(id, modules)}
         self._called = [one for one in self._called if id(one()) not in inner]
         self._called.append(weakref.ref(module))
         self._known.update(modules)
-        if facts.running_step() is not None:  # a closure's forward, and the step changes weights after it
+        # This is a closure's forward, and the step changes weights after it.
+        if facts.running_step() is not None:
             self._take_on(None, at_once=True)
         if steps_itself(module):
             self._replace(type(module), "step", self._outer)
@@ -195,7 +201,8 @@ class Recorder:
     @_shielded
     def _forward_ended(self, module: nn.Module, arguments: Any, *others: Any) -> None:
         if self._forwards == 0:
-            return  # it was called before recording began: with the first forward that is differentiated
+            # It was called before recording began, which is with the first forward that is differentiated.
+            return
         self._forwards -= 1
         # Keywords and output; of a forward that has raised torch 2.13 hands no keywords over, and None.
         if len(others) < 2 or self._simulated or self._backwards or not torch.is_grad_enabled():
@@ -221,7 +228,8 @@ class Recorder:
                 continue
             if at_once or _is_trained(model, stepped):
                 self._take_on_model(model)
-            else:  # it was only called, as to materialise lazy layers, and may be trained later
+            else:
+                # It was only called, as to materialise lazy layers, and may be trained later.
                 self._called.append(reference)
         if not self._models or at_once:
             return
@@ -238,7 +246,8 @@ class Recorder:
         inner = {id(module), *map(id, module.modules())}
         self._models = [one for one in self._models if id(one) not in inner]
         self._models.append(module)
-        engine = dict(module.named_children()).get(COMPILED, module)  # what torch.compile has compiled
+        # What torch.compile has compiled is a child of its module.
+        engine = dict(module.named_children()).get(COMPILED, module)
         layers: Counter[str] = Counter()
         for one in module.modules():
             if next(one.children(), None) is None:
@@ -253,11 +262,12 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------- backward
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _backward(self, original: Function) -> Function:
         """Return ``torch.autograd.backward``, which ``Tensor.backward`` calls, that notes losses."""
 
         def backward(tensors: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not self._backwards and self.process:  # one within another one is that of a recomputed block
+            # A backward within another one is that of a recomputed block.
+            if not self._backwards and self.process:
                 self._note_losses([tensors] if isinstance(tensors, Tensor) else tensors)
             self._backwards += 1
             try:
@@ -320,14 +330,15 @@ class Recorder:
         if not self._stepping:
             self._record(optimizer, facts.groups_of(optimizer))
 
-    def _outer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _outer(self, original: Function) -> Function:
         """Wrap ``step`` of GradScaler or of DeepSpeed's engine, so that one record is written after it."""
 
         def step(outer: Any, *arguments: Any, **keywords: Any) -> Any:
             optimizer = _optimizer_of(outer, *arguments, **keywords)
             if optimizer is None:
                 return original(outer, *arguments, **keywords)
-            groups = facts.groups_of(optimizer)  # before a scheduler steps too
+            # They are read before a scheduler steps, too.
+            groups = facts.groups_of(optimizer)
             steps = self._steps
             depth = len(self._stepping)
             if depth == 0:
@@ -360,7 +371,8 @@ class Recorder:
     ) -> None:
         """Write a step, or what a further optimizer has added to it."""
         self._round(False)
-        self._take_on(optimizer)  # what only a closure has made known
+        # A closure may have made more models known.
+        self._take_on(optimizer)
         if not self._models:
             return
         notes = self._notes
@@ -422,7 +434,8 @@ class Recorder:
             if id(module) in notes.modes:
                 modes[path] = notes.modes[id(module)]
                 outputs[path] = notes.outputs[id(module)]
-            else:  # it was not called, or within what torch.compile has compiled
+            else:
+                # It was not called, or is within what torch.compile has compiled.
                 modes.setdefault(path, facts.mode_of(module))
         if _is_due(record.step, self._settings.every):
             found["layer"] = facts.layers_of(modules)
@@ -434,7 +447,8 @@ class Recorder:
         for place in range(len(self._models)):
             for quantity, name, sketched in self._sketches(place, record.step, optimizer):
                 record.sketches[quantity][in_model(place, name)] = sketched
-        if self._copies is None:  # else another optimizer of the same step has looked for them
+        # Another optimizer of the same step may have looked for them already.
+        if self._copies is None:
             self._copies = {}
             if self._looks_for_copies(record.step):
                 self._copies = {name: sketch(value) for name, value in copies_of(self._models)}
@@ -472,7 +486,8 @@ class Recorder:
             if is_own and whole.quantity != "state" and _is_due(step, self._settings.tensors):
                 file = store.tensor_file(self._folder, step, in_model(place, whole.name))
                 store.write_tensor(file, whole.value)
-            del whole.value  # before the next one is gathered
+            # Its memory is given back before the next one is gathered.
+            del whole.value
 
     def _whole(self, model: nn.Module, optimizer: Any) -> Iterator[Whole]:
         """Yield a model's tensors, and with an optimizer those of its state if that is asked for. Collective."""
@@ -484,7 +499,8 @@ class Recorder:
             for key in [*state]:
                 value = state.pop(key)
                 whole = Whole(f"{name}: {key}", value, None, "state")
-                del value  # and keep none here
+                # No second reference to it may stay here.
+                del value
                 if isinstance(whole.value, Tensor):
                     yield whole
 
@@ -497,7 +513,8 @@ class Recorder:
             if self._written is not None:
                 self._facts_before = self._written.facts
             self._written = record
-        changed = {}  # what does not change is written once
+        # What does not change is written once.
+        changed = {}
         for kind, named in record.facts.items():
             if named != self._facts_before.get(kind):
                 changed[kind] = named
@@ -547,9 +564,11 @@ def _is_trained(model: nn.Module, stepped: set[int]) -> bool:
 def _optimizer_of(outer: Any, *arguments: Any, **keywords: Any) -> Any:
     """Return the optimizer that a scaler or DeepSpeed's engine is about to step; None if it only accumulates."""
     ends_step = getattr(outer, "is_gradient_accumulation_boundary", None)
-    if ends_step is None:  # GradScaler, which may leave out the step of what it is given
+    # It is a GradScaler, which may leave out the step of what it is given.
+    if ends_step is None:
         return [*arguments, *keywords.values()][0]
-    if ends_step():  # DeepSpeed's engine, whose optimizer steps before the weights are gathered
+    # It is DeepSpeed's engine, whose optimizer steps before the weights are gathered.
+    if ends_step():
         return outer.optimizer
     return None
 

@@ -117,7 +117,8 @@ def samples(old: Ranks, new: Ranks) -> str:
         new_sizes = [len(record.samples) for record in new]
         if old_sizes == new_sizes:
             return "the ranks were given the same samples in another order"
-        return ""  # divided otherwise among ranks or batches, which is no cause
+        # They are divided otherwise among ranks or batches, which is no cause.
+        return ""
     rank = _first_difference(before, now)
     old_arguments = _arguments(old[rank])
     new_arguments = _arguments(new[rank])
@@ -127,7 +128,8 @@ def samples(old: Ranks, new: Ranks) -> str:
     if old_rows != new_rows:
         return f"the ranks were given {new_rows} samples, by the old script {old_rows}"
     if _has_losses(old) and not losses(old, new):
-        return ""  # Lightning's forward takes the targets, too
+        # Lightning's forward takes the targets, too.
+        return ""
     return f"rank {rank} was given other samples (another sampler, seed or preparation of data?)"
 
 
@@ -212,7 +214,8 @@ def groups(old: Ranks, new: Ranks) -> str:
 def settings(old: Record, new: Record) -> str:
     """Compare what the optimizers' groups say of each parameter."""
     if old.groups == new.groups and old.facts == new.facts:
-        return ""  # as in most steps
+        # Most steps end here.
+        return ""
     before = _settings_by_name(old)
     now = _settings_by_name(new)
     shared = [name for name in before if name in now]
@@ -224,9 +227,8 @@ def settings(old: Record, new: Record) -> str:
     for (key, values), names in changed.items():
         owner = _owner(names, shared, old.fact("member"))
         # The settings that they had are those of another group now, and what they have another one had.
-        had_now = all(before[name] in new.groups for name in names)
-        had_before = all(now[name] in old.groups for name in names)
-        if had_now and had_before:
+        moved = all(before[name] in new.groups and now[name] in old.groups for name in names)
+        if moved:
             owner = f"{few(names)} (moved to another group)"
         words.append(f"{key} of {owner} {values}")
     return few(words)
@@ -261,7 +263,8 @@ def _changed_settings(old: Settings, new: Settings) -> Iterator[Change]:
     shared = old.keys() & new.keys() - KERNELS
     keys = sorted(shared)
     if old.get("optimizer") != new.get("optimizer"):
-        keys = ["optimizer", "lr"]  # another class has other defaults
+        # Another class has other defaults, which say nothing.
+        keys = ["optimizer", "lr"]
     for key in keys:
         if key not in shared:
             continue
@@ -273,7 +276,8 @@ def _changed_settings(old: Settings, new: Settings) -> Iterator[Change]:
 
 def _equal(one: Any, other: Any) -> bool:
     if repr(one) == repr(other):
-        return True  # NaN, too
+        # Texts are equal for NaN, too.
+        return True
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=SAME)
     return bool(one == other)
@@ -319,7 +323,8 @@ def _not_stepped(names: set[str], record: Record, side: str) -> Iterator[str]:
 def states(old: Ranks, new: Ranks) -> str:
     """Compare of which parameters the optimizer has a state before its step; each rank may have that of some."""
     if _classes(old[0]) != _classes(new[0]):
-        return ""  # another class has another state, or none
+        # Another class has another state, or none.
+        return ""
     before = _states(old)
     now = _states(new)
     words = "script has lost the optimizer's state of"
@@ -397,13 +402,23 @@ def layers(old: Record, new: Record) -> str:
     now = new.fact("layer")
     if not before or not now:
         return ""
-    of_old = Counter(kind for path, kind in before.items() if now.get(path) != kind)
-    of_new = Counter(kind for path, kind in now.items() if before.get(path) != kind)
+    of_old = _kinds_unlike(before, now)
+    of_new = _kinds_unlike(now, before)
     words = changed_counts(of_old, of_new)
-    if not words:  # of each kind there are as many, at other paths
+    # Of each kind there are as many, at other paths.
+    if not words:
         moved = changes(before, now)
         words = few(moved.values())
     return words and f"layers: {words}"
+
+
+def _kinds_unlike(layers: Texts, others: Texts) -> Counter[str]:
+    """Count the kinds of layers that are another kind, or nothing, at the same path of the other script."""
+    kinds: Counter[str] = Counter()
+    for path, kind in layers.items():
+        if others.get(path) != kind:
+            kinds[kind] += 1
+    return kinds
 
 
 @per_rank
@@ -449,7 +464,8 @@ def backwards(old: Ranks, new: Ranks) -> str:
 def losses(old: Ranks, new: Ranks) -> str:
     """Compare sums of a step's losses, of each rank or, on another number of ranks, their means."""
     if not _has_losses(old) or not _has_losses(new):
-        return ""  # one of them calls no backward that is known of
+        # One of them calls no backward that is known of.
+        return ""
     before = [sum(record.losses) for record in old]
     now = [sum(record.losses) for record in new]
     if len(old) != len(new):

@@ -115,7 +115,8 @@ def digest_alone(text: str) -> Sketch:
 def append(file: Path, what: Header | Record) -> None:
     """Append a line to a rank's file, which a header begins; FileExistsError if another process has begun it."""
     content: dict[str, Any] = {"record": what}
-    mode = "a"  # what is there stays if the script dies
+    # What is there stays if the script dies.
+    mode = "a"
     if isinstance(what, Header):
         content = {"format": FORMAT, "version": VERSION, "header": what}
         mode = "x"
@@ -267,14 +268,16 @@ def _read_rank(file: Path) -> RankRecord:
     steps: dict[int, Record] = {}
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not text.endswith("\n"):
-            continue  # the process died while it wrote this line
+            # The process died while it wrote this line.
+            continue
         try:
             line = read_as(dict[str, Any], json.loads(text), "content")
             if number == 1:
                 header = _read_header(line)
             else:
                 record: Record = read_as(Record, line.get("record"), other={Sketch: _read})
-                steps[record.step] = record  # of several lines of a step the last one has all
+                # Of several lines of a step the last one has all.
+                steps[record.step] = record
         except WrongField as error:
             raise TraceError(file, f"line {number}, {error.field}", error.problem) from error
         except ValueError as error:

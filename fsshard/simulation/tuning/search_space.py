@@ -142,7 +142,8 @@ def plan_of(job: Job, settings: dict[str, Any]) -> Plan | str:
             return str(error)
 
 
-@functools.lru_cache(maxsize=1)  # a search asks for many plans of one model
+# A search asks for many plans of one model.
+@functools.lru_cache(maxsize=1)
 def _planned_model(pickled: bytes) -> tuple[Any, nn.Module]:
     job: Job = pickle.loads(pickled)
     with _model(job) as module:

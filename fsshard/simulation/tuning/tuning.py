@@ -289,7 +289,8 @@ class Search:
                 estimate = self._estimate(backend, changed_settings, **changed)
             except SimulatorDied:
                 raise
-            except FsshardError:  # not under this backend, or not with this model: no way
+            except FsshardError:
+                # This backend, or this model, does not allow it, so it is no way down.
                 continue
             yield text, estimate.interval[1]
         if divides == "nothing" or asked["device_mesh"] is not None:
@@ -331,8 +332,10 @@ class Search:
         joining = self._space.joining
         joined: dict[str, Any] = {}
         if joining is not None and joining.option not in self.fixed:
-            joined[joining.option] = joining.value  # small units travel together
-        if joined and self._asked["device"] == "cpu" and self.ranks > 1:  # as wrap() does it there by itself
+            # Small units travel together then.
+            joined[joining.option] = joining.value
+        # On the CPU wrap() joins small units by itself.
+        if joined and self._asked["device"] == "cpu" and self.ranks > 1:
             for name in ("auto", "as given"):
                 if name in self.always:
                     candidate = start.changed(auto_wrap_policy=self.always[name], **joined)
@@ -422,7 +425,8 @@ class Search:
             return None
         joining = self._space.joining
         if joining is not None and joining.option not in settings:
-            candidate = candidate.changed(**{joining.option: 0})  # whatever wrap() does by itself
+            # What is simulated must not depend on what wrap() does by itself.
+            candidate = candidate.changed(**{joining.option: 0})
         key = self._key(candidate, planned)
         if key not in self._seen:
             if not name and len(self.tried) >= self._most:
@@ -466,7 +470,8 @@ class Search:
         self._tell(candidate.code())
         try:
             estimate = self._estimate(candidate.backend, candidate.settings)
-        except SimulatorDied:  # no candidate's fault, and what was found so far would pass for the best there is
+        except SimulatorDied:
+            # It is no candidate's fault, and what was found so far would pass for the best there is.
             raise
         except FsshardError as error:
             self.failed[candidate.code()] = str(error)
@@ -476,7 +481,8 @@ class Search:
         if joining is not None and joining.option not in self.fixed:
             apart = joining.travelling(planned, 0, self.ranks)
             joined = joining.travelling(planned, joining.value, self.ranks)
-            if apart == joined:  # the option means nothing: the code is no longer than it must be
+            # The option means nothing here: the code is no longer than it must be.
+            if apart == joined:
                 candidate = candidate.changed(**{joining.option: ...})
         one = Tried(
             candidate=candidate,
