@@ -75,8 +75,8 @@ class StepCounts:
             raise RankMismatch(
                 "expected optimizer.step() on every rank, and at the same rates, since each updates a part of the "
                 f"weights; got {_told(first)} on rank 0 and {_told(steps_of_ranks[rank])} on rank {rank}. "
-                "The parts belong to different steps now, so load a checkpoint; give schedulers the same values on every "
-                "rank (ReduceLROnPlateau the mean of all ranks' losses)"
+                "The parts belong to different steps now, so load a checkpoint; give schedulers the same values on "
+                "every rank (ReduceLROnPlateau the mean of all ranks' losses)"
             )
 
 
