@@ -42,8 +42,10 @@ class BucketSums:
     def go_on(self) -> None:
         """Add up the bucket that has been sent, and gather its sums."""
         # One bucket at a time needs its memory twice. It was on its way while the gradients of the next were computed.
-        future, bucket = self._future, self._bucket
-        self._future = self._bucket = None
+        future = self._future
+        bucket = self._bucket
+        self._future = None
+        self._bucket = None
         if future is None or bucket is None:
             return
         gathered = [part.add() for part in self._begun]
@@ -52,7 +54,8 @@ class BucketSums:
 
     def drop(self) -> None:
         """Forget a bucket of a backward that broke off."""
-        self._future = self._bucket = None
+        self._future = None
+        self._bucket = None
         self._begun = []
 
 
@@ -61,7 +64,8 @@ def _finish(parts: list[_PartOfBucket], bucket: Tensor, future: TensorFuture, ga
         gathered.wait()
         for part in parts:
             part.end()
-    except Exception as error:  # of a collective: DDP raises what its future holds
+    except Exception as error:
+        # Of a collective: DDP raises what its future holds.
         future.set_exception(error)  # type: ignore[arg-type]
         return
     future.set_result(bucket)
@@ -124,39 +128,41 @@ def reduce_bucket(state: BucketSums, bucket: dist.GradBucket) -> TensorFuture:
 
 def _parts(state: BucketSums, bucket: dist.GradBucket) -> list[_PartOfBucket]:
     """Return what is sent together: all of a bucket, or where it has fp32 units among others, each dtype by itself."""
-    asked = [state.reduce_dtypes.get(cast(nn.Parameter, parameter)) for parameter in bucket.parameters()]
-    if len(set(asked)) == 1:
-        return [_PartOfBucket([bucket.buffer()], asked[0])]
+    reduce_dtypes = [state.reduce_dtypes.get(cast(nn.Parameter, parameter)) for parameter in bucket.parameters()]
+    if len(set(reduce_dtypes)) == 1:
+        return [_PartOfBucket([bucket.buffer()], reduce_dtypes[0])]
     gradients: dict[torch.dtype | None, list[Tensor]] = {}
-    for reduce_dtype, gradient in zip(asked, bucket.gradients(), strict=True):
+    for reduce_dtype, gradient in zip(reduce_dtypes, bucket.gradients(), strict=True):
         gradients.setdefault(reduce_dtype, []).append(gradient)
     # Ranks meet in one order.
     return [_PartOfBucket(gradients[dtype], dtype) for dtype in sorted(gradients, key=str)]
 
 
-def _mean_of_sparse(given: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _mean_of_sparse(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the mean of sparse gradients, which may have other indices on each rank."""
     # DDP divides these in place, where their values can be the very memory of the gradient that the rest of the
     # backward reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
-    mine = given.coalesce()
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=given.device)
-    counts[group.rank()] = len(mine.values())
-    dist.all_reduce(counts, group=group)
-    numbers = [int(count) for count in counts.tolist()]
-    most = max(numbers)
-    indices, values = mine.indices(), mine.values() * (1.0 / group.size())
+    own = gradient.coalesce()
+    indices = own.indices()
+    values = own.values() * (1.0 / group.size())
+    counts_of_ranks = torch.zeros(group.size(), dtype=torch.int64, device=gradient.device)
+    counts_of_ranks[group.rank()] = len(values)
+    dist.all_reduce(counts_of_ranks, group=group)
+    counts: list[int] = counts_of_ranks.tolist()
+    most = max(counts)
     sent_indices = indices.new_zeros(most, len(indices))
     sent_indices[: len(values)] = indices.T
     sent_values = values.new_zeros(most, *values.shape[1:])
     sent_values[: len(values)] = values
-    all_indices = [torch.empty_like(sent_indices) for _ in numbers]
-    all_values = [torch.empty_like(sent_values) for _ in numbers]
+    all_indices = [torch.empty_like(sent_indices) for _ in counts]
+    all_values = [torch.empty_like(sent_values) for _ in counts]
     dist.all_gather(all_indices, sent_indices, group=group)
     dist.all_gather(all_values, sent_values, group=group)
-    parts = [
-        torch.sparse_coo_tensor(places[:count].T, rows[:count], given.shape, is_coalesced=True)
-        for places, rows, count in zip(all_indices, all_values, numbers, strict=True)
-    ]
+    parts: list[Tensor] = []
+    for rank, count in enumerate(counts):
+        places = all_indices[rank][:count].T
+        rows = all_values[rank][:count]
+        parts.append(torch.sparse_coo_tensor(places, rows, gradient.shape, is_coalesced=True))
     return tree.add_up(parts).coalesce()
 
 

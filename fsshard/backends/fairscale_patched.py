@@ -9,6 +9,7 @@ Imported by :mod:`fsshard.backends.fairscale` when that backend is used; the onl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import fairscale
@@ -36,21 +37,29 @@ class PatchedOSS(OSS, PartitionedOptimizer):
         super().refresh_trainable()
 
     def _setup_flat_buffers(self) -> None:
-        if self._layout != self._current_layout():
-            super()._setup_flat_buffers()
-            parts: dict[Any, list[Any]] = {}
-            for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+        if self._layout == self._current_layout():
+            return
+        super()._setup_flat_buffers()
+        parts: dict[Any, list[Any]] = {}
+        for parameter in self._parameters():
+            if parameter.requires_grad:
                 parts.setdefault((parameter.device, self.owner_of(parameter)), []).append(parameter)
-            for (device, rank), trained in parts.items():
-                self.buckets[device][rank].buffer = packed(trained, trained[0].dtype, device)
-            self._layout = self._current_layout()
+        for (device, rank), trained in parts.items():
+            self.buckets[device][rank].buffer = packed(trained, trained[0].dtype, device)
+        self._layout = self._current_layout()
+
+    def _parameters(self) -> Iterator[Any]:
+        for group in self.param_groups:
+            yield from group["params"]
 
     def _current_layout(self) -> list[tuple[int, bool]]:
-        return [(p.data_ptr(), p.requires_grad) for group in self.param_groups for p in group["params"]]
+        return [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters()]
 
     @torch.no_grad()
     def _broadcast_params(self) -> None:
         super()._broadcast_params()
-        frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
-        for parameter in self.with_gradient_at_owner(frozen, frozen[0].device) if frozen else ():
+        frozen = [parameter for parameter in self._parameters() if not parameter.requires_grad]
+        if not frozen:
+            return
+        for parameter in self.with_gradient_at_owner(frozen, frozen[0].device):
             dist.broadcast(parameter.data, group=self.group, group_src=self.owner_of(parameter))

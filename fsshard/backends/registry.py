@@ -61,10 +61,12 @@ def register_backend(cls: B) -> B:
             "backend=, and not 'auto'"
         )
     path = f"{cls.__module__}:{cls.__qualname__}"
-    known = _paths.get(name, path)
-    if known.replace("__mp_main__", "__main__") != path.replace("__mp_main__", "__main__"):
-        raise ConfigurationError(f"backend {name!r} is {known} already; give {path} another name")
-    _paths[name], _classes[name] = path, cls
+    earlier = _paths.get(name, path)
+    # A spawned process imports the main script under another name.
+    if earlier.replace("__mp_main__", "__main__") != path.replace("__mp_main__", "__main__"):
+        raise ConfigurationError(f"backend {name!r} is {earlier} already; give {path} another name")
+    _paths[name] = path
+    _classes[name] = cls
     _hand_on()
     return cls
 
@@ -73,23 +75,28 @@ def _hand_on() -> None:
     """Tell processes that this one starts, or gives work to, which backends of others are registered here."""
     # A spawned process imports the main script by itself, under another name.
     by_themselves = ("__main__:", "__mp_main__:")
-    others = {name: path for name, path in _paths.items() if name not in _OURS and "<" not in path}
-    told = tuple((name, path) for name, path in others.items() if not path.startswith(by_themselves))
-    handed["backends"] = _are_at, told
+    paths: list[tuple[str, str]] = []
+    for name, path in _paths.items():
+        is_local = "<" in path
+        if name not in _OURS and not is_local and not path.startswith(by_themselves):
+            paths.append((name, path))
+    handed["backends"] = _are_at, tuple(paths)
 
 
-def _are_at(told: tuple[tuple[str, str], ...]) -> None:
+def _are_at(paths: tuple[tuple[str, str], ...]) -> None:
     """In such a process: what is registered there, to be imported when it is asked for; what is not any more goes."""
-    for name in _told - {name for name, _ in told}:
-        _paths.pop(name, None), _classes.pop(name, None)
-    _told.clear()
-    for name, path in told:
+    names = {name for name, _ in paths}
+    for name in _names_of_parent - names:
+        _paths.pop(name, None)
+        _classes.pop(name, None)
+    _names_of_parent.clear()
+    for name, path in paths:
         if _paths.setdefault(name, path) == path:
-            _told.add(name)
+            _names_of_parent.add(name)
     _hand_on()
 
 
-_told: set[str] = set()  # names that the process knows which gives work to this one
+_names_of_parent: set[str] = set()  # names that the process knows which gives work to this one
 _hand_on()  # that there are none, too
 
 
@@ -116,10 +123,10 @@ def backend_class(name: object, world_size: int = 2) -> type[Backend]:
     path = _path_of(name) if isinstance(name, str) else None
     if path is None:
         raise UnknownBackend(name, backend_names())
-    found = _imported(path, f"backend={name!r}")
-    if name not in (found.name, path):
-        raise ConfigurationError(f"backend {name!r} is {path}, whose name is {found.name!r}; register it under that")
-    return found
+    cls = _imported(path, f"backend={name!r}")
+    if name not in (cls.name, path):
+        raise ConfigurationError(f"backend {name!r} is {path}, whose name is {cls.name!r}; register it under that")
+    return cls
 
 
 def loaded_backends() -> Iterator[type[Backend]]:
@@ -142,18 +149,22 @@ def check_known(cls: type[Backend], settings: Settings) -> None:
         whose = f"backend={' or '.join(others)} has; leave it out" if others else "no backend has"
         raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
     strategy = settings.sharding_strategy
-    if strategy not in (None, *cls.facts.strategies):
-        backends = list(loaded_backends())
-        several = (each for each in backends if not each.facts.one_process)
-        has = [repr(each.name) for each in several if strategy in each.facts.strategies]
-        nearest = "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
-        use = f"use backend={' or '.join(reversed(has))}" if has else nearest
-        each = "; ".join(f"{each.name} {', '.join(each.facts.strategies)}" for each in backends)
-        raise UnsupportedByBackend(
-            f"sharding_strategy={strategy!r}",
-            cls.name,
-            f"{use}, or leave it out, and each backend takes its own. They have: {each}",
-        )
+    if strategy in (None, *cls.facts.strategies):
+        return
+    names: list[str] = []
+    strategies: list[str] = []
+    for backend in loaded_backends():
+        strategies.append(f"{backend.name} {', '.join(backend.facts.strategies)}")
+        if strategy in backend.facts.strategies and not backend.facts.one_process:
+            names.append(repr(backend.name))
+    advice = "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
+    if names:
+        advice = f"use backend={' or '.join(reversed(names))}"
+    raise UnsupportedByBackend(
+        f"sharding_strategy={strategy!r}",
+        cls.name,
+        f"{advice}, or leave it out, and each backend takes its own. They have: {'; '.join(strategies)}",
+    )
 
 
 def wrapper_classes() -> frozenset[str]:
@@ -170,23 +181,23 @@ def _path_of(name: str) -> str | None:
 def _imported(path: str, asked: str) -> type[Backend]:
     module, _, attribute = path.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        registered = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
             f"{asked}: {path} cannot be imported here ({type(error).__name__}: {error}); the module must be importable "
             "by that name in every process of the job"
         ) from error
-    cls: type[Backend] = register_backend(found)
+    cls: type[Backend] = register_backend(registered)
     return cls
 
 
 @cache
 def _entry_points() -> dict[str, str]:
     """Return name -> "module:Class" of those that installed packages bring."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for point in metadata.entry_points(group=GROUP):
-        if point.name not in found and point.name not in _OURS:
-            found[point.name] = point.value
-        elif found.get(point.name, _OURS.get(point.name)) != point.value:
+        if point.name not in paths and point.name not in _OURS:
+            paths[point.name] = point.value
+        elif paths.get(point.name, _OURS.get(point.name)) != point.value:
             log.warning("two packages have a backend %r; %s is not used", point.name, point.value)
-    return found
+    return paths
