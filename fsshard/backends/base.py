@@ -3,7 +3,7 @@
 A backend executes a :class:`~fsshard.planning.plan.Plan` on one module. Outside this package nobody asks which backend
 it is: all differences between engines are behind these methods, whose defaults are right for replicas, and in the
 ``facts`` of its class. What is the same for all engines are plain functions over the entries:
-:mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.cost`.
+:mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.cost`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fsshard.backends.step_state import Stage, StepState
 from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import raw_state
+from fsshard.complex_params.slots import ParameterSlot
 from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.oss.collectives import average, used_anywhere
@@ -68,18 +69,22 @@ class Backend(ABC):
         if hints and settings.rank == 0:
             log.info("backend %r ignores %s", self.name, ", ".join(hints))
         own = {name: value for name, value in settings.options.items() if name not in hints}
-        self.settings = settings = replace(settings, options=own)
-        mesh = settings.model_mesh
-        self.entries = collect_entries(module, None if mesh is None else mesh.layouts)
+        settings = replace(settings, options=own)
+        self.settings = settings
+        layouts = None if settings.model_mesh is None else settings.model_mesh.layouts
+        self.entries = collect_entries(module, layouts)
         self.key_order, self.keys = self._name_keys()
         if not self.facts.marks_unit_inputs:
             modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
                 mark_unit_inputs(modules[name])
         units = {unit.name: unit for unit in settings.plan.units}
-        self._regions = _unit_modules(module, settings.plan) if settings.source is not None else {}
+        self._regions: dict[str, list[nn.Module]] = {}
+        if settings.source is not None:
+            self._regions = _unit_modules(module, settings.plan)
         if self.facts.divides != "elements":
-            for name in (*settings.plan.unit_names, ""):  # as where each is sharded before the next is made
+            # In the order in which others shard each unit before the next is made.
+            for name in (*settings.plan.unit_names, ""):
                 self._make_real(units[name])
         self.all = list(self.entries.values())
         self.groups: Mapping[str, tuple[str, ...]] = {unit.name: unit.parameters for unit in settings.plan.units}
@@ -88,21 +93,26 @@ class Backend(ABC):
         self._flags = [entry.parameter.requires_grad for entry in self.all]  # whether the engine trains it
         self._deviates = False  # others are trainable in the latest forward than were to the engine
         self.engine = self.shard()
-        parts = [entry.parameter for entry in self.all]
-        flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
+        is_flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
+        self.guard: PartsGuard | None = None
         # DTensors on one rank, too: what a script may do must not depend on how many there are.
-        divided = self.facts.has_dtensors or flat
-        self.guard = PartsGuard(module, parts, torchs_own=self.facts.has_dtensors) if divided else None
+        if self.facts.has_dtensors or is_flat:
+            parameters = [entry.parameter for entry in self.all]
+            self.guard = PartsGuard(module, parameters, torchs_own=self.facts.has_dtensors)
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
         """Return the state dict's keys in order, and for those of parameters their names.
 
         Taken before sharding: parameters can be told by identity then, and FSDP1 registers them in another order.
         """
-        by_id = {id(slot.parameter): e.name for e in self.entries.values() for slot in e.slots}
+        names: dict[int, str] = {}
+        for entry in self.entries.values():
+            for slot in entry.slots:
+                names[id(slot.parameter)] = entry.name
         with raw_state():
             raw = self.module.state_dict(keep_vars=True)
-        return list(raw), {key: by_id[id(value)] for key, value in raw.items() if id(value) in by_id}
+        keys = {key: names[id(value)] for key, value in raw.items() if id(value) in names}
+        return list(raw), keys
 
     # ------------------------------------------------------------------------------------------ at wrap
 
@@ -231,7 +241,8 @@ class Backend(ABC):
         """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
         if not self.step.left:
             return
-        entries, group = list(entries), self.settings.group
+        entries = list(entries)
+        group = self.settings.group
         left = [entry.parameter for entry in entries if entry.name in self.step.left]
         if left and group is not None:
             used = used_anywhere([parameter.grad is not None for parameter in left], group, self.settings.device)
@@ -244,8 +255,8 @@ class Backend(ABC):
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that are trainable and received no gradient on this rank."""
-        chosen = (self.entries[name] for name in names)
-        return [e.name for e in chosen if e.parameter.requires_grad and e.parameter.grad is None]
+        parameters = {name: self.entries[name].parameter for name in names}
+        return [name for name, each in parameters.items() if each.requires_grad and each.grad is None]
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
@@ -287,7 +298,7 @@ class Backend(ABC):
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
         """Context with the user's model without the engine's wrappers: its own state-dict methods run as written."""
-        with contextlib.nullcontext() if self.guard is None else self.guard.lifted():
+        with self._without_guard():
             yield self.module
 
     def shows(self, entry: Entry, found: object) -> bool:
@@ -297,19 +308,28 @@ class Backend(ABC):
     @contextlib.contextmanager
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the user's modules hold ``whole`` in place of their shards."""
-        replacements = {n: nn.Parameter(value, self.entries[n].parameter.requires_grad) for n, value in whole.items()}
-        for name, replacement in replacements.items():
-            replacement.__dict__.update(attributes_of(self.entries[name].parameter))
-        before = [(e, slot, stored_in(slot.owner)[slot.stored]) for e in self.entries.values() for slot in e.slots]
-        for entry, slot, _ in before:
-            stored_in(slot.owner)[slot.stored] = replacements[entry.name]
+        before: list[tuple[ParameterSlot, Any]] = []
+        replacements: dict[str, nn.Parameter] = {}
+        for name, value in whole.items():
+            shard = self.entries[name].parameter
+            replacements[name] = nn.Parameter(value, shard.requires_grad)
+            replacements[name].__dict__.update(attributes_of(shard))
+        for entry in self.entries.values():
+            for slot in entry.slots:
+                parameters = stored_in(slot.owner)
+                before.append((slot, parameters[slot.stored]))
+                parameters[slot.stored] = replacements[entry.name]
         try:
-            with contextlib.nullcontext() if self.guard is None else self.guard.lifted():
+            with self._without_guard():
                 yield
         finally:
-            for _, slot, parameter in before:
+            for slot, parameter in before:
                 stored_in(slot.owner)[slot.stored] = parameter
                 forget_shown(slot.owner)
+
+    def _without_guard(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which state dicts of the module are not refused."""
+        return contextlib.nullcontext() if self.guard is None else self.guard.lifted()
 
     # ------------------------------------------------------------------------------------------ costs
 

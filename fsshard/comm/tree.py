@@ -27,7 +27,8 @@ def split(size: int) -> int:
 
 def siblings(rank: int, size: int) -> list[range]:
     """Return the blocks of ranks whose sums are added to that of ``rank``, one after the other, up to the whole."""
-    low, high = 0, size
+    low = 0
+    high = size
     blocks: list[range] = []
     while high - low > 1:
         middle = low + split(high - low)
@@ -84,8 +85,11 @@ class AllReduce:
             self._work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
             return
         self._chunk = -(-flat.numel() // ranks)
-        # Behind the last whole chunk there is a shorter one, or none.
-        sizes = [max(0, min(self._chunk, flat.numel() - rank * self._chunk)) for rank in range(ranks)]
+        sizes: list[int] = []
+        for rank in range(ranks):
+            # Behind the last whole chunk there is a shorter one, or none.
+            left = max(0, flat.numel() - rank * self._chunk)
+            sizes.append(min(self._chunk, left))
         self._size = sizes[group.rank()]
         own = [self._size] * ranks
         self._arrived = flat.new_empty(ranks * self._size)
@@ -93,7 +97,8 @@ class AllReduce:
 
     def add(self) -> dist.Work:
         """Add up what has arrived and begin to gather the sums; they are there after its ``wait`` and :meth:`end`."""
-        arrived, self._arrived = self._arrived, None
+        arrived = self._arrived
+        self._arrived = None
         if arrived is None:
             return self._work
         self._work.wait()
@@ -101,8 +106,9 @@ class AllReduce:
         if self._size:
             add_scaled(total[: self._size], arrived, self._group.size(), self._scale)
         del arrived
-        if self._chunk * self._group.size() != self._flat.numel():
-            self._gathered = self._flat.new_empty(self._chunk * self._group.size())
+        padded = self._chunk * self._group.size()
+        if padded != self._flat.numel():
+            self._gathered = self._flat.new_empty(padded)
         self._work = dist.all_gather_single(self._gathered, total, group=self._group, async_op=True)
         return self._work
 
@@ -140,6 +146,7 @@ def reduce_scatter(output: Tensor, given: Tensor, group: dist.ProcessGroup, scal
         piece = rows[:, begin : begin + step].contiguous()
         arrived = torch.empty_like(piece)
         lent = lend(arrived, piece)
-        dist.all_to_all_single(lent[0], lent[1], group=group)
+        destination, source = lent
+        dist.all_to_all_single(destination, source, group=group)
         let_go(lent)
         add_scaled(total[begin : begin + step], arrived, ranks, scale)
