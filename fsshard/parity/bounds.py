@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves, map_leaves
 from fsshard.parity.one_process import Draw, Shadow, perturbed
-from fsshard.parity.sketch import digest, real_view, sketch
+from fsshard.parity.sketch import Sketch, digest, real_view, sketch
 from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe
@@ -106,7 +107,8 @@ def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -
     # observed modulus is at least ``a sigma`` except with probability ``(2 Phi(a) - 1)^draws``, and the largest of the
     # next evaluation at most ``b sigma`` except with probability ``elements (2 - 2 Phi(b))``. With half of
     # ``false_alarm`` for either, b / a is the factor.
-    half, normal = false_alarm / 2, NormalDist()
+    half = false_alarm / 2
+    normal = NormalDist()
     a = normal.inv_cdf((1 + half ** (1 / max(1, draws))) / 2)
     b = -normal.inv_cdf(half / (2 * max(1, elements)))
     return max(1.0, b / a)
@@ -146,7 +148,8 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
     base = shadow.evaluate(joined)
     if base.drew:
         raise NotComparable(DRAWS_RANDOM_NUMBERS)
-    spread, loss = dict.fromkeys(base.gradients, 0.0), 0.0
+    spread = dict.fromkeys(base.gradients, 0.0)
+    loss = 0.0
     for number in range(DRAWS):
         with perturbed(torch.Generator().manual_seed(1000 * step + number + 1)):
             draw = shadow.evaluate(joined)
@@ -155,42 +158,57 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
             spread[name] = max(spread[name], _apart(gradient, real_view(draw.gradients[name])))
     bounds = Rounding(loss=measured_bound(loss, abs(base.loss), 1, DRAWS, torch.float32))
     for name, gradient in base.gradients.items():
-        real = real_view(gradient)
-        if real.numel():
-            largest = float(real.abs().max())
-            bounds.gradients[name] = measured_bound(spread[name], largest, real.numel(), DRAWS, gradient.dtype)
-    if len(batches()[0]) > 1:
+        numbers = real_view(gradient)
+        if numbers.numel():
+            largest = float(numbers.abs().max())
+            bounds.gradients[name] = measured_bound(spread[name], largest, numbers.numel(), DRAWS, gradient.dtype)
+    ranks = len(batches()[0])
+    if ranks > 1:
         _check_samples_stay_apart(base, shadow, batches, bounds)
     return bounds
 
 
 def _apart(gradient: Tensor, other: Tensor) -> float:
-    return float((real_view(gradient).double() - other.double()).abs().max()) if gradient.numel() else 0.0
+    if not gradient.numel():
+        return 0.0
+    difference = real_view(gradient).double() - other.double()
+    return float(difference.abs().max())
 
 
 def _check_samples_stay_apart(
     base: Draw, shadow: Shadow, batches: Callable[[], list[list[Any]]], bounds: Rounding
 ) -> None:
     """Raise unless the joined batch is the mean of the ranks' batches, within this process, with no engine in it."""
-    world, loss, mean = len(batches()[0]), 0.0, dict[str, Tensor]()
-    for rank in range(world):
-        draw = shadow.evaluate(lambda rank=rank: [parts[rank] for parts in batches()])  # type: ignore[misc]
-        loss += draw.loss / world
+    ranks = len(batches()[0])
+    loss = 0.0
+    means: dict[str, Tensor] = {}
+    for rank in range(ranks):
+        draw = shadow.evaluate(partial(_batches_of, batches, rank))
+        loss += draw.loss / ranks
         for name, gradient in draw.gradients.items():
-            mean[name] = mean.get(name, 0) + real_view(gradient).double() / world
-    what = ""
+            means[name] = means.get(name, 0) + real_view(gradient).double() / ranks
     if abs(loss - base.loss) > bounds.loss:
-        what = f"the loss is {base.loss:.9g} on the joined batch and {loss:.9g} as the mean over its parts"
-    for name, bound in bounds.gradients.items():
-        apart = _apart(base.gradients[name], mean[name])
-        if not what and apart > bound:
-            what = f"the gradient of {name} on the joined batch differs by {apart:.3g} from the mean over its parts"
-    if what:
-        raise NotComparable(
-            f"{what}, within one process: the model or its loss mixes samples (BatchNorm, a sum, a mean over unequal "
-            "numbers of tokens), so one process on the joined batch trains something else; compare runs with the same "
-            "number of ranks"
+        raise _mixes_samples(
+            f"the loss is {base.loss:.9g} on the joined batch and {loss:.9g} as the mean over its parts"
         )
+    for name, bound in bounds.gradients.items():
+        apart = _apart(base.gradients[name], means[name])
+        if apart > bound:
+            raise _mixes_samples(
+                f"the gradient of {name} on the joined batch differs by {apart:.3g} from the mean over its parts"
+            )
+
+
+def _batches_of(batches: Callable[[], list[list[Any]]], rank: int) -> list[Any]:
+    return [of_ranks[rank] for of_ranks in batches()]
+
+
+def _mixes_samples(difference: str) -> NotComparable:
+    return NotComparable(
+        f"{difference}, within one process: the model or its loss mixes samples (BatchNorm, a sum, a mean over unequal "
+        "numbers of tokens), so one process on the joined batch trains something else; compare runs with the same "
+        "number of ranks"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- batches
@@ -198,7 +216,7 @@ def _check_samples_stay_apart(
 
 def part_of(batch: Any, rank: int, ranks: int) -> Any:
     """Return one rank's samples of a joined batch, or raise NotComparable if they cannot be divided evenly."""
-    sizes = {leaf.shape[0] for leaf in leaves(batch) if is_array(leaf)}
+    sizes = {leaf.shape[0] for leaf in _arrays(batch)}
     if len(sizes) != 1:
         raise NotComparable(
             f"tensors of the batch have {sorted(sizes)} rows: samples must lie along dim 0 of every tensor, or the "
@@ -210,16 +228,26 @@ def part_of(batch: Any, rank: int, ranks: int) -> Any:
             f"the {samples} samples of a joined batch cannot be divided evenly among {ranks} ranks; compare with a "
             "number of ranks that divides them"
         )
-    rows = slice(rank * samples // ranks, (rank + 1) * samples // ranks)
+    begin = rank * samples // ranks
+    end = (rank + 1) * samples // ranks
+    rows = slice(begin, end)
     return map_leaves(lambda leaf: leaf[rows] if is_array(leaf) else leaf, batch)
 
 
 def note_batches(step: Step, batches: list[list[Any]], *, sketched: bool = True) -> None:
     """Note digests per accumulated batch and rank, and sketches by "accumulated batch.rank.tensor"."""
-    step.batches = [[digest(batch) for batch in parts] for parts in batches]
+    step.batches = []
+    sketches: dict[str, Sketch] = {}
+    for micro, of_ranks in enumerate(batches):
+        step.batches.append([digest(batch) for batch in of_ranks])
+        if not sketched:
+            continue
+        for rank, batch in enumerate(of_ranks):
+            for number, array in enumerate(_arrays(batch)):
+                sketches[f"{micro}.{rank}.{number}"] = sketch(torch.as_tensor(array))
     if sketched:
-        named = ((f"{m}.{r}", batch) for m, parts in enumerate(batches) for r, batch in enumerate(parts))
-        arrays = ((start, [leaf for leaf in leaves(batch) if is_array(leaf)]) for start, batch in named)
-        step.sketches["batch"] = {
-            f"{start}.{n}": sketch(torch.as_tensor(x)) for start, each in arrays for n, x in enumerate(each)
-        }
+        step.sketches["batch"] = sketches
+
+
+def _arrays(batch: Any) -> list[Any]:
+    return [leaf for leaf in leaves(batch) if is_array(leaf)]
