@@ -101,13 +101,18 @@ def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ..
 def _may_merge(plan: Plan, members: list[Unit], places: Mapping[str, int], ranks: int) -> bool:
     if any(unit.compute is not None for unit in members):
         return False
-    if len({real_dtype(dtype) for unit in members for dtype in unit.dtypes}) > 1:
+    dtypes: set[torch.dtype] = set()
+    names: list[str] = []
+    for unit in members:
+        dtypes.update(real_dtype(dtype) for dtype in unit.dtypes)
+        names += unit.parameters
+    if len(dtypes) > 1:
         return False
     # A unit's gradients are views of one tensor, one after the other, each a multiple of its rows per rank. Those that
     # lie before a complex one must be even ("Tensor must have a storage_offset divisible by 2"), in any selection of
     # them, since those without gradient are left out.
     odd = False
-    for name in sorted((name for unit in members for name in unit.parameters), key=places.__getitem__):
+    for name in sorted(names, key=places.__getitem__):
         info = plan.parameters[name]
         if info.dtype.is_complex:
             if odd:
@@ -205,7 +210,8 @@ class FSDP2Backend(TorchShardedBackend):
             modules[name].__dict__["__deepcopy__"] = refuse_parameter  # torch's own is an AssertionError
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
-                for entry in (self.entries[parameter] for parameter in self.groups[name]):
+                for parameter in self.groups[name]:
+                    entry = self.entries[parameter]
                     attributes = attributes_of(entry.parameter)
                     entry.parameter = entry.slots[0].parameter
                     entry.parameter.__dict__.update(attributes)
@@ -354,8 +360,9 @@ class FSDP2Backend(TorchShardedBackend):
                 setattr(whole, CALLS, group.size())
                 return dist.broadcast(whole, group=group, group_src=0, async_op=True)
 
-        for unit in self._units if self._fast else ():
-            unit.set_custom_all_gather(AtOnce())
+        if self._fast:
+            for unit in self._units:
+                unit.set_custom_all_gather(AtOnce())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -458,10 +465,17 @@ class FSDP2Backend(TorchShardedBackend):
     @functools.cached_property
     def _torchs(self) -> dict[str, Any]:
         """FSDP2's own record of each parameter."""
-        names = {(id(slot.owner), slot.stored): entry.name for entry in self.all for slot in entry.slots}
-        groups = (group for unit in self._units for group in param_groups(unit))
-        parts = (part for group in groups for part in group.fsdp_params)
-        return {names[id(place_of(part).module), place_of(part).param_name]: part for part in parts}
+        names: dict[tuple[int, str], str] = {}
+        for entry in self.all:
+            for slot in entry.slots:
+                names[id(slot.owner), slot.stored] = entry.name
+        parts: dict[str, Any] = {}
+        for unit in self._units:
+            for group in param_groups(unit):
+                for part in group.fsdp_params:
+                    place = place_of(part)
+                    parts[names[id(place.module), place.param_name]] = part
+        return parts
 
     def reshard(self) -> None:
         self._kept.let_go()
@@ -500,7 +514,10 @@ class FSDP2Backend(TorchShardedBackend):
     @functools.cached_property
     def _gathered_with(self) -> dict[str, str]:
         """Parameter -> the unit with which it is gathered."""
-        return {parameter: unit for unit, parameters in self.groups.items() for parameter in parameters}
+        units: dict[str, str] = {}
+        for unit, parameters in self.groups.items():
+            units.update(dict.fromkeys(parameters, unit))
+        return units
 
 
 def _refuse_gradient(name: str, _: Tensor) -> None:
@@ -532,9 +549,14 @@ def _prepare(kind: type[nn.Module]) -> None:
 def _without_hooks(units: Iterable[Any]) -> Iterator[None]:
     """Take out FSDP2's hooks while modules hold whole parameters."""
     # They would gather, and look for shards after a load: "no attribute '_local_tensor'" (torch 2.13).
-    loads = (load_state_dict_post_hooks(module) for unit in units for module in unit.modules())
-    tables: list[Any] = [*{id(table): table for table in loads}.values()]
-    tables += [table for unit in units for table in call_hooks(unit)]
+    distinct: dict[int, Any] = {}
+    tables_of_calls: list[Any] = []
+    for unit in units:
+        tables_of_calls += call_hooks(unit)
+        for module in unit.modules():
+            table = load_state_dict_post_hooks(module)
+            distinct[id(table)] = table
+    tables = [*distinct.values(), *tables_of_calls]
     before = [dict(table) for table in tables]
     for table, hooks in zip(tables, before, strict=True):
         for key, hook in hooks.items():

@@ -41,7 +41,8 @@ class UsageTracker:
     """
 
     def __init__(self, settings: Settings, entries: Mapping[str, Entry], units: Mapping[str, nn.Module]) -> None:
-        self.settings, self.entries = settings, entries
+        self.settings = settings
+        self.entries = entries
         self.used: set[str] = set()
         self._known: list[tuple[dict[int, str], list[Entry]]] = []  # of each hook what it has found out about nodes
         for unit in settings.plan.units:
@@ -61,7 +62,9 @@ class UsageTracker:
             used.update(name for place, name in places.items() if gradients[place] is not None)
 
         def before_forward(*_: Any) -> None:
-            for entry in (first or own) if torch.is_grad_enabled() else ():
+            if not torch.is_grad_enabled():
+                return
+            for entry in first or own:
                 tensor = getattr(entry.slots[0].owner, entry.slots[0].stored)
                 if not tensor.requires_grad or getattr(tensor, "_fsshard_watched", False):
                     continue
@@ -87,7 +90,8 @@ class UsageTracker:
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Trainable parameters among ``names`` that received no gradient on this rank since theirs was dropped."""
-        return [n for n in names if self.entries[n].parameter.requires_grad and n not in self.used]
+        unused = [name for name in names if name not in self.used]
+        return [name for name in unused if self.entries[name].parameter.requires_grad]
 
     def finish(self, entries: Iterable[Entry]) -> None:
         """With ``find_unused_parameters``, drop gradients of parameters that no rank used. Collective."""
@@ -113,7 +117,8 @@ def _mark(used: set[str], name: str, _: Tensor) -> None:
 
 def _dividing_node(view: Tensor) -> tuple[Any, int]:
     """Return the node of autograd that divides a unit's flat parameter, and which of its outputs a view is."""
-    node, place = view.grad_fn, 0
+    node = view.grad_fn
+    place = 0
     while node is not None and not node.name().startswith("Split"):
         node, place = node.next_functions[0]
     assert node is not None, "FSDP1 has views of something else than of one flat parameter"
