@@ -25,7 +25,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2"},
     "fairscale": {"backend": "fairscale", "implementation": "native"},
 }
-WAYS = ("plain", "accumulated", "clipped", "unused", "bf16")
+WAYS = ("plain", "accumulated", "clipped", "unused", "bf16", "fp16")
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Ways in which gradients are sent, and added up, in another dtype."""
 STEPS = 3
 
 
@@ -60,8 +62,8 @@ def job_trained(engine: str, way: str, mesh: tuple[int, int] | None) -> dict[str
     settings = dict(ENGINES[engine])
     if mesh is not None:
         settings["device_mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-    if way == "bf16":
-        settings["mixed_precision"] = fsshard.Precision(param=None, reduce=torch.bfloat16)
+    if way in NARROW:
+        settings["mixed_precision"] = fsshard.Precision(param=None, reduce=NARROW[way])
     model = fsshard.wrap(Net(), find_unused_parameters=way == "unused", **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
     for step in range(STEPS):
@@ -109,7 +111,7 @@ def by_hand(ranks: int, way: str, mesh: tuple[int, int] | None) -> dict[str, Ten
                 model(samples(step, part, rank), uses).square().mean().backward()
             gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
         for parameter, of_ranks in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = averaged(list(of_ranks), mesh, torch.bfloat16 if way == "bf16" else None)
+            parameter.grad = averaged(list(of_ranks), mesh, NARROW.get(way))
         if way == "clipped":
             wide = [torch.view_as_real(g) if g.is_complex() else g for g in (p.grad for p in model.parameters())]  # type: ignore[union-attr]
             norm = torch.stack([g.double().square().sum() for g in wide]).sum().sqrt().float()
@@ -145,7 +147,9 @@ def test_more_ranks_have_the_bits_of_replicas_by_hand(ranks: Any, engine: str, s
     check(ranks, engine, "plain", size)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 2), marks=pytest.mark.long), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(2, 2), *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ((2, 4), (4, 2))), (3, 2)], ids=str
+)
 @pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "fairscale"])
 def test_replicas_that_are_sharded_within(ranks: Any, engine: str, mesh: tuple[int, int]) -> None:
     check(ranks, engine, "plain", mesh[0] * mesh[1], mesh)
