@@ -62,8 +62,8 @@ def add_scaled(output: Tensor, arrived: Tensor, size: int, scale: float) -> None
 class AllReduce:
     """A sum over ranks that has begun: an all-to-all, sums of what arrives, and an all-gather.
 
-    Each rank sends as many bytes as in a ring, and needs as much memory again until :meth:`add` has returned. All
-    ranks begin their sums, and go on with them, in the same order.
+    Each rank sends as many bytes as in a ring. It needs as much memory again as ``flat`` has, and where ranks cannot
+    share that evenly one rank's part more. All ranks begin their sums, and go on with them, in the same order.
 
     Args:
         flat: a contiguous tensor of one dimension, in which the sum will be.
@@ -76,6 +76,7 @@ class AllReduce:
         self._group = group
         self._scale = scale
         self._gathered = flat
+        self._lent: list[Tensor] = []
         ranks = group.size()
         if ranks <= 2:
             # A sum of two has one order.
@@ -93,7 +94,9 @@ class AllReduce:
         self._size = sizes[group.rank()]
         own = [self._size] * ranks
         self._arrived = flat.new_empty(ranks * self._size)
-        self._work = dist.all_to_all_single(self._arrived, flat, own, sizes, group=group, async_op=True)
+        self._lent = lend(self._arrived, flat)
+        destination, source = self._lent
+        self._work = dist.all_to_all_single(destination, source, own, sizes, group=group, async_op=True)
 
     def add(self) -> dist.Work:
         """Add up what has arrived and begin to gather the sums; they are there after its ``wait`` and :meth:`end`."""
@@ -102,12 +105,15 @@ class AllReduce:
         if arrived is None:
             return self._work
         self._work.wait()
-        total = self._flat.new_zeros(self._chunk)
+        let_go(self._lent)
+        padded = self._chunk * self._group.size()
+        is_even = padded == self._flat.numel()
+        # The sum takes the place of the first part, or where ranks have chunks of other lengths, memory of its own.
+        total = arrived[: self._size] if is_even else self._flat.new_zeros(self._chunk)
         if self._size:
             add_scaled(total[: self._size], arrived, self._group.size(), self._scale)
         del arrived
-        padded = self._chunk * self._group.size()
-        if padded != self._flat.numel():
+        if not is_even:
             self._gathered = self._flat.new_empty(padded)
         self._work = dist.all_gather_single(self._gathered, total, group=self._group, async_op=True)
         return self._work

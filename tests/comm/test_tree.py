@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsshard.comm import tree
 
@@ -110,3 +112,35 @@ def job_in_pieces() -> tuple[Tensor, Tensor]:
 def test_large_gradients_go_in_pieces(ranks: Any) -> None:
     for at_once, in_pieces in ranks.run(job_in_pieces, 3):
         assert torch.equal(at_once, in_pieces)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the most bytes that tensors made within have at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and "new_" in func.name():
+            self._made.add(made)
+        self.most = max(self.most, sum(tensor.nbytes for tensor in self._made))
+        return made
+
+
+def job_memory_of_a_sum(length: int) -> float:
+    flat = torch.randn(length)
+    group = dist.group.WORLD
+    assert group is not None
+    with LiveBytes() as live:
+        tree.all_reduce(flat, group, 0.25)
+    return live.most / flat.nbytes
+
+
+def test_a_sum_needs_as_much_memory_again(ranks: Any) -> None:
+    """And one part of four more where the parts are not alike."""
+    assert ranks.run(job_memory_of_a_sum, 4, 4096) == [1.0] * 4
+    shares = ranks.run(job_memory_of_a_sum, 4, 4097)
+    assert max(shares) <= 1.26, shares
