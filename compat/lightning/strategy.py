@@ -107,8 +107,10 @@ class Strategy(DDPStrategy):
     def _sharded(self) -> ShardedModule | None:
         """Return the wrapper of the Trainer's module; None where no engine has it."""
         module = self._lightning_module
-        taken = self._taken
-        return taken.wrapped if taken is not None and module is not None and taken_of(module) is taken else None
+        hold = self._taken
+        if hold is None or module is None or taken_of(module) is not hold:
+            return None
+        return hold.wrapped
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
@@ -127,28 +129,28 @@ class Strategy(DDPStrategy):
         module: Any = self._lightning_module
         if module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
-        taken = taken_of(module)
-        if taken is not None:
-            missing = lacking(taken, with_states=False)
+        hold = taken_of(module)
+        if hold is not None:
+            missing = lacking(hold, with_states=False)
             if missing:
                 raise ConfigurationError(
                     f"fit(): the module has been trained, and each rank has its part: {missing}; load a checkpoint "
                     "into a new module and fit that"
                 )
-            taken.come_back()
+            hold.come_back()
         self._taken = None
 
     def setup(self, trainer: Any) -> None:
         """Let the optimizers be made on the bare module, as the user wrote it; then wrap both."""
         module: Any = self._lightning_module
-        taken = taken_of(module)
+        hold = taken_of(module)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self._check_fit(trainer)
-        if not fits and (taken is not None or (self._divides and module in divided)):
+        if not fits and (hold is not None or (self._divides and module in divided)):
             accelerator: Any = self.accelerator
             accelerator.setup(trainer)
-            self._taken = taken or self._wrap_to_evaluate(module)
+            self._taken = hold or self._wrap_to_evaluate(module)
             self.model = self._sharded
         else:
             super().setup(trainer)
@@ -167,8 +169,8 @@ class Strategy(DDPStrategy):
         """Wrap a module of which a device has had parts, and may have no room for the whole. Collective."""
         self._move_all_else(module)
         bare = Bare(module)
-        given = {name: value for name, value in self.settings.items() if name != "param_init_fn"}
-        wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
+        settings = {name: value for name, value in self.settings.items() if name != "param_init_fn"}
+        wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **settings)
         return Taken(wrapped, bare)
 
     def _check_fit(self, trainer: Any) -> None:
@@ -251,9 +253,9 @@ class Strategy(DDPStrategy):
             model.training = inner.training
         if self._manual is None or model is None:
             return super().training_step(*args, **kwargs)
-        given: Any = inner
+        module: Any = inner
         with self.precision_plugin.train_step_context(), self._manual.step():
-            return given.training_step(*args, **kwargs)
+            return module.training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step as Lightning does, unless another optimizer is toggled."""
@@ -322,10 +324,10 @@ class Strategy(DDPStrategy):
         """Return whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
         if self.divides_files:
             return {}
-        found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._taken is not None:  # another Trainer has given the module back
-            found = self._taken.left.get(id(found), found)
-        state: dict[str, Any] = found.state_dict(rank0_only=True)
+            inner = self._taken.left.get(id(inner), inner)
+        state: dict[str, Any] = inner.state_dict(rank0_only=True)
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -363,8 +365,8 @@ class Strategy(DDPStrategy):
         """Read a file as Lightning does, or of a directory what is neither weights nor optimizers."""
         if Path(checkpoint_path).is_dir():
             return read_others(checkpoint_path)
-        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        return found
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return checkpoint
 
     def teardown(self) -> None:
         """Hand the module back whole, and keep what a checkpoint needs of the optimizers. Collective."""
@@ -383,15 +385,15 @@ class Strategy(DDPStrategy):
             self._lightning_module = module
             self.optimizers = optimizers
 
-    def _comes_back(self, taken: Taken) -> bool:
+    def _comes_back(self, hold: Taken) -> bool:
         module: Any = self._lightning_module
-        taken.failed |= module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
-        if taken.failed or self._sharded is None:
+        hold.failed |= module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if hold.failed or self._sharded is None:
             return self._sharded is not None and self.world_size == 1
-        if taken.stays or taken.wrapped.backend.settings.model_mesh is not None:
+        if hold.stays or hold.wrapped.backend.settings.model_mesh is not None:
             return False
-        missing = lacking(taken, with_states=True)
-        if missing and taken.wrapped.backend.settings.is_first:
+        missing = lacking(hold, with_states=True)
+        if missing and hold.wrapped.backend.settings.is_first:
             log.warning(
                 "fit() has ended, and the module stays with its engine, each rank with its part: %s. This Trainer, "
                 "and others over fsshard, test it as it is; for anything else load a checkpoint into a new module",
@@ -399,16 +401,16 @@ class Strategy(DDPStrategy):
             )
         return not missing
 
-    def _hand_back(self, taken: Taken) -> None:
-        module: Any = taken.wrapped.module
-        found = [each for each in module.trainer.callbacks if isinstance(each, OverParts) and each.engine(module)]
-        averages = [None if each.copied else each.whole(taken.wrapped) for each in found]
-        taken.come_back_with_states()
-        for callback, average in zip(found, averages, strict=True):
+    def _hand_back(self, hold: Taken) -> None:
+        module: Any = hold.wrapped.module
+        callbacks = [each for each in module.trainer.callbacks if isinstance(each, OverParts) and each.engine(module)]
+        averages = [None if each.copied else each.whole(hold.wrapped) for each in callbacks]
+        hold.come_back_with_states()
+        for callback, average in zip(callbacks, averages, strict=True):
             callback.ended(module, average)
         self.model = module
         self._manual = None
-        self.optimizers = [taken.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
+        self.optimizers = [hold.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
         self._taken = None
         plugin = self.precision_plugin
         if isinstance(plugin, Autocast) and plugin.scaler is not None:

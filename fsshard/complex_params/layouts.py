@@ -63,8 +63,8 @@ class DTensorLayout(Layout):
         from torch.distributed.tensor import DTensor
 
         form: dict[str, Any] = {"shape": self.shape, "stride": self.stride} if self.shape else {}  # none of a 0-dim one
-        found: Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False, **form)
-        return found
+        dtensor: Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False, **form)
+        return dtensor
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
         return self.shape
