@@ -56,11 +56,11 @@ def imported(module: str, server: str) -> None:
 def notes() -> list[Note]:
     """Return what this process has noted, and in a reported run all of its processes."""
     folder = os.environ.get(FOLDER)
-    found = set(_noted)
+    notes_of_run = set(_noted)
     if folder is not None:
         for path in Path(folder).glob("*.jsonl"):
-            found |= {Note(*json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()}
-    return sorted(found)
+            notes_of_run |= {Note(*json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()}
+    return sorted(notes_of_run)
 
 
 def _note(note: Note) -> None:
@@ -91,10 +91,10 @@ def _end(folder: str, process: int) -> None:
     print(lines, file=sys.stderr, flush=True)
 
 
-def text(found: Iterable[Note]) -> str:
+def text(notes_of_run: Iterable[Note]) -> str:
     """Write the report."""
-    found = sorted(found)
-    if not found:
+    notes_of_run = sorted(notes_of_run)
+    if not notes_of_run:
         return "fsshard.compat: this run used nothing of FairScale"
     lines = ["fsshard.compat: what this run used of FairScale"]
     for kind, title, verb in (
@@ -103,13 +103,13 @@ def text(found: Iterable[Note]) -> str:
         ("module", "modules", "from"),
     ):
         rows: dict[str, list[str]] = {}
-        for note in found:
+        for note in notes_of_run:
             if note.kind == kind:
                 rows.setdefault(note.name, []).append(note.detail)
         width = max(map(len, rows), default=0)
         lines += [f"  {title}:"] * bool(rows)
         lines += [f"    {name:<{width}}  {verb} {', '.join(details)}" for name, details in rows.items()]
-    ways_out = steps(note.name for note in found if note.kind != "module")
+    ways_out = steps(note.name for note in notes_of_run if note.kind != "module")
     lines += ["  to leave FairScale, write:"] * bool(ways_out)
     for names, instead in ways_out:
         lines.append(f"    instead of {', '.join(names)}:")

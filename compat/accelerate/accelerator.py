@@ -52,12 +52,12 @@ class Accelerator(StateFiles):
     scaler: Any
 
     def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
-        given = check_arguments(args, arguments, fsshard)
+        parents = check_arguments(args, arguments, fsshard)
         self._former: Former = WeakIdKeyDictionary()
         self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
         self._replaced: list[tuple[Optimizer, Optimizer]] = []  # (the user's, the engine's)
-        given["cpu"] = bool(given.get("cpu")) or not torch.accelerator.is_available()
-        super().__init__(settings=dict(fsshard), **given)
+        parents["cpu"] = bool(parents.get("cpu")) or not torch.accelerator.is_available()
+        super().__init__(settings=dict(fsshard), **parents)
         check_state(self)
 
     # ------------------------------------------------------------------------------------------ preparing
@@ -173,8 +173,8 @@ class Accelerator(StateFiles):
             ready: nn.Module = self._marked(model)
             return ready
         if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
-            found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
-            return found
+            prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return prepared
         wrapped_model: nn.Module = self.prepare(model, device_placement=[device_placement])
         return wrapped_model
 
@@ -189,10 +189,10 @@ class Accelerator(StateFiles):
         Raises:
             ConfigurationError: the ranks would get several numbers of batches, and need one another for every forward.
         """
-        found = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if not self.even_batches and not getattr(data_loader, "_is_accelerate_prepared", False):
-            check_batches(found, self._settings)
-        return found
+            check_batches(loader, self._settings)
+        return loader
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer whose model is prepared. Collective."""
@@ -209,9 +209,9 @@ class Accelerator(StateFiles):
         return super().prepare_scheduler(scheduler)
 
     def _marked(self, given: Any) -> Any:
-        found = self._ready[id(given)]
-        found._is_accelerate_prepared = True  # where Accelerate looks
-        return found
+        ready = self._ready[id(given)]
+        ready._is_accelerate_prepared = True  # where Accelerate looks
+        return ready
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the user's model, of whose weights an engine may keep parts."""
@@ -283,12 +283,12 @@ class Accelerator(StateFiles):
     ) -> tuple[list[Tensor], list[tuple[ShardedModule, Entry] | None]]:
         """Unscale the gradients of the models that have these parameters; return these, and whose they are."""
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        known: dict[int, tuple[ShardedModule, Entry]] = {}
+        owner_of: dict[int, tuple[ShardedModule, Entry]] = {}
         for model in self._models:
             if isinstance(model, ShardedModule):
                 for entry in model.backend.entries.values():
-                    known[id(entry.parameter)] = (model, entry)
-        owners = [known.get(id(stored_of(tensor))) for tensor in tensors]
+                    owner_of[id(entry.parameter)] = (model, entry)
+        owners = [owner_of.get(id(stored_of(tensor))) for tensor in tensors]
         models: set[int] = set()
         for model, entry in filter(None, owners):
             controller_of(model).step.check_reduced([entry.name])

@@ -77,20 +77,20 @@ def check_arguments(
 ) -> dict[str, Any]:
     """Return all of Accelerate's arguments by name, or raise ConfigurationError for one, before anything is made."""
     check_settings(settings)
-    given = dict(inspect.signature(THEIRS).bind_partial(*args, **arguments).arguments)
+    own = dict(inspect.signature(THEIRS).bind_partial(*args, **arguments).arguments)
     for name, advice in INSTEAD.items():
-        if given.get(name) is not None:
+        if own.get(name) is not None:
             raise ConfigurationError(f"Accelerator({name}=...): {advice}")
     for name, advice in ENVIRONMENT.items():
         if os.environ.get(name, "").lower() not in ("", "0", "no", "false"):
             raise ConfigurationError(f"{name}={os.environ[name]} is set (accelerate's configuration): {advice}")
-    precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+    precision = str(own.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
     if precision == "fp8":
         raise ConfigurationError("mixed_precision='fp8': no engine of fsshard computes in it; use 'bf16'")
     if precision != "no":
         check_one_precision(f"Accelerator(mixed_precision={precision!r})", settings)
-    _check_handlers(given.get("kwargs_handlers") or (), settings)
-    return given
+    _check_handlers(own.get("kwargs_handlers") or (), settings)
+    return own
 
 
 def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> None:
@@ -135,10 +135,10 @@ def check_scaled(accelerator: Any) -> None:
 
 def check_samples(settings: Mapping[str, Any], ranks: int) -> None:
     """Raise ConfigurationError if some of the ranks have to see the same samples, which Accelerate gives to no two."""
-    found = data_rank_of(settings)
-    if found is not None and found.size != ranks:
+    place = data_rank_of(settings)
+    if place is not None and place.size != ranks:
         raise ConfigurationError(
-            f"device_mesh: {found.size} parts of the data for {ranks} ranks, so that some share samples, which "
+            f"device_mesh: {place.size} parts of the data for {ranks} ranks, so that some share samples, which "
             "Accelerate gives to no two ranks and would count twice in gather_for_metrics; write the loop with "
             "fsshard.wrap and samplers from fsshard.data_rank(mesh), or use fsshard.compat.lightning.FabricStrategy"
         )
@@ -176,7 +176,7 @@ def wrap_settings(accelerator: Any, settings: Mapping[str, Any], *, placed: bool
     """
     handler = accelerator.ddp_handler
     device = accelerator.device
-    found: dict[str, Any] = {} if handler is None else handler.to_kwargs()
+    keywords: dict[str, Any] = {} if handler is None else handler.to_kwargs()
     if placed:
-        found["device"] = torch.device("cpu") if device.type == "cpu" else device  # FSDP1 does not take "cpu:0"
-    return found | dict(settings)
+        keywords["device"] = torch.device("cpu") if device.type == "cpu" else device  # FSDP1 does not take "cpu:0"
+    return keywords | dict(settings)

@@ -108,11 +108,9 @@ class Strategy(DDPStrategy):
         """Return the wrapper of the Trainer's module; None where no engine has it."""
         module = self._lightning_module
         wrapped_model = self._wrapped_model
-        return (
-            wrapped_model.wrapped
-            if wrapped_model is not None and module is not None and wrapped_model_of(module) is wrapped_model
-            else None
-        )
+        if wrapped_model is None or module is None or wrapped_model_of(module) is not wrapped_model:
+            return None
+        return wrapped_model.wrapped
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
@@ -171,8 +169,8 @@ class Strategy(DDPStrategy):
         """Wrap a module of which a device has had parts, and may have no room for the whole. Collective."""
         self._move_all_else(module)
         bare = ModelBeforeWrap(module)
-        given = {name: value for name, value in self.settings.items() if name != "param_init_fn"}
-        wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
+        settings = {name: value for name, value in self.settings.items() if name != "param_init_fn"}
+        wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **settings)
         return WrappedLightningModule(wrapped, bare)
 
     def _check_fit(self, trainer: Any) -> None:
@@ -255,9 +253,9 @@ class Strategy(DDPStrategy):
             model.training = inner.training
         if self._manual is None or model is None:
             return super().training_step(*args, **kwargs)
-        given: Any = inner
+        module: Any = inner
         with self.precision_plugin.train_step_context(), self._manual.step():
-            return given.training_step(*args, **kwargs)
+            return module.training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step as Lightning does, unless another optimizer is toggled."""
@@ -326,10 +324,10 @@ class Strategy(DDPStrategy):
         """Return whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
         if self.divides_files:
             return {}
-        found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._wrapped_model is not None:  # another Trainer has given the module back
-            found = self._wrapped_model.left.get(id(found), found)
-        state: dict[str, Any] = found.state_dict(rank0_only=True)
+            inner = self._wrapped_model.left.get(id(inner), inner)
+        state: dict[str, Any] = inner.state_dict(rank0_only=True)
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -367,8 +365,8 @@ class Strategy(DDPStrategy):
         """Read a file as Lightning does, or of a directory what is neither weights nor optimizers."""
         if Path(checkpoint_path).is_dir():
             return read_others(checkpoint_path)
-        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        return found
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return checkpoint
 
     def teardown(self) -> None:
         """Hand the module back whole, and keep what a checkpoint needs of the optimizers. Collective."""
@@ -405,10 +403,10 @@ class Strategy(DDPStrategy):
 
     def _hand_back(self, wrapped_model: WrappedLightningModule) -> None:
         module: Any = wrapped_model.wrapped.module
-        found = [each for each in module.trainer.callbacks if isinstance(each, OverParts) and each.engine(module)]
-        averages = [None if each.copied else each.whole(wrapped_model.wrapped) for each in found]
+        callbacks = [each for each in module.trainer.callbacks if isinstance(each, OverParts) and each.engine(module)]
+        averages = [None if each.copied else each.whole(wrapped_model.wrapped) for each in callbacks]
         wrapped_model.come_back_with_states()
-        for callback, average in zip(found, averages, strict=True):
+        for callback, average in zip(callbacks, averages, strict=True):
             callback.ended(module, average)
         self.model = module
         self._manual = None

@@ -129,29 +129,29 @@ def _read_all(
     model: ShardedModule,
     wanted: list[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    known = dict(_globals_of(getattr(model.module, "_init_kwargs", {})))
+    globals_of_model = dict(_globals_of(getattr(model.module, "_init_kwargs", {})))
     manifest = _read(folder / "manifest.pt", {}) if (folder / "manifest.pt").exists() else {}
-    found = {"model": _read(folder / f"{save_name}_state_dict.pt", known)}
+    states = {"model": _read(folder / f"{save_name}_state_dict.pt", globals_of_model)}
     for name in wanted:
         path = folder / f"{name}.pt"
         if path.exists():
-            found[name] = _read(path, {})
+            states[name] = _read(path, {})
         elif name in manifest:
             raise ConfigurationError(f"{folder} is incomplete: its manifest names {path.name}, which is not there")
         else:
             log.warning("%s holds no state of the %s; it starts from scratch", folder, name)
-    return manifest, found
+    return manifest, states
 
 
-def _read(path: Path, known: Mapping[str, object]) -> Any:
+def _read(path: Path, allowed: Mapping[str, object]) -> Any:
     needed = get_unsafe_globals_in_checkpoint(path)
-    strange = [name for name in needed if name not in known]
+    strange = [name for name in needed if name not in allowed]
     if strange:
         raise ConfigurationError(
             f"{path} refers to {', '.join(strange)}, which this model's arguments do not hold; if you trust the file, "
             "allow them with torch.serialization.add_safe_globals"
         )
-    with safe_globals([(known[name], name) for name in needed]):  # type: ignore[misc]
+    with safe_globals([(allowed[name], name) for name in needed]):  # type: ignore[misc]
         return torch.load(os.fspath(path), map_location="cpu", weights_only=True, mmap=True)
 
 

@@ -60,9 +60,9 @@ def _ranks_of(model: ShardedModule) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def quoted(known: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     """List names for a message."""
-    return ", ".join(printable(repr(name)) for name in known)
+    return ", ".join(printable(repr(name)) for name in names)
 
 
 def choose_models(index: Index, names: Iterable[str], call: str, hint: str = "") -> dict[str, Index]:

@@ -95,8 +95,8 @@ def save(
     channel = Channel.of(settings.everyone)
     objects = parts.named_objects(scheduler, scaler, state)
     wait_for_saves()
-    told = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
-    channel.arrive(told, timeout, call)
+    called = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
+    channel.arrive(called, timeout, call)
     averages = parts.take_averages(objects)
     for average in averages.values():
         average.check_alike()
@@ -104,8 +104,9 @@ def save(
         controller_of(sharded).buffers.sync()  # rank 0's count, as in a state dict
         own = sharded.backend.settings
         if own.model_mesh is not None:
-            kept = set(sharded.backend.key_order)
-            check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, own.model_mesh, own.rank)
+            saved = set(sharded.backend.key_order)
+            buffers = {name: buffer for name, buffer in sharded.named_buffers() if name in saved}
+            check_same_buffers(buffers, own.model_mesh, own.rank)
     job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(models))
 
     def collected() -> parts.Collected:
@@ -116,9 +117,9 @@ def save(
         optimizers = parts.name_optimizers(models, optimizer, "fsshard.save", averages)
         random = generators.capture(settings.device) if rng else None
         part = only is not None
-        mine = parts.collect(models, optimizers, objects, settings.overall_rank, random, trainable=part)
+        share = parts.collect(models, optimizers, objects, settings.overall_rank, random, trainable=part)
         job.place = CheckpointTarget(path)
-        return mine
+        return share
 
     job.collected = parts.collect_together(collected, models, channel, timeout)
     job.arrange()
@@ -161,7 +162,7 @@ class _Arrangement(NamedTuple):
     """The division of a save among ranks: who writes what."""
 
     key: str  # hash of what every rank holds, and of which objects they have alike
-    mine: Mapping[str, Range]  # the elements that this rank writes of each tensor
+    written: Mapping[str, Range]  # the elements that this rank writes of each tensor
     tensors: dict[str, TensorInfo]  # all of them with their pieces
 
 
@@ -201,27 +202,45 @@ class _Save:
 
     def arrange(self) -> None:
         """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
-        known = _arrangements.get(self.channel)
-        mine = self.collected
-        held = _digest([parts.as_table(mine.parts), {name: parts.as_table(own) for name, own in mine.own.items()}])
-        told = self.channel.gather([held, known.key if known else "", mine.digests], self.timeout)
-        self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in told}) == 1}
-        key = _digest([[theirs for theirs, *_ in told], sorted(self.alike)])
-        mine.adopt_own(self.channel.rank, self.alike)
-        if known is None or any(theirs != key for _, theirs, _ in told):  # on all ranks, or on none
-            tensors, written = parts.divide(self.channel.gather(parts.as_table(mine.parts), self.timeout), self.call)
-            known = _arrangements[self.channel] = _Arrangement(key, written[self.channel.rank], tensors)
-        self.tensors = known.tensors
-        lacking = [name for name in mine.model.keys.values() if name is not None and name not in self.tensors]
-        lacking += [name for name, info in self.tensors.items() if not info.is_whole]
+        channel = self.channel
+        collected = self.collected
+        tables = {name: parts.as_table(own) for name, own in collected.own.items()}
+        digest = _digest([parts.as_table(collected.parts), tables])
+        arrangement = _arrangements.get(channel)
+        last_key = arrangement.key if arrangement else ""
+        answers = channel.gather([digest, last_key, collected.digests], self.timeout)
+        self.alike = set()
+        for name in collected.objects:
+            digests_of_ranks = {digests[name] for _, _, digests in answers}
+            if len(digests_of_ranks) == 1:
+                self.alike.add(name)
+        key = _digest([[of_rank for of_rank, _, _ in answers], sorted(self.alike)])
+        collected.adopt_own(channel.rank, self.alike)
+        # On all ranks, or on none.
+        if arrangement is None or any(last != key for _, last, _ in answers):
+            tables_of_ranks = channel.gather(parts.as_table(collected.parts), self.timeout)
+            tensors, written = parts.divide(tables_of_ranks, self.call)
+            arrangement = _Arrangement(key, written[channel.rank], tensors)
+            _arrangements[channel] = arrangement
+        self.tensors = arrangement.tensors
+        lacking = []
+        for tensor in collected.model.keys.values():
+            if tensor is not None and tensor not in self.tensors:
+                lacking.append(tensor)
+        for name, info in self.tensors.items():
+            if not info.is_whole:
+                lacking.append(name)
         if lacking:  # on all ranks alike
             raise CheckpointError(f"{self.call}: the ranks do not hold all of {some(lacking)}; nothing was saved")
-        for name, (start, stop) in known.mine.items():
-            part = mine.parts[name]
-            values = part.values[start - part.range[0] : stop - part.range[0]]
+        for name, span in arrangement.written.items():
+            part = collected.parts[name]
+            start, stop = span
+            first, _ = part.range
+            values = part.values[start - first : stop - first]
             numel = math.prod(part.shape)
-            shape = part.shape if stop - start == numel else (stop - start,)
-            self.items.append(Item(piece_key(name, numel, (start, stop)), part.dtype, shape, values.view(shape)))
+            shape = part.shape if len(values) == numel else (len(values),)
+            item = Item(piece_key(name, numel, span), part.dtype, shape, values.view(shape))
+            self.items.append(item)
             self.total += values.nbytes
 
     def copy_to_host(self) -> None:

@@ -62,9 +62,11 @@ class DTensorLayout(Layout):
         """Return ``part`` as the DTensor that the model computes with; differentiable."""
         from torch.distributed.tensor import DTensor
 
-        form: dict[str, Any] = {"shape": self.shape, "stride": self.stride} if self.shape else {}  # none of a 0-dim one
-        found: Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False, **form)
-        return found
+        form: dict[str, Any] = {}
+        if self.shape:  # a 0-dim one has none
+            form = {"shape": self.shape, "stride": self.stride}
+        dtensor: Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False, **form)
+        return dtensor
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
         return self.shape
@@ -82,7 +84,8 @@ class DTensorLayout(Layout):
             real.contiguous(), self.mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
         whole = held.full_tensor()
-        whole = whole.clone() if whole.data_ptr() == real.data_ptr() else whole
+        if whole.data_ptr() == real.data_ptr():
+            whole = whole.clone()
         if part.is_complex():
             return torch.view_as_complex(whole.contiguous())
         return whole
@@ -114,10 +117,13 @@ class HandSplit(Layout):
         parts = self.group.size()
         if self.dim is None:
             return torch.Size([parts, *part])
-        return torch.Size([size * parts if dim == self.dim else size for dim, size in enumerate(part)])
+        shape = list(part)
+        shape[self.dim] *= parts
+        return torch.Size(shape)
 
     def whole(self, part: Tensor) -> Tensor:
-        real = (torch.view_as_real(part) if part.is_complex() else part).contiguous()
+        real = torch.view_as_real(part) if part.is_complex() else part
+        real = real.contiguous()
         parts = [torch.empty_like(real) for _ in range(self.group.size())]
         dist.all_gather(parts, real, group=self.group)
         whole = torch.stack(parts) if self.dim is None else torch.cat(parts, self.dim)

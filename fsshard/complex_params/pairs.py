@@ -90,7 +90,8 @@ class Kind:
             stored = _as_complex(stored)
             if self.form is Form.COMPLEX_SCALAR:
                 return stored.squeeze(0)
-        stored = stored if self.listed is None else stored.view(self.listed)
+        if self.listed is not None:
+            stored = stored.view(self.listed)
         if stored.dim() == len(self.order):
             return self.turn_back(stored)
         return stored
@@ -110,7 +111,10 @@ class Kind:
         placements = stored.placements
         stride = torch.empty(shape, device="meta").stride()
         if len(self.order) == len(shape):  # else it is a list of numbers
-            placements = [Shard(self.order[p.dim]) if isinstance(p, Shard) else p for p in placements]
+            of_user = []
+            for placed in placements:
+                of_user.append(Shard(self.order[placed.dim]) if isinstance(placed, Shard) else placed)
+            placements = of_user
             stride = self.turn_back(torch.empty(shape, device="meta")).stride()
             local = self.turn_back(local)
             shape = torch.Size([shape[dim] for dim in self.way_back])
@@ -133,14 +137,17 @@ class Kind:
         """Return the stored tensor over the memory of the user's ``value`` if that has its layout, else a copy."""
         if self.form is Form.SCALAR:
             return value.reshape(1)
-        if self.is_complex:
-            number = value if value.is_complex() else value.to(complex_dtype(value.dtype))
-            number = number.resolve_conj()
-            real = torch.view_as_real(number.permute(self.order) if self.order else number)
-            return (real.unsqueeze(0) if self.form is Form.COMPLEX_SCALAR else real).contiguous()
+        if not self.is_complex:
+            return value.permute(self.order).contiguous() if self.order else value
+        if not value.is_complex():
+            value = value.to(complex_dtype(value.dtype))
+        value = value.resolve_conj()
         if self.order:
-            return value.permute(self.order).contiguous()
-        return value
+            value = value.permute(self.order)
+        real = torch.view_as_real(value)
+        if self.form is Form.COMPLEX_SCALAR:
+            real = real.unsqueeze(0)
+        return real.contiguous()
 
     def user_shape(self, stored: torch.Size) -> torch.Size:
         """Return the shape that the user sees."""

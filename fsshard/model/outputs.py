@@ -39,21 +39,21 @@ def hidden_tensors(output: Any, since: int = 0) -> list[Tensor]:
     """
     if isinstance(output, (Tensor, *_NO_OBJECTS)):
         return []
-    found: dict[int, Tensor] = {}
-    _find_hidden(output, found, set(), hidden=False)
-    return [t for t in found.values() if t.grad_fn is not None and sequence_number(t.grad_fn) >= since]
+    tensors: dict[int, Tensor] = {}
+    _find_hidden(output, tensors, set(), hidden=False)
+    return [t for t in tensors.values() if t.grad_fn is not None and sequence_number(t.grad_fn) >= since]
 
 
 def _find_hidden(
     value: Any,
-    found: dict[int, Tensor],
+    tensors: dict[int, Tensor],
     seen: set[int],
     *,
     hidden: bool,
 ) -> None:
     if isinstance(value, Tensor):
         if hidden and value.requires_grad:
-            found[id(value)] = value
+            tensors[id(value)] = value
         return
     if isinstance(value, _NO_OBJECTS) or id(value) in seen or len(seen) >= MOST_OBJECTS:
         return
@@ -74,7 +74,7 @@ def _find_hidden(
                 fields[field.name] = getattr(value, field.name, None)
         inside = list({**getattr(value, "__dict__", {}), **fields}.items())
     for name, item in inside:
-        _find_hidden(item, found, seen, hidden=hidden or bool(name and name not in fields))
+        _find_hidden(item, tensors, seen, hidden=hidden or bool(name and name not in fields))
 
 
 def check_output(output: Any) -> None:
@@ -105,13 +105,13 @@ forward_begins = next_sequence_number
 
 def bases(outputs: Iterable[Tensor], since: int = 0) -> list[Tensor]:
     """Return what ``outputs`` are views of and was made since :func:`forward_begins`; the rest has its own backward."""
-    found: dict[int, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     for tensor in outputs:
         base = base_of(tensor)
         node = None if base is None else base.grad_fn
         if node is not None and sequence_number(node) >= since:
-            found[id(base)] = base  # type: ignore[assignment]
-    return list(found.values())
+            by_id[id(base)] = base  # type: ignore[assignment]
+    return list(by_id.values())
 
 
 def hook_bases(unit: Any, output: Any, since: int) -> None:

@@ -60,9 +60,9 @@ def partitioned_within(optimizer: Any) -> PartitionedOptimizer | None:
     Raises:
         MisuseError: it is the OSS of FairScale itself, which does not say which rank owns what.
     """
-    found = getattr(getattr(optimizer, "owner_of", None), "__self__", None)
-    if isinstance(found, PartitionedOptimizer):
-        return found
+    partitioned = getattr(getattr(optimizer, "owner_of", None), "__self__", None)
+    if isinstance(partitioned, PartitionedOptimizer):
+        return partitioned
     # Taken for an optimizer that all ranks have whole, an overflow on one rank would let the others wait forever.
     if any((cls.__module__, cls.__qualname__) == ("fairscale.optim.oss", "OSS") for cls in type(optimizer).__mro__):
         raise MisuseError(

@@ -78,8 +78,8 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         count_owners(self)
         self.module = module
-        given = list(sharded_optimizer) if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
-        self._sharded_optimizers = optimizers = _sharded(given)
+        listed = list(sharded_optimizer) if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
+        self._sharded_optimizers = optimizers = _sharded(listed)
         self._enable_broadcast_buffers = broadcast_buffers
         self._auto_refresh_trainable = auto_refresh_trainable
         self._warn_on_trainable_params_changed = warn_on_trainable_params_changed
@@ -89,8 +89,10 @@ class ShardedDataParallel(nn.Module):
         devices = {parameter.device for parameter in module.parameters()}
         kinds = sorted({device.type for device in devices})
         if len(kinds) != 1:
-            found = ", ".join(kinds) or "no parameters"
-            raise MisuseError(f"ShardedDataParallel needs a module with parameters on one kind of device, got {found}")
+            devices_text = ", ".join(kinds) or "no parameters"
+            raise MisuseError(
+                f"ShardedDataParallel needs a module with parameters on one kind of device, got {devices_text}"
+            )
         self.is_multi_device_module = len(devices) > 1
         self.device_type = kinds[0]
         self._reduction: Reduction | None = None

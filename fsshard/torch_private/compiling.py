@@ -43,23 +43,23 @@ _BACKEND = AREA.attribute(
 def keywords_of(compiled: nn.Module) -> dict[str, Any] | None:
     """The arguments of ``torch.compile`` by which a module was compiled; None where dynamo was kept out of it."""
     context: Any = getattr(compiled, _CONTEXT)
-    found: Any = context.callback
-    while hasattr(found, _BACKEND):
-        found = getattr(found, _BACKEND)
-    if not callable(found):
+    callback: Any = context.callback
+    while hasattr(callback, _BACKEND):
+        callback = getattr(callback, _BACKEND)
+    if not callable(callback):
         return None
-    name = getattr(found, "compiler_name", None)
+    name = getattr(callback, "compiler_name", None)
     if name == "inductor":
-        keywords: dict[str, Any] = {"options": dict(found.config)} if found.config else {}
+        keywords: dict[str, Any] = {"options": dict(callback.config)} if callback.config else {}
     elif name is None:
-        keywords = {"backend": found}
+        keywords = {"backend": callback}
     else:  # a name that was registered, or a function's
-        known = name in torch.compiler.list_backends(exclude_tags=())
-        keywords = {"backend": name if known else found.compiler_fn, **found.kwargs}
+        is_named = name in torch.compiler.list_backends(exclude_tags=())
+        keywords = {"backend": name if is_named else callback.compiler_fn, **callback.kwargs}
     if getattr(context, "fullgraph", False):
         keywords["fullgraph"] = True
-    if getattr(found, "dynamic", None) is not None:
-        keywords["dynamic"] = found.dynamic
+    if getattr(callback, "dynamic", None) is not None:
+        keywords["dynamic"] = callback.dynamic
     return keywords
 
 

@@ -73,14 +73,14 @@ _CLASSES = AREA.attribute(
 
 def non_persistent_buffers(module: nn.Module) -> Iterable[str]:
     """The names of its own buffers that a state dict leaves out."""
-    found: Iterable[str] = getattr(module, _NON_PERSISTENT, ())
-    return found
+    names: Iterable[str] = getattr(module, _NON_PERSISTENT, ())
+    return names
 
 
 def metadata_of(state_dict: Any) -> dict[str, Any]:
     """Return, by module, the version of its format in a state dict; to be changed in place."""
-    found: dict[str, Any] = getattr(state_dict, _VERSIONS, {})
-    return found
+    versions: dict[str, Any] = getattr(state_dict, _VERSIONS, {})
+    return versions
 
 
 def is_compiled(module: nn.Module) -> bool:

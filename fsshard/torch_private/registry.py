@@ -199,14 +199,14 @@ def _found(name: str) -> Any:
     """Return what is at ``"module:qualified.name"``, or at ``"module:"`` the module; ``_NOTHING`` where it is not."""
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except (ImportError, AttributeError):  # AttributeError: of a module of a torch that is built without distributed
         return _NOTHING
     for part in path.split(".") if path else ():
-        found = getattr(found, part, _NOTHING)
-        if found is _NOTHING:
+        value = getattr(value, part, _NOTHING)
+        if value is _NOTHING:
             return _NOTHING
-    return found
+    return value
 
 
 def _mentioned(name: str) -> bool:

@@ -98,8 +98,8 @@ def dtensor_handlers() -> MutableMapping[Any, Any] | None:
     """
     from torch.distributed.tensor import DTensor
 
-    found: MutableMapping[Any, Any] | None = getattr(getattr(DTensor, _DISPATCHER, None), _HANDLERS, None)
-    return found
+    handlers: MutableMapping[Any, Any] | None = getattr(getattr(DTensor, _DISPATCHER, None), _HANDLERS, None)
+    return handlers
 
 
 _DISPATCHER = AREA.attribute(

@@ -47,15 +47,15 @@ class CheckpointTarget:
     """
 
     def __init__(self, path: StrPath) -> None:
-        given = _absolute(path)  # a later chdir does not change it
-        if given.name in ("", ".."):
-            given = Path(os.path.realpath(given))
-        self._parent = Path(os.path.realpath(given.parent))
-        self.path = self._parent / given.name
-        self.previous = self._parent / (given.name + PREVIOUS)
-        if not given.name:
+        place = _absolute(path)  # a later chdir does not change it
+        if place.name in ("", ".."):
+            place = Path(os.path.realpath(place))
+        self._parent = Path(os.path.realpath(place.parent))
+        self.path = self._parent / place.name
+        self.previous = self._parent / (place.name + PREVIOUS)
+        if not place.name:
             raise CheckpointError(f"{os.fspath(path)!r} cannot be replaced by a checkpoint; name a directory in it")
-        if given.name.endswith(PREVIOUS):
+        if place.name.endswith(PREVIOUS):
             raise CheckpointError(f"{self.path}: names that end in {PREVIOUS!r} are for the checkpoint before the last")
 
     def _beside(self, suffix: str) -> Path:
@@ -491,16 +491,16 @@ def _lock(file: Path, what: Path) -> int:
     """Return the descriptor of a lock file that is locked, and still the one of that name."""
     begun = time.monotonic()
     while True:
-        made = not os.path.lexists(file)
-        held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        is_new = not os.path.lexists(file)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same(held, file):
-                _sign(held, "process")
-                return held
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same(descriptor, file):
+                _sign(descriptor, "process")
+                return descriptor
         except BlockingIOError:
-            who = os.pread(held, 400, 0).decode(errors="replace")
-            os.close(held)
+            who = os.pread(descriptor, 400, 0).decode(errors="replace")
+            os.close(descriptor)
             if time.monotonic() - begun > (SWEEPING if who.startswith("sweeper ") else DYING):
                 said = f" ({printable(who)})" if who else ""
                 raise CheckpointError(
@@ -510,8 +510,8 @@ def _lock(file: Path, what: Path) -> int:
             time.sleep(0.01)
             continue
         except BaseException as error:
-            os.close(held)
-            if made and isinstance(error, OSError):
+            os.close(descriptor)
+            if is_new and isinstance(error, OSError):
                 with suppress(OSError):
                     file.unlink()
             if isinstance(error, OSError) and error.errno in NO_LOCKS:
@@ -522,14 +522,14 @@ def _lock(file: Path, what: Path) -> int:
                     "has ended"
                 ) from error
             raise
-        os.close(held)  # who held it has removed it in the same moment
+        os.close(descriptor)  # who held it has removed it in the same moment
 
 
-def _sign(held: int, what: str) -> None:
+def _sign(descriptor: int, what: str) -> None:
     """Write into a lock file who has it: for people, and for who finds it when its holder is dead."""
-    os.ftruncate(held, 0)
+    os.ftruncate(descriptor, 0)
     with suppress(OSError):  # of a full disk
-        os.pwrite(held, f"{what} {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(descriptor, f"{what} {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _same(descriptor: int, file: Path) -> bool:

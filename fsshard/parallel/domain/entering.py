@@ -232,7 +232,7 @@ def _check_even(domain: Slabs, layout: Layout) -> None:
 
 
 def _header(
-    domain: Slabs, field: Any, known: tuple[int, ...] | None, error: FsshardError | None, *, looks: bool
+    domain: Slabs, field: Any, sizes: tuple[int, ...] | None, error: FsshardError | None, *, looks: bool
 ) -> Tensor:
     header = torch.zeros(SHAPE + FIRST + 2 * domain.order, dtype=torch.int64)
     if error is not None:
@@ -248,7 +248,7 @@ def _header(
             total = checksum(field)
         header[CHECKSUM] = total.cpu()
     unknown = (0,) * domain.order
-    header[SHAPE:] = torch.tensor([*field.shape, *(known or unknown)])
+    header[SHAPE:] = torch.tensor([*field.shape, *(sizes or unknown)])
     return header
 
 

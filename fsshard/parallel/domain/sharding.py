@@ -111,9 +111,9 @@ def _groups(mesh: Any) -> list[dist.ProcessGroup]:
 def domain_of(modules: Iterable[nn.Module]) -> Domain | None:
     """Return the domain that a model with these modules is split over; None if it is whole."""
     for module in modules:
-        found = module.__dict__.get("domain")
-        if isinstance(found, Domain):
-            return found
+        domain = module.__dict__.get("domain")
+        if isinstance(domain, Domain):
+            return domain
     return None
 
 

@@ -755,10 +755,10 @@ def auto_wrap_bn(
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
     """Give the wrappers in a module, itself included, outermost first; or those that have parameters of their own."""
-    found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
+    instances = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
     if skip_empty:
-        return [instance for instance in found if instance._has_params]
-    return found
+        return [instance for instance in instances if instance._has_params]
+    return instances
 
 
 def _wrappers(root: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
