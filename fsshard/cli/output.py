@@ -33,15 +33,15 @@ def held_output(show: bool) -> Iterator[TextIO]:
     sys.stdout.flush()
     sys.stderr.flush()
     with ExitStack() as stack:
-        held = stack.enter_context(tempfile.TemporaryFile())
+        file = stack.enter_context(tempfile.TemporaryFile())
         terminal = stack.enter_context(_true_stderr())
         saved = {number: os.dup(number) for number in (1, 2)}
         # The descriptors are redirected, and not Python's streams, since ranks are processes.
         for number in saved:
-            os.dup2(held.fileno(), number)
+            os.dup2(file.fileno(), number)
         try:
             # sys.stdout need not lead to descriptor 1: notebooks and test runners have streams of their own.
-            with os.fdopen(os.dup(held.fileno()), "w", buffering=1, encoding="utf-8", errors="replace") as stream:
+            with os.fdopen(os.dup(file.fileno()), "w", buffering=1, encoding="utf-8", errors="replace") as stream:
                 with redirect_stdout(stream), redirect_stderr(stream):
                     yield terminal
         except BaseException:
@@ -53,9 +53,9 @@ def held_output(show: bool) -> Iterator[TextIO]:
             for number, copy in saved.items():
                 os.dup2(copy, number)
                 os.close(copy)
-            held.seek(0)
+            file.seek(0)
             if show:
-                lines = held.read().decode(errors="replace").splitlines()
+                lines = file.read().decode(errors="replace").splitlines()
                 for line in dict.fromkeys(line.rstrip() for line in lines if line.strip()):
                     print(line, file=sys.stderr)
 
@@ -94,10 +94,10 @@ def progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str]
     )
     # Output is held back on the descriptors; rich must not hold back sys.stdout once more.
     console = Console(file=stderr, force_terminal=True)
-    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True) as shown:
+    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True) as bars:
 
         def bar(name: str) -> ProgressCallback:
-            task = shown.add_task(name, total=None, text="")
-            return lambda done, total, text: shown.update(task, completed=done, total=total, text=text)
+            task = bars.add_task(name, total=None, text="")
+            return lambda done, total, text: bars.update(task, completed=done, total=total, text=text)
 
         yield bar

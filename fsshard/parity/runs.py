@@ -279,8 +279,8 @@ def _checked_meshes(
 ) -> list[dict[str, int]]:
     """Raise for what has no meaning together with a mesh; return the meshes that ``mesh`` means, each once."""
     alone = isinstance(mesh, Mapping) or not isinstance(mesh, Iterable)
-    asked = [mesh] if alone else list(mesh)
-    if not asked:
+    meshes_asked = [mesh] if alone else list(mesh)
+    if not meshes_asked:
         raise ConfigurationError('mesh=[]: expected one mesh or several, for example {"data": 2, "tp": 2}')
     if reference is not None and not _in_one_process(reference):
         raise ConfigurationError(
@@ -291,7 +291,7 @@ def _checked_meshes(
         raise ConfigurationError(
             f"backends holds {own[0]}: an engine of your own cannot be given a mesh; name backends of fsshard"
         )
-    meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, asked)}
+    meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, meshes_asked)}
     for text, sizes in meshes.items():
         ranks = math.prod(sizes.values())
         if world_sizes is not None and world_sizes != [ranks]:
@@ -342,14 +342,14 @@ class _Runner:
         if job.mesh is not None:
             count = math.prod(job.mesh.values())
             where = mesh_text(job.mesh)
-        shown = f"{engine_name(job.engine)} on {where}"
+        title = f"{engine_name(job.engine)} on {where}"
         if text:
-            shown += f" ({text})"
+            title += f" ({text})"
 
         def show(rank: int, part: float) -> None:
             if rank == 0 and self._progress is not None:
                 total = float(self.total)
-                self._progress(min(self._done + min(part, 1.0), total), total, shown)
+                self._progress(min(self._done + min(part, 1.0), total), total, title)
 
         show(0, 0.0)
         try:

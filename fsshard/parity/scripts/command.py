@@ -51,8 +51,8 @@ def run(command: Sequence[str], folder: str | Path, settings: Settings | None = 
 
 def _run(command: Sequence[str], settings: dict[str, object]) -> int:
     path = os.pathsep.join([FOLDER, *python_path()])
-    asked = {TRACE: json.dumps({**settings, "prefix": sys.prefix}), "PYTHONPATH": path}
-    with subprocess.Popen(command, env={**os.environ, **asked}) as child:
+    variables = {TRACE: json.dumps({**settings, "prefix": sys.prefix}), "PYTHONPATH": path}
+    with subprocess.Popen(command, env={**os.environ, **variables}) as child:
         try:
             return child.wait()
         except BaseException:

@@ -128,12 +128,12 @@ def compare_scripts(
     _check_repeats(pair, draws)
     renamed = align_names(pair.old, pair.new, pair.weighed[-1])
     cell = _compared(pair, draws, renamed)
-    found = _report(pair, cell, renamed, rounds=bool(draws))
+    report = _report(pair, cell, renamed, rounds=bool(draws))
     # Weights that are apart may be so by rounding, if nothing else is known to differ.
-    unexplained = cell.first_divergence is not None and not found.causes
-    if unexplained and not found.ok and not draws and not exactly:
-        found.hint = HINT
-    return found
+    unexplained = cell.first_divergence is not None and not report.causes
+    if unexplained and not report.ok and not draws and not exactly:
+        report.hint = HINT
+    return report
 
 
 def _pair(old: ScriptTrace, new: ScriptTrace) -> Pair:
