@@ -10,9 +10,24 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import TextIO
 
-AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+AGREED = 0
+DIFFERENT = 1
+BAD_INPUT = 2
+# 128 and the signal's number, as shells have it.
+INTERRUPTED = 130
+TERMINATED = 143
 
 ProgressCallback = Callable[[float, float, str], None]
+
+
+def exit_code(ok: bool) -> int:
+    """Return the exit code of a command whose result is right, or not."""
+    return AGREED if ok else DIFFERENT
+
+
+def text_stream(json_file: str | None) -> TextIO:
+    """Return where text goes: not to stdout if the JSON goes there."""
+    return sys.stderr if json_file == "-" else sys.stdout
 
 
 def write_json(file: str, text: str) -> None:

@@ -39,12 +39,20 @@ def trace(
     from fsshard.parity.scripts.recorder import Settings
     from fsshard.parity.scripts.store import ScriptTrace
 
-    first, stop = _numbers("--steps", steps, r"(\d*):(\d*)", "FIRST:STOP, for example 0:50")
-    (kept,) = _numbers("--tensors", tensors, r"every=(\d+)", "every=N, for example every=100")
+    start, stop = _numbers("--steps", steps, r"(\d*):(\d*)", "FIRST:STOP, for example 0:50")
+    (interval,) = _numbers("--tensors", tensors, r"every=(\d+)", "every=N, for example every=100")
+    first = int(start or 0)
     last = int(stop) if stop else None
-    if last is not None and int(first or 0) >= last:
+    if last is not None and first >= last:
         raise ConfigurationError(f"--steps {steps!r}: expected FIRST before STOP, for example 0:50")
-    settings = Settings(every=every, first=int(first or 0), last=last, tensors=int(kept), state=state)
+    settings = Settings(
+        every=every,
+        first=first,
+        last=last,
+        tensors=int(interval),
+        state=state,
+    )
+    # A folder without a record is never removed.
     if overwrite and list(folder.glob("rank*.jsonl")):
         shutil.rmtree(folder)
     code = run(command, folder, settings, repeat=repeat)
@@ -79,12 +87,12 @@ def compare(
 
     options.check_files(json_file, picture)
     report = compare_scripts(old, new, repeats=repeat or (), exactly=exactly)
-    print(report.sentence if quiet else report, file=sys.stderr if json_file == "-" else sys.stdout)
+    print(report.sentence if quiet else report, file=output.text_stream(json_file))
     if json_file is not None:
         output.write_json(json_file, report.to_json())
     if picture is not None:
         report.report.plot(picture)
-    raise typer.Exit(output.AGREED if report.ok else output.DIFFERENT)
+    raise typer.Exit(output.exit_code(report.ok))
 
 
 def _numbers(option: str, text: str, pattern: str, example: str) -> list[str]:

@@ -37,6 +37,7 @@ def readers_of_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
         if key not in answers:
             answers[key] = _names_in(forward, cls)
         names = answers[key]
+        # Most forwards hand nothing to autograd.
         if not names & _AUTOGRAD:
             continue
         if names & _LISTS or names & _names_of_weights_below(module):

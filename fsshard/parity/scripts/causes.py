@@ -74,7 +74,12 @@ def first(tell: Tell, old: ScriptTrace, new: ScriptTrace, steps: Steps) -> tuple
     return 0, ""
 
 
-def _by_step(compared: Sequence[Tell], old: ScriptTrace, new: ScriptTrace, steps: Steps) -> list[str]:
+def _by_step(
+    compared: Sequence[Tell],
+    old: ScriptTrace,
+    new: ScriptTrace,
+    steps: Steps,
+) -> list[str]:
     """Return what ``compared`` say: what came first explains the rest; of one step in their order."""
     firsts = [first(tell, old, new, steps) for tell in compared]
     firsts.sort(key=lambda step_and_words: step_and_words[0])

@@ -126,6 +126,7 @@ def compare_scripts(
         )
     pair = _pair(before, ScriptTrace.load(new))
     _check_repeats(pair, draws)
+    # From here on both scripts' parameters have the old script's names.
     renamed = align_names(pair.old, pair.new, pair.weighed[-1])
     cell = _compared(pair, draws, renamed)
     report = _report(pair, cell, renamed, rounds=bool(draws))
@@ -431,6 +432,7 @@ def _unlike_loss(pair: Pair, rounded: Cell) -> str:
 
 def _looked_at(pair: Pair) -> str:
     """Return in a line what the verdict is over, and what it is not."""
+    # A verdict says what it is not about, lest it be taken for more.
     unseen = ["what is in no model or optimizer", "changes after the last step"]
     if not _have_states(pair):
         unseen.append("optimizer states (--state)")

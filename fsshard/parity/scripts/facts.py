@@ -77,6 +77,7 @@ def simulated(values: Any) -> bool:
 
 
 def _is_simulated(leaf: Any) -> bool:
+    # Numbers and texts say nothing of whether tensors are simulated.
     if not isinstance(leaf, Tensor):
         return False
     return leaf.is_meta or isinstance(leaf, FakeTensor)

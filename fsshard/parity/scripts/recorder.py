@@ -469,7 +469,12 @@ class Recorder:
             norm = float(torch.linalg.vector_norm(numbers))
             yield name, (norm * norm, local.numel())
 
-    def _sketches(self, place: int, step: int, optimizer: Any = None) -> Iterator[tuple[str, str, Sketch]]:
+    def _sketches(
+        self,
+        place: int,
+        step: int,
+        optimizer: Any = None,
+    ) -> Iterator[tuple[str, str, Sketch]]:
         """Yield quantity, name and sketch; keep the tensors where that is asked for. Collective."""
         # Of copies that all ranks have gathered one rank makes the sketch, of replicas each rank its digest at least.
         rank, size = rank_and_size()
