@@ -49,22 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; those of the process by default.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--version"]:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--version"]:
         print(f"fsshard {fsshard.__version__}")
         return AGREED
     try:
         with _termination_raises():
-            code = application()(args=given, prog_name="fsshard", standalone_mode=False)
+            code = application()(args=words, prog_name="fsshard", standalone_mode=False)
         return code if isinstance(code, int) else AGREED
     except CorruptCheckpoint as error:
         _complain(error)
         return DIFFERENT
     except MissingExtra as error:
-        if not {"-h", "--help"}.isdisjoint(given) or not given:
+        if not {"-h", "--help"}.isdisjoint(words) or not words:
             commands = f"Commands: {', '.join(COMMANDS)}"
             print("Usage: fsshard [OPTIONS] COMMAND [ARGS]...", ABOUT, commands, error, sep="\n\n")
-            return AGREED if given else BAD_INPUT
+            return AGREED if words else BAD_INPUT
         return _complain(error)
     except (FsshardError, OSError) as error:  # an OSError: a file that cannot be written
         return _complain(error)

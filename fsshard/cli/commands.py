@@ -73,8 +73,8 @@ def inspect(
         inspection = inspected(checkpoint, verify=verify, progress=tell)
     if json_file is not None:
         output.write_json(json_file, inspection.to_json())
-    print("\n".join(inspection.render()), file=sys.stderr if json_file == "-" else sys.stdout)
-    raise typer.Exit(output.AGREED if inspection.ok else output.DIFFERENT)
+    print("\n".join(inspection.render()), file=output.text_stream(json_file))
+    raise typer.Exit(output.exit_code(inspection.ok))
 
 
 def export(
@@ -204,6 +204,7 @@ def estimate(
     from fsshard.simulation import estimating
     from fsshard.simulation.result import overview, plot
 
+    # The picture has a curve over numbers of ranks.
     sweep = SWEEP if picture is not None else ()
     every = list(dict.fromkeys([*sizes, *sweep]))
     with output.progress_bar(False if quiet else progress, sys.stderr) as bar:
@@ -215,7 +216,7 @@ def estimate(
             estimates = estimating.estimate(recipe, world_size=ranks, progress=tell, **arguments)
     # The sweep is for the picture alone.
     printed = [one for one in estimates if one.world_size in sizes]
-    out = sys.stderr if json_file == "-" else sys.stdout
+    out = output.text_stream(json_file)
     if not quiet:
         print("\n\n".join(map(str, printed)), end="\n\n", file=out)
     print(overview(printed), file=out)
@@ -273,7 +274,7 @@ def tune(
         # What the recipe prints must not get into the JSON.
         with redirect_stdout(sys.stderr):
             result = tuning.tune(recipe, world_size=world_size, progress=tell, **arguments)
-    print(result, file=sys.stderr if json_file == "-" else sys.stdout)
+    print(result, file=output.text_stream(json_file))
     if json_file is not None:
         output.write_json(json_file, result.to_json())
     if picture is not None:

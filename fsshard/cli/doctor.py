@@ -23,7 +23,7 @@ from torch import nn
 
 from fsshard.backends import backend_class, backend_names
 from fsshard.cli.options import Json, check_files
-from fsshard.cli.output import AGREED, DIFFERENT, held_output, write_json
+from fsshard.cli.output import exit_code, held_output, text_stream, write_json
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed
 from fsshard.launching.context import cuda_devices
 from fsshard.launching.pool import RankPool
@@ -134,14 +134,14 @@ def command(
         return
     with held_output(show=False):
         diagnosis = examine(timeout=timeout or TRYING)
-    out = sys.stderr if json_file == "-" else sys.stdout
+    out = text_stream(json_file)
     console = Console(file=out, markup=False, highlight=False, soft_wrap=True)
     for finding in diagnosis.findings:
         console.print(str(finding), style=STYLES[finding.status])
     print("\n".join(diagnosis.conclusion()), file=out)
     if json_file is not None:
         write_json(json_file, diagnosis.to_json())
-    raise typer.Exit(AGREED if diagnosis.ok else DIFFERENT)
+    raise typer.Exit(exit_code(diagnosis.ok))
 
 
 def _measured(file: Path, timeout: float) -> str:

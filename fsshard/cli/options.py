@@ -82,6 +82,7 @@ def check_files(json_file: str | None, picture: str | Path | None = None) -> Non
     """Raise unless the files that ``--json`` (``-`` is stdout) and ``--plot`` name can be written."""
     from fsshard.pictures import check_file, check_picture
 
+    # They are checked before the work is done, not after.
     if picture is not None:
         check_picture(picture)
     if json_file not in (None, "-"):

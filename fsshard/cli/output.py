@@ -10,9 +10,24 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import TextIO
 
-AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+AGREED = 0
+DIFFERENT = 1
+BAD_INPUT = 2
+# 128 and the signal's number, as shells have it.
+INTERRUPTED = 130
+TERMINATED = 143
 
 ProgressCallback = Callable[[float, float, str], None]
+
+
+def exit_code(ok: bool) -> int:
+    """Return the exit code of a command whose result is right, or not."""
+    return AGREED if ok else DIFFERENT
+
+
+def text_stream(json_file: str | None) -> TextIO:
+    """Return where text goes: not to stdout if the JSON goes there."""
+    return sys.stderr if json_file == "-" else sys.stdout
 
 
 def write_json(file: str, text: str) -> None:
@@ -33,15 +48,15 @@ def held_output(show: bool) -> Iterator[TextIO]:
     sys.stdout.flush()
     sys.stderr.flush()
     with ExitStack() as stack:
-        held = stack.enter_context(tempfile.TemporaryFile())
+        file = stack.enter_context(tempfile.TemporaryFile())
         terminal = stack.enter_context(_true_stderr())
         saved = {number: os.dup(number) for number in (1, 2)}
         # The descriptors are redirected, and not Python's streams, since ranks are processes.
         for number in saved:
-            os.dup2(held.fileno(), number)
+            os.dup2(file.fileno(), number)
         try:
             # sys.stdout need not lead to descriptor 1: notebooks and test runners have streams of their own.
-            with os.fdopen(os.dup(held.fileno()), "w", buffering=1, encoding="utf-8", errors="replace") as stream:
+            with os.fdopen(os.dup(file.fileno()), "w", buffering=1, encoding="utf-8", errors="replace") as stream:
                 with redirect_stdout(stream), redirect_stderr(stream):
                     yield terminal
         except BaseException:
@@ -53,9 +68,9 @@ def held_output(show: bool) -> Iterator[TextIO]:
             for number, copy in saved.items():
                 os.dup2(copy, number)
                 os.close(copy)
-            held.seek(0)
+            file.seek(0)
             if show:
-                lines = held.read().decode(errors="replace").splitlines()
+                lines = file.read().decode(errors="replace").splitlines()
                 for line in dict.fromkeys(line.rstrip() for line in lines if line.strip()):
                     print(line, file=sys.stderr)
 
@@ -94,10 +109,10 @@ def progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str]
     )
     # Output is held back on the descriptors; rich must not hold back sys.stdout once more.
     console = Console(file=stderr, force_terminal=True)
-    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True) as shown:
+    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True) as bars:
 
         def bar(name: str) -> ProgressCallback:
-            task = shown.add_task(name, total=None, text="")
-            return lambda done, total, text: shown.update(task, completed=done, total=total, text=text)
+            task = bars.add_task(name, total=None, text="")
+            return lambda done, total, text: bars.update(task, completed=done, total=total, text=text)
 
         yield bar

@@ -53,7 +53,7 @@ class Request:
     @property
     def out(self) -> TextIO:
         """Return where the tables go: not to stdout if the JSON goes there."""
-        return sys.stderr if self.json_file == "-" else sys.stdout
+        return output.text_stream(self.json_file)
 
     def check(self) -> None:
         """Raise for options that contradict each other, before minutes are spent on the runs."""
@@ -126,6 +126,7 @@ def command(
 
     Exit code: 0 if all agree; 1 if something differs, failed or was refused; 2 for invalid input.
     """
+    # An option that has its default may have been given all the same, which only the context knows.
     given = set()
     for name in context.params:
         source = context.get_parameter_source(name)
@@ -146,6 +147,7 @@ def command(
         against=against,
         meshes=cli.meshes(mesh or ()),
     )
+    # Contradictions are told before minutes are spent on runs.
     request.check()
     run = _compare if record is None else _record
     raise typer.Exit(run(request))
@@ -160,6 +162,7 @@ def _each(
     results: dict[str, Any] = {}
     with output.held_output(show=not request.quiet) as stderr:
         for recipe in request.recipes:
+            # All recipes are imported before the first of them is trained.
             cli.check_recipe(recipe)
         with output.progress_bar(request.progress, stderr) as bar, pool or nullcontext():
             for name in request.recipes:
@@ -180,7 +183,7 @@ def _exit_code(result: Any) -> int:
         return BAD_INPUT
     if isinstance(result, BaseException):
         return DIFFERENT
-    return AGREED if result.ok else DIFFERENT
+    return output.exit_code(result.ok)
 
 
 # ------------------------------------------------------------------------------------------------ compare
@@ -191,6 +194,7 @@ def _compare(request: Request) -> int:
     from fsshard.parity import compare
 
     pictures = _pictures(request)
+    # No run is worth starting whose result cannot be written.
     for file in (None, *pictures.values()):
         cli.check_files(request.json_file, file)
     arguments = _arguments(request)

@@ -39,23 +39,31 @@ def trace(
     from fsshard.parity.scripts.recorder import Settings
     from fsshard.parity.scripts.store import ScriptTrace
 
-    first, stop = _numbers("--steps", steps, r"(\d*):(\d*)", "FIRST:STOP, for example 0:50")
-    (kept,) = _numbers("--tensors", tensors, r"every=(\d+)", "every=N, for example every=100")
+    start, stop = _numbers("--steps", steps, r"(\d*):(\d*)", "FIRST:STOP, for example 0:50")
+    (interval,) = _numbers("--tensors", tensors, r"every=(\d+)", "every=N, for example every=100")
+    first = int(start or 0)
     last = int(stop) if stop else None
-    if last is not None and int(first or 0) >= last:
+    if last is not None and first >= last:
         raise ConfigurationError(f"--steps {steps!r}: expected FIRST before STOP, for example 0:50")
-    settings = Settings(every=every, first=int(first or 0), last=last, tensors=int(kept), state=state)
+    settings = Settings(
+        every=every,
+        first=first,
+        last=last,
+        tensors=int(interval),
+        state=state,
+    )
+    # A folder without a record is never removed.
     if overwrite and list(folder.glob("rank*.jsonl")):
         shutil.rmtree(folder)
     code = run(command, folder, settings, repeat=repeat)
     if not list(folder.glob("rank*.jsonl")):
-        said = f"no process of {sys.executable} made a step whose module was called with gradients"
-        print(f"fsshard: nothing is recorded: {said}", file=sys.stderr)
+        why = f"no process of {sys.executable} made a step whose module was called with gradients"
+        print(f"fsshard: nothing is recorded: {why}", file=sys.stderr)
         raise typer.Exit(code or output.DIFFERENT)
-    found = ScriptTrace.load(folder)
+    record = ScriptTrace.load(folder)
     if not quiet:
-        ranks = counted(len(found.ranks), "rank")
-        print(f"{len(found.steps)} steps on {ranks}: {folder}", file=sys.stderr)
+        ranks = counted(len(record.ranks), "rank")
+        print(f"{len(record.steps)} steps on {ranks}: {folder}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -78,13 +86,13 @@ def compare(
     from fsshard.parity.scripts.comparing import compare_scripts
 
     options.check_files(json_file, picture)
-    found = compare_scripts(old, new, repeats=repeat or (), exactly=exactly)
-    print(found.sentence if quiet else found, file=sys.stderr if json_file == "-" else sys.stdout)
+    report = compare_scripts(old, new, repeats=repeat or (), exactly=exactly)
+    print(report.sentence if quiet else report, file=output.text_stream(json_file))
     if json_file is not None:
-        output.write_json(json_file, found.to_json())
+        output.write_json(json_file, report.to_json())
     if picture is not None:
-        found.report.plot(picture)
-    raise typer.Exit(output.AGREED if found.ok else output.DIFFERENT)
+        report.report.plot(picture)
+    raise typer.Exit(output.exit_code(report.ok))
 
 
 def _numbers(option: str, text: str, pattern: str, example: str) -> list[str]:

@@ -231,6 +231,7 @@ def _sample(resolution: int, seed: np.random.SeedSequence) -> tuple[Any, Any]:
     generator = np.random.default_rng(seed)
     high = gaussian_random_field(resolution, generator) > 0
     low_value, high_value = PERMEABILITY
+    # The equation is solved on the fine grid; the picture has some of its points.
     y = solve_darcy(np.where(high, high_value, low_value))
     # The cell that a point lies in is the one nearest to it.
     cells = (POINTS * resolution).astype(int)

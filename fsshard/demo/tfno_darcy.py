@@ -130,6 +130,7 @@ def train_plain(
                 loss.backward()
                 model.clip_grad_norm_(demo.clip)
                 outcome.losses.append(mean_over_ranks(loss))
+                # The optimizer makes its state in the first step, so memory is read in the second.
                 if not outcome.held and len(outcome.losses) > 1:
                     outcome.held = held_bytes(model)
                 optimizer.step()
@@ -273,6 +274,7 @@ def picture(path: str, x: Tensor, y: Tensor, predictions: dict[str, Tensor]) -> 
     from matplotlib.figure import Figure
 
     errors = [(prediction - y).abs() for prediction in predictions.values()]
+    # One picture has the largest error of all engines at each point.
     gaps = torch.stack(errors).amax(0).nan_to_num()
     columns = {"input $x$": x, "truth $y$": y, **predictions, "largest |error|": gaps}
     size_in_inches = (1.75 * len(columns), 1.68 * len(y) + 0.75)

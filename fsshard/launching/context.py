@@ -64,13 +64,16 @@ def launched_rank() -> RankInfo | None:
 
 def variables_of(info: RankInfo) -> dict[str, str]:
     """Return what torchrun would have put into the environment of this rank."""
+    port = os.environ.get("MASTER_PORT", "0")
+    if info.port is not None:
+        port = str(info.port)
     return {
         "RANK": str(info.rank),
         "LOCAL_RANK": str(info.local_rank),
         "WORLD_SIZE": str(info.world_size),
         "LOCAL_WORLD_SIZE": str(info.local_world_size),
         "MASTER_ADDR": info.address or os.environ.get("MASTER_ADDR", LOOPBACK),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "0") if info.port is None else str(info.port),
+        "MASTER_PORT": port,
     }
 
 

@@ -83,7 +83,13 @@ def folder() -> str | None:
     return None
 
 
-def worker_main(rank: int, device: str, port: int, stack: Path, pipe: connection.Connection) -> None:
+def worker_main(
+    rank: int,
+    device: str,
+    port: int,
+    stack: Path,
+    pipe: connection.Connection,
+) -> None:
     """Body of a rank's process: jobs, one after the other, until the parent closes the pipe."""
     global _line, _process
     die_with_parent()

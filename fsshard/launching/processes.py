@@ -162,7 +162,11 @@ def _fitting_nprocs(nprocs: int | None, backend: str | None, oversubscribe: bool
 # ------------------------------------------------------------------------------------------------------- on each rank
 
 
-def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
+def _run(
+    join: Callable[[], Context],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[str, Any]:
     """Join, call, leave; return how ``fn`` finished, with ``"return"`` or ``"sys.exit(0)"``, and what it returned."""
     made_here = not dist.is_initialized()
     context, how, result = join(), "return", None
@@ -226,7 +230,13 @@ def _join_parent(info: RankInfo, settings: JoinSettings) -> Context:
 # ------------------------------------------------------------------------------------------------------ in the parent
 
 
-def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings: JoinSettings, grace: float) -> Any:
+def _spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    nprocs: int,
+    settings: JoinSettings,
+    grace: float,
+) -> Any:
     check_not_importing("launch() was called")
     check_importable(fn)
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.

@@ -187,6 +187,7 @@ class Outcome:
             return self._hang(late)
         if not failures:
             return None
+        # An echo of another rank's failure tells less, even if it came sooner.
         first = min(failures, key=lambda failure: (failure.consequence, failure.time))
         if first.consequence and self.finished:
             return self._left_early(first)
@@ -456,6 +457,7 @@ class Supervisor:
                 before = text
                 process.join(0.05)
                 text = self._stack(rank).read_text()
+                # Two equal readings mean that the whole stack has been written.
                 if text and text == before:
                     break
         return text

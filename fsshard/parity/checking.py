@@ -460,10 +460,10 @@ def _note_causes(
         if name in expected and gradient.shape == expected[name].shape:
             comparable.append(name)
     names_of_ranks = per_rank(everyone, (names, comparable))
-    asked: dict[str, None] = {}
+    names_to_ask: dict[str, None] = {}
     for different, _ in names_of_ranks:
-        asked |= dict.fromkeys(different)
-    for name in asked:
+        names_to_ask |= dict.fromkeys(different)
+    for name in names_to_ask:
         if not all(name in comparable for _, comparable in names_of_ranks):
             continue
         reference = real_view(expected[name]).double()

@@ -205,6 +205,7 @@ class WrappedEngine(Engine):
         self.optimizer = optimizer_of(recipe, make)
         precision = self.model.plan.precision
         halves = torch.float16 in (precision.param, precision.reduce_dtype)
+        # Gradients in float16 would be zero below 6e-8 without a scale.
         self.scaler = GradScaler(self.model, init_scale=LOSS_SCALE, enabled=halves)
         # Whether there are gradients that are multiplied by the scale.
         self._scaled = False
@@ -275,6 +276,7 @@ class WrappedEngine(Engine):
                 entry = backend.entries[name]
                 part = entry.take_part(value.to(backend.settings.device))
                 entry.put(entry.kind.to_stored(part))
+        # The groups are not restored: no engine computes what is in them.
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
 
 

@@ -110,6 +110,7 @@ def _instance(
         if name in value:
             fields[name] = read_as(hints[name], value[name], place, other)
             continue
+        # A missing field must not read as its default, which would say that all is well.
         if not field.metadata.get("optional"):
             raise WrongField(place, "is missing")
     return kind(**fields)

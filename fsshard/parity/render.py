@@ -255,6 +255,7 @@ def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
         key: Any = id(cell)
         if cell.verdict in ("refused", "failed"):
             key = (cell.verdict, cell.world_size, cell.mesh, cell.reason, cell.traceback)
+        # A key of its own keeps a cell by itself.
         groups.setdefault(key, []).append(cell)
     return list(groups.values())
 

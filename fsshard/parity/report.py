@@ -232,6 +232,7 @@ def difference(
         return Difference(verdict="different", max_abs=math.inf, ulps=math.inf, rank=rank, note=note)
     a = real_view(expected.detach().cpu()).reshape(-1)
     b = real_view(got.detach().cpu()).reshape(-1)
+    # Most tensors end here, without a copy in float64.
     if torch.equal(a, b):
         return Difference(rank=rank)
     same = (a == b) | (a.isnan() & b.isnan())
@@ -274,7 +275,13 @@ def _index_of(tensor: Tensor, place: int) -> tuple[int, ...]:
     return tuple(map(int, index))
 
 
-def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: int = 0) -> Difference:
+def number_difference(
+    expected: float,
+    got: float,
+    bound: float = 0.0,
+    *,
+    rank: int = 0,
+) -> Difference:
     """Compare two numbers; units in the last place are counted in float32."""
     a = torch.tensor(expected, dtype=torch.float64)
     b = torch.tensor(got, dtype=torch.float64)
@@ -297,13 +304,17 @@ def value_differences(
 ) -> Iterator[tuple[str, Difference]]:
     """Compare values that are no tensors, key by key; a key that one side lacks is a difference too."""
     for key in dict.fromkeys([*expected, *got]):
-        # As texts, which are equal for NaN, and exact for numbers.
-        one = repr(expected[key]) if key in expected else "missing"
-        other = repr(got[key]) if key in got else "missing"
+        one = _text_of(expected, key)
+        other = _text_of(got, key)
         if one == other:
             yield key, Difference(rank=rank)
         else:
             yield key, unequal(rank, "not equal", one, other)
+
+
+def _text_of(values: Mapping[str, Any], key: str) -> str:
+    # Texts are equal for NaN, and exact for numbers.
+    return repr(values[key]) if key in values else "missing"
 
 
 def place_of(shape: Sequence[int], pairs: bool, index: tuple[int, ...]) -> int:

@@ -125,15 +125,20 @@ def compare(
     if mesh is not None and against is not None:
         raise ConfigurationError("mesh= and against=: a recorded training has no mesh; leave one of them out")
     if against is not None:
-        backends = [against.backend] if backends is None else backends
-        world_sizes = [against.world_size] if world_sizes is None else world_sizes
-        steps = against.steps if steps is None else steps
+        # What is not asked for is as it was recorded.
+        if backends is None:
+            backends = [against.backend]
+        if world_sizes is None:
+            world_sizes = [against.world_size]
+        if steps is None:
+            steps = against.steps
     if backends is None:
         backends = BACKENDS
     if steps is None:
         steps = 10
     judge: EngineSpec = reference or ("ddp" if mesh is None else "none")
-    sizes = _checked(backends, (1, 2) if world_sizes is None else world_sizes, steps, judge)
+    sizes_asked = (1, 2) if world_sizes is None else world_sizes
+    sizes = _checked(backends, sizes_asked, steps, judge)
     if against is not None and steps > against.steps:
         raise ConfigurationError(f"steps={steps}: {_named(against)} has {against.steps}; ask for at most as many")
     places: list[Place] = [(size, None) for size in sizes]
@@ -278,9 +283,10 @@ def _checked_meshes(
     reference: str | None,
 ) -> list[dict[str, int]]:
     """Raise for what has no meaning together with a mesh; return the meshes that ``mesh`` means, each once."""
-    alone = isinstance(mesh, Mapping) or not isinstance(mesh, Iterable)
-    asked = [mesh] if alone else list(mesh)
-    if not asked:
+    meshes_asked = [mesh]
+    if isinstance(mesh, Iterable) and not isinstance(mesh, Mapping):
+        meshes_asked = list(mesh)
+    if not meshes_asked:
         raise ConfigurationError('mesh=[]: expected one mesh or several, for example {"data": 2, "tp": 2}')
     if reference is not None and not _in_one_process(reference):
         raise ConfigurationError(
@@ -291,7 +297,7 @@ def _checked_meshes(
         raise ConfigurationError(
             f"backends holds {own[0]}: an engine of your own cannot be given a mesh; name backends of fsshard"
         )
-    meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, asked)}
+    meshes = {mesh_text(sizes): sizes for sizes in map(check_mesh, meshes_asked)}
     for text, sizes in meshes.items():
         ranks = math.prod(sizes.values())
         if world_sizes is not None and world_sizes != [ranks]:
@@ -331,7 +337,13 @@ class _Runner:
         self.total = 0
         self._done = 0
 
-    def run(self, function: Callable[..., Any], job: Job, *arguments: Any, text: str = "") -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        job: Job,
+        *arguments: Any,
+        text: str = "",
+    ) -> list[Any]:
         """Return the results of ``function(job, *arguments)`` of each rank; a user's mistake is raised as it is."""
         count = job.processes or job.world_size
         where = counted(count, "rank")
@@ -342,20 +354,22 @@ class _Runner:
         if job.mesh is not None:
             count = math.prod(job.mesh.values())
             where = mesh_text(job.mesh)
-        shown = f"{engine_name(job.engine)} on {where}"
+        title = f"{engine_name(job.engine)} on {where}"
         if text:
-            shown += f" ({text})"
+            title += f" ({text})"
 
         def show(rank: int, part: float) -> None:
+            # All ranks tell how far they are; one is enough.
             if rank == 0 and self._progress is not None:
                 total = float(self.total)
-                self._progress(min(self._done + min(part, 1.0), total), total, shown)
+                self._progress(min(self._done + min(part, 1.0), total), total, title)
 
         show(0, 0.0)
         try:
             results = self._ranks.run(function, count, job, *arguments, timeout=self._timeout, on_message=show)
         except RankFailed as error:
             if isinstance(error.__cause__, USERS_MISTAKES):
+                # The rank's traceback would tell the user nothing.
                 raise error.__cause__ from error
             raise
         self._done += 1
@@ -463,6 +477,7 @@ def _compare_with_reference(
                         cell = judge.again
                     else:
                         cell = _cell(runner, judge, candidate)
+                    # The report has the cells in the order asked for, whatever ran first.
                     cells[place, number] = cell
     report.cells = [cells[key] for key in sorted(cells)]
 
@@ -496,6 +511,7 @@ class _Reference:
     """
 
     def __init__(self, runner: _Runner, job: Job) -> None:
+        # The engines are compared with the numbers of this run, which lie in the job's folder.
         observations = runner.run(observe, job, REFERENCE, text="reference")
         self._runner = runner
         _, self._parameters, _ = observations[0]
@@ -552,6 +568,7 @@ def _observed(
     text: str,
 ) -> Trace:
     """Train, and return the record of it; its tensors lie in a temporary folder until it is saved."""
+    # The trace keeps this folder until it is saved, so that no context manager can end it here.
     folder = tempfile.mkdtemp(prefix="fsshard-parity-") if detail == "tensors" else ""
     try:
         observations = runner.run(observe, replace(job, folder=folder), detail, text=text)
@@ -587,7 +604,13 @@ def _named(trace: Trace) -> str:
 class _Record:
     """A recorded training that all engines at one number of ranks are compared with."""
 
-    def __init__(self, runner: _Runner, trace: Trace, recipe: RecipeLike, report: ParityReport) -> None:
+    def __init__(
+        self,
+        runner: _Runner,
+        trace: Trace,
+        recipe: RecipeLike,
+        report: ParityReport,
+    ) -> None:
         self.runner = runner
         self._trace = trace
         self._recipe = recipe

@@ -326,6 +326,7 @@ def write_tensors(
     """Write one rank's tensors of a quantity; replicas of rank 0's are kept once. Collective."""
     rank = dist.get_rank()
     tensors = {name: value.detach().cpu() for name, value in items}
+    # What rank 0 has with the same bits is written by it alone.
     replicas = {}
     if dist.get_world_size() > 1:
         digests = {name: digest(value) for name, value in tensors.items()}

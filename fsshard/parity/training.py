@@ -72,6 +72,7 @@ class Training:
         self.mesh = None
         if job.mesh is not None:
             sizes = tuple(job.mesh.values())
+            # The model is divided along the dimensions of this mesh that are none of data.
             self.mesh = init_device_mesh(job.device, sizes, mesh_dim_names=tuple(job.mesh))
             self.sample_rank = data_rank(self.mesh).rank
         module, self.watch = built(self.recipe, job.device, outputs=self.mesh is None)
@@ -84,6 +85,7 @@ class Training:
         self.leaves = self._count_leaves()
         self.scheduler = self._make_scheduler()
         self._shadow: Shadow | None = None
+        # Ranks that share samples draw the same random numbers, all others their own.
         seed_all(self.recipe.seed + 1 + self.sample_rank)
 
     def _make_scheduler(self) -> Any:

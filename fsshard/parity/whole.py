@@ -181,6 +181,7 @@ def _of_unit(path: str, unit: nn.Module, units: Units) -> Iterator[Whole]:
     gathered: Any = contextlib.nullcontext()
     if isinstance(unit, FullyShardedDataParallel):
         ranks = dist.get_process_group_ranks(unit.process_group)
+        # One unit at a time, so that no more than its parameters are whole at once.
         gathered = FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
     seen: set[int] = set()
     with gathered:

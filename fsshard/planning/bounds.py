@@ -91,6 +91,7 @@ def _of_whole_parameters(
     payloads: dict[str, int],
 ) -> Bounds:
     """Return the bounds where a rank has all parameters, and this many bytes of gradients with their states."""
+    # States are of what this rank updates, as its gradients are.
     state = round(given.state_ratio * gradients)
     by_kind = {
         "parameters": plan.nbytes,

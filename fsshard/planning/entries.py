@@ -194,6 +194,7 @@ def collect_entries(module: nn.Module, layouts: Mapping[str, tuple[Layout, ...]]
     for slot in parameter_slots(module):
         parameter = slot.parameter
         if id(parameter) in entries:
+            # A tied parameter has several places, and one entry.
             entries[id(parameter)].slots.append(slot)
             continue
         entry = Entry(

@@ -179,6 +179,7 @@ def shaped_slots(table: ModuleTable) -> list[ParameterSlot]:
     slots = list(table.slots())
     if not slots:
         raise ModelError(f"{type(table.root).__name__} has no parameters; there is nothing to shard")
+    # A plan is made of shapes, which a lazy module learns in its first forward.
     lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
     if lazy:
         names = ", ".join(lazy[:5])
@@ -203,6 +204,7 @@ def plan_table(
     if mixed:
         for module, reason in _fp32_units(table, owners).items():
             picked.setdefault(module, reason)
+    # Engines cannot hold one parameter in two units.
     ties = _ties(slots)
     leaks = _leaking(table.places, ties)
     # Units among these would be read while they are sharded.
@@ -211,6 +213,7 @@ def plan_table(
     kept, dropped = _keep(picked, names, leaks, never, handed, mixed=mixed)
     dtypes = {real_dtype(slot.parameter.dtype) for slot in slots}
     if len(dtypes) > 1:
+        # Flat engines hold one dtype per unit.
         kept = _split_dtypes(table.root, kept, leaks)
     blocks, before = _recomputed(table, recomputed, kept, never)
     infos = _parameter_infos(slots, _names_of_units(kept, names))
@@ -474,6 +477,7 @@ def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Rea
     for unit in [root, *kept]:
         region = _region(unit, kept)
         sizes = _own_dtypes(region)
+        # A unit of one dtype can stay as it is.
         if len(sizes) < 2:
             continue
         main = max(sizes, key=lambda dtype: sizes[dtype])

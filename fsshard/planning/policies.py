@@ -160,12 +160,17 @@ def resolve_blocks(table: ModuleTable, policy: object) -> Reasons:
         raise ConfigurationError(str(error).replace("auto_wrap_policy", "activation_checkpointing")) from None
 
 
-def resolve_units(table: ModuleTable, policy: object, complex_owners: Collection[nn.Module]) -> Reasons:
+def resolve_units(
+    table: ModuleTable,
+    policy: object,
+    complex_owners: Collection[nn.Module],
+) -> Reasons:
     """Return the modules that ``auto_wrap_policy`` picks as units, without the root, and why.
 
     ``complex_owners`` are the called modules that own complex weights.
     """
     picked = _picked(table, policy, complex_owners)
+    # The root is a unit in any case.
     picked.pop(table.root, None)
     return picked
 
@@ -259,7 +264,11 @@ def _by_class(table: ModuleTable, policy: Collection[Any]) -> Reasons:
     return picked
 
 
-def _check_present(table: ModuleTable, classes: Collection[type], names: Collection[str] = ()) -> None:
+def _check_present(
+    table: ModuleTable,
+    classes: Collection[type],
+    names: Collection[str] = (),
+) -> None:
     """Raise for classes, or names of classes, that the model has no module of."""
     modules = table.modules.values()
     present = {type(module).__name__ for module in modules}
@@ -296,7 +305,12 @@ def _argument_names(function: Callable[..., Any]) -> Collection[str]:
         return ()
 
 
-def _torch_recursion(root: nn.Module, policy: Callable[..., bool], *, containers: bool) -> list[nn.Module]:
+def _torch_recursion(
+    root: nn.Module,
+    policy: Callable[..., bool],
+    *,
+    containers: bool,
+) -> list[nn.Module]:
     """Ask a policy by torch's protocol ``policy(module, recurse, nonwrapped_numel)``, bottom up.
 
     As in torch/distributed/fsdp/wrap.py, but that only ``containers=True`` puts containers of weights to the policy.

@@ -144,7 +144,11 @@ def _offloads(policy: Any) -> bool:
     return kind == "CPUOffloadPolicy"
 
 
-def device_for(now: torch.device, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
+def device_for(
+    now: torch.device,
+    device: torch.device | str | None,
+    group: dist.ProcessGroup,
+) -> torch.device:
     """Return the device that a model which is on ``now`` is to be on, where the user asks for ``device``."""
     target = now if device is None else torch.device(device)
     if target.type in ("meta", "cpu"):

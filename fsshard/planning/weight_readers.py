@@ -29,7 +29,8 @@ def readers_of_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
     answers: dict[tuple[type, Any], set[str]] = {}
     for module in modules:
         cls = type(module)
-        forward = module.__dict__.get("forward", cls.forward)
+        # A TorchScript class has no forward (torch 2.13: an AttributeError).
+        forward = module.__dict__.get("forward", getattr(cls, "forward", None))
         forward = getattr(forward, "__func__", forward)
         if not isinstance(forward, FunctionType) or _is_foreign(forward):
             continue
@@ -37,6 +38,7 @@ def readers_of_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
         if key not in answers:
             answers[key] = _names_in(forward, cls)
         names = answers[key]
+        # Most forwards hand nothing to autograd.
         if not names & _AUTOGRAD:
             continue
         if names & _LISTS or names & _names_of_weights_below(module):

@@ -125,6 +125,7 @@ class Recipe:
             if not isinstance(value, Mapping):
                 raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {value!r}")
         self._check_clip()
+        # The loop calls step() without a closure.
         check_steps_alone(self.optimizer)
 
     def _check_clip(self) -> None:
@@ -270,6 +271,7 @@ def _imported(spec: str) -> Any:
     elif not module_name or not attribute:
         raise RecipeError(f"{spec!r}: expected 'module:attribute', for example train:recipe")
     folder = os.getcwd()
+    # A console script has no current folder on its path, as `python script.py` has.
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     try:

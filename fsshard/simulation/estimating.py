@@ -133,6 +133,7 @@ def estimate(
     }
     if mesh is not None:
         sizes = whole_mesh(mesh, source, world_size, device_mesh)
+        # The mesh says how many ranks there are, and which of them share the work.
         fields["whole_mesh"] = sizes
         world_size = math.prod(sizes.values())
         device_mesh = data_shape(sizes)
@@ -175,6 +176,7 @@ def recipe_source(subject: Any, batch: Any, loss: Any, real: bool) -> Any:
 def _check_module(model: nn.Module) -> None:
     """Raise for a module that is wrapped or compiled, or that a mesh of this job divides."""
     table = ModuleTable(model)
+    # An engine would be simulated within an engine.
     check_not_wrapped(table.modules, wrapper_classes())
     if any(map(is_compiled, table.modules.values())):
         raise ConfigurationError("what compiled code allocates is not known; pass it as it was before torch.compile")
@@ -373,6 +375,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
     usage = measured.usage
     work = usage.work
     if job.cpu_offload:
+        # A pass copies this rank's shard to the device.
         shard = -(-plan.nbytes // job.mesh[-1])
         work = replace(work, shards=shard * recipe.accumulate)
     strategy = recipe.settings.get("sharding_strategy")

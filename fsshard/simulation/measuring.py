@@ -42,9 +42,11 @@ def measured_machine(device: str) -> Machine:
     result = torch.empty_like(first)
     write = _seconds(device, lambda: torch.add(first, second, out=result))
     usual = MACHINES[USUAL[device]]
+    # A model of almost no size spends its time on operators alone.
     operator = _per_operator(device)
     about = f"{platform.machine()}, torch {torch.__version__}"
     if ranks > 1:
+        # A collective of almost nothing costs its latency, a large one what it sends besides.
         bare = _gather(device, 16, 20)
         large = _gather(device, elements, 4)
         bandwidth = sent("all_gather", 4 * elements * ranks, ranks) / max(large - bare, 1e-9)

@@ -97,6 +97,7 @@ class MemoryTracker:
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
         for model in self.models:
             module = model.module if isinstance(model, ShardedModule) else model
+            # Modules of several models may have the same names.
             prefix = f"{type(module).__name__}." if len(self.models) > 1 else ""
             tracker.watch(module, prefix)
         for kind, tensor in self._held():
@@ -202,6 +203,7 @@ class MemoryTracker:
     def _reset(self) -> None:
         self._entered().reset()
         if self.device.type == "cuda":
+            # torch has one peak per device, which counts from here on.
             torch.cuda.reset_peak_memory_stats(self.device)
 
     @property

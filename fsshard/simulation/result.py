@@ -193,6 +193,7 @@ def overview(estimates: Sequence[Estimate]) -> str:
     head += ["collectives", "sent", "bound", "ratio", "time", "peak at"]
     rows = [head]
     for estimate in estimates:
+        # Where timing decides, the peak is between two numbers.
         peak, *beside = _beside(estimate.peak, estimate.bounds.peak)
         if estimate.interval != (estimate.peak, estimate.peak):
             peak += f" to {size(estimate.interval[1])}"

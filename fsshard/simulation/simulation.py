@@ -192,7 +192,12 @@ def _first_rank_of(job: Job, place: int) -> int:
     return int(ranks[index].flat[place])
 
 
-def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, Any, dict[str, Any]]:
+def _divided(
+    job: Job,
+    recipe: Recipe,
+    module: Any,
+    mesh: Any,
+) -> tuple[Recipe, Any, dict[str, Any]]:
     """Return the recipe with this rank's loss, this rank's part of the model, and what wrap is told of it."""
     if job.whole_mesh is None:
         return recipe, module, {"device_mesh": mesh}

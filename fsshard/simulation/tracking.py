@@ -147,6 +147,7 @@ class Tracker(TorchDispatchMode):
 
     def reset(self) -> None:
         """Start anew: the peak is what is alive now, and no collective has been seen."""
+        # What was freed before this step is of no step to come.
         self._log = list(self._alive.values())
         self.collectives.clear()
         self.work.reset()
@@ -258,6 +259,7 @@ class Tracker(TorchDispatchMode):
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
+        # Hooks and replaced functions of torch outlive the context otherwise.
         self._around.close()
         for hook in list(self._hooks.values()):
             hook.remove()
@@ -345,6 +347,7 @@ class Tracker(TorchDispatchMode):
         if life is None:
             return
         self._event += 1
+        # Freeing is an event, too: bytes alive are counted between events.
         life.died = self._event
         self.now -= life.nbytes
         del self._storages[key]

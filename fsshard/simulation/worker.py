@@ -80,8 +80,8 @@ class Simulator(ProcessPoolExecutor):
 
     def __init__(self, function: str, *, quiet: bool = False) -> None:
         self._function = function
-        given = (tuple(handed.values()), quiet)
-        super().__init__(1, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=given)
+        arguments = (tuple(handed.values()), quiet)
+        super().__init__(1, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=arguments)
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``function`` there; raise ConfigurationError if an argument cannot be sent, SimulatorDied if it dies."""
@@ -163,9 +163,9 @@ def errors_in_words(job: Job) -> Iterator[None]:
         ) from None
     except Exception as error:
         hint = "" if job.real else "; if it needs real numbers, pass real=True (--real on the command line)"
-        said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         where = f"under backend {job.backend!r}{_place(error)}"
-        raise ModelError(f"the training step fails {where}: {said}{hint}") from None
+        raise ModelError(f"the training step fails {where}: {line}{hint}") from None
 
 
 def _place(error: BaseException) -> str:

@@ -50,19 +50,19 @@ def causes(old: ScriptTrace, new: ScriptTrace, steps: Steps, *, same: bool = Fal
         compared.append(compare_gradients(old, new))
     compared += [broadcast, losses]
     apart = [ranks_apart(one, steps) for one in (old, new)]
-    found = _models(old, new)
+    sentences = _models(old, new)
     if not all(apart):
-        found += filter(None, apart)
-    found += _by_step(compared, old, new, steps)
+        sentences += filter(None, apart)
+    sentences += _by_step(compared, old, new, steps)
     # Its gradients are right as long as there was no step before.
     if len(fairscale) == 1 and len(steps) > 1:
-        found.append(
+        sentences.append(
             f"{fairscale[0].name} runs under FairScale's ShardedDataParallel, which under today's torch reduces "
             "the gradients of the step before once more after optimizer.zero_grad(): docs/fairscale.md, row 1"
         )
-    found += _by_step([random], old, new, steps)
+    sentences += _by_step([random], old, new, steps)
     # Where ranks differ in both scripts, as of experts or local SGD, that explains no difference between the scripts.
-    return found or [words for words in apart if words]
+    return sentences or [words for words in apart if words]
 
 
 def first(tell: Tell, old: ScriptTrace, new: ScriptTrace, steps: Steps) -> tuple[int, str]:
@@ -74,12 +74,17 @@ def first(tell: Tell, old: ScriptTrace, new: ScriptTrace, steps: Steps) -> tuple
     return 0, ""
 
 
-def _by_step(compared: Sequence[Tell], old: ScriptTrace, new: ScriptTrace, steps: Steps) -> list[str]:
+def _by_step(
+    compared: Sequence[Tell],
+    old: ScriptTrace,
+    new: ScriptTrace,
+    steps: Steps,
+) -> list[str]:
     """Return what ``compared`` say: what came first explains the rest; of one step in their order."""
-    found = [first(tell, old, new, steps) for tell in compared]
-    found.sort(key=lambda step_and_words: step_and_words[0])
+    firsts = [first(tell, old, new, steps) for tell in compared]
+    firsts.sort(key=lambda step_and_words: step_and_words[0])
     sentences = []
-    for step, words in found:
+    for step, words in firsts:
         if words:
             sentences.append(f"step {step}: {words}")
     return sentences
@@ -91,23 +96,23 @@ def _is_fairscale(one: ScriptTrace) -> bool:
 
 def _models(old: ScriptTrace, new: ScriptTrace) -> list[str]:
     """Compare the models as the first forward found them."""
-    found = alone("parameters of", old.initial, new.initial)
+    differences = alone("parameters of", old.initial, new.initial)
     for attribute in ("dtype", "shape"):
         changed = changes(_of_weights(old, attribute), _of_weights(new, attribute))
         if changed:
             values = next(iter(changed.values()))
-            found.append(f"initial weights have other {attribute}s: {values}, {few(changed)}")
+            differences.append(f"initial weights have other {attribute}s: {values}, {few(changed)}")
     changed = changes(digests(old.initial), digests(new.initial))
     if changed:
         shared = old.initial.keys() & new.initial.keys()
         count = f"{len(changed)} of {len(shared)}"
-        found.append(f"{count} initial weights differ (another seed?): {few(changed)}")
+        differences.append(f"{count} initial weights differ (another seed?): {few(changed)}")
     # Records with facts have the layers by their paths, which step_causes.py compares.
     if not _has_facts(old) and not _has_facts(new):
         words = changed_counts(_layers(old), _layers(new))
         if words:
-            found.append(f"layers: {words}")
-    return found
+            differences.append(f"layers: {words}")
+    return differences
 
 
 def _of_weights(one: ScriptTrace, attribute: str) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from fsshard.launching.children.sitecustomize import TRACE
 from fsshard.parity.scripts.recorder import Settings, check_new
 
 
-def run(command: Sequence[str], folder: str | Path, settings: Settings | None = None, *, repeat: int = 0) -> int:
+def run(
+    command: Sequence[str],
+    folder: str | Path,
+    settings: Settings | None = None,
+    *,
+    repeat: int = 0,
+) -> int:
     """Run ``command`` once, and ``repeat`` times more with other rounding; return the first exit code that is not 0.
 
     Whatever it starts is recorded: ranks of torchrun, of ``multiprocessing`` and of SLURM, if they are processes of
@@ -51,8 +57,8 @@ def run(command: Sequence[str], folder: str | Path, settings: Settings | None = 
 
 def _run(command: Sequence[str], settings: dict[str, object]) -> int:
     path = os.pathsep.join([FOLDER, *python_path()])
-    asked = {TRACE: json.dumps({**settings, "prefix": sys.prefix}), "PYTHONPATH": path}
-    with subprocess.Popen(command, env={**os.environ, **asked}) as child:
+    variables = {TRACE: json.dumps({**settings, "prefix": sys.prefix}), "PYTHONPATH": path}
+    with subprocess.Popen(command, env={**os.environ, **variables}) as child:
         try:
             return child.wait()
         except BaseException:

@@ -126,14 +126,15 @@ def compare_scripts(
         )
     pair = _pair(before, ScriptTrace.load(new))
     _check_repeats(pair, draws)
+    # From here on both scripts' parameters have the old script's names.
     renamed = align_names(pair.old, pair.new, pair.weighed[-1])
     cell = _compared(pair, draws, renamed)
-    found = _report(pair, cell, renamed, rounds=bool(draws))
+    report = _report(pair, cell, renamed, rounds=bool(draws))
     # Weights that are apart may be so by rounding, if nothing else is known to differ.
-    unexplained = cell.first_divergence is not None and not found.causes
-    if unexplained and not found.ok and not draws and not exactly:
-        found.hint = HINT
-    return found
+    unexplained = cell.first_divergence is not None and not report.causes
+    if unexplained and not report.ok and not draws and not exactly:
+        report.hint = HINT
+    return report
 
 
 def _pair(old: ScriptTrace, new: ScriptTrace) -> Pair:
@@ -431,6 +432,7 @@ def _unlike_loss(pair: Pair, rounded: Cell) -> str:
 
 def _looked_at(pair: Pair) -> str:
     """Return in a line what the verdict is over, and what it is not."""
+    # A verdict says what it is not about, lest it be taken for more.
     unseen = ["what is in no model or optimizer", "changes after the last step"]
     if not _have_states(pair):
         unseen.append("optimizer states (--state)")

@@ -101,11 +101,11 @@ def _shapes_of(tensors: Iterable[Tensor]) -> Shapes:
 
 def _subclasses(kind: type) -> set[type]:
     """Return a class and all that inherit from it."""
-    found: set[type] = set()
+    subclasses: set[type] = set()
     classes = [kind]
     while classes:
         cls = classes.pop()
-        if cls not in found:
-            found.add(cls)
+        if cls not in subclasses:
+            subclasses.add(cls)
             classes += type.__subclasses__(cls)
-    return found
+    return subclasses

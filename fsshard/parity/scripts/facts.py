@@ -33,16 +33,16 @@ Facts = dict[str, dict[str, str]]
 
 def outermost(module: nn.Module) -> nn.Module:
     """Return the module whose own method is calling ``module``, as ``model.loss(x)`` does, or ``module`` itself."""
-    found = module
+    module_of_call = module
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = _first_argument(frame)
         # By its type: a proxy's __class__ may run the user's code.
         is_module = issubclass(type(owner), nn.Module)
-        if is_module and any(one is found for one in owner.modules()):
-            found = owner
+        if is_module and any(one is module_of_call for one in owner.modules()):
+            module_of_call = owner
         frame = frame.f_back
-    return found
+    return module_of_call
 
 
 def _first_argument(frame: FrameType) -> Any:
@@ -77,6 +77,7 @@ def simulated(values: Any) -> bool:
 
 
 def _is_simulated(leaf: Any) -> bool:
+    # Numbers and texts say nothing of whether tensors are simulated.
     if not isinstance(leaf, Tensor):
         return False
     return leaf.is_meta or isinstance(leaf, FakeTensor)
@@ -184,7 +185,7 @@ def modules_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return by its path how each module without children prints: torch's with their settings, others by class."""
-    found = {}
+    layers = {}
     for path, module in modules.items():
         cls = type(module)
         kind = f"{cls.__module__}.{cls.__name__}"
@@ -195,8 +196,8 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         settings = ""
         if kind.startswith("torch.nn.") and "Parameter" not in kind:
             settings = repr(module).removeprefix(cls.__name__)
-        found[path] = own_class(module) + (settings or "()")
-    return found
+        layers[path] = own_class(module) + (settings or "()")
+    return layers
 
 
 def own_class(module: nn.Module) -> str:

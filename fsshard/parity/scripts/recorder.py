@@ -416,19 +416,19 @@ class Recorder:
 
     def _note_facts(self, record: Record, optimizer: Any, notes: Notes) -> None:
         """Note of each parameter and module what it is in this step, whatever its numbers are."""
-        found = record.facts
-        members = found.setdefault("member", {})
+        kinds = record.facts
+        members = kinds.setdefault("member", {})
         names = facts.names_by_id(self._models)
         number = len(record.groups)
         for group in facts.members_of(optimizer, names):
             members |= dict.fromkeys(group, str(number))
             number += 1
-        found["trained"] = dict(facts.trained_of(self._models))
-        found["state"] = notes.states | record.fact("state")
+        kinds["trained"] = dict(facts.trained_of(self._models))
+        kinds["state"] = notes.states | record.fact("state")
         steps = int(record.fact("count").get("optimizer steps", 0))
-        found["count"] = {"optimizer steps": str(steps + 1)}
-        modes = found.setdefault("mode", {})
-        outputs = found.setdefault("output", {})
+        kinds["count"] = {"optimizer steps": str(steps + 1)}
+        modes = kinds.setdefault("mode", {})
+        outputs = kinds.setdefault("output", {})
         modules = dict(facts.modules_of(self._models))
         for path, module in modules.items():
             if id(module) in notes.modes:
@@ -438,7 +438,7 @@ class Recorder:
                 # It was not called, or is within what torch.compile has compiled.
                 modes.setdefault(path, facts.mode_of(module))
         if _is_due(record.step, self._settings.every):
-            found["layer"] = facts.layers_of(modules)
+            kinds["layer"] = facts.layers_of(modules)
 
     def _note_numbers(self, record: Record, optimizer: Any) -> None:
         """Note gradients, weights, buffers and states. Collective."""
@@ -469,7 +469,12 @@ class Recorder:
             norm = float(torch.linalg.vector_norm(numbers))
             yield name, (norm * norm, local.numel())
 
-    def _sketches(self, place: int, step: int, optimizer: Any = None) -> Iterator[tuple[str, str, Sketch]]:
+    def _sketches(
+        self,
+        place: int,
+        step: int,
+        optimizer: Any = None,
+    ) -> Iterator[tuple[str, str, Sketch]]:
         """Yield quantity, name and sketch; keep the tensors where that is asked for. Collective."""
         # Of copies that all ranks have gathered one rank makes the sketch, of replicas each rank its digest at least.
         rank, size = rank_and_size()

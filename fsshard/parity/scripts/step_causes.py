@@ -35,22 +35,22 @@ KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 def few(names: Iterable[Any], most: int = 4) -> str:
     """Return the first names in words, and how many more there are."""
     words = [*map(str, names)]
-    shown = ", ".join(words[:most])
+    text = ", ".join(words[:most])
     if len(words) > most:
-        shown += f" and {len(words) - most} more"
-    return shown
+        text += f" and {len(words) - most} more"
+    return text
 
 
 def alone(what: str, old: Collection[str], new: Collection[str]) -> Names:
     """Return in words, which begin with ``what``, the names that one script has alone."""
-    found = []
+    sentences = []
     of_old = few([name for name in old if name not in new])
     of_new = few([name for name in new if name not in old])
     if of_old:
-        found.append(f"{what} the old script alone: {of_old}")
+        sentences.append(f"{what} the old script alone: {of_old}")
     if of_new:
-        found.append(f"{what} the new script alone: {of_new}")
-    return found
+        sentences.append(f"{what} the new script alone: {of_new}")
+    return sentences
 
 
 def arrow(what: str, old: Any, new: Any) -> str:
@@ -247,15 +247,15 @@ def _owner(names: Names, shared: Names, group_of: Texts) -> str:
 def _settings_by_name(record: Record) -> dict[str, Settings]:
     """Return settings by parameter that is stepped, or by group where those are not known."""
     group_of = record.fact("member")
-    found: dict[str, Settings] = {}
+    by_name: dict[str, Settings] = {}
     if not group_of:
         for number, group in enumerate(record.groups):
-            found[str(number)] = group
-        return found
+            by_name[str(number)] = group
+        return by_name
     for name in _stepped(record):
         number = int(group_of[name])
-        found[name] = record.groups[number]
-    return found
+        by_name[name] = record.groups[number]
+    return by_name
 
 
 def _changed_settings(old: Settings, new: Settings) -> Iterator[Change]:
@@ -381,11 +381,11 @@ def compare_fact(kind: str, words: str) -> Tell:
         for name, change in changes(before, now).items():
             names = names_of_change.setdefault(change, [])
             names.append(name or "the model itself")
-        found = []
+        sentences = []
         for change, names in names_of_change.items():
             names.sort()
-            found.append(f"{words} of {few(names)} {change}")
-        return few(found)
+            sentences.append(f"{words} of {few(names)} {change}")
+        return few(sentences)
 
     return tell
 

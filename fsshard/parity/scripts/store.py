@@ -196,13 +196,13 @@ class ScriptTrace:
             raise TraceError(folder, "", f"expected {size} files of ranks, got {len(ranks)}; {_RECORD_AGAIN}")
         reasons = {file.read_text(encoding="utf-8") for file in folder.glob(ENDED)}
         repeats = [cls.load(one) for one in sorted(folder.glob("repeat*"))]
-        found = cls(folder=folder, ranks=ranks, ended=sorted(reasons), repeats=repeats)
-        found._share_sketches()
+        trace = cls(folder=folder, ranks=ranks, ended=sorted(reasons), repeats=repeats)
+        trace._share_sketches()
         for rank in ranks:
             for place, model in enumerate(rank.models):
                 for name, sketch in model.weights.items():
                     rank.initial[in_model(place, name)] = sketch
-        return found
+        return trace
 
     def _share_sketches(self) -> None:
         """Complete what ranks have shared among each other: who sketches a tensor of which several have a copy."""
@@ -238,13 +238,13 @@ class ScriptTrace:
 
     def recorded(self, steps: list[int]) -> set[tuple[int, int, str]]:
         """Return of which rank, step and quantity there are sketches."""
-        found = set()
+        places = set()
         for rank in self.ranks:
             for number in rank.steps.keys() & steps:
                 for quantity, sketches in rank.steps[number].sketches.items():
                     if sketches:
-                        found.add((rank.header.rank, number, quantity))
-        return found
+                        places.add((rank.header.rank, number, quantity))
+        return places
 
 
 def _share(ranks: list[Sketches]) -> None:
@@ -252,12 +252,12 @@ def _share(ranks: list[Sketches]) -> None:
     full: dict[str, list[Sketch]] = {}
     for sketches in ranks:
         for name, sketch in sketches.items():
-            known = full.setdefault(name, [])
+            sketches_of_name = full.setdefault(name, [])
             if sketch.dtype:
-                known.append(sketch)
+                sketches_of_name.append(sketch)
     for sketches in ranks:
-        for name, known in full.items():
-            for sketch in known:
+        for name, sketches_of_name in full.items():
+            for sketch in sketches_of_name:
                 if name not in sketches or sketches[name].digest == sketch.digest:
                     sketches[name] = sketch
                     break

@@ -204,6 +204,7 @@ def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
     if memory is None and tried:
         # Without a bound the cheapest of those with nearly the least peak, none above what is always tried.
         near = NEGLIGIBLE * min(one.peak for one in tried)
+        # Those that are always tried are what a user would compare with.
         usual = [one.peak for one in tried if one.name]
         memory = int(min([near, *usual]))
     fitting = [one for one in tried if memory is not None and one.peak <= memory]

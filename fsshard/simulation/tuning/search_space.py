@@ -90,6 +90,7 @@ def profile_of(job: Job) -> ModelProfile:
         batch = batches_of(job, recipe, 0, None if job.real else shared_fakes())(0)
         with profiler, profiler.watching(), trained.model.autocast():
             check_loss(recipe.loss(trained.model, batch))
+        # A loss may call the model several times.
         once = max(1, profiler.calls[id(model)])
         modules = []
         for each in model.modules():
@@ -319,6 +320,7 @@ def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:
     while size > smallest:
         others.append(size)
         size //= STEP
+    # At last each module that owns parameters is a unit.
     others.append(1)
     return always, others
 

@@ -148,6 +148,7 @@ def tune(
     constants = machine_of(machine, device)
     with Simulator("fsshard.tune", quiet=True) as simulator:
         search = Search(asked, simulator, fixed, constants, limit, progress)
+        # A backend such as "auto" is known by name from here on.
         names = [search.job(name, {}).backend for name in backends]
         search.run(list(dict.fromkeys(names)))
         winner = best(search.tried, bound)
@@ -324,6 +325,7 @@ class Search:
                 self._recompute(one)
 
     def _sharded(self, start: Candidate) -> None:
+        # The usual plans are always simulated, whatever the limit is.
         usual: list[Tried] = []
         for name, policy in self.always.items():
             usual += self._try([start.changed(auto_wrap_policy=policy)], name)
@@ -343,6 +345,7 @@ class Search:
         leanest = _leanest(usual)
         if _has_activations(leanest):
             leanest = _leanest([*usual, *self._recompute(leanest)])
+        # Recomputation is chosen first, since finer units help little while activations are the peak.
         leanest = self._refined(leanest)
         recomputed = leanest.candidate.settings.get("activation_checkpointing")
         bases = [one.candidate for one in (*usual, leanest)]
@@ -428,6 +431,7 @@ class Search:
             # What is simulated must not depend on what wrap() does by itself.
             candidate = candidate.changed(**{joining.option: 0})
         key = self._key(candidate, planned)
+        # A plan that differs in words alone is not simulated again.
         if key not in self._seen:
             if not name and len(self.tried) >= self._most:
                 return None
