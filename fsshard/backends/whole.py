@@ -78,20 +78,24 @@ def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:
     Collective, so run it to its end on every rank.
     """
     settings = backend.settings
-    mine = [(entry, entry.grad()) for entry in backend.all]
-    present = torch.tensor([g is not None for _, g in mine], dtype=torch.uint8, device=settings.device)
+    gradients = [entry.grad() for entry in backend.all]
+    is_here = [gradient is not None for gradient in gradients]
+    present = torch.tensor(is_here, dtype=torch.uint8, device=settings.device)
     if settings.group is not None:
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=settings.group)
     flags: list[int] = present.tolist()
-    whole = gather_owned(
-        backend,
-        (
-            (entry, torch.zeros_like(entry.local()) if gradient is None else gradient)
-            for (entry, gradient), flag in zip(mine, flags, strict=True)
-            if flag
-        ),
-    )
-    for (entry, _), flag in zip(mine, flags, strict=True):
+
+    def parts() -> Iterator[tuple[Entry, Tensor]]:
+        for entry, gradient, flag in zip(backend.all, gradients, flags, strict=True):
+            if not flag:
+                continue
+            if gradient is None:
+                yield entry, torch.zeros_like(entry.local())
+            else:
+                yield entry, gradient
+
+    whole = gather_owned(backend, parts())
+    for entry, flag in zip(backend.all, flags, strict=True):
         yield entry, next(whole) if flag else None
 
 
@@ -105,63 +109,85 @@ def gather_owned(backend: Backend, parts: Iterable[tuple[Entry, Tensor]]) -> Ite
 
 def _gather_from(owner: Callable[[Entry], int | None], parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
     for batch in collective_batches(parts):
-        owners = [owner(entry) for entry, _ in batch]
-        yield from from_owners([tensor for _, tensor in batch], owners, batch[0][0].group)
+        entries, tensors = zip(*batch, strict=True)
+        owners = [owner(entry) for entry in entries]
+        yield from from_owners(tensors, owners, entries[0].group)
 
 
 def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> Iterator[Tensor]:
     """:func:`gather` of many, small ones together. Collective, so run it to its end on every rank."""
     for batch in collective_batches(parts):
-        group = batch[0][0].group
-        if group is None or not batch[0][0].is_cut:
-            yield from (shaped(entry, local.detach().clone()) for entry, local in batch)
+        entries, locals_ = zip(*batch, strict=True)
+        group = entries[0].group
+        if group is None or not entries[0].is_cut:
+            for entry, local in batch:
+                yield shaped(entry, local.detach().clone())
             continue
-        sizes = [[stop - start for start, stop in (e.part(rank) for e, _ in batch)] for rank in range(group.size())]
-        flat = gathered([part for _, part in batch], sizes, group, device)
-        yield from (shaped(entry, whole) for (entry, _), whole in zip(batch, flat, strict=True))
+        sizes = []
+        for rank in range(group.size()):
+            bounds = [entry.part(rank) for entry in entries]
+            sizes.append([stop - start for start, stop in bounds])
+        flat = gathered(locals_, sizes, group, device)
+        for entry, whole in zip(entries, flat, strict=True):
+            yield shaped(entry, whole)
 
 
-def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.device) -> Tensor | None:
+def stream(
+    entry: Entry,
+    settings: Settings,
+    *,
+    rank0_only: bool,
+    device: torch.device,
+) -> Tensor | None:
     """Return the whole stored parameter as a new tensor on ``device``; None where it is not kept. Collective.
 
     With ``rank0_only`` parts are received where they stay: nothing else is allocated.
     """
     group = entry.group
     if not entry.is_cut or group is None:
-        kept = not (rank0_only and settings.rank)
-        return shaped(entry, entry.local().to(device, copy=True)) if kept else None
+        if rank0_only and settings.rank:
+            return None
+        return shaped(entry, entry.local().to(device, copy=True))
     if not rank0_only:
         return gather(entry, entry.local(), settings.device).to(device)
     rank0 = dist.get_process_group_ranks(settings.group)[0]
     if rank0 not in dist.get_process_group_ranks(group):
         return None  # another copy of the same parameters (HYBRID_SHARD)
-    mine = entry.local().reshape(-1)
+    shard = entry.local().reshape(-1)
     if dist.get_rank() == rank0:
-        return _receive(entry, group, mine, settings.device, device)
-    if mine.numel():
-        sent = mine.to(settings.device)  # the shard itself, unless cpu_offload keeps it in host memory
+        return _receive(entry, group, shard, settings.device, device)
+    if shard.numel():
+        sent = shard.to(settings.device)  # the shard itself, unless cpu_offload keeps it in host memory
         _exchange([dist.P2POp(dist.isend, sent, rank0, group)])
     return None
 
 
-def _receive(entry: Entry, group: dist.ProcessGroup, mine: Tensor, here: torch.device, device: torch.device) -> Tensor:
+def _receive(
+    entry: Entry,
+    group: dist.ProcessGroup,
+    shard: Tensor,
+    here: torch.device,
+    device: torch.device,
+) -> Tensor:
     """Receive every rank's part of ``entry``, put together on ``device``; they arrive on ``here``."""
-    whole = torch.empty(entry.stored_shape.numel(), dtype=mine.dtype, device=device)
-    waited: list[tuple[Tensor, Tensor]] = []  # (where a part arrives, where it belongs)
+    whole = torch.empty(entry.stored_shape.numel(), dtype=shard.dtype, device=device)
+    arrivals: list[tuple[Tensor, Tensor]] = []  # (where a part arrives, where it belongs)
     operations = []
     for rank, peer in enumerate(dist.get_process_group_ranks(group)):
         start, stop = entry.part(rank)
         place = whole[start:stop]
         if rank == group.rank():
-            place.copy_(mine)
+            place.copy_(shard)
         elif stop > start:
-            arrives = place if device == here else torch.empty_like(place, device=here)
-            waited.append((arrives, place))
-            operations.append(dist.P2POp(dist.irecv, arrives, peer, group))
+            buffer = place
+            if device != here:
+                buffer = torch.empty_like(place, device=here)
+            arrivals.append((buffer, place))
+            operations.append(dist.P2POp(dist.irecv, buffer, peer, group))
     _exchange(operations)
-    for arrives, place in waited:
-        if arrives is not place:
-            place.copy_(arrives)
+    for buffer, place in arrivals:
+        if buffer is not place:
+            place.copy_(buffer)
     return shaped(entry, whole)
 
 
@@ -170,11 +196,15 @@ def shaped(entry: Entry, whole: Tensor) -> Tensor:
     if entry.cut is not None and entry.cut.strides is not None:
         return whole.contiguous().as_strided(entry.stored_shape, entry.cut.strides)
     # As it is where it has that shape: reshape() gives dims of size 1 other strides.
-    return whole if whole.shape == entry.stored_shape else whole.reshape(entry.stored_shape)
+    if whole.shape == entry.stored_shape:
+        return whole
+    return whole.reshape(entry.stored_shape)
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+    if not operations:
+        return
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
@@ -186,13 +216,18 @@ def collective_batches(parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[list[t
 
     def nbytes(pair: tuple[Entry, Tensor]) -> int:
         entry, part = pair
-        return entry.stored_shape.numel() * part.element_size() if part.layout is torch.strided else BATCH_BYTES + 1
+        if part.layout is not torch.strided:
+            return BATCH_BYTES + 1
+        return entry.stored_shape.numel() * part.element_size()
 
     return batches(parts, nbytes, BATCH_BYTES, kind=lambda pair: pair[1].dtype)
 
 
 def gathered(
-    parts: Sequence[Tensor], sizes: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
+    parts: Sequence[Tensor],
+    sizes: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> list[Tensor]:
     """Return whole flat tensors from every rank's parts of them. Collective.
 
@@ -202,21 +237,31 @@ def gathered(
         group: who holds the parts.
         device: where they are sent from.
     """
-    mine = torch.cat([part.detach().reshape(-1) for part in parts]).to(device)
-    assert mine.numel() == sum(sizes[group.rank()])
-    width = max(map(sum, sizes))
-    sent = mine if mine.numel() == width else torch.cat([mine, mine.new_zeros(width - mine.numel())])
+    sent = torch.cat([part.detach().reshape(-1) for part in parts]).to(device)
+    counts = [sum(row) for row in sizes]
+    width = max(counts)
+    missing = width - counts[group.rank()]
+    assert sent.numel() + missing == width
+    if missing:
+        sent = torch.cat([sent, sent.new_zeros(missing)])
     received = sent.new_empty(group.size() * width)
     dist.all_gather_single(received, sent, group=group)
-    total = sum(map(sum, sizes))
-    if len(parts) == 1 and all(row[0] == min(width, max(0, total - rank * width)) for rank, row in enumerate(sizes)):
-        return [received[:total]]  # there is padding at the end only: no second copy of what may be large
-    rows = (received[rank * width :][: sum(row)].split(list(row)) for rank, row in enumerate(sizes))
+    total = sum(counts)
+    if len(parts) == 1:
+        left = [max(0, total - rank * width) for rank in range(len(counts))]
+        if counts == [min(width, count) for count in left]:
+            return [received[:total]]  # there is padding at the end only: no second copy of what may be large
+    rows = []
+    for rank, row in enumerate(sizes):
+        of_rank = received[rank * width :][: counts[rank]]
+        rows.append(of_rank.split(list(row)))
     return [torch.cat(pieces) for pieces in zip(*rows, strict=True)]
 
 
 def from_owners(
-    tensors: Sequence[Tensor], owners: Sequence[int | None], group: dist.ProcessGroup | None
+    tensors: Sequence[Tensor],
+    owners: Sequence[int | None],
+    group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """Copies of the owners' tensors, or of this rank's where there is no owner. Collective, once per owner.
 
@@ -225,22 +270,28 @@ def from_owners(
         owners: the rank of the group that each comes from.
         group: who takes part; None where nobody owns anything.
     """
-    if len(tensors) == 1 and (
-        tensors[0].layout is not torch.strided or owners[0] is None or tensors[0].is_contiguous()
-    ):
-        found = [tensors[0].detach().clone()]
+    first = tensors[0]
+    if len(tensors) == 1 and (first.layout is not torch.strided or owners[0] is None or first.is_contiguous()):
+        copy = first.detach().clone()
         if owners[0] is not None:
-            dist.broadcast(found[0], group=group, group_src=owners[0])
-        return found
+            dist.broadcast(copy, group=group, group_src=owners[0])
+        return [copy]
     # Flattened by index: gloo sends memory as it lies, and a tensor may lie otherwise on another rank (torch 2.13).
-    found = list(tensors)
-    for owner in sorted({rank for rank in owners if rank is not None}):
-        places = [place for place, rank in enumerate(owners) if rank == owner]
+    copies = list(tensors)
+    by_owner: dict[int, list[int]] = {}
+    for place, owner in enumerate(owners):
+        if owner is None:
+            copies[place] = tensors[place].detach().clone()
+        else:
+            by_owner.setdefault(owner, []).append(place)
+    for owner, places in sorted(by_owner.items()):
         flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
         dist.broadcast(flat, group=group, group_src=owner)
-        for place, piece in zip(places, flat.split([tensors[p].numel() for p in places]), strict=True):
-            found[place] = torch.empty_like(tensors[place]).copy_(piece.view(tensors[place].shape))
-    return [tensor.detach().clone() if owner is None else tensor for tensor, owner in zip(found, owners, strict=True)]
+        pieces = flat.split([tensors[place].numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            copy = torch.empty_like(tensors[place])
+            copies[place] = copy.copy_(piece.view(copy.shape))
+    return copies
 
 
 # ------------------------------------------------------------------------------------------------ optimizers
@@ -271,7 +322,10 @@ def state_divides(backend: Backend, optimizer: Optimizer) -> str:
 def state_owner(backend: Backend, optimizer: Optimizer, entry: Entry) -> int | None:
     """Return the rank of ``entry.group`` that alone has the optimizer's state of ``entry``; None: each has its part."""
     owners = whole_owners(optimizer)
-    return backend.owner(entry) if owners is None else owners.owner[entry.name]
+    if owners is None:
+        return backend.owner(entry)
+    owner: int | None = owners.owner[entry.name]
+    return owner
 
 
 def state_entry(optimizer: Optimizer, entry: Entry) -> Entry:
@@ -291,7 +345,12 @@ def state_device(optimizer: Optimizer, entry: Entry) -> torch.device:
     return getattr(local_optimizer(optimizer), "_fsshard_state_device", None) or entry.local().device
 
 
-def set_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
+def set_state(
+    backend: Backend,
+    optimizer: Optimizer,
+    entry: Entry,
+    state: State,
+) -> None:
     """Replace the state of ``entry`` on this rank, if it is this rank's."""
     states = states_at_rest(optimizer)
     states.pop(entry.parameter, None)
@@ -307,56 +366,72 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
     """
     states = [state_of(optimizer, entry) for entry in entries]
     divides = state_divides(backend, optimizer)
-    tables = exchange(
-        backend.settings.group, lambda: [_describe(divides, *one) for one in zip(entries, states, strict=True)]
-    )
-    described: list[dict[str, Any]] = [
-        {key: value for found in reversed(column) for key, value in found.items()}
-        for column in zip(*tables, strict=True)
-    ]
-    travelling = (
-        (entry, _sent(backend, optimizer, entry, state.get(key), item))
-        for entry, state, items in zip(entries, states, described, strict=True)
-        for key, item in items.items()
-        if isinstance(item, _Travels)
-    )
-    whole = gather_all(travelling, backend.settings.device)
+    device = backend.settings.device
+    tables = exchange(backend.settings.group, lambda: list(map(partial(_describe, divides), entries, states)))
+    descriptions: list[dict[str, Any]] = []
+    for of_ranks in zip(*tables, strict=True):
+        items: dict[str, Any] = {}
+        for of_rank in reversed(of_ranks):  # the first rank that knows a key counts
+            items.update(of_rank)
+        descriptions.append(items)
+
+    def parts() -> Iterator[tuple[Entry, Tensor]]:
+        for entry, state, items in zip(entries, states, descriptions, strict=True):
+            for key, item in items.items():
+                if isinstance(item, _Travels):
+                    yield entry, _sent(backend, optimizer, entry, state.get(key), item)
+
     if divides == "owners":
-        whole = _gather_from(partial(state_owner, backend, optimizer), travelling)
-    for entry, items in zip(entries, described, strict=True):
-        yield (
-            entry,
-            {
-                key: next(whole) if isinstance(item, _Travels) else _unpacked(item, backend.settings.device)
-                for key, item in items.items()
-            },
-        )
+        whole = _gather_from(partial(state_owner, backend, optimizer), parts())
+    else:
+        whole = gather_all(parts(), device)
+    for entry, items in zip(entries, descriptions, strict=True):
+        yield entry, _whole_state(items, whole, device)
 
 
-def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
+def _whole_state(items: dict[str, Any], whole: Iterator[Tensor], device: torch.device) -> State:
+    state: State = {}
+    for key, item in items.items():
+        if isinstance(item, _Travels):
+            state[key] = next(whole)
+        else:
+            state[key] = _unpacked(item, device)
+    return state
+
+
+def scatter_state(
+    backend: Backend,
+    optimizer: Optimizer,
+    entry: Entry,
+    state: State,
+) -> None:
     """Inverse of :func:`gather_states`: keep this rank's part of the whole state. No communication."""
-    by_owner, whole = state_divides(backend, optimizer) == "owners", entry.stored_shape
+    by_owner = state_divides(backend, optimizer) == "owners"
     device = state_device(optimizer, entry)
-    part = {
-        key: (value if by_owner else entry.take(value)).to(device, copy=True)
-        if isinstance(value, Tensor) and value.shape == whole
-        else _copied(value, device)
-        for key, value in state.items()
-    }
+    part: State = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.shape != entry.stored_shape:
+            part[key] = _copied(value, device)
+            continue
+        if not by_owner:
+            value = entry.take(value)
+        part[key] = value.to(device, copy=True)
     set_state(backend, optimizer, entry, part)
 
 
 def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
     """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
-    local, divides = entry.local(), kind == "elements"
+    local = entry.local()
+    divides = kind == "elements"
     if divides and not local.numel():
         return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for key, value in state.items():
         is_array = isinstance(value, Tensor) and value.dim() > 0
-        by_owner = kind == "owners" and is_array
-        if by_owner or (is_array and value.shape == local.shape):
-            found[key] = _Travels(tuple(value.shape), value.dtype, order_in_memory(value) if by_owner else ())
+        if is_array and kind == "owners":
+            items[key] = _Travels(tuple(value.shape), value.dtype, order_in_memory(value))
+        elif is_array and value.shape == local.shape:
+            items[key] = _Travels(tuple(value.shape), value.dtype, ())
         elif divides and has_arrays(value):
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
@@ -364,16 +439,25 @@ def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
                 "parameter directly in state[parameter], or use backend='fairscale' or 'ddp'"
             )
         else:
-            found[key] = _packed(value)
-    return found
+            items[key] = _packed(value)
+    return items
 
 
-def _sent(backend: Backend, optimizer: Optimizer, entry: Entry, value: Tensor | None, item: _Travels) -> Tensor:
+def _sent(
+    backend: Backend,
+    optimizer: Optimizer,
+    entry: Entry,
+    value: Tensor | None,
+    item: _Travels,
+) -> Tensor:
     """Return what this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
     if state_divides(backend, optimizer) == "owners":
-        mine = value if owns_state(backend, optimizer, entry) else None
-        return item.empty(backend.settings.device) if mine is None else mine.to(backend.settings.device)
-    return torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value
+        if value is None or not owns_state(backend, optimizer, entry):
+            return item.empty(backend.settings.device)
+        return value.to(backend.settings.device)
+    if value is None:
+        return torch.zeros_like(entry.local(), dtype=item.dtype)
+    return value
 
 
 class _Travels(NamedTuple):
@@ -395,24 +479,34 @@ def _packed(value: Any) -> Any:
     """Pack a value of the state to be sent whole; tensors of one number as that, since tensors take long to pickle."""
     if not isinstance(value, Tensor):
         return copied(value)
-    data = value.detach().cpu().clone() if value.dim() else value.item()
-    return _Copied(data, value.dtype, value.device.type == "cpu")
+    on_host = value.device.type == "cpu"
+    if not value.dim():
+        return _Copied(value.item(), value.dtype, on_host)
+    return _Copied(value.detach().cpu().clone(), value.dtype, on_host)
 
 
 def _unpacked(value: Any, device: torch.device) -> Any:
     """Return what was packed, on ``device`` unless it lay in host memory, as counters of steps do."""
     if not isinstance(value, _Copied):
         return value
-    return torch.as_tensor(value.value, dtype=value.dtype, device="cpu" if value.on_host else device)
+    if value.on_host:
+        device = torch.device("cpu")
+    return torch.as_tensor(value.value, dtype=value.dtype, device=device)
 
 
 def copied(value: Any) -> Any:
     """Return tensors and plain containers of them anew, since both ends may change them in place; all else itself."""
-    return map_containers(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value, "plain")
+
+    def copy_leaf(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    return map_containers(copy_leaf, value, "plain")
 
 
 def _copied(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return copied(value)
     # Factors and histories, which have shapes of their own, lie beside the parameter; where numbers lie is settled.
-    return value.detach().to(device if value.dim() else value.device, copy=True)
+    if not value.dim():
+        device = value.device
+    return value.detach().to(device, copy=True)

@@ -24,8 +24,10 @@ from fsshard.sharded.grad_norm import bounded
 
 Memory = dict[str, Any]
 """The state that torch's LBFGS keeps from step to step."""
-SINGLE, LISTED = ("d", "prev_flat_grad"), ("old_dirs", "old_stps")
-"""Its long vectors, and its lists of them: as many as ``ro`` has numbers."""
+SINGLE = ("d", "prev_flat_grad")
+"""Its long vectors."""
+LISTED = ("old_dirs", "old_stps")
+"""Its lists of long vectors: as many as ``ro`` has numbers."""
 
 
 def lbfgs_over(backend: Backend, names: Iterable[str]) -> type[LBFGS]:
@@ -65,7 +67,9 @@ class _Vector(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         of_part, of_ranks = REDUCTIONS[func]
         parts = [vector.as_subclass(Tensor) for vector in args]
-        return of_ranks(_from_ranks(of_part(*parts), cls.ranks, cls.sent_from)).to(parts[0].device, parts[0].dtype)
+        numbers = _from_ranks(of_part(*parts), cls.ranks, cls.sent_from)
+        result = of_ranks(numbers)
+        return result.to(parts[0].device, parts[0].dtype)
 
 
 def _from_ranks(number: Tensor, ranks: dist.ProcessGroup | None, device: torch.device) -> Tensor:
@@ -81,17 +85,23 @@ def _from_ranks(number: Tensor, ranks: dist.ProcessGroup | None, device: torch.d
 
 
 def _sum(vector: Tensor) -> Tensor:
-    sums = (chunk.double().sum() for chunk in bounded(vector))
-    return sum(sums, torch.zeros((), dtype=torch.float64, device=vector.device))
+    total = torch.zeros((), dtype=torch.float64, device=vector.device)
+    for chunk in bounded(vector):
+        total = total + chunk.double().sum()
+    return total
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    products = (a.double().dot(b.double()) for a, b in zip(bounded(one), bounded(other), strict=True))
-    return sum(products, torch.zeros((), dtype=torch.float64, device=one.device))
+    total = torch.zeros((), dtype=torch.float64, device=one.device)
+    for left, right in zip(bounded(one), bounded(other), strict=True):
+        total = total + left.double().dot(right.double())
+    return total
 
 
 def _max(vector: Tensor) -> Tensor:
-    return vector.max().double() if vector.numel() else vector.new_full((), -torch.inf, dtype=torch.float64)
+    if not vector.numel():
+        return vector.new_full((), -torch.inf, dtype=torch.float64)
+    return vector.max().double()
 
 
 REDUCTIONS: Mapping[Any, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
@@ -117,18 +127,22 @@ class _OverRanks(LBFGS):
 
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         """Return the first loss that the closure gives on this rank."""
-        first: list[Any] = []
+        losses: list[Any] = []
 
         def averaged() -> float:
             loss = closure()
-            first.extend([] if first else [loss])
-            return self._mean_over_ranks(float(loss.detach() if isinstance(loss, Tensor) else loss))
+            if not losses:
+                losses.append(loss)
+            if isinstance(loss, Tensor):
+                loss = loss.detach()
+            return self._mean_over_ranks(float(loss))
 
         device = self.engine.settings.device
         # torch keeps all state at the first parameter: a rank that owns none takes part, too.
         self._params = self.param_groups[0]["params"] or [nn.Parameter(torch.empty(0, device=device))]
-        self._shown, self._numel_cache = list(self._params), None
-        memory = self._memory = self._taken_up()
+        self._shown = list(self._params)
+        self._numel_cache = None
+        memory = self._taken_up()
         self.state.clear()
         self.state[self._params[0]] = memory
         try:
@@ -136,44 +150,69 @@ class _OverRanks(LBFGS):
         finally:
             self.state.clear()
             self._memory = _with_numbers(memory)
-        return first[0]
+        return losses[0]
 
     def _mean_over_ranks(self, loss: float) -> float:
         """Gradients are those of the mean over ranks: so must be the loss that the line search compares. Collective."""
-        settings, weight = self.engine.settings, self.engine.rank_weight
-        # As its gradients within fsshard.join: not a product with 0, since a loss that does not count may be NaN.
-        loss = (loss * weight if weight else 0.0) if weight is not None else loss
-        losses = _from_ranks(torch.tensor(loss, dtype=torch.float64), settings.everyone, settings.device)
+        settings = self.engine.settings
+        weight = self.engine.rank_weight
+        if weight:
+            loss = loss * weight
+        elif weight is not None:
+            # As its gradients within fsshard.join: not a product with 0, since a loss that does not count may be NaN.
+            loss = 0.0
+        number = torch.tensor(loss, dtype=torch.float64)
+        losses = _from_ranks(number, settings.everyone, settings.device)
         return float(losses.sum() / len(losses))
 
     def _gather_flat_grad(self) -> Tensor:
-        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)
-        return self._vector_of(g.to_dense() if g.is_sparse else g for g in gradients)
+        gradients = []
+        for parameter in self._params:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            elif gradient.is_sparse:
+                gradient = gradient.to_dense()
+            gradients.append(gradient)
+        return self._vector_of(gradients)
 
     def _vector_of(self, parts: Iterable[Tensor]) -> Tensor:
-        # torch's own takes no gradient with the strides of a transposed weight.
-        flat = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1) for part in parts]
-        return torch.cat(flat).to(self.dtype).as_subclass(self.vector)
+        pieces = []
+        for part in parts:
+            if part.is_complex():
+                part = torch.view_as_real(part)
+            # torch's own takes no gradient with the strides of a transposed weight.
+            pieces.append(part.reshape(-1))
+        flat = torch.cat(pieces)
+        return flat.to(self.dtype).as_subclass(self.vector)
 
     # ------------------------------------------------------------------------------------------ state
 
     def put_vectors_to_rest(self) -> None:
         """Let the state have, by parameter, its parts of the vectors, and the numbers with each. Local."""
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is None:
             return
-        parts = {key: self._parts_of(vector) for key, vector in _vectors(memory)}
         numbers = _numbers(memory)
-        for place, parameter in enumerate(self._shown):
-            self.state[parameter] = {**numbers, **{key: part[place] for key, part in parts.items()}}
+        for parameter in self._shown:
+            self.state[parameter] = dict(numbers)
+        for key, vector in _vectors(memory):
+            for parameter, part in zip(self._shown, self._parts_of(vector), strict=True):
+                self.state[parameter][key] = part
 
-    def _parts_of(self, vector: Tensor) -> list[Tensor]:
-        widths = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in self._shown]
-        pieces = zip(self._shown, vector.as_subclass(Tensor).split(widths), strict=True)
-        return [
-            torch.view_as_complex(viewable(x.view(*p.shape, 2))) if p.is_complex() else x.view(p.shape)
-            for p, x in pieces
-        ]
+    def _parts_of(self, vector: Tensor) -> Iterator[Tensor]:
+        flat = vector.as_subclass(Tensor)
+        stop = 0
+        for parameter in self._shown:
+            start = stop
+            if parameter.is_complex():
+                stop = start + 2 * parameter.numel()
+                pairs = flat[start:stop].view(*parameter.shape, 2)
+                yield torch.view_as_complex(viewable(pairs))
+            else:
+                stop = start + parameter.numel()
+                yield flat[start:stop].view(parameter.shape)
 
     def _taken_up(self) -> Memory:
         """Return the memory, made of what lies by parameter if that was read or replaced. Collective.
@@ -181,31 +220,44 @@ class _OverRanks(LBFGS):
         Raises:
             OptimizerError: on every rank; that is not the state of all the parameters.
         """
-        told = exchange(self.engine.settings.group, self._take_up)
+        numbers_of_ranks = exchange(self.engine.settings.group, self._take_up)
         if not self._memory:  # this rank owns no parameter, and has loaded nothing
-            self._memory = self._of_parameters(next(filter(None, told), {}))
+            numbers: Memory = next(filter(None, numbers_of_ranks), {})
+            self._memory = self._of_parameters(numbers)
         return self._memory
 
     def _take_up(self) -> Memory:
         if self._memory is None:
-            self._memory = self._of_parameters(_numbers(self.state.get(self._params[0], {})))
+            state = self.state.get(self._params[0], {})
+            self._memory = self._of_parameters(_numbers(state))
         return _numbers(self._memory)
 
     def _of_parameters(self, numbers: Memory) -> Memory:
         if not numbers.get("n_iter"):
             return numbers
+        memory = dict(numbers)
         try:
-            one = {key: self._found(key) for key in SINGLE}
-            listed = {key: [self._found(f"{key}.{place}") for place in range(len(numbers["ro"]))] for key in LISTED}
+            for key in SINGLE:
+                memory[key] = self._vector_at_rest(key)
+            for key in LISTED:
+                places = range(len(numbers["ro"]))
+                memory[key] = [self._vector_at_rest(f"{key}.{place}") for place in places]
         except KeyError as error:
             raise OptimizerError(
                 f"LBFGS: expected the state of all of its parameters, got one without {error}; load what "
                 "optimizer.state_dict() or fsshard.save gave, of an LBFGS over the same parameters"
             ) from error
-        return {**numbers, **one, **listed}
+        return memory
 
-    def _found(self, key: str) -> Tensor:
-        return self._vector_of(self.state[p][key].to(p.device) if p.numel() else p.detach() for p in self._params)
+    def _vector_at_rest(self, key: str) -> Tensor:
+        """Return the vector whose parts lie in the state, by parameter, under ``key``."""
+        parts = []
+        for parameter in self._params:
+            part = parameter.detach()
+            if part.numel():
+                part = self.state[parameter][key].to(part.device)
+            parts.append(part)
+        return self._vector_of(parts)
 
 
 def _vectors(memory: Memory) -> Iterator[tuple[str, Tensor]]:
@@ -226,6 +278,8 @@ def _numbers(state: Memory) -> Memory:
 
 def _with_numbers(memory: Memory) -> Memory:
     """Make Python numbers of the 0-dim tensors, which have the same value and no device."""
-    memory.update({key: float(memory[key]) for key in ("t", "H_diag", "prev_loss") if memory.get(key) is not None})
+    for key in ("t", "H_diag", "prev_loss"):
+        if memory.get(key) is not None:
+            memory[key] = float(memory[key])
     memory["ro"] = [float(value) for value in memory.get("ro") or ()]
     return memory

@@ -84,26 +84,30 @@ class MemoryReport:
 
     def table(self) -> str:
         """Return a line for each rank and a column for each kind that there is; below, phases that were tracked."""
-        ranks, first = self.ranks, self.ranks[0]
-        kinds = [kind for kind in first.by_kind if any(rank.by_kind.get(kind) for rank in ranks)]
-        phases = first.phases if len(first.phases) > 1 else ()
-        numbers = "rank", [str(rank.rank) for rank in ranks]
-        held = [numbers, *((kind, [size(rank.by_kind[kind]) for rank in ranks]) for kind in kinds)]
-        held.append(("total", [size(rank.total) for rank in ranks]))
-        more = [(f"in {phase}", [size(rank.phases[phase]) for rank in ranks]) for phase in phases]
-        if any(rank.on_host for rank in ranks):
-            more.append(("on the host", [size(rank.on_host) for rank in ranks]))
-        if first.allocated is not None:
-            more.append(("allocated", [size(rank.allocated or 0) for rank in ranks]))
-            more.append(("max allocated", [size(rank.max_allocated or 0) for rank in ranks]))
-        if any(rank.moment for rank in ranks):
-            more.append(("peak at", [rank.moment for rank in ranks]))
+        first = self.ranks[0]
+        numbers = [str(rank.rank) for rank in self.ranks]
+        columns = {"rank": numbers}
+        for kind in first.by_kind:
+            sizes = [rank.by_kind.get(kind, 0) for rank in self.ranks]
+            if any(sizes):
+                columns[kind] = list(map(size, sizes))
+        columns["total"] = [size(rank.total) for rank in self.ranks]
         under = f" under backend {self.backend!r}" if self.backend else ""
-        count = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        lines = [f"memory{under}, {count}, device {self.device}: {self.what}"]
-        for columns in [held, [numbers, *more]] if phases else [[*held, *more]]:
-            rows = [list(row) for row in zip(*([head, *texts] for head, texts in columns), strict=True)]
-            lines += aligned(rows, "<" + "".join("<" if head == "peak at" else ">" for head, _ in columns[1:]))
+        lines = [f"memory{under}, {_ranks(self.world_size)}, device {self.device}: {self.what}"]
+        if len(first.phases) > 1:
+            lines += _table_of(columns)
+            columns = {"rank": numbers}
+            for phase in first.phases:
+                columns[f"in {phase}"] = [size(rank.phases[phase]) for rank in self.ranks]
+        if any(rank.on_host for rank in self.ranks):
+            columns["on the host"] = [size(rank.on_host) for rank in self.ranks]
+        if first.allocated is not None:
+            columns["allocated"] = [size(rank.allocated or 0) for rank in self.ranks]
+            columns["max allocated"] = [size(rank.max_allocated or 0) for rank in self.ranks]
+        moments = [rank.moment for rank in self.ranks]
+        if any(moments):
+            columns["peak at"] = moments
+        lines += _table_of(columns)
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -121,30 +125,63 @@ class MemoryReport:
         """
         for rank in self.ranks:
             values: dict[str, int | None] = {"total": rank.total, **rank.by_kind}
-            values |= {f"in {phase}": nbytes for phase, nbytes in rank.phases.items()}
-            values |= {"allocated": rank.allocated, "max allocated": rank.max_allocated}
+            for phase, nbytes in rank.phases.items():
+                values[f"in {phase}"] = nbytes
+            values["allocated"] = rank.allocated
+            values["max allocated"] = rank.max_allocated
             for name, value in values.items():
-                if value is not None:  # TensorBoard takes no blanks in tags
-                    writer.add_scalar(f"{tag}/rank{rank.rank}/{name.replace(' ', '_')}", value, step)
+                if value is not None:
+                    word = name.replace(" ", "_")  # TensorBoard takes no blanks in tags
+                    writer.add_scalar(f"{tag}/rank{rank.rank}/{word}", value, step)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _table_of(columns: Mapping[str, list[str]]) -> list[str]:
+    cells = []
+    sides = ""
+    for head, texts in columns.items():
+        cells.append([head, *texts])
+        sides += "<" if head in ("rank", "peak at") else ">"
+    return aligned(list(zip(*cells, strict=True)), sides)
 
 
 def memory_report(
-    backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor], *, all_ranks: bool = False
+    backend: Backend,
+    optimizers: Iterable[Optimizer],
+    whole: Iterable[Tensor],
+    *,
+    all_ranks: bool = False,
 ) -> MemoryReport:
     """Return the report of :meth:`fsshard.ShardedModule.memory_report`; ``whole`` is gathered for the user now."""
     settings = backend.settings
-    found: dict[str, int] = dict.fromkeys(HELD, 0)
-    on_host, seen = 0, set[int]()
+    by_kind: dict[str, int] = dict.fromkeys(HELD, 0)
+    on_host = 0
+    seen: set[int] = set()
     for kind, tensor in held_tensors(backend, optimizers, whole):
         storage = tensor.untyped_storage()
-        if storage_key(storage) not in seen and tensor.device.type != "meta":  # tied, or views of one buffer
-            seen.add(storage_key(storage))
-            found[kind] += storage.nbytes()
-            on_host += storage.nbytes() if tensor.device.type != settings.device.type else 0
-    allocated, most = cuda_bytes(settings.device)
-    here: dict[str, Any] = {"rank": settings.rank, "on_host": on_host, "allocated": allocated, "max_allocated": most}
-    mine = RankMemory(by_kind=found, highest={}, phases={}, **here)
-    ranks = per_rank(settings.group, mine) if all_ranks and settings.group is not None else [mine]
+        key = storage_key(storage)
+        if key in seen or tensor.device.type == "meta":  # tied, or views of one buffer
+            continue
+        seen.add(key)
+        by_kind[kind] += storage.nbytes()
+        if tensor.device.type != settings.device.type:
+            on_host += storage.nbytes()
+    allocated, max_allocated = cuda_bytes(settings.device)
+    this_rank = RankMemory(
+        rank=settings.rank,
+        by_kind=by_kind,
+        on_host=on_host,
+        highest={},
+        phases={},
+        allocated=allocated,
+        max_allocated=max_allocated,
+    )
+    ranks = [this_rank]
+    if all_ranks and settings.group is not None:
+        ranks = per_rank(settings.group, this_rank)
     return MemoryReport(
         what="held now",
         backend=backend.name,
@@ -155,23 +192,31 @@ def memory_report(
 
 
 def held_tensors(
-    backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor] = ()
+    backend: Backend,
+    optimizers: Iterable[Optimizer],
+    whole: Iterable[Tensor] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (kind, tensor) of all that a model and its optimizers hold here. The first kind of a storage counts.
 
     The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
     """
-    optimizers, engine = list(optimizers), backend.held_by_engine()
-    owners = [each for each in map(whole_owners, optimizers) if each is not None]
-    kinds: list[tuple[str, Any]] = [
-        *engine.items(),
-        ("gathered units", list(whole)),
-        ("parameters", [entry.local() for entry in backend.all]),
-        ("buffers", list(backend.module.buffers())),
-        ("optimizer state", [list(state.values()) for opt in optimizers for state in opt.state.values()]),
-        ("optimizer state", [entry.whole for each in owners for entry in each.mine.values()]),
-        ("gradients", [entry.grad() for entry in backend.all]),
-    ]
+    optimizers = list(optimizers)
+    kinds: list[tuple[str, Any]] = list(backend.held_by_engine().items())
+    states: list[Any] = []
+    copies: list[Tensor] = []
+    for optimizer in optimizers:
+        owners = whole_owners(optimizer)
+        if owners is not None:
+            copies += [entry.whole for entry in owners.mine.values()]
+    kinds.append(("gathered units", list(whole)))
+    kinds.append(("parameters", [entry.local() for entry in backend.all]))
+    kinds.append(("buffers", list(backend.module.buffers())))
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            states.append(list(state.values()))
+    kinds.append(("optimizer state", states))
+    kinds.append(("optimizer state", copies))
+    kinds.append(("gradients", [entry.grad() for entry in backend.all]))
     for kind, tensors in kinds:
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor):
@@ -190,10 +235,11 @@ def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
 
 def explain(backend: Backend, estimate: Any = None) -> str:
     """Return the text; see :meth:`fsshard.ShardedModule.explain`."""
-    settings, plan = backend.settings, backend.settings.plan
+    settings = backend.settings
+    plan = settings.plan
     if estimate is not None:
         _check_same(backend, estimate)
-    ranks = f"{settings.world_size} rank{'s' if settings.world_size > 1 else ''}"
+    ranks = _ranks(settings.world_size)
     whose = f" ({settings.about})" if settings.about else ""
     lines = [f"backend {backend.name!r}{whose} on {ranks}, device {settings.device}"]
     if settings.compilation is not None:
@@ -204,15 +250,28 @@ def explain(backend: Backend, estimate: Any = None) -> str:
     else:
         lines.append(explain_plan(plan, _columns(plan, costs)))
         lines += wrapped(_totals(backend, costs.values()))
-    return "\n".join(lines if estimate is None else [*lines, "", str(estimate)])
+    if estimate is not None:
+        lines += ["", str(estimate)]
+    return "\n".join(lines)
 
 
 def _check_same(backend: Backend, estimate: Any) -> None:
-    settings, plan = backend.settings, backend.settings.plan
-    mesh = (settings.world_size,) if settings.mesh is None else tuple(settings.mesh.shape)
-    names = ("backend", "mesh", "bytes of parameters", "number of units")
-    theirs = dict(zip(names, (estimate.backend, estimate.mesh, estimate.parameters, estimate.units), strict=True))
-    ours = dict(zip(names, (backend.name, mesh, plan.nbytes, len(plan.units)), strict=True))
+    settings = backend.settings
+    mesh: tuple[int, ...] = (settings.world_size,)
+    if settings.mesh is not None:
+        mesh = tuple(settings.mesh.shape)
+    theirs = {
+        "backend": estimate.backend,
+        "mesh": estimate.mesh,
+        "bytes of parameters": estimate.parameters,
+        "number of units": estimate.units,
+    }
+    ours = {
+        "backend": backend.name,
+        "mesh": mesh,
+        "bytes of parameters": settings.plan.nbytes,
+        "number of units": len(settings.plan.units),
+    }
     if theirs != ours:
         raise ConfigurationError(
             f"explain: expected an estimate of {ours}, got {estimate.name} with {theirs}; give fsshard.estimate the "
@@ -223,14 +282,24 @@ def _check_same(backend: Backend, estimate: Any) -> None:
 def _columns(plan: Plan, costs: dict[str, UnitCost]) -> list[list[str]]:
     """Return heads, then for each unit what a rank holds, gathers and sends of it, and the bound."""
     gathers = any(cost.gathers for cost in costs.values())
-    rows = [["on a rank", *(["gathered"] if gathers else []), "sent", "bound", "ratio"]]
+    heads = ["on a rank", "sent", "bound", "ratio"]
+    if gathers:
+        heads.insert(1, "gathered")
+    rows = [heads]
     for unit in plan.units:
         cost = costs[unit.name]
-        whole = f"{cost.gathers} x {size(cost.gathered)}" if cost.gathers else "-"
-        spent = _sent(cost.payloads)
-        least = sum(sent(payload.kind, payload.least, payload.ranks) for payload in cost.payloads)
-        shown = [size(spent), size(least), ratio(spent, least)] if cost.payloads else ["-", "-", "-"]
-        rows.append([size(cost.held), *([whole] if gathers else []), *shown])
+        row = [size(cost.held)]
+        if cost.gathers:
+            row.append(f"{cost.gathers} x {size(cost.gathered)}")
+        elif gathers:
+            row.append("-")
+        if cost.payloads:
+            spent = _sent(cost.payloads)
+            least = sum(sent(payload.kind, payload.least, payload.ranks) for payload in cost.payloads)
+            row += [size(spent), size(least), ratio(spent, least)]
+        else:
+            row += ["-", "-", "-"]
+        rows.append(row)
     return rows
 
 
@@ -240,7 +309,8 @@ def _sent(payloads: Iterable[Payload]) -> float:
 
 def _totals(backend: Backend, costs: Iterable[UnitCost]) -> list[str]:
     """Return the sums next to what no implementation of the engine can go below."""
-    shards, costs = divided_among(backend), list(costs)
+    shards = divided_among(backend)
+    costs = list(costs)
     circumstances = Circumstances(
         shards=shards,
         replicas=backend.settings.world_size // shards,
@@ -248,9 +318,15 @@ def _totals(backend: Backend, costs: Iterable[UnitCost]) -> list[str]:
         comm_groups=backend.groups,
     )
     bounds = bounds_of(backend.settings.plan, backend.facts.divides, circumstances)
-    held, spent = sum(cost.held for cost in costs), _sent(payload for cost in costs for payload in cost.payloads)
+    payloads: list[Payload] = []
+    held = 0
+    most = 0
+    for cost in costs:
+        payloads += cost.payloads
+        held += cost.held
+        most = max(most, cost.gathered)
+    spent = _sent(payloads)
     least = bounds.by_kind["parameters"]
-    most = max((cost.gathered for cost in costs), default=0)
     largest = f", the largest unit has {size(most)} while it is gathered" if most else ""
     return [
         f"a rank holds {size(held)} of parameters (bound {size(least)}, ratio {ratio(held, least)}){largest}",

@@ -99,7 +99,9 @@ def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch
         return None if stored is None else entry.kind.to_user(stored)
     # Ranks of all of data meet along the other dimensions: whichever of them is the first, it has what it needs.
     part = stream(entry, backend.settings, rank0_only=False, device=backend.settings.device)
-    return None if part is None else entry.put_together(entry.kind.to_user(part)).to(device)
+    if part is None:
+        return None
+    return entry.put_together(entry.kind.to_user(part)).to(device)
 
 
 # ----------------------------------------------------------------------------------------------- loading it
@@ -109,11 +111,14 @@ def check_given_alike(backend: Backend, state_dict: Mapping[str, Any] | None, fr
     """Raise RankMismatch on every rank unless all were given the same, before anything is read. Collective."""
     facts = {"broadcast_from_rank0": str(from_rank0)}
     if not from_rank0 and backend.settings.all_ranks > 1:
-        is_mapping = isinstance(state_dict, Mapping)
-        facts["the state dict"] = "a mapping" if is_mapping else f"a {type(state_dict).__name__}"
-        for key, value in state_dict.items() if state_dict is not None and is_mapping else ():
-            is_parameter = isinstance(value, Tensor) and key in backend.keys  # buffers may differ
-            facts[repr(key)] = described_tensor(value) if is_parameter else type(value).__name__
+        if isinstance(state_dict, Mapping):
+            facts["the state dict"] = "a mapping"
+            for key, value in state_dict.items():
+                facts[repr(key)] = type(value).__name__
+                if isinstance(value, Tensor) and key in backend.keys:  # buffers may differ
+                    facts[repr(key)] = described_tensor(value)
+        else:
+            facts["the state dict"] = f"a {type(state_dict).__name__}"
     advice = "load the same on every rank (start new layers from one seed), or pass broadcast_from_rank0=True"
     check_alike(backend.settings.everyone, "load_state_dict()", facts, advice)
 
@@ -126,10 +131,10 @@ def load_whole(
     from_rank0 = from_rank0 and backend.settings.all_ranks > 1
     backend.reshard()
     raw = raw_state_dict(backend)
-    if not from_rank0 and isinstance(state_dict, Mapping) and _is_read_by_modules(backend, state_dict, raw):
-        result = _load_by_modules(backend, state_dict, raw, strict)
-    else:
+    if from_rank0 or not isinstance(state_dict, Mapping) or not _is_read_by_modules(backend, state_dict, raw):
         result = _load_by_entries(backend, state_dict, raw, strict, from_rank0)
+    else:
+        result = _load_by_modules(backend, state_dict, raw, strict)
     if from_rank0 or buffers.broadcast:  # as DDP's state dicts have each rank's own, of which rank 0's count
         buffers.send()
     return result
@@ -139,29 +144,36 @@ def _load_by_entries(
     backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
 ) -> IncompatibleKeys:
     """Load parameter by parameter, of which each rank takes its part, and the rest by the modules."""
-    missing, unexpected, given = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
+    missing, unexpected, keys = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
     with torch.no_grad():
         for key, name in backend.keys.items():
-            if key in given:
+            if key in keys:
                 value = None if state_dict is None else state_dict[key]
                 _load_entry(backend, backend.entries[name], value, from_rank0)
-    others = {k: v for k, v in (state_dict or {}).items() if k in raw and k not in backend.keys}
+    others = {}
+    if state_dict:
+        for key, value in state_dict.items():
+            if key in raw and key not in backend.keys:
+                others[key] = value
     if others:
         with backend.bare() as module:
             module.load_state_dict(others, strict=False)
     return IncompatibleKeys(missing, unexpected)
 
 
-def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+def _is_read_by_modules(backend: Backend, state_dict: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
     """Return whether modules have code of their own that reads state dicts, and it may make a difference."""
     if any(entry.divided_over for entry in backend.all):
         return False  # no rank has room for, or is told of, the parts along other mesh dimensions
+    packages = set()
     with backend.bare() as module:
-        rooms = {room.partition(".")[0] for each in module.modules() for room in _load_code(each)}
-    if rooms - {"torch", "fsshard"}:
+        for submodule in module.modules():
+            for python_module in _load_code(submodule):
+                packages.add(python_module.partition(".")[0])
+    if packages - {"torch", "fsshard"}:
         return True
     try:  # torch's own fills in what older versions have not saved (num_batches_tracked), and changes nothing else
-        check_keys(backend, given, raw, strict=True)
+        check_keys(backend, state_dict, raw, strict=True)
     except StateDictError:
         return True
     return False
@@ -170,33 +182,39 @@ def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping
 def _load_code(module: nn.Module) -> Iterator[str]:
     """Yield the names of the Python modules whose code loads a module's state dict."""
     yield next(cls.__module__ for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
-    for hook in (*load_state_dict_pre_hooks(module).values(), *load_state_dict_post_hooks(module).values()):
-        yield str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    for hooks in (load_state_dict_pre_hooks(module), load_state_dict_post_hooks(module)):
+        for hook in hooks.values():
+            function = getattr(hook, "func", hook)  # of a functools.partial
+            yield str(getattr(function, "__module__", ""))
 
 
 def _load_by_modules(
-    backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
+    backend: Backend, state_dict: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
 ) -> IncompatibleKeys:
     """Load as the bare model does, into whole parameters, of which each rank then takes its part. Collective."""
     whole: dict[str, Tensor] = {}
     for entry in backend.all:
         # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
-        copied = stream(entry, backend.settings, rank0_only=False, device=backend.settings.device)
-        if copied is not None:
-            whole[entry.name] = copied
-    buffers = [v for k, v in raw.items() if k not in backend.keys and isinstance(v, Tensor) and not v.is_meta]
-    before = [value.clone() for value in buffers]
+        copy = stream(entry, backend.settings, rank0_only=False, device=backend.settings.device)
+        if copy is not None:
+            whole[entry.name] = copy
+    buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, its numbers before)
+    for key, value in raw.items():
+        if key not in backend.keys and isinstance(value, Tensor) and not value.is_meta:
+            buffers.append((value, value.clone()))
     try:
         with backend.bare() as module, backend.whole_parameters(whole):
-            result = module.load_state_dict(given, strict=False)
-        missing, unexpected = ([public_name(k) for k in keys if k != NEURALOP_ARGUMENTS] for keys in result)
+            result = module.load_state_dict(state_dict, strict=False)
+        missing_keys, unexpected_keys = result
+        missing = _public_names(missing_keys)
+        unexpected = _public_names(unexpected_keys)
         if strict and (missing or unexpected):
             raise StateDictError("the state dict", missing, unexpected)
     except Exception as error:
         with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
-        check_keys(backend, given, raw, strict)  # says more of shapes
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        check_keys(backend, state_dict, raw, strict)  # says more of shapes
         if isinstance(error, StateDictError):
             raise
         raise StateDictError(f"the state dict, as the modules' own code reads it ({error}),") from error
@@ -206,30 +224,50 @@ def _load_by_modules(
     return IncompatibleKeys(missing, unexpected)
 
 
+def _public_names(keys: list[str]) -> list[str]:
+    return [public_name(key) for key in keys if key != NEURALOP_ARGUMENTS]
+
+
 def _agreed_keys(
-    backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
+    backend: Backend,
+    state_dict: Mapping[str, Any] | None,
+    raw: Mapping[str, Any],
+    strict: bool,
+    from_rank0: bool,
 ) -> tuple[list[str], list[str], set[str]]:
     """Return missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
 
     def look() -> Any:
+        shapes: dict[str, tuple[int, ...] | None] = {}
         if from_rank0 and not backend.settings.is_first:
-            return {key: tuple(v.shape) for key, v in raw.items() if key not in backend.keys and isinstance(v, Tensor)}
+            for key, value in raw.items():
+                if key not in backend.keys and isinstance(value, Tensor):
+                    shapes[key] = tuple(value.shape)
+            return shapes
         if not isinstance(state_dict, Mapping):
             raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
-        given = {key: tuple(v.shape) if isinstance(v, Tensor) else None for key, v in state_dict.items()}
-        return (*check_keys(backend, state_dict, raw, strict), given)
+        for key, value in state_dict.items():
+            shapes[key] = tuple(value.shape) if isinstance(value, Tensor) else None
+        missing, unexpected = check_keys(backend, state_dict, raw, strict)
+        return missing, unexpected, shapes
 
-    told, *others = exchange(backend.settings.everyone, look) if from_rank0 else [look()]
-    missing, unexpected, given = told
-    for rank, shapes in enumerate(others, start=1):
-        unlike = {k: (shape, given[k]) for k, shape in shapes.items() if given.get(k, shape) != shape}
+    if from_rank0:
+        first, *others = exchange(backend.settings.everyone, look)
+    else:
+        first, others = look(), []
+    missing, unexpected, shapes = first
+    for rank, shapes_of_buffers in enumerate(others, start=1):
+        unlike = {}
+        for key, shape in shapes_of_buffers.items():
+            if shapes.get(key, shape) != shape:
+                unlike[key] = (shape, shapes[key])
         if unlike:  # another rank holds a buffer in another shape
             raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
-    return missing, unexpected, set(given)
+    return missing, unexpected, set(shapes)
 
 
 def check_keys(
-    backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
+    backend: Backend, state_dict: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
 ) -> tuple[list[str], list[str]]:
     """Return the missing and the unexpected keys of a state dict that is to be loaded. Local.
 
@@ -239,34 +277,44 @@ def check_keys(
         StateDictError: names every missing or unexpected key, if ``strict``, and every wrongly shaped one.
     """
     expected = {**raw, **dict.fromkeys(backend.keys)}
-    missing = [key for key in expected if key not in given and key != NEURALOP_ARGUMENTS]
-    unexpected = [key for key in given if key not in expected and key != NEURALOP_ARGUMENTS]
+    missing = [key for key in expected if key not in state_dict and key != NEURALOP_ARGUMENTS]
+    unexpected = [key for key in state_dict if key not in expected and key != NEURALOP_ARGUMENTS]
     wrong: dict[str, tuple[object, object]] = {}
-    for key, value in given.items():
-        known = key in backend.keys
-        want = backend.entries[backend.keys[key]].full_shape if known else getattr(raw.get(key), "shape", None)
-        got = value.shape if isinstance(value, Tensor) else None
-        if want is not None and got != want:
-            wrong[key] = (tuple(want), tuple(got) if got is not None else type(value).__name__)
-        elif known and value.is_complex() and not backend.entries[backend.keys[key]].kind.is_complex:
-            wrong[key] = (backend.entries[backend.keys[key]].dtype, value.dtype)
+    for key, value in state_dict.items():
+        entry = None
+        shape = getattr(raw.get(key), "shape", None)
+        if key in backend.keys:
+            entry = backend.entries[backend.keys[key]]
+            shape = entry.full_shape
+        if shape is None:
+            continue
+        if not isinstance(value, Tensor):
+            wrong[key] = (tuple(shape), type(value).__name__)
+        elif value.shape != shape:
+            wrong[key] = (tuple(shape), tuple(value.shape))
+        elif entry is not None and value.is_complex() and not entry.kind.is_complex:
+            wrong[key] = (entry.dtype, value.dtype)
     if wrong or (strict and (missing or unexpected)):
         raise StateDictError("the state dict", missing, unexpected, wrong)
     return missing, unexpected
 
 
 def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) -> None:
-    whole, device = value, backend.settings.device
+    whole = value
+    device = backend.settings.device
     if from_rank0:
         whole = torch.empty(entry.full_shape, dtype=entry.dtype, device=device)
         if backend.settings.is_first:
             whole.copy_(_whole_of(value))
         assert backend.settings.everyone is not None
         broadcast_tensors([whole], backend.settings.everyone)
-    entry.put(entry.kind.to_stored(entry.take_part(_whole_of(whole).detach().to(device))))
+    part = entry.take_part(_whole_of(whole).detach().to(device))
+    entry.put(entry.kind.to_stored(part))
 
 
 def _whole_of(value: Any) -> Tensor:
     # torch's set_model_state_dict makes DTensors of whole tensors where the engine has some.
-    whole: Tensor = value.full_tensor() if is_dtensor(value) else value
+    whole: Tensor = value
+    if is_dtensor(value):
+        whole = value.full_tensor()
     return whole
