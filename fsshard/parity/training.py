@@ -118,6 +118,9 @@ class Training:
         is_full = resolve_precision(self.recipe.settings.get("mixed_precision", self.recipe.precision)).is_full
         if not self.joins or not isinstance(self.engine, WrappedEngine):
             return 0
+        # A recipe that joins batches in a way of its own may weight ranks, or leave some out.
+        if self.recipe.join is not None:
+            return 0
         if not accumulates_in_pairs or not is_power_of_two or ranks % dist.get_world_size() or not is_full:
             return 0
         return ranks * accumulate

@@ -105,7 +105,7 @@ def expected_refusal(combination: Combination, backend: str) -> str:
     """How the reason begins for which a cell is refused at more than one rank; "" where it must not be."""
     model, _, variant, optimizer = combination
     found = next(filter(None, (REFUSALS.get((value, backend)) for value in (variant, model))), "")
-    if not found and backend == "none" and variant == "accumulate" and optimizer == "Muon_modes":
+    if not found and backend == "none" and variant in ("accumulate", "join") and optimizer == "Muon_modes":
         # The one comparison within rounding, which repeats the optimizer's step on one process, on weights as they are.
         return "see="
     return found

@@ -46,8 +46,9 @@ def allowed(row: Combination, backend: str) -> tuple[str, ...]:
         return ("exact",)
     if matrix.expected_refusal(row, backend):
         return ("refused",)
-    # One process takes the ranks' batches by leaves, but joins those of several accumulated micro-batches.
-    return ("bound",) if backend == "none" and row.variant == "accumulate" else ("exact",)
+    # One process takes the ranks' batches by leaves, but joins those of several accumulated micro-batches, and what a
+    # recipe joins by itself.
+    return ("bound",) if backend == "none" and row.variant in ("accumulate", "join") else ("exact",)
 
 
 # ------------------------------------------------------------------------------------------------ covering pairs
