@@ -34,10 +34,10 @@ class HandedOver:
             OptimizerError: an optimizer is none, has stepped, is another model's, or a scheduler drives another one.
             ModelError: the model's complex parameters were replaced before.
         """
-        optimizers, schedulers = _listed(self.optimizer), _listed(self.scheduler)
+        optimizers = _listed(self.optimizer)
         for optimizer in optimizers:
             check_unstepped(optimizer)
-        _check_schedulers(optimizers, schedulers)
+        _check_schedulers(optimizers, _listed(self.scheduler))
         if not optimizers:
             return
         if any(slot.kind.is_complex and slot.kind.layout is None for slot in slots):
@@ -48,19 +48,25 @@ class HandedOver:
         names: dict[int, str] = {}
         parameters = {}
         for slot in slots:
-            held = slot.parameter if slot.kind.layout is None else original_of(slot.parameter)
-            names.setdefault(id(held), slot.name)
-            parameters[slot.name] = slot.parameter.shape, slot.parameter.is_complex() or slot.kind.is_complex
+            parameter = slot.parameter
+            is_complex = parameter.is_complex() or slot.kind.is_complex
+            parameters[slot.name] = (parameter.shape, is_complex)
+            original = parameter if slot.kind.layout is None else original_of(parameter)
+            names.setdefault(id(original), slot.name)
         for optimizer in optimizers:
-            groups, arguments = name_groups(optimizer, names), constructor_arguments(optimizer)
+            groups = name_groups(optimizer, names)
+            arguments = constructor_arguments(optimizer)
             request = OptimizerRequest(type(optimizer), groups, arguments, parameters)
             request.check_settings()
             self._requests.append(request)
 
     def asked(self) -> list[Any] | None:
         """Return what ranks have to ask for alike; None where nothing was handed over."""
-        asked = [request.asked() for request in self._requests]
-        return [*asked, [type(scheduler).__name__ for scheduler in _listed(self.scheduler)]] if asked else None
+        if not self._requests:
+            return None
+        facts: list[Any] = [request.asked() for request in self._requests]
+        facts.append([type(scheduler).__name__ for scheduler in _listed(self.scheduler)])
+        return facts
 
     def check_separable(self, backend: type[Backend], settings: Settings) -> None:
         """Raise for an algorithm that needs more than its rank's part. Local."""
@@ -71,13 +77,16 @@ class HandedOver:
         """Return what wrap() returns: the model, and what replaces the old optimizers, which raise from then on."""
         if self.optimizer is None:
             return model
-        new = [new_optimizer(model, request) for request in self._requests]
-        pairs, schedulers = list(zip(_listed(self.optimizer), new, strict=True)), _listed(self.scheduler)
+        successors = [new_optimizer(model, request) for request in self._requests]
+        pairs = list(zip(_listed(self.optimizer), successors, strict=True))
+        schedulers = _listed(self.scheduler)
         point_at(schedulers, pairs)
         for old, successor in pairs:
             retire(old, successor)
-        result: tuple[Any, ...] = (model, _as_given(self.optimizer, new))
-        return result if self.scheduler is None else (*result, _as_given(self.scheduler, schedulers))
+        optimizer = _as_given(self.optimizer, successors)
+        if self.scheduler is None:
+            return model, optimizer
+        return model, optimizer, _as_given(self.scheduler, schedulers)
 
 
 def _as_given(given: Any, items: list[Any]) -> Any:
@@ -86,7 +95,11 @@ def _as_given(given: Any, items: list[Any]) -> Any:
 
 def _listed(given: Any) -> list[Any]:
     """Return as a list what was given as one, several or None."""
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    if given is None:
+        return []
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    return [given]
 
 
 # ------------------------------------------------------------------------------------------------ schedulers
@@ -94,13 +107,14 @@ def _listed(given: Any) -> list[Any]:
 
 def _check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[object]) -> None:
     """Raise unless ``schedulers`` drive ``optimizers`` and nothing else."""
-    known = {id(optimizer) for optimizer in optimizers}
+    ids = {id(optimizer) for optimizer in optimizers}
     for scheduler in schedulers:
         driven = [id(members[key]) for members, key in _places(scheduler, set())]
-        if not driven or not known.issuperset(driven):
+        if not driven or not ids.issuperset(driven):
+            which = "another one" if driven else "none"
             raise OptimizerError(
                 "scheduler: expected LR schedulers over the optimizers that are handed over, got a "
-                f"{type(scheduler).__name__} over {'another one' if driven else 'none'}; pass it to fsshard.wrap, too: "
+                f"{type(scheduler).__name__} over {which}; pass it to fsshard.wrap, too: "
                 "wrap(model, [optimizer, other], [scheduler, ...])"
             )
 
@@ -109,8 +123,10 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
     """Let the schedulers drive the new ones of (old, new) optimizers, at the step where they are."""
     for scheduler in schedulers:
         for members, key in list(_places(scheduler, set())):
-            for new in [new for old, new in replaced if old is members[key]]:  # none: the user has pointed it elsewhere
-                members[key] = new
+            driven = members[key]
+            for old, new in replaced:
+                if old is driven:  # of none: the user has pointed it elsewhere
+                    members[key] = new
 
 
 def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -122,7 +138,9 @@ def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any],
     for key, value in members.items():
         if isinstance(value, Optimizer):
             yield members, key
-        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
-        for item in items:
-            if isinstance(item, LRScheduler) or isinstance(getattr(item, "__dict__", {}).get("optimizer"), Optimizer):
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        for item in _listed(value):
+            attributes = getattr(item, "__dict__", {})
+            if isinstance(item, LRScheduler) or isinstance(attributes.get("optimizer"), Optimizer):
                 yield from _places(item, seen)

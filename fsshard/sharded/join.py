@@ -34,9 +34,13 @@ class Joined:
 
     def __init__(self, models: Sequence[ShardedModule]) -> None:
         settings = models[0].backend.settings
-        self._models, self._group, self._device = models, settings.group, settings.device
-        self.ranks, self.active = settings.world_size, True
-        self._open = self._loops = False
+        self._models = models
+        self._group = settings.group
+        self._device = settings.device
+        self.ranks = settings.world_size
+        self.active = True
+        self._open = False
+        self._loops = False
         self._kept: list[dict[str, torch.Tensor]] = []  # the models' buffers when this rank's batches had ended
 
     def __enter__(self) -> Joined:
@@ -70,7 +74,9 @@ class Joined:
             yield from self._until_all_end(iter(batches))
         finally:
             self._put_back_buffers()
-            self._loops, self.active, self._kept = False, True, []
+            self._loops = False
+            self.active = True
+            self._kept = []
             self.ranks = self._models[0].backend.settings.world_size
             for model in self._models:
                 model._fsshard.weigh_gradients(None)
@@ -80,18 +86,22 @@ class Joined:
         self._send_buffers()  # an earlier loop may have been left in its middle
         last: list[Batch] = []
         while True:
-            batch = list(itertools.islice(batches, 1)) if self.active else []
-            if self.active and not batch:
-                self._kept = [_own_buffers(model) for model in self._models]
+            batch: list[Batch] = []
+            if self.active:
+                batch = list(itertools.islice(batches, 1))
+                if not batch:
+                    self._kept = [_own_buffers(model) for model in self._models]
+            self.active = bool(batch)
             # The loop may take keys out of its batch, and a rank whose batches have ended gets it again.
-            self.active, last = bool(batch), _copy_containers(batch) or last
+            last = _copy_containers(batch) or last
             going_on, empty = self._tell(has_one=self.active, had_one=bool(last))
             if not going_on:
                 self._send_buffers()
                 return
             if empty:
+                ranks = ", ".join(map(str, empty))
                 raise RankMismatch(
-                    f"{WHAT}: rank {', '.join(map(str, empty))} has no batch at all, so it cannot go through the loop "
+                    f"{WHAT}: rank {ranks} has no batch at all, so it cannot go through the loop "
                     "while others train; give every rank at least one"
                 )
             self.ranks = len(going_on)
@@ -105,20 +115,28 @@ class Joined:
         """Return which ranks have a batch now, and which have never had one. Collective."""
         if self._group is None or self._group.size() == 1:
             return ([0], []) if has_one else ([], [])
-        told = torch.zeros(self._group.size(), 2, dtype=torch.int64, device=self._device)
-        told[self._group.rank()] = torch.tensor([has_one, had_one])
+        flags = torch.zeros(self._group.size(), 2, dtype=torch.int64, device=self._device)
+        flags[self._group.rank()] = torch.tensor([has_one, had_one])
         with taking_part(self._group, WHAT):
-            work = dist.all_reduce(told, group=self._group, async_op=True)
+            work = dist.all_reduce(flags, group=self._group, async_op=True)
             wait(work, self._group, WHAT, on_cpu=self._device.type == "cpu")
-        columns: list[list[int]] = told.t().tolist()
-        now, ever = ([rank for rank, flag in enumerate(column) if flag] for column in columns)
-        return now, [rank for rank in range(self._group.size()) if rank not in ever]
+        going_on = []
+        empty = []
+        for rank, (has_batch, had_batch) in enumerate(flags.tolist()):
+            if has_batch:
+                going_on.append(rank)
+            if not had_batch:
+                empty.append(rank)
+        return going_on, empty
 
     def _weigh(self) -> None:
         """Let the mean over all ranks, which engines compute, be the mean over those that go on."""
         size = 1 if self._group is None else self._group.size()
+        weight: float | None = None
+        if self.ranks != size:
+            weight = size / self.ranks if self.active else 0.0
         for model in self._models:
-            model._fsshard.weigh_gradients(None if self.ranks == size else size / self.ranks if self.active else 0.0)
+            model._fsshard.weigh_gradients(weight)
 
     def _send_buffers(self) -> None:
         """Send the buffers of the rank that has gone on, where ranks' are not to differ; rank 0's count again."""
@@ -137,7 +155,9 @@ class Joined:
 
 def _own_buffers(model: ShardedModule) -> dict[str, torch.Tensor]:
     """Copy the buffers that are this rank's own; none where those of a rank that goes on are sent to all."""
-    return {} if model._fsshard.buffers.broadcast else {name: b.clone() for name, b in model.named_buffers()}
+    if model._fsshard.buffers.broadcast:
+        return {}
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def _copy_containers(batch: Any) -> Any:
@@ -171,7 +191,11 @@ def join(models: ShardedModule | Iterable[ShardedModule] | Mapping[str, ShardedM
         ConfigurationError: something else than wrapped models, or models of different ranks.
     """
     members = wrapped_models(models, "fsshard.join")
-    groups = [model.backend.settings.group for model in members]
-    if len({() if group is None else tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
+    ranks_of_models: set[tuple[int, ...]] = set()
+    for model in members:
+        group = model.backend.settings.group
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        ranks_of_models.add(ranks)
+    if len(ranks_of_models) > 1:
         raise ConfigurationError("fsshard.join: the models are trained by different ranks; join each by itself")
     return Joined(members)

@@ -89,7 +89,9 @@ class OptimizerRequest:
 
     def _dims(self, name: str) -> int:
         """Return how many dims the optimizer sees of a parameter."""
-        return self.matrices[name].dims if name in self.matrices else len(self.parameters[name][0])
+        if name in self.matrices:
+            return self.matrices[name].dims
+        return len(self.parameters[name][0])
 
     def check_settings(self) -> None:
         """Raise OptimizerError for settings that cannot work, whatever the backend.
@@ -121,7 +123,8 @@ class OptimizerRequest:
         Raises:
             UnsupportedByBackend: names the nearest backend that works.
         """
-        name, ancestry = self.optimizer_class.__name__, {base.__name__ for base in self.optimizer_class.__mro__}
+        name = self.optimizer_class.__name__
+        ancestry = {base.__name__ for base in self.optimizer_class.__mro__}
         if self.whole and ancestry & GLOBAL_OPTIMIZERS and backend.facts.divides == "elements":
             told = f"{name} with whole=True (it looks at all parameters at once, and no rank has them)"
             raise UnsupportedByBackend(told, backend.name, "leave whole=True out")
@@ -138,7 +141,8 @@ class OptimizerRequest:
         asks_all = self.optimizer_class is torch.optim.LBFGS and not on_mesh and self.separable is not False
         if (self.separable and not self.of_torch) or divides == "nothing" or asks_all:
             return
-        instead, vouch = "use backend='ddp'", f"fsshard.build_optimizer(model, {name}, ..., separable=True)"
+        instead = "use backend='ddp'"
+        vouch = f"fsshard.build_optimizer(model, {name}, ..., separable=True)"
         if self.separable is False:
             why = "separable=False: it needs all parameters, whole"
         elif ancestry & GLOBAL_OPTIMIZERS:
@@ -197,24 +201,36 @@ class OptimizerRequest:
                 # Small ones are among them, since some keep blocks, or a number for all, below or from a size on.
                 shape = (*ones, *AT_END) if at_end else (SHAPE[0], *ones, SHAPE[1])
                 shape = shape if dims > 1 else (math.prod(shape),)
-                # The gradients have a direction in common: algorithms that look for one shall find it.
                 value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
-                gradients = [scale * (common + 0.5 * noise) for scale, noise in zip(SCALES, own, strict=True)]
-                samples.append((number, torch.stack([value, *gradients])))
+                stacked = [value]
+                for scale, noise in zip(SCALES, own, strict=True):
+                    # The gradients have a direction in common: algorithms that look for one shall find it.
+                    stacked.append(scale * (common + 0.5 * noise))
+                samples.append((number, torch.stack(stacked)))
         return samples
 
     def _build(self, samples: Sequence[_Sample]) -> tuple[Optimizer, list[nn.Parameter]]:
         """Return the optimizer over copies of the samples' values, and these."""
         torch.default_generator.manual_seed(0)
         parameters = [nn.Parameter(stacked[0].clone()) for _, stacked in samples]
-        given = []
+        groups = []
         for number, group in enumerate(self.groups):
-            mine = [parameter for parameter, sample in zip(parameters, samples, strict=True) if sample[0] == number]
+            members = []
+            for parameter, sample in zip(parameters, samples, strict=True):
+                if sample[0] == number:
+                    members.append(parameter)
+            if not members:
+                continue
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            given += [{**copy.deepcopy(options), "params": mine}] if mine else []
-        optimizer = self.optimizer_class(given, **copy.deepcopy(dict(self.defaults)))
-        for each in optimizer.param_groups:  # a warm-up begins with a rate of 0, where no algorithm does anything
-            if isinstance(rate := each.get("lr"), (float, int, Tensor)) and abs(float(rate)) < 1e-6:
+            options = copy.deepcopy(options)
+            options["params"] = members
+            groups.append(options)
+        defaults = copy.deepcopy(dict(self.defaults))
+        optimizer = self.optimizer_class(groups, **defaults)
+        for each in optimizer.param_groups:
+            rate = each.get("lr")
+            # A warm-up begins with a rate of 0, where no algorithm does anything.
+            if isinstance(rate, (float, int, Tensor)) and abs(float(rate)) < 1e-6:
                 each["lr"] = rate * 0 + 0.01
         return optimizer, parameters
 
@@ -239,7 +255,8 @@ class OptimizerRequest:
         A part is some whole parameters; or a run of each, as a vector, which begins where no block of numbers does.
         """
         with _surroundings():
-            samples, closure = self._samples(), False
+            samples = self._samples()
+            closure = False
             try:
                 whole = self._trained(samples, closure)
             except Exception as error:
@@ -292,13 +309,19 @@ class OptimizerRequest:
 
     def asked(self) -> dict[str, str]:
         """Return what a rank asks for: name of the argument -> text that is the same on every rank."""
-        settings = {**self.defaults, "see_complex": self.see_complex, "separable": self.separable, "whole": self.whole}
-        settings |= {"see": self.see} if self.see else {}
-        asked = [("optimizer", f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}")]
-        asked += [(key, rank_independent_text(value)) for key, value in sorted(settings.items())]
+        settings = dict(self.defaults)
+        settings["see_complex"] = self.see_complex
+        settings["separable"] = self.separable
+        settings["whole"] = self.whole
+        if self.see:
+            settings["see"] = self.see
+        facts = {"optimizer": f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"}
+        for key, value in sorted(settings.items()):
+            facts[key] = rank_independent_text(value)
         for index, group in enumerate(self.groups):
-            asked += [(f"param_groups[{index}][{k!r}]", rank_independent_text(v)) for k, v in sorted(group.items())]
-        return dict(asked)
+            for key, value in sorted(group.items()):
+                facts[f"param_groups[{index}][{key!r}]"] = rank_independent_text(value)
+        return facts
 
 
 _Sample = tuple[int, Tensor]  # a small parameter: number of its group; value and gradient of each step, stacked
@@ -315,7 +338,9 @@ def _cut(values: Tensor, rank: int) -> Tensor:
 
 def _is_near(relative: float, sample: _Sample, wanted: Tensor, trained: Tensor) -> bool:
     """Return whether two results of training a sample differ by rounding at most."""
-    moved, size = float((wanted - sample[1][0]).nan_to_num(0, 0, 0).abs().max()), float(sample[1][0].abs().max())
+    start = sample[1][0]
+    moved = float((wanted - start).nan_to_num(0, 0, 0).abs().max())
+    size = float(start.abs().max())
     bound = relative * moved + 8 * torch.finfo(torch.float64).eps * (moved + size)
     return torch.allclose(wanted, trained, rtol=0, atol=bound, equal_nan=True)
 
@@ -343,7 +368,8 @@ def rank_independent_text(value: object) -> str:
         small = value.numel() <= 16 and not value.is_meta
         return f"tensor({value.tolist()})" if small else described_tensor(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {rank_independent_text(item)}" for key, item in value.items()) + "}"
+        items = [f"{key!r}: {rank_independent_text(item)}" for key, item in value.items()]
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(rank_independent_text(item) for item in value) + ")"
     if isinstance(value, type) or inspect.isroutine(value):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -94,14 +95,21 @@ class Matrices:
 
     def state_of_pieces(self, value: Any, count: int) -> list[Any]:
         """Return the inverse of :meth:`state_at_rest`, for ``count`` pieces."""
-        return [value] if count == 1 else [map_leaves(lambda leaf, at=at: _at(leaf, at), value) for at in range(count)]
+        if count == 1:
+            return [value]
+        pieces = []
+        for at in range(count):
+            pieces.append(map_leaves(partial(_at, at), value))
+        return pieces
 
 
 def _stacked(first: Any, *others: Any) -> Any:
     if isinstance(first, Tensor):
         together = torch.stack([first, *others])
-        # A step counter, which stays one: its state dict is that of a class that sees all modes at once.
-        return first if not first.dim() and bool((together == first).all()) else together
+        if not first.dim() and bool((together == first).all()):
+            # A step counter, which stays one: its state dict is that of a class that sees all modes at once.
+            return first
+        return together
     if any(other != first for other in others):
         raise OptimizerError(
             f"the optimizer keeps {first!r} for one mode of a weight, and something else for another; keep tensors, "
@@ -110,8 +118,12 @@ def _stacked(first: Any, *others: Any) -> Any:
     return first
 
 
-def _at(leaf: Any, at: int) -> Any:
-    return (leaf[at] if leaf.dim() else leaf).clone() if isinstance(leaf, Tensor) else leaf
+def _at(at: int, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.dim():
+        leaf = leaf[at]
+    return leaf.clone()
 
 
 # ------------------------------------------------------------------------------------------------ what is asked for
@@ -123,15 +135,18 @@ def take_see(groups: Iterable[Mapping[str, Any]], see: Any) -> tuple[list[dict[s
     Raises:
         OptimizerError: it is something else than None, "matrix" or "modes".
     """
-    found: dict[str, See] = {}
+    see_of_names: dict[str, See] = {}
     rest = []
     for group in groups:
         how = group.get("see", see)
-        if how is not None and how not in get_args(See):
-            raise OptimizerError(f"see: expected 'matrix', 'modes' or None, got {how!r}")
-        found |= dict.fromkeys(group["params"], how) if how is not None else {}
-        rest.append({key: value for key, value in group.items() if key != "see"})
-    return rest, found
+        if how is not None:
+            if how not in get_args(See):
+                raise OptimizerError(f"see: expected 'matrix', 'modes' or None, got {how!r}")
+            see_of_names |= dict.fromkeys(group["params"], how)
+        settings = dict(group)
+        settings.pop("see", None)
+        rest.append(settings)
+    return rest, see_of_names
 
 
 def check_see(request: Request) -> None:
@@ -149,15 +164,24 @@ def is_bias(shape: torch.Size) -> bool:
 
 def matrices_of(request: Request) -> dict[str, Matrices]:
     """Return, by name, how weights are shown that are to be seen as matrices and have more dims than two. Local."""
-    found: dict[str, Matrices] = {}
+    matrices: dict[str, Matrices] = {}
     for number, group in enumerate(request.groups):
-        of_group = {name: request.parameters[name] for name in group["params"] if name in request.see}
-        large = {name: shape for name, (shape, _) in of_group.items() if len(shape) > 2 and not is_bias(shape)}
-        modes = [name for name in large if request.see[name] == "modes"]
-        most = max((large[name][2:].numel() for name in modes), default=0)
-        stacked = bool(modes) and _takes_stacks(request, number, {of_group[name][1] for name in modes}, most)
-        found |= {name: Matrices(request.see[name], stacked and name in modes) for name in large}
-    return found
+        names = []
+        kinds = set()  # whether those that are seen by modes are complex
+        most = 0
+        for name in group["params"]:
+            shape, is_complex = request.parameters[name]
+            if name not in request.see or len(shape) <= 2 or is_bias(shape):
+                continue
+            names.append(name)
+            if request.see[name] == "modes":
+                kinds.add(is_complex)
+                most = max(most, shape[2:].numel())
+        stacked = bool(kinds) and _takes_stacks(request, number, kinds, most)
+        for name in names:
+            how = request.see[name]
+            matrices[name] = Matrices(how, stacked and how == "modes")
+    return matrices
 
 
 # ------------------------------------------------------------------------------------------------ trying a class
@@ -177,12 +201,15 @@ def _takes_stacks(request: Request, number: int, kinds: set[bool], modes: int) -
     generator = torch.Generator().manual_seed(1)
     try:
         # A few first: a class that flattens a stack by its first dim has factors of all modes by all modes.
-        for count, is_complex in itertools.product(dict.fromkeys((min(3, modes), modes)), sorted(kinds)):
-            dtype, some = torch.complex128 if is_complex else torch.float64, sorted({0, count // 2, count - 1})
-            given = torch.randn(3, count, *OF_STACK, dtype=dtype, generator=generator)
-            (stack,) = request.trained([(number, given)])
-            alone = torch.stack(request.trained([(number, given[:, at].clone()) for at in some]))
-            if not _distance(stack[some], alone, given[0, some]) <= BOUND:
+        counts = dict.fromkeys((min(3, modes), modes))
+        for count, is_complex in itertools.product(counts, sorted(kinds)):
+            dtype = torch.complex128 if is_complex else torch.float64
+            some = sorted({0, count // 2, count - 1})
+            sample = torch.randn(3, count, *OF_STACK, dtype=dtype, generator=generator)
+            (stack,) = request.trained([(number, sample)])
+            matrices = [(number, sample[:, at].clone()) for at in some]
+            alone = torch.stack(request.trained(matrices))
+            if not _distance(stack[some], alone, sample[0, some]) <= BOUND:
                 return False
     except Exception:  # it takes matrices alone, as torch's Muon does
         return False
@@ -195,13 +222,13 @@ def check_equivariant(request: Request) -> None:
     Raises:
         OptimizerError: tells by how much the steps differ; or the class raised.
     """
-    shown = [[request.parameters[name] for name in group["params"] if name in request.see] for group in request.groups]
-    for number, weights in enumerate(shown):
-        if not any(is_complex and len(shape) > 1 and not is_bias(shape) for shape, is_complex in weights):
+    if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
+        return
+    name = request.optimizer_class.__name__
+    for number, group in enumerate(request.groups):
+        if not _sees_complex_matrices(request, group):
             continue
-        if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
-            continue
-        difference, name = _turned_difference(request, number, SQUARE), request.optimizer_class.__name__
+        difference = _turned_difference(request, number, SQUARE)
         if difference <= BOUND and _turns_real(request, number):
             difference = _turned_difference(request, number, TALL_AND_WIDE)
         if not difference <= BOUND:
@@ -211,6 +238,14 @@ def check_equivariant(request: Request) -> None:
                 "allowed. Write .mH where it has .T, and abs() ** 2 where it squares; or build another optimizer for "
                 "the complex weights; or leave out see=, and the class is shown them as they are"
             )
+
+
+def _sees_complex_matrices(request: Request, group: Mapping[str, Any]) -> bool:
+    for weight in group["params"]:
+        shape, is_complex = request.parameters[weight]
+        if weight in request.see and is_complex and len(shape) > 1 and not is_bias(shape):
+            return True
+    return False
 
 
 def _turns_real(request: Request, number: int) -> bool:
@@ -231,23 +266,36 @@ def _turned_difference(
     raised: Exception | None = None
     for dtype in dtypes:
         generator = torch.Generator().manual_seed(1)
-        given = [torch.randn(1 + STEPS, *shape, dtype=dtype, generator=generator) for shape in shapes]
-        squares = [torch.randn(rows, rows, dtype=dtype, generator=generator) for rows, _ in shapes]
-        turns = [torch.linalg.qr(square)[0] for square in squares]
+        samples = []
+        for shape in shapes:
+            sample = torch.randn(1 + STEPS, *shape, dtype=dtype, generator=generator)
+            samples.append((number, sample))
+        turns = []
+        turned_samples = []
+        for _, sample in samples:
+            rows = sample.shape[1]
+            square = torch.randn(rows, rows, dtype=dtype, generator=generator)
+            turn = torch.linalg.qr(square)[0]
+            turns.append(turn)
+            turned_samples.append((number, turn @ sample))
         try:
-            plain = request.trained([(number, each) for each in given])
-            turned = request.trained([(number, turn @ each) for turn, each in zip(turns, given, strict=True)])
+            plain = request.trained(samples)
+            turned = request.trained(turned_samples)
         except Exception as error:
             raised = raised or error
             continue
-        results = zip(turned, turns, plain, given, strict=True)
-        return max(_distance(of_turned, turn @ of_plain, turn @ each[0]) for of_turned, turn, of_plain, each in results)
+        distances = []
+        for (_, sample), turn, of_plain, of_turned in zip(samples, turns, plain, turned, strict=True):
+            distances.append(_distance(of_turned, turn @ of_plain, turn @ sample[0]))
+        return max(distances)
     raise OptimizerError(
         f"{request.optimizer_class.__name__} takes no complex matrices, which see= shows it: tried on small ones, it "
         f"raised {type(raised).__name__}: {raised}. Build another optimizer for the complex weights"
     ) from raised
 
 
-def _distance(found: Tensor, wanted: Tensor, start: Tensor) -> float:
+def _distance(result: Tensor, wanted: Tensor, start: Tensor) -> float:
     """Return the largest difference between two results, of the largest number of the step."""
-    return float((found - wanted).abs().max() / (wanted - start).abs().max().clamp_min(1e-9))
+    difference = (result - wanted).abs().max()
+    step = (wanted - start).abs().max()
+    return float(difference / step.clamp_min(1e-9))

@@ -39,7 +39,10 @@ def term_gradients(backend: Backend, terms: Sequence[Tensor]) -> TermGradients:
     """Differentiate each term by all trainable parameters, and compare the means over the ranks. Collective."""
     group = backend.settings.group
     # A rank keeps its part of each mean: the norm of a mean is not the mean of norms.
-    parts = [list(_parts_of_means(backend.derivatives_of(term), group)) for term in terms]
+    parts = []
+    for term in terms:
+        means = _parts_of_means(backend.derivatives_of(term), group)
+        parts.append(list(means))
     gram = _inner_products(parts, backend.settings.device)
     if group is not None:
         dist.all_reduce(gram, group=group)
@@ -62,8 +65,8 @@ def check_terms(backend: Backend, terms: Any) -> list[Tensor]:
     """
     counts = exchange(backend.settings.group, lambda: _count(backend, terms))
     if len(set(counts)) > 1:
-        told = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-        raise RankMismatch(f"term_gradients: expected as many terms on every rank, got {told}; pass the same ones")
+        got = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+        raise RankMismatch(f"term_gradients: expected as many terms on every rank, got {got}; pass the same ones")
     return list(terms)
 
 
@@ -75,7 +78,9 @@ def _count(backend: Backend, terms: Any) -> int:
             "are compared over the ranks of data only; use fixed weights of the terms, or a mesh of data alone"
         )
     if isinstance(terms, Tensor) or not isinstance(terms, Sequence) or not terms:
-        got = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else repr(terms)
+        got = repr(terms)
+        if isinstance(terms, Tensor):
+            got = f"a tensor of shape {tuple(terms.shape)}"
         raise ConfigurationError(f"term_gradients: expected a list of the loss's terms, got {got}; pass [term, ...]")
     for place, term in enumerate(terms):
         if not isinstance(term, Tensor) or term.numel() != 1 or term.is_complex() or not term.requires_grad:
@@ -92,10 +97,16 @@ def _count(backend: Backend, terms: Any) -> int:
 def _parts_of_means(gradients: list[Tensor], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
     """Yield this rank's part of the ranks' means, flat; lets go of each gradient once it is sent. Collective."""
     # Flat gradients of one dtype together; larger ones are alone.
-    for batch in batches(_flattened(gradients), lambda flat: flat.nbytes, BATCH_BYTES, kind=lambda flat: flat.dtype):
-        flat = torch.cat(batch) if len(batch) > 1 else batch[0]
+    parts = _flattened(gradients)
+    for batch in batches(parts, lambda flat: flat.nbytes, BATCH_BYTES, kind=lambda flat: flat.dtype):
+        flat = batch[0]
+        if len(batch) > 1:
+            flat = torch.cat(batch)
         batch.clear()
-        yield flat if group is None or group.size() == 1 else _part_of_mean(flat, group)
+        if group is None or group.size() == 1:
+            yield flat
+        else:
+            yield _part_of_mean(flat, group)
 
 
 def _flattened(gradients: list[Tensor]) -> Iterator[Tensor]:
@@ -103,7 +114,9 @@ def _flattened(gradients: list[Tensor]) -> Iterator[Tensor]:
     gradients.reverse()
     while gradients:
         gradient = gradients.pop()
-        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        flat = gradient.reshape(-1)
         yield flat.float() if flat.element_size() < 4 else flat
 
 
