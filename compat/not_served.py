@@ -248,9 +248,9 @@ def explain(name: str) -> str:
     return "\n".join([*lines, "  served:", *served, *way_back])
 
 
-def missing_from(module: str) -> Callable[[str], object]:
+def missing_from(module: str, front: str = FRONT) -> Callable[[str], object]:
     """Return the ``__getattr__`` of a module of the front, which gives what is left to the real FairScale or raises."""
-    place = "fairscale" + module.removeprefix(FRONT)
+    place = "fairscale" + module.removeprefix(front)
 
     def __getattr__(name: str) -> object:
         from . import fall_through

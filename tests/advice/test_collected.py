@@ -33,7 +33,7 @@ ELSEWHERE = {
     "register it with persistent=False if it can be made anew": "parallel/test_replicas.py",
     "name it in replicated= or sharded=, or pass replicated={():": "parallel/test_model_mesh.py",
     "give it a function split(model, mesh)": "parity/test_mesh_comparison.py",
-    "ranks of {} have add up to it: replicated={...:": "parity/test_mesh_comparison.py",
+    "{} add up to it: replicated={...:": "parity/test_mesh_comparison.py",
     "if the losses of {}'s ranks add up, Split(adds=(": "parity/test_mesh_comparison.py",
     "must return keyword arguments of fsshard.wrap": "parity/test_mesh_comparison.py",
     "use backend='fsdp2' or 'fairscale'": "parity/test_second_derivatives.py",
