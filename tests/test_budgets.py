@@ -23,17 +23,18 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LIBRARY = ("fsshard", "compat")
 BOUNDS: dict[str, float] = {
-    "nodes": 401_000,
-    "nodes per line": 9.5,
+    "nodes": 400_500,
+    "nodes per line": 9.42,
     "nodes per line of the densest file": 13.3,
-    "files of more than ten nodes per line": 31,
-    "comprehensions per 100 lines": 3.7,
-    "conditional expressions per 100 lines": 2.0,
-    "lines": 61_200,
-    "lines of tests": 59_200,
-    "nodes of tests": 507_000,
+    "files of more than ten nodes per line": 28,
+    "comprehensions per 100 lines": 3.5,
+    "conditional expressions per 100 lines": 1.81,
+    "lines": 61_000,
+    "lines of tests": 58_900,
+    "nodes of tests": 504_100,
 }
-"""Measure -> at most. The aims are 335,000 nodes, 8.5 of them per line and 10 in any file."""
+"""Measure -> at most, as it stands. It is too much still: the aims are 335,000 nodes, 8.5 of them per line and 10 in any
+file, 54,000 lines, 52,000 of tests."""
 COMMENTS = 3.3
 """Lines with a comment alone, per 100 lines of code: at least."""
 PRIVATE_NAMES = 130

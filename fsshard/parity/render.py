@@ -15,7 +15,7 @@ from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from fsshard.errors import MissingExtra, ParityError
-from fsshard.parity.plain import plain, read_as
+from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.report import QUANTITIES, Cell, Difference, worst_of
 from fsshard.pictures import check_picture, save_picture
 from fsshard.planning.text import aligned, counted
@@ -147,6 +147,10 @@ class ParityReport:
     def from_json(cls, text: str) -> ParityReport:
         """Read what :meth:`to_json` wrote, or raise ConfigurationError with the field that is something else."""
         report: ParityReport = read_as(cls, json.loads(text))
+        for number, cell in enumerate(report.cells):
+            if cell.verdict not in WORDS:
+                expected = f"expected one of {', '.join(WORDS)}, got {cell.verdict!r}"
+                raise WrongField(f"cells[{number}].verdict", expected)
         return report
 
 

@@ -107,6 +107,13 @@ def test_a_lost_field_is_told(place: str, name: str) -> None:
         ParityReport.from_json(json.dumps(text))
 
 
+def test_a_verdict_that_is_none_is_told() -> None:
+    text = json.loads(report(exact("none", 1), different()).to_json())
+    text["cells"][1]["verdict"] = "fine"
+    with pytest.raises(ConfigurationError, match=r"cells\[1\].verdict: expected one of exact, .*got 'fine'"):
+        ParityReport.from_json(json.dumps(text))
+
+
 def test_json_has_no_numbers_that_json_does_not_know() -> None:
     cell = exact("fsdp")
     cell.steps[0].loss, cell.steps[0].norm = math.nan, -math.inf
