@@ -48,7 +48,9 @@ class BucketSums:
         self._bucket = None
         if future is None or bucket is None:
             return
-        gathered = [part.add() for part in self._begun]
+        gathered = []
+        for part in self._begun:
+            gathered += [work.get_future() for work in part.add()]
         torch.futures.collect_all(gathered).then(functools.partial(_finish, self._begun, bucket, future))
         self._begun = []
 
@@ -94,9 +96,9 @@ class _PartOfBucket:
         # Divided first, so that a sum in float16 does not overflow.
         self._sum = tree.AllReduce(self.sent(), group, 1.0 / group.size())
 
-    def add(self) -> torch.futures.Future[Any]:
+    def add(self) -> list[dist.Work]:
         assert self._sum is not None
-        return self._sum.add().get_future()
+        return self._sum.add()
 
     def end(self) -> None:
         assert self._sum is not None

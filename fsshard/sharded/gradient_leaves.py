@@ -58,8 +58,8 @@ class LeafLoops:
         backend: Backend = controller.backend
         ranks = backend.settings.world_size
         own = leaves // ranks
-        # A rank has two neighbouring leaves of each round, whose sum has one order.
-        pair = min(own, 2)
+        # A rank has two neighbouring leaves of each round, whose sum has one order, or one, where pairs do not come out.
+        pair = 1 if own % 2 else 2
         sums = _PartialSums(backend)
         for begin in range(0, leaves, pair * ranks):
             if begin:
@@ -94,7 +94,10 @@ class LeafLoops:
 
 
 class _PartialSums:
-    """Sums over complete rounds of leaves: one for each size, a power of two, at most log2(rounds) at once."""
+    """Sums over complete rounds of leaves: one for each size, a power of two, at most log2(rounds) at once.
+
+    Added up from the smallest on they make :mod:`fsshard.comm.tree`'s tree of any number of rounds.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._entries = [entry for entry in backend.all if entry.parameter.requires_grad]
@@ -116,7 +119,7 @@ class _PartialSums:
 
     @torch.no_grad()
     def complete(self, scale: float) -> None:
-        """Add the sums of earlier rounds to the gradients, and multiply them by ``scale``, a power of two."""
+        """Add the sums of earlier rounds to the gradients, and multiply them by ``scale``."""
         while self._kept:
             _, earlier = self._kept.pop()
             for entry, value in zip(self._entries, earlier, strict=True):
@@ -141,13 +144,14 @@ def check_leaves(leaves: object, ranks: int) -> None:
     """Raise ConfigurationError unless a step of so many leaves has one tree on this number of ranks."""
     if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1:
         raise ConfigurationError(f"model.leaves({leaves!r}): expected a number of micro-batches, such as 8")
-    if leaves & (leaves - 1):
-        lower = 1 << leaves.bit_length() - 1
+    if ranks & (ranks - 1):
+        lower = 1 << ranks.bit_length() - 1
+        # A round of three ranks is no part of the tree that two ranks add up, whoever has which leaves.
         raise ConfigurationError(
-            f"model.leaves({leaves}): expected a power of two, since other numbers have no tree that all numbers of "
-            f"ranks share; use {lower} or {2 * lower}"
+            f"model.leaves({leaves}): expected 1, 2, 4, 8, ... ranks, got {ranks}, whose sums have no place in the "
+            f"others' tree; start {lower} or {2 * lower} ranks"
         )
-    if ranks > leaves or leaves % ranks:
+    if leaves % ranks:
         raise ConfigurationError(
             f"model.leaves({leaves}): {ranks} ranks cannot share {leaves} leaves evenly; start a number of ranks that "
             f"divides {leaves}, or use more leaves"

@@ -204,7 +204,7 @@ class ShardedModule(nn.Module):
         sums of earlier ones are kept beside them, at most log2(leaves of a rank) - 1.
 
         Args:
-            count: leaves of a step, over all ranks: a power of two that the number of ranks divides.
+            count: leaves of a step, over all ranks. The number of ranks divides it, and is a power of two.
             seed: of the step's random numbers; None draws one from rank 0's generator.
 
         Yields:
@@ -212,7 +212,7 @@ class ShardedModule(nn.Module):
             (:func:`fsshard.leaf_samples`), whatever the rank.
 
         Raises:
-            ConfigurationError: ``count`` is no power of two, or not divisible by the number of ranks.
+            ConfigurationError: the number of ranks is no power of two, or does not divide ``count``.
             RankMismatch: the ranks ask for different numbers of leaves.
             OptimizerError: there are gradients already, or another loop is under way.
             ModelError: the forward writes buffers, such as running statistics.

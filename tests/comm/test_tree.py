@@ -140,7 +140,7 @@ def job_memory_of_a_sum(length: int) -> float:
 
 
 def test_a_sum_needs_as_much_memory_again(ranks: Any) -> None:
-    """And one part of four more where the parts are not alike."""
+    """Whether or not ranks can share it evenly."""
     assert ranks.run(job_memory_of_a_sum, 4, 4096) == [1.0] * 4
     shares = ranks.run(job_memory_of_a_sum, 4, 4097)
-    assert max(shares) <= 1.26, shares
+    assert max(shares) <= 1.001, shares

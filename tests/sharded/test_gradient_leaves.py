@@ -56,45 +56,53 @@ def digest(weights: dict[str, Tensor]) -> str:
     return whole.hexdigest()
 
 
-def by_hand() -> str:
+def in_a_tree(parts: list[list[Tensor]]) -> list[Tensor]:
+    """Add up neighbours; what is left of an odd number waits for the next round."""
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=False)
+        sums = [[one + other for one, other in zip(*pair, strict=True)] for pair in pairs]
+        parts = sums + parts[2 * len(sums) :]
+    return parts[0]
+
+
+def by_hand(leaves: int = LEAVES) -> str:
     """Add up the leaves' gradients in a tree, with nothing of fsshard but the samples' numbers."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
-        sums: list[list[Tensor]] = []
-        for leaf in range(LEAVES):
+        parts: list[list[Tensor]] = []
+        for leaf in range(leaves):
             optimizer.zero_grad()
-            model(samples(step, leaf)).square().mean().backward()
-            sums.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        while len(sums) > 1:
-            pairs = zip(sums[::2], sums[1::2], strict=True)
-            sums = [[one + other for one, other in zip(*pair, strict=True)] for pair in pairs]
-        for parameter, total in zip(model.parameters(), sums[0], strict=True):
-            parameter.grad = total / LEAVES
+            model(samples(step, leaf, leaves)).square().mean().backward()
+            parts.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for parameter, total in zip(model.parameters(), in_a_tree(parts), strict=True):
+            parameter.grad = total * (1 / leaves)
         optimizer.step()
     return digest(model.state_dict())
 
 
-def train(model: Any, optimizer: Any, steps: range, **settings: Any) -> list[int]:
+def train(model: Any, optimizer: Any, steps: range, leaves: int = LEAVES) -> list[int]:
     """Train, and return the leaves that this rank had."""
     had = []
     for step in steps:
-        for leaf in model.leaves(LEAVES, **settings):
+        for leaf in model.leaves(leaves):
             had.append(leaf)
-            model(samples(step, leaf)).square().mean().backward()
+            model(samples(step, leaf, leaves)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return had
 
 
-def job_trained(settings: dict[str, Any], noise: bool, steps: tuple[int, int], folder: str) -> tuple[str, list[int]]:
+def job_trained(
+    settings: dict[str, Any], noise: bool, steps: tuple[int, int], folder: str, leaves: int = LEAVES
+) -> tuple[str, list[int]]:
     """Go on from ``folder`` if it holds a checkpoint, and save there."""
     model = fsshard.wrap(Net(noise), **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
     torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
     if folder and steps[0]:
         fsshard.load(folder, model, optimizer)
-    had = train(model, optimizer, range(*steps))
+    had = train(model, optimizer, range(*steps), leaves)
     if folder:
         fsshard.save(folder, model, optimizer)
     return digest(model.state_dict()), had
@@ -115,6 +123,26 @@ def test_all_engines_have_them_on_any_number_of_ranks(ranks: Any, engine: str, s
         assert found == expected
     everyone = sorted(leaf for _, had in answers for leaf in had)
     assert everyone == sorted([*range(LEAVES)] * STEPS), "each leaf once a step"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "engine", "size"),
+    [
+        (6, "none", 1),
+        (6, "fsdp2", 2),
+        (12, "none", 1),
+        (12, "ddp", 2),
+        (12, "fsdp", 4),
+        (12, "fairscale", 4),
+    ],
+)
+def test_a_number_of_leaves_that_is_no_power_of_two(ranks: Any, leaves: int, engine: str, size: int) -> None:
+    settings = ENGINES.get(engine, {"backend": engine})
+    answers = ranks.run(job_trained, size, settings, False, (0, STEPS), "", leaves)
+    for found, _ in answers:
+        assert found == by_hand(leaves)
+    everyone = sorted(leaf for _, had in answers for leaf in had)
+    assert everyone == sorted([*range(leaves)] * STEPS)
 
 
 def test_random_numbers_are_those_of_the_leaf(ranks: Any) -> None:
@@ -156,15 +184,15 @@ def test_random_generators_are_put_back(ranks: Any) -> None:
 
 
 def job_numbers_without_a_tree_are_refused() -> None:
-    model = fsshard.wrap(Net(), backend="none")
-    with pytest.raises(ConfigurationError, match=r"expected a power of two.*use 4 or 8"):
+    model = fsshard.wrap(Net(), backend="ddp")
+    with pytest.raises(ConfigurationError, match=r"expected 1, 2, 4, 8, ... ranks, got 3.*start 2 or 4 ranks"):
         model.leaves(6)
     with pytest.raises(ConfigurationError, match="expected a number of micro-batches"):
         model.leaves(0)
 
 
 def test_numbers_without_a_tree_are_refused(ranks: Any) -> None:
-    ranks.run(job_numbers_without_a_tree_are_refused, 1)
+    ranks.run(job_numbers_without_a_tree_are_refused, 3)
 
 
 def job_refused() -> list[str]:
