@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import leftovers, newest_whole
-from fsshard.checkpoint.format.index import FORMAT_VERSION, INDEX_FILE, RANK_FILE, Index, check_files, read_index
+from fsshard.checkpoint.format.division import RANK_FILE, pieces_of
+from fsshard.checkpoint.format.index import FORMAT_VERSION, INDEX_FILE, Index, check_files, read_index
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
@@ -161,7 +162,7 @@ def _list(path: Path) -> Listing:
             row["ordinal"] = index.ordinal
             row["saved_at"] = index.saved_at
             row["bytes"] = sum(file.bytes for file in index.files.values())
-            check_files(child, index)
+            check_files(child, index, index.files)
         except CheckpointError as error:
             row["problems"] = str(error).splitlines()
         row["latest"] = child == newest
@@ -208,7 +209,7 @@ def _contents(index: Index) -> dict[str, Any]:
                 "name": name,
                 "dtype": info.dtype,
                 "shape": list(info.shape),
-                "pieces": len(info.pieces),
+                "pieces": sum(1 for _ in pieces_of(info.pieces)),
                 "bytes": info.nbytes,
             }
         )

@@ -28,7 +28,8 @@ from fsshard.backends.whole import (
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
-from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE
+from fsshard.checkpoint.format.division import RANK_FILE
+from fsshard.checkpoint.format.index import INDEX_FILE
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
 from fsshard.checkpoint.models import choose_models, name_models, prefix
@@ -179,7 +180,7 @@ def load(
             if kind is None:  # it is ours
                 if key is not None:
                     raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
-                reader: Reader | ForeignReader = until_done.enter_context(Reader(place))
+                reader: Reader | ForeignReader = until_done.enter_context(Reader(place, channel.rank, channel.size))
             elif any(models):
                 raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
             else:

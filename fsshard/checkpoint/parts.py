@@ -16,22 +16,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.backends.base import Backend
 from fsshard.backends.whole import gather, raw_state_dict, state_divides, state_entry, state_of
-from fsshard.checkpoint.format.index import (
-    Index,
-    ModelInfo,
-    OptimizerInfo,
-    Origin,
+from fsshard.checkpoint.format.division import (
+    Division,
+    Layout,
     Piece,
+    Pieces,
     Range,
-    TensorInfo,
+    Spread,
     piece_key,
+    pieces_in,
     rank_file,
+    whole_everywhere,
 )
+from fsshard.checkpoint.format.index import Index, ModelInfo, OptimizerInfo, Origin, TensorInfo, some
 from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
@@ -60,12 +63,14 @@ class Part:
     # The parameter as whose elements they are divided, if that is in another order than that of the indices, or over
     # another mesh dimension than data: the range is one of those over data, in the engine's order, till _put_in_ranges.
     scattered: str = ""
+    layout: Layout | None = None  # the rule by which all ranks hold it; None where some do not, or by no rule
 
     @classmethod
-    def of_all(cls, tensor: Tensor) -> Part:
-        """Return all elements of a tensor that this rank has as a whole."""
+    def of_all(cls, tensor: Tensor, *, everywhere: bool = False) -> Part:
+        """Return all elements of a tensor that this rank has as a whole; ``everywhere``: as every rank has."""
         everything = (0, tensor.numel())
-        return cls(tensor.dtype, tuple(tensor.shape), everything, tensor.reshape(-1))
+        layout = whole_everywhere(tensor.numel()) if everywhere else None
+        return cls(tensor.dtype, tuple(tensor.shape), everything, tensor.reshape(-1), layout=layout)
 
 
 Parts = dict[str, Part]
@@ -73,13 +78,61 @@ Tree = dict[str, Any]
 
 
 def as_table(parts: Parts) -> dict[str, list[Any]]:
-    """Return the dtype, shape and range of each part by its name, as JSON has it."""
+    """Return the dtype, shape, range and layout of each part by its name, as JSON has it."""
     table = {}
     for name, part in parts.items():
         start, stop = part.range
         dtype = dtype_name(part.dtype)
-        table[name] = [dtype, list(part.shape), start, stop]
+        table[name] = [dtype, list(part.shape), start, stop, part.layout]
     return table
+
+
+class Layouts:
+    """The layouts of entries among all ranks that take part in a checkpoint.
+
+    Attributes:
+        grids: by group, its number of shards and how many ranks of other groups lie between two of them; None for a
+            group whose ranks are in no such order.
+    """
+
+    def __init__(self) -> None:
+        self.grids: dict[dist.ProcessGroup, tuple[int, int] | None] = {}
+
+    def of(self, entry: Entry, everyone: dist.ProcessGroup | None) -> Layout | None:
+        """Return how ranks hold what has a number for each of a parameter's elements, where all have their part."""
+        if not entry.is_cut or entry.group is None or entry.cut is None or everyone is None:
+            return whole_everywhere(entry.shape.numel())
+        grid = self._grid(entry.group, everyone)
+        if grid is None:
+            return None
+        width = 2 if entry.kind.is_complex else 1
+        return Layout(*grid, max(entry.cut.stride // width, 1), entry.cut.offset // width)
+
+    def between(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup, numel: int) -> Layout | None:
+        """Return how ranks hold a tensor of which each rank of a group has an equal share."""
+        grid = self._grid(group, everyone)
+        if grid is None:
+            return None
+        return Layout(*grid, max(-(-numel // grid[0]), 1), 0)
+
+    def _grid(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> tuple[int, int] | None:
+        if group not in self.grids:
+            all_ranks = dist.get_process_group_ranks(everyone)
+            members = [all_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+            self.grids[group] = _grid_of(members, len(all_ranks))
+        return self.grids[group]
+
+
+def _grid_of(members: Sequence[int], ranks: int) -> tuple[int, int] | None:
+    """Return the number of members and how far they lie apart, if :class:`Layout` can say so."""
+    shards = len(members)
+    inner = members[1] - members[0] if shards > 1 else 1
+    if inner < 1 or ranks % (shards * inner):
+        return None
+    layout = Layout(shards, inner, 1, 0)
+    copy = layout.place(members[0])[1]
+    regular = [layout.rank(shard, copy) for shard in range(shards)]
+    return (shards, inner) if regular == list(members) else None
 
 
 @dataclass
@@ -97,6 +150,7 @@ class Collected:
     digests: dict[str, str] = field(default_factory=dict)  # of an object's tree and tensors: do ranks have the same?
     own: dict[str, Parts] = field(default_factory=dict)  # object -> its tensors
     rng: Any = None  # tree of the generators' states, if they are saved
+    layouts: Layouts = field(default_factory=Layouts)
 
     def adopt_own(self, rank: int, alike: Collection[str]) -> None:
         """Add the tensors of objects to the others: once where ranks have the same, else under a name for each rank."""
@@ -121,16 +175,18 @@ class Collected:
         return {"objects": objects, "state": states, "rng": self.rng}
 
 
-def _part(entry: Entry, stored: Tensor, model: str) -> Part:
+def _part(entry: Entry, stored: Tensor, model: str, layout: Layout | None) -> Part:
     """Return this rank's part of a parameter, or of state that has a number for each of its stored elements."""
     values = entry.flat(stored.detach(), whole=entry.in_order)
     scattered = ""
     if _is_scattered(entry):
         scattered = f"{prefix(model)}{entry.name}"
     if entry.kept_as_pairs(stored.dtype):
-        return Part(stored.dtype, entry.pairs_shape, entry.here, values, scattered)
+        if layout is not None:
+            layout = layout._replace(stride=2 * layout.stride, offset=2 * layout.offset)
+        return Part(stored.dtype, entry.pairs_shape, entry.here, values, scattered, layout)
     dtype = entry.kind.user_dtype(stored.dtype)
-    return Part(dtype, tuple(entry.full_shape), entry.user_range, values, scattered)
+    return Part(dtype, tuple(entry.full_shape), entry.user_range, values, scattered, layout)
 
 
 def _is_scattered(entry: Entry) -> bool:
@@ -168,12 +224,17 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
         dtype = BY_NAME[dtype_text]
         nothing = torch.empty(0, dtype=dtype)
         empty = Part(dtype, tuple(shape), (0, 0), nothing)
-        part = _in_range(entry, local_parts.get(name, empty), backend)
+        part = _in_range(entry, local_parts.get(name, empty), backend, collected.layouts)
         if is_here or part.values.numel():
             collected.parts[name] = part
 
 
-def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
+def _in_range(
+    entry: Entry,
+    part: Part,
+    backend: Backend,
+    layouts: Layouts,
+) -> Part:
     """Return this rank's share of the whole tensor. Collective."""
     device = backend.settings.device
     stored = part.values.to(device)
@@ -183,6 +244,7 @@ def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
     # Where the engine divides a parameter in the order in which it lies in memory (channels_last, or transposed), a
     # rank holds elements from all over, and keeps as many as before, now successive ones.
     start, stop = part.range
+    layout = part.layout
     if entry.divided_over:
         # What other mesh dimensions than data divide is put together, and each rank that has a part of it keeps an
         # equal share.
@@ -190,11 +252,17 @@ def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
         if entry.kind.is_complex and not part.dtype.is_complex:
             shape.append(2)
         whole = entry.put_together(whole.view(shape)).reshape(-1)
+        everyone = backend.settings.everyone
         rank, ranks = _rank_of_holders(entry, backend)
-        start = whole.numel() * rank // ranks
-        stop = whole.numel() * (rank + 1) // ranks
+        shares = Layout(ranks, 1, max(-(-whole.numel() // ranks), 1), 0)
+        start, stop = shares.held(rank, whole.numel())
+        layout = None
+        if backend.facts.divides == "elements":
+            layout = shares
+        elif len(entry.divided_over) == 1 and everyone is not None and part.layout is not None:
+            layout = layouts.between(entry.divided_over[0], everyone, whole.numel())
     values = whole[start:stop].clone()
-    return dataclasses.replace(part, range=(start, stop), values=values, scattered="")
+    return dataclasses.replace(part, range=(start, stop), values=values, scattered="", layout=layout)
 
 
 def _rank_of_holders(entry: Entry, backend: Backend) -> tuple[int, int]:
@@ -259,7 +327,8 @@ def _add_optimizer(
     name: str,
     model: str,
 ) -> None:
-    groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts)
+    # The same on every rank.
+    groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts, everywhere=True)
     collected.groups[name] = (class_name(optimizer.optimizer_class), groups)
     collected.state[name] = {}
     states = []
@@ -274,9 +343,12 @@ def _add_optimizer(
         shapes_of_states.append((entry, shapes))
     single = counters(shapes_of_states)
     divides = state_divides(optimizer.model.backend, optimizer.inner)
+    everyone = optimizer.model.backend.settings.everyone
     for entry, state in states:
         own_entry = state_entry(optimizer.inner, entry)
-        _add_state(collected, name, divides, own_entry, state, single, model)
+        # Of what one rank has alone the others know nothing.
+        layout = None if divides == "owners" else collected.layouts.of(own_entry, everyone)
+        _add_state(collected, name, divides, own_entry, state, single, model, layout)
 
 
 def _add_object(collected: Collected, value: Any, name: str) -> None:
@@ -334,7 +406,8 @@ def _add_model(
     for entry in backend.entries.values():
         if entry.name in shown:
             place = f"model/{before}{entry.name}"
-            parts[place] = _part(entry, entry.local(), name)
+            layout = collected.layouts.of(entry, backend.settings.everyone)
+            parts[place] = _part(entry, entry.local(), name, layout)
     for key in ordered:
         value = raw[key]
         full_key = before + key
@@ -377,6 +450,7 @@ def _add_state(
     state: Mapping[str, Any],
     single: Collection[str],
     model: str,
+    layout: Layout | None,
 ) -> None:
     local = entry.local()
     if divides == "elements" and not local.numel():
@@ -396,13 +470,16 @@ def _add_state(
         if not isinstance(value, Tensor):
             small[key] = _encode(value, place, collected.parts)
         elif value.shape == local.shape and key not in single:
-            collected.parts[place] = _part(entry, value, model)
+            collected.parts[place] = _part(entry, value, model, layout)
         elif value.dim() and (divides == "elements" or entry.divided_over):
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
                 f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
             )
-        else:
+        elif divides != "elements":
+            collected.parts[place] = Part.of_all(value.detach(), everywhere=divides == "nothing")
+        elif entry.here[0] == 0:
+            # Of the ranks that have elements, and a count beside them, the first.
             collected.parts[place] = Part.of_all(value.detach())
 
 
@@ -438,8 +515,10 @@ def _encode(
     value: Any,
     place: str,
     parts: Parts,
+    *,
+    everywhere: bool = False,
 ) -> Any:
-    """Return the tree of a value; its tensors become parts, numbered below ``place``."""
+    """Return the tree of a value; its tensors become parts, numbered below ``place``, which every rank may have."""
     count = 0
 
     def put(path: str, tensor: Tensor) -> str:
@@ -458,7 +537,7 @@ def _encode(
             )
         name = f"{place}/{count}"
         count += 1
-        parts[name] = Part.of_all(plain)
+        parts[name] = Part.of_all(plain, everywhere=everywhere)
         return name
 
     return encode(value, put, place)
@@ -471,23 +550,48 @@ Span = tuple[str, int, int]
 """A tensor's name, and the range of its elements that a rank has."""
 
 
+def told_by(parts: Parts, rank: int, *, by_rule: bool) -> dict[str, list[Any]]:
+    """Return the rows of :func:`as_table` that a rank tells the others.
+
+    Where all have a part ``by_rule``, the rank with the first element speaks for them.
+    """
+    told = {}
+    for name, row in as_table(parts).items():
+        layout = row.pop()
+        if layout is None or not by_rule:
+            told[name] = row
+        elif rank == layout.rank(layout.shard_of(0), 0):
+            told[name] = [*row, layout]
+    return told
+
+
 def divide(
     tables: Sequence[Mapping[str, Any]],
     call: str,
     *,
     shared: bool = True,
-) -> tuple[dict[str, TensorInfo], list[dict[str, Range]]]:
+) -> dict[str, TensorInfo]:
     """Decide which rank writes which elements of which tensor: each once, by a rank that has them.
 
     Engines differ only in this: a rank holds a range of each flattened tensor. The same range on several ranks is a
     copy (all of DDP, the replicas of HYBRID_SHARD, FairScale's parameters), whose bytes are spread evenly over them if
-    ``shared``; else the first one writes all of it. Returns the tensors with their pieces, and for each rank
-    ``{tensor: range}``; raises if ranks have a tensor in another dtype or shape.
+    ``shared``; else the first one writes all of it.
+
+    Args:
+        tables: what each rank tells, :func:`told_by`: of a tensor with a layout one rank, of others all that have some.
+        call: in messages.
+
+    Returns:
+        The tensors with their pieces: a rule, or a table where ranks hold them by none.
+
+    Raises:
+        CheckpointError: ranks have a tensor in another dtype or shape.
     """
     infos: dict[str, TensorInfo] = {}
+    layouts: dict[str, Layout] = {}
     holders: dict[Span, list[int]] = {}
     for rank, table in enumerate(tables):
-        for name, (dtype, shape, start, stop) in table.items():
+        for name, (dtype, shape, start, stop, *layout) in table.items():
             here = TensorInfo(dtype, tuple(shape), ())
             info = infos.setdefault(name, here)
             if info != here:
@@ -495,25 +599,92 @@ def divide(
                     f"{call}: the ranks disagree on {name}: rank {rank} has {dtype} {tuple(shape)}, another "
                     f"{info.dtype} {info.shape}"
                 )
-            if stop > start:
+            if layout:
+                layouts[name] = Layout(*layout[0])
+            elif stop > start:
                 holders.setdefault((name, start, stop), []).append(rank)
+    pieces: dict[str, Pieces] = dict(_tables_of_pieces(holders, infos, len(tables), shared))
+    pieces |= _divisions(layouts, infos, len(tables), shared)
+    return {name: info._replace(pieces=pieces.get(name, ())) for name, info in infos.items()}
+
+
+def _divisions(
+    layouts: Mapping[str, Layout],
+    infos: Mapping[str, TensorInfo],
+    ranks: int,
+    shared: bool,
+) -> Iterator[tuple[str, Division]]:
+    """Yield the rules of tensors that all ranks hold by one."""
+    totals: dict[tuple[int, int], int] = {}
+    for name, layout in layouts.items():
+        grid = (layout.shards, layout.inner)
+        totals[grid] = totals.get(grid, 0) + infos[name].nbytes
+    before = dict.fromkeys(totals, 0)
+    for name, layout in layouts.items():
+        info = infos[name]
+        grid = (layout.shards, layout.inner)
+        spread = Spread(before[grid], totals[grid])
+        if not shared:
+            # All of it is in the first copy's stretch.
+            spread = Spread(0, info.nbytes * (ranks // layout.shards))
+        before[grid] += info.nbytes
+        yield name, Division(name, info.numel, info.kind.itemsize, ranks, layout, spread)
+
+
+def _tables_of_pieces(
+    holders: Mapping[Span, Sequence[int]],
+    infos: Mapping[str, TensorInfo],
+    ranks: int,
+    shared: bool,
+) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+    """Yield the pieces of tensors whose ranges are held by ranks as they say."""
     ranges_of_group: dict[tuple[int, ...], list[Span]] = {}
-    for span, ranks in holders.items():
-        writers = tuple(ranks) if shared else (ranks[0],)
+    for span, of_span in holders.items():
+        writers = tuple(of_span) if shared else (of_span[0],)
         ranges_of_group.setdefault(writers, []).append(span)
-    written: list[dict[str, Range]] = [{} for _ in tables]
     pieces: dict[str, list[Piece]] = {}
     for group, ranges in ranges_of_group.items():
         for rank, name, low, high in _spread(group, ranges, infos):
-            written[rank][name] = (low, high)
             key = piece_key(name, infos[name].numel, (low, high))
-            file = rank_file(rank, len(tables))
-            pieces.setdefault(name, []).append(Piece(file, key, low, high))
-    whole_infos = {}
-    for name, info in infos.items():
-        in_order = sorted(pieces.get(name, ()), key=lambda piece: piece.start)
-        whole_infos[name] = info._replace(pieces=tuple(in_order))
-    return whole_infos, written
+            pieces.setdefault(name, []).append(Piece(rank_file(rank, ranks), key, low, high))
+    for name, found in pieces.items():
+        found.sort(key=lambda piece: piece.start)
+        yield name, tuple(found)
+
+
+def written_by(rank: int, ranks: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Range]:
+    """Return the elements that a rank writes of each tensor of which it writes some."""
+    file = rank_file(rank, ranks)
+    written = {}
+    for name, info in tensors.items():
+        for piece in pieces_in(info.pieces, file):
+            written[name] = (piece.start, piece.stop)
+    return written
+
+
+def check_plan(parts: Parts, rank: int, tensors: Mapping[str, TensorInfo], call: str) -> None:
+    """Raise a CheckpointError unless a rank has of each tensor what the plan of all ranks expects of it. Local."""
+    lacking = []
+    for name, info in tensors.items():
+        part = parts.get(name)
+        if part is not None and (dtype_name(part.dtype), part.shape) != (info.dtype, info.shape):
+            raise CheckpointError(
+                f"{call}: the ranks disagree on {name}: rank {rank} has {dtype_name(part.dtype)} {part.shape}, another "
+                f"{info.dtype} {info.shape}"
+            )
+        if not isinstance(info.pieces, Division):
+            if not info.is_whole:
+                lacking.append(name)
+            continue
+        layout = info.pieces.layout
+        expected = layout.held(layout.place(rank)[0], info.numel)
+        held = (0, 0) if part is None else part.range
+        if held != expected and expected[0] < expected[1]:
+            lacking.append(name)
+    # Of these the rank that has the first elements told none.
+    lacking += [name for name in parts if name not in tensors]
+    if lacking:
+        raise CheckpointError(f"{call}: the ranks do not hold all of {some(lacking)}; nothing was saved")
 
 
 def _spread(

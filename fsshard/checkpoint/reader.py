@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import read_unreplaced
-from fsshard.checkpoint.format.index import Index, Piece, Range, cover, read_index, some, steps
+from fsshard.checkpoint.format.division import Division, Piece, Range, cover, pieces_in
+from fsshard.checkpoint.format.index import MANY_FILES, Index, read_index, share_of, some, steps
 from fsshard.checkpoint.format.tensors_file import STORED, Item, TensorsFile
 from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
@@ -58,10 +59,6 @@ class TensorReader(ABC):
         return Item(key, info.kind, info.shape, lambda: self.chunks(name))
 
 
-MOST_OPEN = 64
-"""Files that a process keeps open. A load that needs more opens them again, and notices if a save has replaced them."""
-
-
 class PieceReader(TensorReader):
     """Reads tensors whose pieces the index lists."""
 
@@ -88,9 +85,9 @@ class PieceReader(TensorReader):
 class Reader(PieceReader):
     """An open checkpoint of ours."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
         self.directory = directory
-        self.index = read_index(directory)
+        self.index = read_index(directory, rank=rank, ranks=ranks)
         self._files: dict[str, TensorsFile] = {}  # the one that was opened last comes last
 
     @classmethod
@@ -113,7 +110,8 @@ class Reader(PieceReader):
 
     def _open(self, name: str) -> TensorsFile:
         if name not in self._files:
-            if len(self._files) >= MOST_OPEN:
+            # A load that needs more files opens them again, and notices if a save has replaced them.
+            if len(self._files) >= MANY_FILES:
                 self._files.pop(next(iter(self._files))).close()
             file = TensorsFile(self.directory / name, expected_bytes=self.index.files[name].bytes)
             self._files[name] = file
@@ -127,14 +125,16 @@ class Reader(PieceReader):
     def check_headers(self, rank: int = 0, ranks: int = 1) -> None:
         """Raise a CorruptCheckpoint, which names the file and the tensor, unless every piece lies as the index says.
 
-        Of more files than are kept open, those of every ``ranks``-th alone, from the ``rank``-th on: a thousand ranks
-        that open a thousand files each are a burden for a parallel file system.
+        It looks at this rank's :func:`share_of` the files.
         """
-        files = sorted(self.index.files)
-        share = files if len(files) <= MOST_OPEN else files[rank::ranks]
+        share = share_of(self.index, rank, ranks)
         # File by file, so that none is opened twice.
         pieces: dict[str, list[tuple[str, Piece]]] = {file: [] for file in share}
         for name, info in self.index.tensors.items():
+            if isinstance(info.pieces, Division):
+                for file in share:
+                    pieces[file] += [(name, piece) for piece in pieces_in(info.pieces, file)]
+                continue
             for piece in info.pieces:
                 if piece.file in pieces:
                     pieces[piece.file].append((name, piece))

@@ -23,11 +23,12 @@ from torch import Tensor
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
-from fsshard.checkpoint.format.index import Origin, Range, TensorInfo, piece_key, rank_file, some, write_index
+from fsshard.checkpoint.format.division import Range, piece_key, rank_file
+from fsshard.checkpoint.format.index import Origin, TensorInfo, write_index
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
 from fsshard.checkpoint.models import name_models
 from fsshard.checkpoint.staging import Staging
-from fsshard.comm.agreement import Channel, exchange
+from fsshard.comm.agreement import Channel, agree, exchange, exchange_first
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import unfinished
 from fsshard.parallel.replicas import check_same_buffers
@@ -208,30 +209,21 @@ class _Save:
         digest = _digest([parts.as_table(collected.parts), tables])
         arrangement = _arrangements.get(channel)
         last_key = arrangement.key if arrangement else ""
-        answers = channel.gather([digest, last_key, collected.digests], self.timeout)
+        grids = sorted(map(str, collected.layouts.grids.values()))
+        answers = channel.gather([digest, last_key, collected.digests, grids], self.timeout)
         self.alike = set()
         for name in collected.objects:
-            digests_of_ranks = {digests[name] for _, _, digests in answers}
+            digests_of_ranks = {digests[name] for _, _, digests, _ in answers}
             if len(digests_of_ranks) == 1:
                 self.alike.add(name)
-        key = _digest([[of_rank for of_rank, _, _ in answers], sorted(self.alike)])
+        key = _digest([[of_rank for of_rank, *_ in answers], sorted(self.alike)])
         collected.adopt_own(channel.rank, self.alike)
         # On all ranks, or on none.
-        if arrangement is None or any(last != key for _, last, _ in answers):
-            tables_of_ranks = channel.gather(parts.as_table(collected.parts), self.timeout)
-            tensors, written = parts.divide(tables_of_ranks, self.call)
-            arrangement = _Arrangement(key, written[channel.rank], tensors)
+        if arrangement is None or any(last != key for _, last, *_ in answers):
+            by_rule = str(None) not in grids and all(other == grids for *_, other in answers)
+            arrangement = self._arranged_anew(key, by_rule)
             _arrangements[channel] = arrangement
         self.tensors = arrangement.tensors
-        lacking = []
-        for tensor in collected.model.keys.values():
-            if tensor is not None and tensor not in self.tensors:
-                lacking.append(tensor)
-        for name, info in self.tensors.items():
-            if not info.is_whole:
-                lacking.append(name)
-        if lacking:  # on all ranks alike
-            raise CheckpointError(f"{self.call}: the ranks do not hold all of {some(lacking)}; nothing was saved")
         for name, span in arrangement.written.items():
             part = collected.parts[name]
             start, stop = span
@@ -242,6 +234,32 @@ class _Save:
             item = Item(piece_key(name, numel, span), part.dtype, shape, values.view(shape))
             self.items.append(item)
             self.total += values.nbytes
+
+    def _arranged_anew(self, key: str, by_rule: bool) -> _Arrangement:
+        """Let rank 0 divide the work from what ranks tell of what they hold. Collective."""
+        channel = self.channel
+        own = self.collected.parts
+        told = exchange_first(channel, lambda: parts.told_by(own, channel.rank, by_rule=by_rule), self.timeout)
+        planned: dict[str, Any] = {}
+
+        def plan() -> None:
+            if channel.rank == 0:
+                for name, info in parts.divide(told, self.call).items():
+                    planned[name] = info.described()
+
+        agree(channel, plan, self.timeout)
+        tensors = {}
+        for name, described in channel.tell(planned, self.timeout).items():
+            tensors[name] = TensorInfo.of(name, described)
+
+        def check() -> None:
+            parts.check_plan(own, channel.rank, tensors, self.call)
+            for tensor in self.collected.model.keys.values():
+                if tensor is not None and tensor not in tensors:
+                    raise CheckpointError(f"{self.call}: no rank has {tensor}; nothing was saved")
+
+        agree(channel, check, self.timeout)
+        return _Arrangement(key, parts.written_by(channel.rank, channel.size, tensors), tensors)
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""
@@ -258,7 +276,7 @@ class _Save:
         with contextlib.ExitStack() as until_written:
             id, partial = exchange(self.channel, lambda: self._open(until_written), self.timeout)[0]
             self.moved += 1
-            written = exchange(self.channel, lambda: self._write(id, Path(partial)), self.timeout)
+            written = exchange_first(self.channel, lambda: self._write(id, Path(partial)), self.timeout)
             self.moved += 1
             exchange(self.channel, lambda: self._commit(id, Path(partial), written), self.timeout)
 

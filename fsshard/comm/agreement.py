@@ -15,13 +15,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
 
 from fsshard import errors
 from fsshard.comm.stores import answer_within, check_not_destroyed, check_not_inherited, timeout_of
@@ -148,6 +149,31 @@ class Channel:
         texts = [_encoded(value)]
         if self.size > 1:
             texts = self._exchange(texts[0], self._limit if timeout is None else timeout)
+        return self._values(texts)
+
+    def gather_first(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """Return ``value`` of every rank on rank 0, and an empty list on the others. JSON must know it."""
+        text = _encoded(value)
+        if self.size == 1:
+            return self._values([text])
+        limit = self._limit if timeout is None else timeout
+        with self._conversation() as sent:
+            lengths = [int(row) for row in self._all_gather(f"{len(text):20}".encode(), limit, sent)]
+            rows = self._gather_rows(text.ljust(max(lengths)), limit, sent)
+        return self._values([row[:length] for row, length in zip(rows, lengths, strict=False)])
+
+    def tell(self, value: Any, timeout: float | None = None) -> Any:
+        """Return rank 0's ``value`` on every rank, as JSON gives it back."""
+        text = _encoded(value if self.rank == 0 else None)
+        if self.size == 1:
+            return self._values([text])[0]
+        limit = self._limit if timeout is None else timeout
+        with self._conversation() as sent:
+            length = int(self._broadcast(f"{len(text):20}".encode(), limit, sent))
+            text = self._broadcast(text if self.rank == 0 else bytes(length), limit, sent)
+        return self._values([text])[0]
+
+    def _values(self, texts: Sequence[bytes]) -> list[Any]:
         values = []
         unsaid = {}
         for rank, text in enumerate(texts):
@@ -160,12 +186,19 @@ class Channel:
         return values
 
     def _exchange(self, text: bytes, limit: float) -> list[bytes]:
+        with self._conversation() as sent:
+            lengths = [int(row) for row in self._all_gather(f"{len(text):20}".encode(), limit, sent)]
+            rows = self._all_gather(text.ljust(max(lengths)), limit, sent)  # all as long as the longest
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    @contextmanager
+    def _conversation(self) -> Iterator[list[Tensor]]:
+        """Raise what is right where a rank is lost within. What is sent goes into the list that it yields."""
         if self._gloo is None:
             raise CheckpointError(f"{self.what}: the ranks have lost their connection, or are not connected yet")
         sent: list[Tensor] = []
         try:
-            lengths = [int(row) for row in self._all_gather(f"{len(text):20}".encode(), limit, sent)]
-            rows = self._all_gather(text.ljust(max(lengths)), limit, sent)  # all as long as the longest
+            yield sent
         except RuntimeError as error:
             # "Connection closed by peer", "Timed out waiting", "Broken pipe" and so on (gloo of torch 2.13). No frame
             # may hold the group any longer: its connections close with it.
@@ -173,17 +206,41 @@ class Channel:
         # Tensors that a thread of gloo were the last to let go of would make it wait for the interpreter's lock,
         # which who frees the group may hold: a deadlock (pytorch issue #56297). So they live until the next exchange.
         self._sent = sent
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _all_gather(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
-        """Run one operation of gloo; leave it if another rank has lost one: this rank may wait for a third."""
-        gloo: Any = self._gloo
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         whole = torch.empty(self.size * len(text), dtype=torch.uint8, device="cpu")
         sent += [own, whole]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=limit)
-        work = allgather_base(gloo, whole, own, options)
+        self._done(allgather_base(cast(Any, self._gloo), whole, own, options))
+        return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
+
+    def _gather_rows(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
+        """Return every rank's text, of one length, on rank 0, and nothing on the others."""
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows: list[Tensor] = []
+        if self.rank == 0:
+            rows = list(own.new_empty(self.size, len(text)).unbind())
+        sent += [own, *rows]
+        options = GatherOptions()
+        options.timeout = timedelta(seconds=limit)
+        options.rootRank = 0
+        self._done(cast(Any, self._gloo).gather([rows] if rows else [], [own], options))
+        return [row.numpy().tobytes() for row in rows]
+
+    def _broadcast(self, text: bytes, limit: float, sent: list[Tensor]) -> bytes:
+        """Return rank 0's text, which has the same length on all ranks."""
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sent.append(own)
+        options = BroadcastOptions()
+        options.timeout = timedelta(seconds=limit)
+        options.rootRank = 0
+        self._done(cast(Any, self._gloo).broadcast([own], options))
+        return own.numpy().tobytes()
+
+    def _done(self, work: dist.Work) -> None:
+        """Wait for one operation of gloo; leave it if another rank has lost one: this rank may wait for a third."""
         begun = time.monotonic()
         looked = begun
         while not done_soon(work, 0.0, on_cpu=True):
@@ -194,9 +251,8 @@ class Channel:
             try:
                 self._check_losses(now - begun)
             except RuntimeError:  # or the store gives no answer
-                hold_until_done(work, gloo)
+                hold_until_done(work, self._gloo)
                 raise
-        return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
 
     def _check_losses(self, waited: float) -> None:
         """Raise RuntimeError where another rank has lost one, or this one may wait no longer."""
@@ -357,19 +413,7 @@ def exchange(
         timeout: seconds, over a channel; None for its group's own. A rank's work may take that much longer than
             another's.
     """
-    result = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except FsshardError as raised:
-        # The text of our own errors is enough: frames of the checks would hide the caller's line.
-        error = raised.with_traceback(None)
-    except Exception as raised:
-        error = raised
-    except BaseException:  # Ctrl-C, say: the others must not wait for this rank
-        if isinstance(over, Channel):
-            over.drop()
-        raise
+    result, error = _tried(over, work)
     if over is None or _size_of(over) == 1:
         if error is not None:
             raise error
@@ -390,6 +434,43 @@ def exchange(
         kind = getattr(errors, failure["kind"], RankMismatch)
         raise _error(kind, f"rank {rank}: {failure['text']}", failure["attributes"])
     return [report["result"] for report in reports]
+
+
+def exchange_first(channel: Channel, work: Callable[[], Any], timeout: float | None = None) -> list[Any]:
+    """Do as :func:`exchange` over a channel, but return the results on rank 0 alone, and nothing on the others."""
+
+    def said() -> Any:
+        value = work()
+        json.dumps(value)  # what cannot be sent is this rank's failure
+        return value
+
+    result, error = _tried(channel, said)
+    report = {"result": result} if error is None else {"error": _described(error)}
+    try:
+        reports = channel.gather_first(report, timeout)
+        failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+        # Texts for keys, as JSON has them.
+        failures = {int(rank): failure for rank, failure in channel.tell(failures, timeout).items()}
+    except CheckpointError as lost:
+        raise lost from error
+    if failures:
+        raise _combined(channel, failures, error) from error
+    return [report["result"] for report in reports]
+
+
+def _tried(over: Over, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return the result of ``work``, or None and what it raised."""
+    try:
+        return work(), None
+    except FsshardError as raised:
+        # The text of our own errors is enough: frames of the checks would hide the caller's line.
+        return None, raised.with_traceback(None)
+    except Exception as raised:
+        return None, raised
+    except BaseException:  # Ctrl-C, say: the others must not wait for this rank
+        if isinstance(over, Channel):
+            over.drop()
+        raise
 
 
 def _size_of(over: dist.ProcessGroup | Channel) -> int:

@@ -99,8 +99,7 @@ class AllReduce:
         self._work = dist.all_to_all_single(destination, source, [own_size] * ranks, sizes, group=group, async_op=True)
 
     def add(self) -> list[dist.Work]:
-        """Add up what has arrived, and begin to send the sums; they are there after a wait for each, and :meth:`end`.
-        """
+        """Add up what has arrived, and begin to send the sums: wait for each, and then call :meth:`end`."""
         arrived = self._arrived
         self._arrived = None
         if arrived is None:
@@ -130,7 +129,8 @@ class AllReduce:
         self._add_into(total[: self._sizes[self._group.rank()]], arrived)
         if not is_even:
             self._gathered = self._flat.new_empty(padded)
-        return dist.all_gather_single(self._gathered, total, group=self._group, async_op=True)
+        work: dist.Work = dist.all_gather_single(self._gathered, total, group=self._group, async_op=True)
+        return work
 
     def _add_into(self, total: Tensor, arrived: Tensor) -> None:
         if total.numel():

@@ -5,7 +5,7 @@ ranks tell each other over the store of the default process group. Start at :fun
 failed), :func:`wait` (one takes long) and :func:`meet` (a rare call, which not all ranks may make). Keys, all JSON::
 
     process/<rank>  its process, written once                         waits/<rank>  the call in which it lost another
-    left/<rank>     why it takes part no longer                       asked         how often ranks asked for places
+    left/<rank>     why it takes part no longer                       asked         how often a rank asked for places
     at/<rank>       where it stands, and which question it answers    meet/...      see Watchdog.meet
     runs/<group>/<number>  the rank that first stood still in a group's collective of that number, and in which one
 """
@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -55,6 +56,7 @@ LONGEST_PAUSE = 0.05  # between two looks at the store
 DECISION = 10.0  # for the rank that decides on a meeting to write down what it found
 
 BUSY = 0.1  # share of a core: a rank that uses more computes
+SILENT = 3  # times NEXT_QUESTION without a round of the rank that asks, until another one does
 ALIKE = 3  # answers in a row without a change: nobody will come. A slow transfer ends on its ranks within less
 
 LOST_NEIGHBOUR = (
@@ -155,6 +157,8 @@ def wait(
     except RankMismatch:
         hold_until_done(work, group)
         raise
+    finally:
+        questions.end()
 
 
 def hold_until_done(work: Any, group: Any) -> None:
@@ -253,18 +257,46 @@ def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
         if rank in before and place.stands_since(before[rank]):
             ranks.add(rank)
     while True:
-        waiting = set()
-        for rank in ranks:
-            others = {other: places[other] for other in ranks if other != rank}
-            if places[rank].waits_for(others):
-                waiting.add(rank)
+        # A rank does not wait for itself.
+        standing = {rank: places[rank] for rank in ranks}
+        waiting = {rank for rank, place in standing.items() if place.waits_for(standing)}
         if waiting == ranks:
             return ranks
         ranks = waiting
 
 
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return ascending ranks as ranges: a group of a thousand is one, or a few."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        if runs:
+            start, stop, step = runs[-1]
+            last = stop - step
+            if last == start:  # a range of one has no step yet
+                step = rank - start
+            if rank == last + step:
+                runs[-1] = (start, rank + step, step)
+                continue
+        runs.append((rank, rank + 1, 1))
+    return runs
+
+
+def _ranks_in(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(rank for run in runs for rank in range(*run))
+
+
 class _Questions:
-    """The questions of one waiting rank to the others, and the answers."""
+    """The questions of waiting ranks to all others, and the answers.
+
+    One of the ranks that wait asks for all of them, reads the answers, and writes down what they say: so what the
+    others read does not grow with the number of ranks. Keys::
+
+        term            how often another rank has begun to ask
+        asks/<term>     how many ranks would; the first does
+        found/<term>    JSON of its last round: the round's number, which ranks are where, who waits for good, and
+                        whether it leaves with that
+        over/<term>     how many ranks have found that no more will come; the first begins another term
+    """
 
     def __init__(self, watchdog: Watchdog, ranks: tuple[int, ...], what: str) -> None:
         # Where a rank is, is where its main thread is: one that saves in the background trains on meanwhile.
@@ -272,33 +304,109 @@ class _Questions:
         self._watchdog = watchdog
         self._what = what
         self.ranks = ranks
-        self._number: int | None = None
-        self.places: Mapping[int, Place] = {}
+        self.next = FIRST_QUESTION if asks else float("inf")
+        self.texts: Mapping[int, str] = {}  # global rank -> where it is, in words
         self._alike = 1
         self._warned = False
-        self.next = FIRST_QUESTION if asks else float("inf")
+        self._term = -1
+        self._asks = False  # for all, in this term
+        self._number: int | None = None  # of its last question
+        self._round = 0  # the last one that it has written, or read
+        self._places: Mapping[int, Place] = {}
+        self._moved = 0.0  # when another rank was seen to ask
 
     def look(self, waited: float) -> None:
-        """Read the answers to the last question, and ask again; raise if this rank waits for ranks that wait for it."""
-        self.next = waited + NEXT_QUESTION
-        places: Mapping[int, Place] = {}
+        """Ask, or read what another rank found; raise if this rank waits for ranks that wait for it."""
         try:
-            if self._number is not None:
-                places = self._watchdog.places(self._number)
-            self._number = self._watchdog.store.add("asked", 1)
+            self._join_term(waited)
+            if self._asks:
+                self.next = waited + NEXT_QUESTION
+                found = self._ask()
+            else:
+                self.next = waited + FIRST_QUESTION
+                found = self._read(waited)
         except RuntimeError:  # dist.DistError among them: the store is gone, and so will be the collective
             self.next = float("inf")
             return
-        if self._watchdog.rank in stuck(places, self.places):
-            self._alike += 1
-        else:
-            self._alike = 1
-        self.places = places
+        if found is None:
+            return
+        self.texts, waiting_for_good = found
+        self._alike = self._alike + 1 if waiting_for_good else 1
         if self._alike >= ALIKE:
+            # What it has written stays for the others to read.
+            self._asks = False
             raise RankMismatch(f"{self._what}: {self.missing()}; they wait for each other forever")
-        if places and not self._warned:
+        if not self._warned:
             self._warned = True
             log.warning("%s has waited for %.0f s: %s", self._what, waited, self.missing())
+
+    def _join_term(self, waited: float) -> None:
+        """Become the rank that asks where there is none."""
+        store = self._watchdog.store
+        term = store.add("term", 0)
+        if term == self._term:
+            return
+        self._term = term
+        self._asks = store.add(f"asks/{term}", 1) == 1
+        self._round = 0
+        self._moved = waited
+        written = store.get(f"found/{term}")
+        if written is not None:
+            number, *_, is_last = json.loads(written)
+            if is_last:
+                self._end_term()
+                self._join_term(waited)
+                return
+            # What was found up to now is of before this rank waited, and what is being asked may be.
+            self._round = number + 1
+
+    def _ask(self) -> tuple[dict[int, str], bool] | None:
+        """Read the answers to the last question, write them down for all, and ask again."""
+        watchdog = self._watchdog
+        places: Mapping[int, Place] = {}
+        if self._number is not None:
+            places = watchdog.places(self._number)
+        self._number = watchdog.store.add("asked", 1)
+        for_good = stuck(places, self._places)
+        self._places = places
+        self._round += 1
+        texts = {rank: place.text for rank, place in places.items()}
+        ranks_at: dict[str, list[int]] = {}
+        for rank, text in texts.items():
+            ranks_at.setdefault(text, []).append(rank)
+        where = [[text, _runs(ranks)] for text, ranks in ranks_at.items()]
+        waits_for_good = watchdog.rank in for_good
+        is_last = waits_for_good and self._alike + 1 >= ALIKE
+        found = [self._round, where, _runs(sorted(for_good)), is_last]
+        watchdog.store.set(f"found/{self._term}", json.dumps(found))
+        return (texts, waits_for_good) if places else None
+
+    def _read(self, waited: float) -> tuple[dict[int, str], bool] | None:
+        """Return what is new of what the rank that asks has found."""
+        store = self._watchdog.store
+        written = store.get(f"found/{self._term}")
+        number, where, for_good, is_last = json.loads(written) if written is not None else (0, [], [], False)
+        if number <= self._round:
+            # The rank that asks may have gone without a word.
+            if is_last or waited - self._moved > SILENT * NEXT_QUESTION:
+                self._end_term()
+            return None
+        self._round = number
+        self._moved = waited
+        texts = {rank: text for text, runs in where for rank in _ranks_in(runs)}
+        return (texts, self._watchdog.rank in _ranks_in(for_good)) if texts else None
+
+    def _end_term(self) -> None:
+        store = self._watchdog.store
+        if store.add(f"over/{self._term}", 1) == 1:
+            store.add("term", 1)
+
+    def end(self) -> None:
+        """Leave it to another rank to ask: this one waits no longer."""
+        if self._asks:
+            self._asks = False
+            with suppress(RuntimeError):  # the store may be gone
+                self._end_term()
 
     def missing(self) -> str:
         """Say who is not here, and where instead, as far as it has answered."""
@@ -308,11 +416,11 @@ class _Questions:
         for rank in self.ranks:
             if rank == self._watchdog.rank:
                 continue
-            place = self.places.get(rank)
-            if place is None:
+            text = self.texts.get(rank)
+            if text is None:
                 silent.append(f"rank {rank} computes, or does not answer")
-            elif place.text != own:
-                elsewhere.append(f"rank {rank} {place.text}")
+            elif text != own:
+                elsewhere.append(f"rank {rank} {text}")
         return "; ".join(elsewhere + silent) or "a rank did not take part"
 
 
@@ -496,7 +604,7 @@ class Watchdog:
         for rank, answer in self._said("at", range(self._size)).items():
             asked, text, ranks, *rest = json.loads(answer)
             if asked >= number:
-                places[rank] = Place(text, tuple(ranks), *rest)
+                places[rank] = Place(text, _ranks_in(ranks), *rest)
         return places
 
     def here(self) -> Place:
@@ -528,14 +636,16 @@ class Watchdog:
                 last[key] = begun.last[name]
             elif begun.complete:
                 last[key] = -1
-        self.store.set(f"at/{self.rank}", json.dumps([question, *here[:4], pending, last]))
+        answer = [question, here.text, _runs(here.with_ranks), here.busy, here.clock, pending, last]
+        self.store.set(f"at/{self.rank}", json.dumps(answer))
 
     def _groups(self) -> dict[str, str]:
         """Return the groups of this process: name -> what no other one is called on any rank."""
         groups = {}
         for group in all_groups():
             name = str(group.group_name)
-            groups[name] = f"{name}:{','.join(map(str, _ranks_of(group)))}"
+            # Ranks may have other groups of the same name.
+            groups[name] = f"{name}:{zlib.crc32(repr(_ranks_of(group)).encode()):x}"
         return groups
 
     # ------------------------------------------------------------------------------------------ meetings
@@ -566,7 +676,10 @@ class Watchdog:
         with waiting:
             if not is_last:
                 questions = _Questions(self, _ranks_of(group), what)
-                absent, is_late = self._await_outcome(keys, f"{place}/outcome", questions, timeout)
+                try:
+                    absent, is_late = self._await_outcome(place, keys, questions, timeout)
+                finally:
+                    questions.end()
         self._decide(place, keys, absent, is_late)
         # The rank that decides may have died before it could write.
         if not self.store.awaited([f"{place}/outcome"], DECISION):
@@ -603,8 +716,8 @@ class Watchdog:
 
     def _await_outcome(
         self,
+        place: str,
         keys: Sequence[str],
-        outcome: str,
         questions: _Questions,
         timeout: float,
     ) -> tuple[dict[int, str], bool]:
@@ -614,32 +727,29 @@ class Watchdog:
         next_look = FIRST_QUESTION
         ranks = questions.ranks
         while True:
-            if self.store.get(outcome) is not None:
+            if self.store.get(f"{place}/outcome") is not None:
                 return {}, False
             waited = time.monotonic() - began
-            if waited <= min(timeout, next_look, questions.next):
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-                continue
-            # Somebody is late: only now is it asked who.
-            there = self.store.get_all(keys)
-            missing = [rank for rank, key in enumerate(keys) if key not in there]
-            if not missing:
-                return {}, False
             if waited > timeout:
-                return dict.fromkeys(missing, f"did not come within {timeout:g} s"), True
+                return dict.fromkeys(range(len(keys)), f"did not come within {timeout:g} s"), True
             reasons: Mapping[int, str] = {}  # by global rank
             if waited > next_look:
                 next_look = waited + FIRST_QUESTION
-                reasons = self.left([ranks[rank] for rank in missing])
-            if not reasons and waited > questions.next:
+                # Who came last may have died before it could write.
+                if self.store.add(f"{place}/count", 0) == len(keys):
+                    return {}, False
+                # Each looks after its neighbour: all after all would be too much for the store.
+                neighbour = (ranks.index(self.rank) + 1) % len(ranks)
+                if self.store.get(keys[neighbour]) is None and self.left([ranks[neighbour]]):
+                    there = self.store.get_all(keys)
+                    reasons = self.left([rank for rank, key in zip(ranks, keys, strict=True) if key not in there])
+            elif waited > questions.next:
                 try:
                     questions.look(waited)
                 except RankMismatch:
-                    reasons = {other: place.text for other, place in questions.places.items()}
+                    reasons = questions.texts
             if reasons:
-                absent = {rank: reasons[ranks[rank]] for rank in missing if ranks[rank] in reasons}
-                return absent, False
+                return {number: reasons[rank] for number, rank in enumerate(ranks) if rank in reasons}, False
             time.sleep(min(pause, max(0.0, timeout - waited)))
             pause = min(2 * pause, LONGEST_PAUSE)
 

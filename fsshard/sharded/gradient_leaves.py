@@ -58,7 +58,7 @@ class LeafLoops:
         backend: Backend = controller.backend
         ranks = backend.settings.world_size
         own = leaves // ranks
-        # A rank has two neighbouring leaves of each round, whose sum has one order, or one, where pairs do not come out.
+        # A rank has two neighbouring leaves of each round, whose sum has one order; of an odd number it has one.
         pair = 1 if own % 2 else 2
         sums = _PartialSums(backend)
         for begin in range(0, leaves, pair * ranks):

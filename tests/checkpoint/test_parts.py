@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsshard.checkpoint.parts import divide
+from fsshard.checkpoint.parts import divide, written_by
 from fsshard.errors import CheckpointError
 
 Range = tuple[int, int]
@@ -22,7 +22,8 @@ def shares(held: dict[str, list[Range | None]], bytes: int = 4, shared: bool = T
         for table, part in zip(tables, ranges, strict=True):
             if part is not None:
                 table[name] = [dtype, [size], *part]
-    return divide(tables, "save", shared=shared)[1]
+    tensors = divide(tables, "save", shared=shared)
+    return [written_by(rank, len(tables), tensors) for rank in range(len(tables))]
 
 
 def covered(name: str, written: list[dict[str, Range]]) -> list[Range]:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import fsshard
 from fsshard.checkpoint import loading, parts, reader
 from fsshard.checkpoint.format import index as index_module
-from fsshard.checkpoint.format.index import Index, ModelInfo, Origin, piece_key, rank_file, write_index
+from fsshard.checkpoint.format.division import piece_key, rank_file
+from fsshard.checkpoint.format.index import Index, ModelInfo, Origin, write_index
 from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError
@@ -77,10 +78,10 @@ def test_a_load_reads_one_whole_checkpoint_while_it_is_replaced(ranks: Any, tmp_
 def of_ranks(folder: Path, ranks: int) -> None:
     """Write a checkpoint of one tensor, of which each of ``ranks`` has saved one number."""
     tables: Any = [{"model/w": ["float32", [ranks], rank, rank + 1]} for rank in range(ranks)]
-    tensors, written = parts.divide(tables, "save")
+    tensors = parts.divide(tables, "save")
     files = {}
     for rank in range(ranks):
-        begin, end = written[rank]["model/w"]
+        begin, end = parts.written_by(rank, ranks, tensors)["model/w"]
         key = piece_key("model/w", ranks, (begin, end))
         item = Item(key, torch.float32, (end - begin,), torch.arange(begin, end, dtype=torch.float32))
         name = rank_file(rank, ranks)

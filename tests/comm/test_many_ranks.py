@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections import Counter
@@ -12,14 +13,22 @@ import torch.distributed as dist
 
 from fsshard.comm import watchdog
 from fsshard.comm.stores import PatientStore
+from fsshard.errors import RankMismatch
 
 
 class CountingStore:
-    """Counts keys that are asked for, by the rank that asks."""
+    """Counts keys that are asked for and bytes that are read, by the rank that asks."""
 
-    def __init__(self, store: Any, asked: Counter[int], rank: int) -> None:
+    def __init__(
+        self,
+        store: Any,
+        asked: Counter[int],
+        rank: int,
+        read: Counter[int] | None = None,
+    ) -> None:
         self._store = store
         self._asked = asked
+        self._read = Counter() if read is None else read
         self._rank = rank
 
     def __getattr__(self, name: str) -> Any:
@@ -29,7 +38,10 @@ class CountingStore:
             keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
             if name != "check":  # looks at a key that is not there yet come as often as the clock says
                 self._asked[self._rank] += len(keys)
-            return method(*arguments)
+            answer = method(*arguments)
+            if name == "multi_get":
+                self._read[self._rank] += sum(map(len, answer))
+            return answer
 
         return counted
 
@@ -87,3 +99,86 @@ def test_requests_of_a_meeting_do_not_grow_with_the_ranks(monkeypatch: pytest.Mo
         assert counts[-1] <= counts[0] + 2 * size + 8
     # Who comes while the outcome is being written asks once more.
     assert most[64] <= most[4] + 6, "all but the two that came last ask for as many keys as among four ranks"
+
+
+def waiting(size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[int], Counter[int], list[str]]:
+    """Let ``size`` threads wait for each other for good; return the keys and bytes of each, and what each raised."""
+    monkeypatch.setattr(watchdog, "_ranks_of", lambda group: tuple(range(group.size())))
+    store = dist.HashStore()
+    asked: Counter[int] = Counter()
+    read: Counter[int] = Counter()
+    dogs = []
+    for rank in range(size):
+        dog = object.__new__(watchdog.Watchdog)
+        vars(dog).update(rank=rank, _size=size, waits=None, _lost_at=None)
+        dog.store = PatientStore(CountingStore(store, asked, rank, read))  # type: ignore[arg-type]
+        dogs.append(dog)
+    everyone = tuple(range(size))
+    questions = [watchdog._Questions(dog, everyone, f"call {dog.rank % 2}") for dog in dogs]
+    raised = [""] * size
+    waited = 1.0
+    clock = 0.0
+    while not all(raised):
+        assert waited < 60.0
+        for rank, one in enumerate(questions):
+            if raised[rank] or waited <= one.next:
+                continue
+            try:
+                one.look(waited)
+            except RankMismatch as error:
+                raised[rank] = str(error)
+        # Each answers as its thread does: odd ranks have not begun what the even ones wait in, and vice versa.
+        question = store.add("asked", 0)
+        clock += 1.0
+        for rank in everyone:
+            pending, last = [["g", 5]], {"g": 5, "h": 3}
+            if rank % 2:
+                pending, last = [["h", 4]], {"g": 4, "h": 4}
+            answer = [question, f"waits in call {rank % 2}", watchdog._runs(everyone), 0.0, clock, pending, last]
+            store.set(f"at/{rank}", json.dumps(answer))
+        waited += 1.0
+    return asked, read, raised
+
+
+def test_one_of_the_waiting_ranks_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = {}
+    for size in (4, 64):
+        asked, read, raised = waiting(size, monkeypatch)
+        for rank, text in enumerate(raised):
+            assert f"rank {1 - rank % 2} waits in call {1 - rank % 2}" in text and "for each other forever" in text
+        most[size] = (sorted(asked.values())[-2], sorted(read.values())[-2])
+    assert most[64][0] == most[4][0], "all but the one that asks: as many requests"
+    assert most[64][1] <= 2 * most[4][1], "and as many bytes, but for the digits of ranks"
+
+
+def test_another_rank_asks_where_the_first_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_ranks_of", lambda group: tuple(range(group.size())))
+    store = dist.HashStore()
+
+    def questions_of(rank: int) -> watchdog._Questions:
+        dog = object.__new__(watchdog.Watchdog)
+        vars(dog).update(rank=rank, _size=3, waits=None, _lost_at=None)
+        dog.store = PatientStore(store)
+        return watchdog._Questions(dog, (0, 1, 2), "the sum")
+
+    first, second, third = map(questions_of, range(3))
+    first.look(1.0)
+    second.look(1.0)
+    assert store.add("asked", 0) == 1, "one asks"
+    # The first is killed. What the others read does not change any more.
+    for waited in range(2, 16):
+        second.look(float(waited))
+    assert store.add("asked", 0) == 2
+    # The second goes on with its work: the third asks at once.
+    second.end()
+    third.look(1.0)
+    assert store.add("asked", 0) == 3
+
+
+@pytest.mark.parametrize(
+    "ranks", [(), (0,), (0, 1, 2, 3), (0, 8, 16, 24), (3, 5, 6, 7), (0, 1, 8, 9, 16, 17), (5, 2, 9)]
+)
+def test_ranks_as_ranges(ranks: tuple[int, ...]) -> None:
+    runs = watchdog._runs(sorted(ranks))
+    assert watchdog._ranks_in(json.loads(json.dumps(runs))) == tuple(sorted(ranks))
+    assert len(watchdog._runs(range(0, 1024, 8))) == 1

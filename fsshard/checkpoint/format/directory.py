@@ -20,7 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, ordinal_in, read_index, says_ours
+from fsshard.checkpoint.format.division import RANK_FILE
+from fsshard.checkpoint.format.index import INDEX_FILE, ordinal_in, read_index, says_ours
 from fsshard.checkpoint.format.tensors_file import open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,62 +19,33 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsshard.checkpoint.format.division import (
+    Division,
+    Layout,
+    Piece,
+    Pieces,
+    Range,
+    Spread,
+    pieces_in,
+    rank_file,
+)
 from fsshard.checkpoint.format.tensors_file import BY_NAME, FileEntry, new_file, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 
 FORMAT = "fsshard-checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READ_VERSIONS = (2, 3)  # in version 2 each tensor lists its pieces
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
-RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")  # the files of a checkpoint next to its index
+MANY_FILES = 64  # above so many each rank looks at its share of a checkpoint's files, and keeps no more of them open
 STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
 _ORDINAL = re.compile(rb'"ordinal"\s*:\s*(\d{1,15})\b')
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
-
-
-Range = tuple[int, int]  # [start, stop) of the elements of a flattened tensor
-
-
-class Piece(NamedTuple):
-    """Elements ``[start, stop)`` of a flattened tensor; they are the whole of the tensor ``key`` in ``file``."""
-
-    file: str
-    key: str
-    start: int
-    stop: int
-
-
-def cover(pieces: Sequence[Piece], wanted: Range) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces (sorted, disjoint) that have elements within ``wanted``, and from where to where these go."""
-    start, stop = wanted
-    for piece in pieces:
-        low = max(piece.start, start)
-        high = min(piece.stop, stop)
-        if high > low:
-            yield piece, low, high
-
-
-def piece_key(name: str, elements: int, part: Range) -> str:
-    """Name a part of a tensor of so many elements in a file: as the tensor, with its start if not all."""
-    start, stop = part
-    if (start, stop) == (0, elements):
-        return name
-    return f"{name}@{start}"
-
-
-def rank_file(rank: int, ranks: int) -> str:
-    """Name the file that a rank writes."""
-    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
-def rank_of(file: str) -> int:
-    """Return the rank that writes a file."""
-    return int(RANK_FILE.fullmatch(file)[1])  # type: ignore[index]
 
 
 def steps(numel: int, itemsize: int) -> Iterator[Range]:
@@ -89,7 +60,7 @@ class TensorInfo(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
 
     @property
     def kind(self) -> torch.dtype:
@@ -99,6 +70,8 @@ class TensorInfo(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Return whether the pieces cover all elements, in order."""
+        if isinstance(self.pieces, Division):
+            return self.pieces.is_sound()
         end = 0
         for piece in self.pieces:
             if piece.start != end or piece.stop < end:
@@ -115,6 +88,26 @@ class TensorInfo(NamedTuple):
     def nbytes(self) -> int:
         """Return the bytes of all elements."""
         return self.numel * self.kind.itemsize
+
+    def described(self) -> dict[str, Any]:
+        """Return plain values, as the index has them."""
+        value: dict[str, Any] = {"dtype": self.dtype, "shape": self.shape}
+        if isinstance(self.pieces, Division):
+            value["division"] = [self.pieces.ranks, *self.pieces.layout, *self.pieces.spread]
+        else:
+            value["pieces"] = self.pieces
+        return value
+
+    @classmethod
+    def of(cls, name: str, value: Mapping[str, Any]) -> TensorInfo:
+        """Return what :meth:`described` gave, after JSON has had it."""
+        info = cls(value["dtype"], tuple(value["shape"]), ())
+        if "division" not in value:
+            return info._replace(pieces=tuple(Piece(*node) for node in value["pieces"]))
+        ranks, shards, inner, stride, offset, before, total = map(int, value["division"])
+        layout = Layout(shards, inner, stride, offset)
+        spread = Spread(before, total)
+        return info._replace(pieces=Division(name, info.numel, info.kind.itemsize, ranks, layout, spread))
 
 
 class Origin(NamedTuple):
@@ -182,7 +175,7 @@ class Index:
             format_version=FORMAT_VERSION,
             origin=self.origin.described(),
             files={name: file._asdict() for name, file in self.files.items()},
-            tensors={name: tensor._asdict() for name, tensor in self.tensors.items()},
+            tensors={name: tensor.described() for name, tensor in self.tensors.items()},
             model=self.model._asdict(),
             optimizers=optimizers,
         )
@@ -236,13 +229,22 @@ class Index:
         """List the tensors that have a piece in a file."""
         names = []
         for name, info in self.tensors.items():
-            if any(piece.file == file for piece in info.pieces):
+            if pieces_in(info.pieces, file):
                 names.append(name)
         return names
 
 
-def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Index:
-    """Read the index of a checkpoint; with ``files``, check as well that those are there and have their sizes."""
+def read_index(
+    directory: str | os.PathLike[str],
+    *,
+    files: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Index:
+    """Read the index of a checkpoint; with ``files``, check as well that those are there and have their sizes.
+
+    Of many files every ``ranks``-th alone is looked at, from the ``rank``-th on (:func:`share_of`).
+    """
     directory = Path(directory)
     if not os.path.lexists(directory):
         raise CheckpointError(f"there is no checkpoint at {directory}")
@@ -256,8 +258,17 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     index = Index.from_json(data, str(path))
     if files:
-        check_files(directory, index)
+        check_files(directory, index, share_of(index, rank, ranks))
     return index
+
+
+def share_of(index: Index, rank: int, ranks: int) -> list[str]:
+    """Return the files that a rank looks at: all, or of more than :data:`MANY_FILES` every ``ranks``-th.
+
+    A thousand ranks that open a thousand files each are a burden for a parallel file system.
+    """
+    files = sorted(index.files)
+    return files if len(files) <= MANY_FILES else files[rank::ranks]
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
@@ -304,10 +315,11 @@ def write_index(directory: str | os.PathLike[str], index: Index) -> None:
         stream.write(memoryview(data))
 
 
-def check_files(directory: str | os.PathLike[str], index: Index) -> None:
+def check_files(directory: str | os.PathLike[str], index: Index, names: Iterable[str]) -> None:
     """Raise a CorruptCheckpoint that names files that are missing or of another size, with the tensors in them."""
     faults = []
-    for name, expected in index.files.items():
+    for name in names:
+        expected = index.files[name]
         path = Path(directory) / name
         try:
             with os.fdopen(open_regular(path), "rb") as stream:
@@ -333,9 +345,10 @@ def _index(value: Any, whole: bool) -> Index:
     if value.get("format") != FORMAT:
         raise ValueError("not the index of an fsshard checkpoint")
     version = value["format_version"]
-    if version != FORMAT_VERSION:
+    if version not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
         raise ValueError(
-            f"format version {version!r:.40}; this fsshard reads {FORMAT_VERSION}. It was written by "
+            f"format version {version!r:.40}; this fsshard reads {known}. It was written by "
             f"{value.get('origin')!r:.80}: use that fsshard or a newer one"
         )
     if not whole:
@@ -346,6 +359,7 @@ def _index(value: Any, whole: bool) -> Index:
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == INDEX_FILE:
             raise ValueError(f"files: {name!r:.100} is not the name of a file next to the index")
+    nbytes = sum(file.bytes for file in files.values())
     optimizers = {}
     for name, info in value["optimizers"].items():
         optimizers[name] = OptimizerInfo(info["class"], info["groups"], info["state"])
@@ -355,7 +369,7 @@ def _index(value: Any, whole: bool) -> Index:
         saved_at=str(value["saved_at"]),
         origin=Origin(**value["origin"]),
         files=files,
-        tensors={name: _tensor(name, entry, files) for name, entry in value["tensors"].items()},
+        tensors={name: _tensor(name, entry, files, nbytes) for name, entry in value["tensors"].items()},
         model=ModelInfo(**value["model"]),
         tied=dict(value["tied"]),
         optimizers=optimizers,
@@ -369,13 +383,19 @@ def _tensor(
     name: str,
     value: Mapping[str, Any],
     files: Mapping[str, FileEntry],
+    nbytes: int,
 ) -> TensorInfo:
-    pieces = tuple(Piece(*node) for node in value["pieces"])
-    info = TensorInfo(value["dtype"], tuple(value["shape"]), pieces)
-    for piece in info.pieces:
-        # Before anybody makes room.
-        if (piece.stop - piece.start) * info.kind.itemsize > files[piece.file].bytes:
-            raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
+    """Make the facts of a tensor of a JSON value; ``nbytes`` are those of all files."""
+    info = TensorInfo.of(name, value)
     if not info.is_whole or min(info.shape, default=0) < 0:
         raise ValueError(f"tensors, {name!r:.100}: pieces overlap, leave a gap or do not end at {info.numel} elements")
+    # Before anybody makes room.
+    if isinstance(info.pieces, Division):
+        last = rank_file(info.pieces.ranks - 1, info.pieces.ranks)
+        if last not in files or info.nbytes > nbytes:
+            raise ValueError(f"tensors, {name!r:.100}: more elements than the files can have")
+        return info
+    for piece in info.pieces:
+        if (piece.stop - piece.start) * info.kind.itemsize > files[piece.file].bytes:
+            raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
     return info

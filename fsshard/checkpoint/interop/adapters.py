@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsshard.checkpoint.format.index import Index, Range, some
+from fsshard.checkpoint.format.division import Range
+from fsshard.checkpoint.format.index import Index, some
 from fsshard.checkpoint.format.tensors_file import Item, new_file, write
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import ConfigurationError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format.index import Range
+from fsshard.checkpoint.format.division import Range
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 Tree = dict[Any, Any]

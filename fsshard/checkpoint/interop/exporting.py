@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
-from fsshard.checkpoint.format.index import Index, Piece, rank_of, some
+from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
+from fsshard.checkpoint.format.index import Index, some
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
 from fsshard.checkpoint.models import choose_models
@@ -484,17 +485,17 @@ class LiveReader(PieceReader):
         self._parts = own.parts
         tables = []
         trees = []
-        for table, tree in channel.gather([parts.as_table(own.parts), own.trees(())]):
+        for table, tree in channel.gather([parts.told_by(own.parts, channel.rank, by_rule=False), own.trees(())]):
             tables.append(table)
             trees.append(tree)
-        tensors, _ = parts.divide(tables, call, shared=False)
+        tensors = parts.divide(tables, call, shared=False)
         self.index = parts.make_index(parts.origin_of(models), own, tensors, trees)
         # The same on all ranks.
         self._numbers = {name: number for number, name in enumerate(tensors)}
         # The ranks that rank 0 needs at all: with whole parameters, none.
         ranks: set[int] = set()
         for info in tensors.values():
-            ranks.update(rank_of(piece.file) for piece in info.pieces)
+            ranks.update(rank_of(piece.file) for piece in pieces_of(info.pieces))
         self._asked = sorted(ranks - {0})
 
     def fill(

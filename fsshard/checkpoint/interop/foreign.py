@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fsshard.checkpoint.format.index import INDEX_FILE, RANK_FILE, Range
+from fsshard.checkpoint.format.division import RANK_FILE, Range
+from fsshard.checkpoint.format.index import INDEX_FILE
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
 from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
 from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in

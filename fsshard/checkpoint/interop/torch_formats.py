@@ -29,7 +29,8 @@ from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fsshard.checkpoint.format.index import Range, TensorInfo
+from fsshard.checkpoint.format.division import Range
+from fsshard.checkpoint.format.index import TensorInfo
 from fsshard.checkpoint.format.tensors_file import dtype_name, open_regular
 from fsshard.checkpoint.interop.pickles import needs_trust, stand_in
 from fsshard.checkpoint.reader import TensorReader

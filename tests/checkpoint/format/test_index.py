@@ -11,17 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsshard.checkpoint.format.index import (
-    Index,
-    ModelInfo,
-    OptimizerInfo,
-    Origin,
-    Piece,
-    TensorInfo,
-    cover,
-    says_ours,
-    sealed,
-)
+from fsshard.checkpoint.format.division import Piece, cover
+from fsshard.checkpoint.format.index import Index, ModelInfo, OptimizerInfo, Origin, TensorInfo, says_ours, sealed
 from fsshard.checkpoint.format.tensors_file import FileEntry
 from fsshard.checkpoint.format.tree import encode
 from fsshard.errors import CorruptCheckpoint
@@ -122,11 +113,11 @@ def test_one_false_statement_is_enough(name: str) -> None:
 
 
 def test_a_newer_format_names_who_wrote_it() -> None:
-    value = {"format": "fsshard-checkpoint", "format_version": 3, "origin": {"fsshard": "9.8"}, "all": "else is new"}
+    value = {"format": "fsshard-checkpoint", "format_version": 4, "origin": {"fsshard": "9.8"}, "all": "else is new"}
     for seal in (True, False):
-        with pytest.raises(CorruptCheckpoint, match=r"format version 3.*'fsshard': '9\.8'"):
+        with pytest.raises(CorruptCheckpoint, match=r"format version 4.*'fsshard': '9\.8'"):
             parse(value, seal)
-        with pytest.raises(CorruptCheckpoint, match="format version 3"):
+        with pytest.raises(CorruptCheckpoint, match="format version 4"):
             parse({**value, "origin": []}, seal)
 
 
