@@ -126,6 +126,15 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         minutes=2,
     ),
     Benchmark(
+        name="scale",
+        title="Checkpoints of many ranks",
+        command="benchmarks/scale.py --dcp",
+        shows="What a save and a load of 1,024 parameters under Adam need on up to 1,024 ranks that are made up, beside "
+        "the planner of torch.distributed.checkpoint.",
+        target="plan and index in under 10 s and 200 MiB, an index below 5 MB",
+        minutes=3,
+    ),
+    Benchmark(
         name="domain",
         title="Fields that are split over ranks",
         command="benchmarks/domain.py --rounds 20 --profile 8",

@@ -662,9 +662,15 @@ def written_by(rank: int, ranks: int, tensors: Mapping[str, TensorInfo]) -> dict
     return written
 
 
-def check_plan(parts: Parts, rank: int, tensors: Mapping[str, TensorInfo], call: str) -> None:
+def check_plan(
+    collected: Collected,
+    rank: int,
+    tensors: Mapping[str, TensorInfo],
+    call: str,
+) -> None:
     """Raise a CheckpointError unless a rank has of each tensor what the plan of all ranks expects of it. Local."""
-    lacking = []
+    parts = collected.parts
+    lacking = [name for name in collected.model.keys.values() if name is not None and name not in tensors]
     for name, info in tensors.items():
         part = parts.get(name)
         if part is not None and (dtype_name(part.dtype), part.shape) != (info.dtype, info.shape):

@@ -252,13 +252,7 @@ class _Save:
         for name, described in channel.tell(planned, self.timeout).items():
             tensors[name] = TensorInfo.of(name, described)
 
-        def check() -> None:
-            parts.check_plan(own, channel.rank, tensors, self.call)
-            for tensor in self.collected.model.keys.values():
-                if tensor is not None and tensor not in tensors:
-                    raise CheckpointError(f"{self.call}: no rank has {tensor}; nothing was saved")
-
-        agree(channel, check, self.timeout)
+        agree(channel, lambda: parts.check_plan(self.collected, channel.rank, tensors, self.call), self.timeout)
         return _Arrangement(key, parts.written_by(channel.rank, channel.size, tensors), tensors)
 
     def copy_to_host(self) -> None:

@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fsshard
 from fsshard.checkpoint import parts, saving
+from fsshard.checkpoint.format.division import Division
+from fsshard.checkpoint.format.index import read_index
 from fsshard.checkpoint.parts import as_one
 from fsshard.checkpoint.rng import capture, derive, restore
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
@@ -155,13 +157,13 @@ def job_remembered(folder: str, backend: str) -> list[tuple[str, int, bool]]:
     }.items():
         if what == "one has forgotten" and rank == 1:
             saving._arrangements.clear()
-        with mock.patch.object(parts, "divide", side_effect=parts.divide) as divide:
+        with mock.patch.object(parts, "told_by", side_effect=parts.told_by) as told:
             fsshard.save(f"{folder}/last", model, optimizer, **state)
         own = {key: value.clone() for key, value in model.state_dict().items()}
         step(model, optimizer)
         fsshard.load(f"{folder}/last", model, optimizer)
         same = all(torch.equal(own[key], value) for key, value in model.state_dict().items())
-        found.append((what, divide.call_count, same))
+        found.append((what, told.call_count, same))
     return found
 
 
@@ -557,3 +559,58 @@ def test_observers_that_take_their_shape_from_data_resume(ranks: Any, tmp_path: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert ranks.run(job_resumed_qat, 2, backend, str(tmp_path / "saved")) == [[], []]
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "ddp": {"backend": "ddp"},
+    "fsdp": {"backend": "fsdp"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fairscale": {"backend": "fairscale", "implementation": "native"},
+    "hybrid fsdp": {"backend": "fsdp", "hybrid": True},
+    "hybrid fsdp2": {"backend": "fsdp2", "hybrid": True},
+}
+
+
+def job_by_rule(folder: str, settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, int], bool]:
+    """Which tensors of the index are divided by a rule or listed, how many each rank told, and whether all is read."""
+    settings = dict(settings)
+    if settings.pop("hybrid", False):
+        settings["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fsshard.wrap(net(), **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.1)
+    step(model, optimizer)
+    told: list[int] = []
+    rows = parts.told_by
+
+    def counted(*given: Any, **options: Any) -> Any:
+        found = rows(*given, **options)
+        told.append(len(found))
+        return found
+
+    with mock.patch.object(parts, "told_by", counted):
+        fsshard.save(f"{folder}/last", model, optimizer)
+    own = {key: value.clone() for key, value in model.state_dict().items()}
+    kinds = {
+        name: "rule" if isinstance(info.pieces, Division) else "list"
+        for name, info in read_index(f"{folder}/last").tensors.items()
+    }
+    step(model, optimizer)
+    fsshard.load(f"{folder}/last", model, optimizer, verify=True)
+    same = all(torch.equal(own[key], value) for key, value in model.state_dict().items())
+    return kinds, {"told": sum(told)}, same
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_are_divided_by_rules_and_one_speaks_for_all(ranks: RankPool, tmp_path: Path, shape: str) -> None:
+    answers = ranks.run(job_by_rule, 4, str(tmp_path), SHAPES[shape])
+    for kinds, _, same in answers:
+        assert same
+        for name, kind in kinds.items():
+            is_weight = name.startswith("model/") and name != "model/steps"  # a buffer, which is rank 0's
+            is_moment = name.endswith(("/exp_avg", "/exp_avg_sq")) and shape != "fairscale"
+            if is_weight or is_moment:
+                assert kind == "rule", name
+    # Each tensor is told once; counts of steps by each copy of the first shard.
+    tensors = len(answers[0][0])
+    counts = sum(name.endswith("/step") for name in answers[0][0])
+    assert tensors <= sum(told["told"] for _, told, _ in answers) <= tensors + counts
