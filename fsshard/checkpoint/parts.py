@@ -546,10 +546,6 @@ def _encode(
 # ------------------------------------------------------------------------------------------------ who writes what
 
 
-Span = tuple[str, int, int]
-"""A tensor's name, and the range of its elements that a rank has."""
-
-
 def told_by(parts: Parts, rank: int, *, by_rule: bool) -> dict[str, list[Any]]:
     """Return the rows of :func:`as_table` that a rank tells the others.
 
@@ -568,14 +564,12 @@ def told_by(parts: Parts, rank: int, *, by_rule: bool) -> dict[str, list[Any]]:
 def divide(
     tables: Sequence[Mapping[str, Any]],
     call: str,
-    *,
-    shared: bool = True,
 ) -> dict[str, TensorInfo]:
     """Decide which rank writes which elements of which tensor: each once, by a rank that has them.
 
-    Engines differ only in this: a rank holds a range of each flattened tensor. The same range on several ranks is a
-    copy (all of DDP, the replicas of HYBRID_SHARD, FairScale's parameters), whose bytes are spread evenly over them if
-    ``shared``; else the first one writes all of it.
+    Engines differ only in this: a rank holds a range of each flattened tensor. Where that is by a rule, ranks may hold
+    the same range (all of DDP, the replicas of HYBRID_SHARD, FairScale's parameters): the bytes of such copies are
+    spread evenly over them. What is held by no rule is written by the first that has it.
 
     Args:
         tables: what each rank tells, :func:`told_by`: of a tensor with a layout one rank, of others all that have some.
@@ -589,7 +583,8 @@ def divide(
     """
     infos: dict[str, TensorInfo] = {}
     layouts: dict[str, Layout] = {}
-    holders: dict[Span, list[int]] = {}
+    pieces: dict[str, Pieces] = {}
+    listed: dict[str, dict[Range, Piece]] = {}
     for rank, table in enumerate(tables):
         for name, (dtype, shape, start, stop, *layout) in table.items():
             here = TensorInfo(dtype, tuple(shape), ())
@@ -602,9 +597,12 @@ def divide(
             if layout:
                 layouts[name] = Layout(*layout[0])
             elif stop > start:
-                holders.setdefault((name, start, stop), []).append(rank)
-    pieces: dict[str, Pieces] = dict(_tables_of_pieces(holders, infos, len(tables), shared))
-    pieces |= _divisions(layouts, infos, len(tables), shared)
+                key = piece_key(name, info.numel, (start, stop))
+                piece = Piece(rank_file(rank, len(tables)), key, start, stop)
+                listed.setdefault(name, {}).setdefault((start, stop), piece)
+    for name, ranges in listed.items():
+        pieces[name] = tuple(ranges[span] for span in sorted(ranges))
+    pieces |= _divisions(layouts, infos, len(tables))
     return {name: info._replace(pieces=pieces.get(name, ())) for name, info in infos.items()}
 
 
@@ -612,7 +610,6 @@ def _divisions(
     layouts: Mapping[str, Layout],
     infos: Mapping[str, TensorInfo],
     ranks: int,
-    shared: bool,
 ) -> Iterator[tuple[str, Division]]:
     """Yield the rules of tensors that all ranks hold by one."""
     totals: dict[tuple[int, int], int] = {}
@@ -624,32 +621,8 @@ def _divisions(
         info = infos[name]
         grid = (layout.shards, layout.inner)
         spread = Spread(before[grid], totals[grid])
-        if not shared:
-            # All of it is in the first copy's stretch.
-            spread = Spread(0, info.nbytes * (ranks // layout.shards))
         before[grid] += info.nbytes
         yield name, Division(name, info.numel, info.kind.itemsize, ranks, layout, spread)
-
-
-def _tables_of_pieces(
-    holders: Mapping[Span, Sequence[int]],
-    infos: Mapping[str, TensorInfo],
-    ranks: int,
-    shared: bool,
-) -> Iterator[tuple[str, tuple[Piece, ...]]]:
-    """Yield the pieces of tensors whose ranges are held by ranks as they say."""
-    ranges_of_group: dict[tuple[int, ...], list[Span]] = {}
-    for span, of_span in holders.items():
-        writers = tuple(of_span) if shared else (of_span[0],)
-        ranges_of_group.setdefault(writers, []).append(span)
-    pieces: dict[str, list[Piece]] = {}
-    for group, ranges in ranges_of_group.items():
-        for rank, name, low, high in _spread(group, ranges, infos):
-            key = piece_key(name, infos[name].numel, (low, high))
-            pieces.setdefault(name, []).append(Piece(rank_file(rank, ranks), key, low, high))
-    for name, found in pieces.items():
-        found.sort(key=lambda piece: piece.start)
-        yield name, tuple(found)
 
 
 def written_by(rank: int, ranks: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Range]:
@@ -691,33 +664,6 @@ def check_plan(
     lacking += [name for name in parts if name not in tensors]
     if lacking:
         raise CheckpointError(f"{call}: the ranks do not hold all of {some(lacking)}; nothing was saved")
-
-
-def _spread(
-    group: Sequence[int],
-    ranges: Sequence[Span],
-    infos: Mapping[str, TensorInfo],
-) -> Iterator[tuple[int, str, int, int]]:
-    """Yield (rank, name, start, stop) of what each rank of a group writes of the ranges that all of them have.
-
-    Laid end to end, so that few tensors are cut; each rank of the group gets an equal stretch of bytes.
-    """
-    total = 0
-    for name, start, stop in ranges:
-        total += (stop - start) * infos[name].kind.itemsize
-    before = 0  # bytes of the ranges that were spread already
-    for name, start, stop in ranges:
-        itemsize = infos[name].kind.itemsize
-        bounds = []
-        for index in range(len(group) + 1):
-            # The stretch of the rank at this index begins at byte `begin`; here in elements of this range, rounded up.
-            begin = index * total // len(group)
-            elements = max(-(-(begin - before) // itemsize), 0)
-            bounds.append(min(start + elements, stop))
-        for rank, low, high in zip(group, bounds, bounds[1:], strict=False):
-            if high > low:
-                yield rank, name, low, high
-        before += (stop - start) * itemsize
 
 
 def origin_of(models: Models) -> Origin:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
-from fsshard.checkpoint.parts import divide, written_by
+from fsshard.checkpoint.format.division import Layout, whole_everywhere
+from fsshard.checkpoint.parts import _grid_of, divide, written_by
 from fsshard.errors import CheckpointError
 
 Range = tuple[int, int]
 
 
-def shares(held: dict[str, list[Range | None]], bytes: int = 4, shared: bool = True) -> list[dict[str, Range]]:
-    """The part that each rank writes, given the range of each tensor that it holds."""
-    dtype = {1: "int8", 2: "int16", 4: "float32", 8: "complex64", 16: "complex128"}[bytes]
+def shares(held: dict[str, list[Range | None]], layout: Layout | None = None) -> list[Any]:
+    """The part that each rank writes, given the range of each tensor that it holds, by a rule or by none."""
     tables: list[dict[str, Any]] = [{} for _ in next(iter(held.values()))]
     for name, ranges in held.items():
         size = max(part[1] for part in ranges if part is not None)
         for table, part in zip(tables, ranges, strict=True):
-            if part is not None:
-                table[name] = [dtype, [size], *part]
-    tensors = divide(tables, "save", shared=shared)
+            if part is None:
+                continue
+            table[name] = ["float32", [size], *part]
+            if layout is not None:
+                table[name].append(layout)
+                break
+    tensors = divide(tables, "save")
     return [written_by(rank, len(tables), tensors) for rank in range(len(tables))]
 
 
@@ -32,39 +35,35 @@ def covered(name: str, written: list[dict[str, Range]]) -> list[Range]:
 
 def test_copies_are_shared_evenly_and_few_tensors_are_cut() -> None:
     held: Any = {f"w{i}": [(0, 100)] * 4 for i in range(10)}
-    written = shares(held)
+    written = shares(held, whole_everywhere(100))
     assert [sum(b - a for a, b in part.values()) for part in written] == [250] * 4
     assert len([name for name in held if len(covered(name, written)) > 1]) <= 3
 
 
 def test_shards_are_written_where_they_are_and_replicas_share_each() -> None:
     assert shares({"w": [(0, 6), (6, 12), None]}) == [{"w": (0, 6)}, {"w": (6, 12)}, {}]
-    written = shares({"w": [(0, 6), (6, 12), (0, 6), (6, 12)]})
+    written = shares({"w": [(0, 6), (6, 12), (0, 6), (6, 12)]}, Layout(2, 1, 6, 0))
     assert written == [{"w": (0, 3)}, {"w": (6, 9)}, {"w": (3, 6)}, {"w": (9, 12)}]
 
 
-def test_an_export_asks_the_first_that_has_it() -> None:
+def test_what_is_held_by_no_rule_is_written_by_the_first_that_has_it() -> None:
     held: Any = {"whole": [(0, 6), (0, 6), (0, 6)], "parts": [None, (0, 4), (4, 6)], "none": [(0, 0), None, (0, 0)]}
-    assert shares(held, shared=False) == [{"whole": (0, 6)}, {"parts": (0, 4)}, {"parts": (4, 6)}]
+    assert shares(held) == [{"whole": (0, 6)}, {"parts": (0, 4)}, {"parts": (4, 6)}]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_element_once(seed: int) -> None:
-    chance = random.Random(seed)
-    ranks = chance.randint(1, 5)
-    held: Any = {}
-    for index in range(chance.randint(1, 12)):
-        n, kind, owner = chance.choice([0, 1, 2, 7, 1000]), chance.randint(0, 2), chance.randrange(ranks)
-        cuts = sorted(chance.choices(range(n + 1), k=ranks - 1))
-        held[f"w{index}"] = [
-            [(0, n)] * ranks,
-            [(0, n) if rank == owner else None for rank in range(ranks)],
-            list(zip([0, *cuts], [*cuts, n], strict=True)),
-        ][kind]
-    written = shares(held, chance.choice([1, 2, 4, 8, 16]))
-    for name, ranges in held.items():
-        parts = covered(name, written)
-        assert [x for a, b in parts for x in range(a, b)] == list(range(max(part[1] for part in ranges if part)))
+@pytest.mark.parametrize("members", [[0, 1], [0, 2], [1, 3], [0, 4], [2, 6], [0, 1, 2, 3], [4, 5, 6, 7], [3, 7], [5]])
+def test_a_group_whose_ranks_lie_apart_alike_has_a_rule(members: list[int]) -> None:
+    grid = _grid_of(members, 8)
+    assert grid is not None
+    layout = Layout(*grid, 1, 0)
+    shards = [layout.place(rank) for rank in members]
+    assert [shard for shard, _ in shards] == list(range(len(members)))
+    assert len({copy for _, copy in shards}) == 1
+
+
+@pytest.mark.parametrize("members", [[0, 3], [1, 0], [1, 2], [0, 1, 3], [2, 4], [0, 1, 2]])
+def test_other_groups_have_none(members: list[int]) -> None:
+    assert _grid_of(members, 8) is None
 
 
 def test_ranks_that_disagree_are_told() -> None:

@@ -488,7 +488,7 @@ class LiveReader(PieceReader):
         for table, tree in channel.gather([parts.told_by(own.parts, channel.rank, by_rule=False), own.trees(())]):
             tables.append(table)
             trees.append(tree)
-        tensors = parts.divide(tables, call, shared=False)
+        tensors = parts.divide(tables, call)
         self.index = parts.make_index(parts.origin_of(models), own, tensors, trees)
         # The same on all ranks.
         self._numbers = {name: number for number, name in enumerate(tensors)}
