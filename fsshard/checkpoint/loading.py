@@ -30,6 +30,7 @@ from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.division import RANK_FILE
 from fsshard.checkpoint.format.index import INDEX_FILE
+from fsshard.checkpoint.format.object_store import identity_of_url, is_url
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
 from fsshard.checkpoint.models import choose_models, name_models, prefix
@@ -61,7 +62,7 @@ class Loaded:
     """The result of :func:`load`.
 
     Attributes:
-        path: the directory that was read.
+        path: the directory, or the URL, that was read.
         state: what was saved as ``**state`` and for which no object was passed to :func:`load`; this rank's values.
         per_rank: values that differed between ranks, by rank, if the number of ranks has changed.
         missing: keys of the model, and names of objects, that the checkpoint lacks (``strict=False``); keys of frozen
@@ -70,7 +71,7 @@ class Loaded:
         origin: the fsshard, torch, backend and world size that wrote it.
     """
 
-    path: Path
+    path: Path | str
     state: Mapping[str, Any]
     per_rank: Mapping[str, list[Any]]
     missing: tuple[str, ...]
@@ -113,7 +114,7 @@ def load(
     every rank has read and checked all that it needs.
 
     Args:
-        path: the checkpoint's directory, or another program's checkpoint.
+        path: the checkpoint's directory or URL, or another program's checkpoint.
         model: what :func:`fsshard.wrap` returned; a mapping of models by name, where several were saved, or of some of
             these: the others are not read.
         optimizer: as handed to ``save``: one, a list, or a mapping of them; None leaves the saved ones alone.
@@ -170,7 +171,7 @@ def load(
         jobs = [_Load(name, sharded, {}, strict, call) for name, sharded in models.items()]
         jobs[0].targets = targets
 
-        def opened(kind: str | None, place: Path) -> str:
+        def opened(kind: str | None, place: str) -> str:
             parts.check_places(scheduler, scaler, call)
             optimizers = parts.name_optimizers(models, optimizer, "fsshard.load", averages)
             for job in jobs:
@@ -180,11 +181,12 @@ def load(
             if kind is None:  # it is ours
                 if key is not None:
                     raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
-                reader: Reader | ForeignReader = until_done.enter_context(Reader(place, channel.rank, channel.size))
+                own_reader = Reader.of(place, channel.rank, channel.size)
+                reader: Reader | ForeignReader = until_done.enter_context(own_reader)
             elif any(models):
                 raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
             else:
-                reader = until_done.enter_context(ForeignReader(place, kind, trust_pickle=trust_pickle))
+                reader = until_done.enter_context(ForeignReader(Path(place), kind, trust_pickle=trust_pickle))
                 reader.add_for(jobs[0].model, jobs[0].optimizers, key, strict=strict)
             # From here on all files are open, if there are not too many, and no save takes them away.
             reader.check_headers(channel.rank, channel.size)
@@ -206,13 +208,15 @@ def load(
 def _open_together(
     channel: Channel,
     path: str,
-    opened: Callable[[str | None, Path], str],
+    opened: Callable[[str | None, str], str],
     call: str,
 ) -> None:
     """Open the same checkpoint on all ranks; once more where a save has replaced it before all had. Collective."""
 
     def choose() -> list[Any]:
         """Return the kind of another program's checkpoint, or None; the path; what tells it from the next there."""
+        if is_url(path):
+            return [None, path, identity_of_url(path)]
         kind = foreign(path)
         seen = identity(path)
         if kind is not None:
@@ -223,19 +227,23 @@ def _open_together(
                 raise CheckpointError(advice)
         return [kind, str(resolve(path)), seen]
 
+    def is_replaced() -> bool:
+        now: Any = identity_of_url(path) if is_url(path) else identity(path)
+        return bool(now != seen)
+
     # One rank chooses, so that a save in another job cannot give ranks different ones.
     choices = exchange(channel, lambda: choose() if channel.rank == 0 else [])
     kind, place, seen = choices[0]
     failure = CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
     try:
-        identities = exchange(channel, lambda: opened(kind, Path(place)))
+        identities = exchange(channel, lambda: opened(kind, place))
         if len(set(identities)) == 1:
             return
     except CheckpointError as error:
         if channel.lost:  # this error says whom, and no call over the channel can say so again
             raise
         failure = error
-    replaced = exchange(channel, lambda: channel.rank == 0 and identity(path) != seen)
+    replaced = exchange(channel, lambda: channel.rank == 0 and is_replaced())
     if not replaced[0]:
         raise failure
     _open_together(channel, path, opened, call)
@@ -669,7 +677,7 @@ def _result(jobs: Sequence[_Load]) -> Loaded:
         for key in job.unexpected:
             unexpected.append(prefix(job.name) + key)
     return Loaded(
-        path=first.reader.directory,
+        path=first.reader.path,
         state=state,
         per_rank=first.per_rank,
         missing=tuple(missing),

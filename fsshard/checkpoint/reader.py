@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from torch import Tensor
 from fsshard.checkpoint.format.directory import read_unreplaced
 from fsshard.checkpoint.format.division import Division, Piece, Range, cover, pieces_in
 from fsshard.checkpoint.format.index import MANY_FILES, Index, read_index, share_of, some, steps
+from fsshard.checkpoint.format.object_store import StoredCheckpoint, is_url
 from fsshard.checkpoint.format.tensors_file import STORED, Item, TensorsFile
 from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
@@ -86,9 +88,17 @@ class Reader(PieceReader):
     """An open checkpoint of ours."""
 
     def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
+        self.path: Path | str = directory
         self.directory = directory
         self.index = read_index(directory, rank=rank, ranks=ranks)
         self._files: dict[str, TensorsFile] = {}  # the one that was opened last comes last
+
+    @classmethod
+    def of(cls, path: str, rank: int, ranks: int) -> Reader:
+        """Open the checkpoint that one of several ranks reads, which is at a path or a URL."""
+        if is_url(path):
+            return StoredReader(path, rank, ranks)
+        return cls(Path(path), rank, ranks)
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Reader:
@@ -179,3 +189,29 @@ class Reader(PieceReader):
     ) -> None:
         kind = self.index.tensors[name].kind
         self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=out, dtype=kind)
+
+
+class StoredReader(Reader):
+    """A checkpoint of ours on a store. The files that this rank needs are copied to a temporary directory."""
+
+    def __init__(self, url: str, rank: int, ranks: int) -> None:
+        self._store = StoredCheckpoint(url)
+        self.path = self._store.url
+        self.index = self._store.read_index()
+        self._store.check_files(self.index, share_of(self.index, rank, ranks))
+        self._copies = tempfile.TemporaryDirectory(prefix="fsshard-")
+        self.directory = Path(self._copies.name)
+        self._files = {}
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._copies.cleanup()
+
+    def _open(self, name: str) -> TensorsFile:
+        copy = self.directory / name
+        if not copy.exists():
+            self._store.fetch(self.index.id, name, copy)
+        return super()._open(name)
+
+    def check_headers(self, rank: int = 0, ranks: int = 1) -> None:
+        """Do nothing: a header is looked at when its file is needed, and none is copied for it alone."""

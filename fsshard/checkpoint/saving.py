@@ -22,9 +22,10 @@ from torch import Tensor
 
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
+from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.checkpoint.format.division import Range, piece_key, rank_file
-from fsshard.checkpoint.format.index import Origin, TensorInfo, write_index
+from fsshard.checkpoint.format.index import Origin, TensorInfo
+from fsshard.checkpoint.format.object_store import StoredCheckpoint, is_url
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
 from fsshard.checkpoint.models import name_models
 from fsshard.checkpoint.staging import Staging
@@ -63,7 +64,8 @@ def save(
 
     Args:
         path: the directory that the checkpoint will be, on a file system that all ranks see. Its parent is made. A
-            leading ``~`` is the home directory, here and wherever a checkpoint's path is taken.
+            leading ``~`` is the home directory, here and wherever a checkpoint's path is taken. Or a URL for fsspec,
+            such as ``s3://bucket/run/step-100`` (docs/checkpoints.md says what differs there).
         model: what :func:`fsshard.wrap` returned, or several by name, ``{"g": generator, "d": critic}``, each under an
             engine of its own choice, of which :func:`fsshard.load` can take some.
         optimizer: one of :func:`fsshard.build_optimizer`, a list, or a mapping of them.
@@ -108,7 +110,7 @@ def save(
             saved = set(sharded.backend.key_order)
             buffers = {name: buffer for name, buffer in sharded.named_buffers() if name in saved}
             check_same_buffers(buffers, own.model_mesh, own.rank)
-    job = _Save(channel, Path(path).absolute(), call, timeout, keep, parts.origin_of(models))
+    job = _Save(channel, path if is_url(path) else Path(path).absolute(), call, timeout, keep, parts.origin_of(models))
 
     def collected() -> parts.Collected:
         parts.check_places(scheduler, scaler, call)
@@ -119,7 +121,7 @@ def save(
         random = generators.capture(settings.device) if rng else None
         part = only is not None
         share = parts.collect(models, optimizers, objects, settings.overall_rank, random, trainable=part)
-        job.place = CheckpointTarget(path)
+        job.place = StoredCheckpoint(path) if is_url(path) else CheckpointTarget(path)
         return share
 
     job.collected = parts.collect_together(collected, models, channel, timeout)
@@ -180,13 +182,13 @@ class _Save:
     """One save on one rank, from what is to be written to the rename."""
 
     channel: Channel
-    path: Path
+    path: Path | str
     call: str
     timeout: float
     keep: int | None
     origin: Origin
     collected: parts.Collected = field(default_factory=parts.Collected)
-    place: CheckpointTarget = field(default=None)  # type: ignore[assignment]
+    place: CheckpointTarget | StoredCheckpoint = field(default=None)  # type: ignore[assignment]
     alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
     tensors: dict[str, TensorInfo] = field(default_factory=dict)  # of all ranks
     items: list[Item] = field(default_factory=list)
@@ -270,9 +272,9 @@ class _Save:
         with contextlib.ExitStack() as until_written:
             id, partial = exchange(self.channel, lambda: self._open(until_written), self.timeout)[0]
             self.moved += 1
-            written = exchange_first(self.channel, lambda: self._write(id, Path(partial)), self.timeout)
+            written = exchange_first(self.channel, lambda: self._write(id, partial), self.timeout)
             self.moved += 1
-            exchange(self.channel, lambda: self._commit(id, Path(partial), written), self.timeout)
+            exchange(self.channel, lambda: self._commit(id, partial, written), self.timeout)
 
     def _open(self, until_written: contextlib.ExitStack) -> list[str]:
         """Take the lock and make the temporary directory, on rank 0; return the save's id and that directory."""
@@ -281,35 +283,30 @@ class _Save:
         id, partial = until_written.enter_context(self.place.writing())
         return [id, str(partial)]
 
-    def _write(self, id: str, partial: Path) -> list[Any]:
+    def _write(self, id: str, partial: str) -> list[Any]:
         """Write this rank's file; return its size and checksum, and what the index needs of this rank."""
         if self.uncopied is not None:
             raise self.uncopied
-        if not partial.is_dir():
-            raise CheckpointError(
-                f"{partial} was made by rank 0 and is not there for rank {self.channel.rank}; path must be on a file "
-                "system that all ranks share"
-            )
-        path = partial / rank_file(self.channel.rank, self.channel.size)
-        file = write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on)
+        name = rank_file(self.channel.rank, self.channel.size)
+        with self.place.part(partial, name) as path:
+            file = write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on)
         return [file, self.collected.trees(self.alike)]
 
     def _on(self, count: int) -> None:
         self.written += count
         self.moved += 1
 
-    def _commit(self, id: str, partial: Path, written: list[Any]) -> None:
+    def _commit(self, id: str, partial: str, written: list[Any]) -> None:
         if self.channel.rank:
             return
         index = dataclasses.replace(
             parts.make_index(self.origin, self.collected, self.tensors, [trees for _, trees in written], self.alike),
             id=id,
-            ordinal=newest_ordinal(self.place.path.parent) + 1,  # another job may have saved there meanwhile
+            ordinal=self.place.newest_ordinal() + 1,  # another job may have saved there meanwhile
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             files={rank_file(rank, len(written)): FileEntry(*file) for rank, (file, _) in enumerate(written)},
         )
-        write_index(partial, index)
-        self.place.commit(partial)
+        self.place.finish(partial, index)
         if self.keep is not None:
             self.place.retain(self.keep)
 

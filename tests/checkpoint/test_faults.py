@@ -176,7 +176,7 @@ REFUSED_SAVES: dict[str, tuple[Callable[[Run, Path], Any], str]] = {
     "no memory": (uncopied, r"last'\) failed\n  rank 1: OSError: .*Cannot allocate memory"),
     "file": (file_later, r"rank 0: .*file is a file; a checkpoint is a directory"),
     "vanished": (vanished, r"rank 1: cannot create .*No such file"),
-    "unseen": (unseen, r"rank 1: .*was made by rank 0 and is not there for rank 1; path must be on"),
+    "unseen": (unseen, r"rank 1: .*was made by rank 0 and is not there for this rank; path must be on"),
     "function on one": (
         lambda run, place: run.save(str(place / "last"), hook=len if dist.get_rank() == 1 else None),
         r"failed\n  rank 1: objects/hook.*function",

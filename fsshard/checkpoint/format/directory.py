@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsshard.checkpoint.format.division import RANK_FILE
-from fsshard.checkpoint.format.index import INDEX_FILE, ordinal_in, read_index, says_ours
+from fsshard.checkpoint.format.index import INDEX_FILE, Index, ordinal_in, read_index, says_ours, write_index
+from fsshard.checkpoint.format.object_store import is_url, latest_url
 from fsshard.checkpoint.format.tensors_file import open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
@@ -112,6 +113,25 @@ class CheckpointTarget:
         with self.writing() as (id, partial):
             write(id, partial, newest_ordinal(self._parent) + 1)
             return self.commit(partial)
+
+    @contextmanager
+    def part(self, partial: StrPath, name: str) -> Iterator[Path]:
+        """Yield the path of a rank's file in the directory that rank 0 has made."""
+        if not Path(partial).is_dir():
+            raise CheckpointError(
+                f"{os.fspath(partial)} was made by rank 0 and is not there for this rank; path must be on a file "
+                "system that all ranks share"
+            )
+        yield Path(partial) / name
+
+    def finish(self, partial: StrPath, index: Index) -> None:
+        """Write the index, and :meth:`commit`."""
+        write_index(partial, index)
+        self.commit(Path(partial))
+
+    def newest_ordinal(self) -> int:
+        """Return the highest count of saves among the checkpoints beside this one."""
+        return newest_ordinal(self._parent)
 
     def commit(self, partial: Path) -> Path:
         """Put a checkpoint that is whole in its place, and the one that was there into ``previous``; under the lock.
@@ -240,21 +260,24 @@ def _linked(directory: Path) -> Iterator[Path]:
                 yield Path(os.path.realpath(entry))
 
 
-def latest(directory: StrPath) -> Path | None:
+def latest(directory: StrPath) -> Path | str | None:
     """Return the newest complete checkpoint in a directory: all its files exist and have the right sizes.
 
     The newest one has the highest count of saves, then the latest time, then the last name. Directories that are not
     complete checkpoints are skipped with a warning. Leftovers of killed saves are removed.
 
     Args:
-        directory: a directory of checkpoints; or a checkpoint's own path, for that checkpoint or the one before it.
+        directory: a directory of checkpoints; or a checkpoint's own path, for that checkpoint or the one before it;
+            or a URL for fsspec of a folder of checkpoints.
 
     Returns:
-        Its absolute path, or None where there is none.
+        Its absolute path, or its URL, or None where there is none.
 
     Raises:
         CheckpointError: ``directory`` is a file, or cannot be read.
     """
+    if is_url(directory):
+        return latest_url(os.fspath(directory))
     path = _absolute(directory)
     clear(path.parent if not path.is_dir() or os.path.lexists(path / INDEX_FILE) else path)
     return newest_whole(path)

@@ -285,10 +285,13 @@ def says_ours(directory: str | os.PathLike[str]) -> bool:
 
 def ordinal_in(directory: str | os.PathLike[str]) -> int:
     """Return the count of saves that the index in a directory begins with; 0 where there is none."""
-    match = _ORDINAL.search(_beginning(directory))
-    if match:
-        return int(match[1])
-    return 0
+    return ordinal_of(_beginning(directory))
+
+
+def ordinal_of(beginning: bytes) -> int:
+    """Return the count of saves in the first bytes of an index; 0 where there is none."""
+    match = _ORDINAL.search(beginning)
+    return int(match[1]) if match else 0
 
 
 def _beginning(directory: str | os.PathLike[str]) -> bytes:
@@ -306,13 +309,18 @@ def write_index(directory: str | os.PathLike[str], index: Index) -> None:
         CheckpointError: it is longer than :func:`read_index` takes: the checkpoint could never be loaded.
     """
     data = index.to_json()
-    if len(data) >= MAX_BYTES:
-        raise CheckpointError(
-            f"{directory}: the index of this checkpoint has {len(data):,} bytes, and at most {MAX_BYTES:,} are read; "
-            "save fewer tensors together (several models in several checkpoints), or from fewer ranks"
-        )
+    check_length(directory, data)
     with new_file(Path(directory) / INDEX_FILE) as stream:
         stream.write(memoryview(data))
+
+
+def check_length(where: object, data: bytes) -> None:
+    """Raise CheckpointError for an index that would not be read."""
+    if len(data) >= MAX_BYTES:
+        raise CheckpointError(
+            f"{where}: the index of this checkpoint has {len(data):,} bytes, and at most {MAX_BYTES:,} are read; "
+            "save fewer tensors together (several models in several checkpoints), or from fewer ranks"
+        )
 
 
 def check_files(directory: str | os.PathLike[str], index: Index, names: Iterable[str]) -> None:
