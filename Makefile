@@ -50,7 +50,8 @@ test-newest:
 
 # What `make test` leaves out as well: tests marked long, kills, two hosts (root), lesser CPUs, code paths of this CPU, all of
 # torch's range. Three hours and 15 GB; .github/workflows/ci.yml has it every week.
-test-all:
+test-all: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[ray]'
 	$(MAKE) --no-print-directory test SET=--long
 	$(MAKE) --no-print-directory kills hosts cpus machines torches
 

@@ -41,6 +41,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsshard.torch_private.clip_grad import torchs_total_norm
+from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE
 from fsshard.torch_private.tensors import dtensor_handlers
 
@@ -162,6 +163,7 @@ raise; it gives None where the parameters are not its own. Without it: pytorch #
 
 
 def _put_step_hook(patch: Patch) -> Undo:
+    @disable_dynamo  # torch.compile of anybody's step has no business in here
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         for function in patch.functions:
             function(optimizer)

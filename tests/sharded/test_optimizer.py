@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
@@ -150,6 +151,36 @@ def test_a_plain_optimizer_over_managed_parameters_raises(ranks: Any, backend: s
     """Otherwise it would update stale parameters, or one shard by its local gradient, and say nothing."""
     for message in ranks.run(job_foreign, ranks_of(backend), backend, when):
         assert "fsshard.build_optimizer" in message
+
+
+def job_compiled_beside_a_wrapped_model() -> list[Tensor]:
+    """A bare model whose optimizer's step is compiled, while a wrapped model lives: its step is looked at, too."""
+    model = fsshard.wrap(net(), backend="none")
+    torch.manual_seed(0)
+    bare = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        bare(torch.full((2, 3), float(number))).sum().backward()
+        compiled()
+        optimizer.zero_grad()
+    managed = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0)).square().mean().backward()
+    with pytest.raises(OptimizerError, match=r"fsshard\.build_optimizer"):
+        torch.compile(managed.step, backend="eager")()
+    return [parameter.detach() for parameter in bare.parameters()]
+
+
+def test_a_compiled_step_of_another_model_is_left_alone(ranks: Any) -> None:
+    torch.manual_seed(0)
+    bare = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    for number in range(3):
+        bare(torch.full((2, 3), float(number))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, expected in zip(ranks.run(job_compiled_beside_a_wrapped_model, 1)[0], bare.parameters(), strict=True):
+        assert torch.equal(found, expected)
 
 
 def job_names(backend: str) -> list[Any]:
