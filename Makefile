@@ -53,7 +53,13 @@ test-newest:
 test-all: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[ray]'
 	$(MAKE) --no-print-directory test SET=--long
-	$(MAKE) --no-print-directory kills hosts cpus machines torches
+	$(MAKE) --no-print-directory kills hosts s3 cpus machines torches
+
+# Checkpoints on a server that speaks S3, with libraries of its own: they want other versions than the tests' environment has.
+.PHONY: s3
+s3: $(READY)
+	$(BIN)/python -m pip install --quiet --target .stores s3fs moto flask flask-cors
+	PYTHONPATH=.stores $(BIN)/python -m pytest tests/checkpoint/format/test_s3.py
 
 # The same tests with the kernels that libraries choose on lesser CPUs, which add in other orders: no test may know the last
 # bits of one CPU. Half an hour on two cores. (Intel's and AMD's take different ones of MKL's.)

@@ -6,14 +6,21 @@ import json
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import fsshard
 from fsshard.comm import watchdog
 from fsshard.comm.stores import PatientStore
 from fsshard.errors import RankMismatch
+from tests.models import batch, net
 
 
 class CountingStore:
@@ -182,3 +189,57 @@ def test_ranks_as_ranges(ranks: tuple[int, ...]) -> None:
     runs = watchdog._runs(sorted(ranks))
     assert watchdog._ranks_in(json.loads(json.dumps(runs))) == tuple(sorted(ranks))
     assert len(watchdog._runs(range(0, 1024, 8))) == 1
+
+
+def job_calls(folder: str) -> dict[str, int]:
+    """How many keys of the store this rank touches in each call; looks that are repeated count once."""
+    keys: set[str] = set()
+    counts = {}
+
+    def noted(name: str) -> Any:
+        method = getattr(PatientStore, name)
+
+        def call(store: PatientStore, key: Any, *given: Any) -> Any:
+            keys.update([key] if isinstance(key, str) else key)
+            return method(store, key, *given)
+
+        return mock.patch.object(PatientStore, name, call)
+
+    with ExitStack() as patches:
+        for name in ("set", "get_all", "add", "delete_key"):
+            patches.enter_context(noted(name))
+
+        def counted(what: str, call: Callable[[], Any]) -> Any:
+            keys.clear()
+            result = call()
+            counts[what] = len(keys)
+            return result
+
+        model = counted("wrap", lambda: fsshard.wrap(net(), backend="fsdp2"))
+        optimizer = counted("build_optimizer", lambda: fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1))
+
+        def step() -> None:
+            model(batch(dist.get_rank())).square().mean().backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        counted("step", step)
+        counted("state_dict", model.state_dict)
+        counted("save", lambda: fsshard.save(folder, model, optimizer))
+        counted("save again", lambda: fsshard.save(folder, model, optimizer))
+        counted("load", lambda: fsshard.load(folder, model, optimizer))
+    return counts
+
+
+def test_keys_of_each_call_do_not_grow_with_the_ranks(ranks: Any, tmp_path: Path) -> None:
+    """One rank of each meeting, the last to come, reads all notes; the others as many keys as on two ranks."""
+    few = ranks.run(job_calls, 2, str(tmp_path / "2"))
+    many = ranks.run(job_calls, 8, str(tmp_path / "8"))
+    for what in few[0]:
+        most = max(counts[what] for counts in few)
+        found = sorted(counts[what] for counts in many)
+        # Who waits for more than a second looks after a neighbour, and for what the rank that asks has found.
+        patience = 6 if what not in ("step", "build_optimizer") else 0
+        assert found[len(found) // 2] <= most + patience, f"{what}: {found}, on two ranks {most}"
+        assert found[-1] <= most + patience + 3 * 8, f"{what}: {found}, on two ranks {most}"

@@ -148,7 +148,9 @@ def test_more_ranks_have_the_bits_of_replicas_by_hand(ranks: Any, engine: str, s
 
 
 @pytest.mark.parametrize(
-    "mesh", [(2, 2), *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ((2, 4), (4, 2), (4, 4))), (3, 2)], ids=str
+    "mesh",
+    [(2, 2), *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ((2, 4), (4, 2), (4, 4))), (3, 2)],
+    ids=str,
 )
 @pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "fairscale"])
 def test_replicas_that_are_sharded_within(ranks: Any, engine: str, mesh: tuple[int, int]) -> None:
