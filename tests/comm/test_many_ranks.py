@@ -212,7 +212,7 @@ def job_calls(folder: str) -> dict[str, int]:
         def counted(what: str, call: Callable[[], Any]) -> Any:
             keys.clear()
             result = call()
-            counts[what] = len(keys)
+            counts[what] = len(keys - {"asked"})  # which the watchdog's thread looks at meanwhile
             return result
 
         model = counted("wrap", lambda: fsshard.wrap(net(), backend="fsdp2"))
