@@ -129,8 +129,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="scale",
         title="Checkpoints of many ranks",
         command="benchmarks/scale.py --dcp",
-        shows="What a save and a load of 1,024 parameters under Adam need on up to 1,024 ranks that are made up, beside "
-        "the planner of torch.distributed.checkpoint.",
+        shows="What a save and a load of 1,024 parameters under Adam need on up to 1,024 ranks that are made up, and "
+        "the planner of torch.distributed.checkpoint beside it.",
         target="plan and index in under 10 s and 200 MiB, an index below 5 MB",
         minutes=3,
     ),

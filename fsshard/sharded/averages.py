@@ -164,7 +164,8 @@ class EMA:
             OptimizerError: this rank has become the owner of a parameter since the first update.
         """
         group = self.model.backend.settings.group
-        found = exchange(group, self._counted)
+        with taking_part(group, "EMA's look at the ranks' updates"):
+            found = exchange(group, self._counted)
         if len(set(found)) > 1:
             told = ", ".join(f"rank {rank} {updates} of {calls} calls" for rank, (calls, updates) in enumerate(found))
             raise RankMismatch(f"EMA: the ranks have made different updates: {told}; call update() on every rank")
