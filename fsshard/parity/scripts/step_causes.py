@@ -25,6 +25,10 @@ SAME = 1e-12
 """Relative difference of two settings that a schedule's own arithmetic, in float64, explains."""
 SAME_LOSS = 1e-6
 """Relative difference of two losses that another order of their sums explains."""
+SAME_MEAN = 1e-5
+"""Difference from 1 of the mean of losses' ratios, each of them rounded in float32, if the mean is 1."""
+UNEQUAL = 1e-3
+"""Difference from 1 of one of these ratios that is more than rounding."""
 KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that say by which kernels an optimizer computes, and not what."""
 
@@ -477,6 +481,33 @@ def losses(old: Ranks, new: Ranks) -> str:
             continue
         return f"loss {one!r} -> {other!r}"
     return ""
+
+
+def means(old: Ranks, new: Ranks) -> str:
+    """Look for losses that one script weighs by what each rank or micro-batch has, such as tokens, and the other not.
+
+    A mean over all tokens weighs the mean of each part by its share of the tokens, and those weights are 1 on average.
+    """
+    same_samples = [_digests(record) for record in old] == [_digests(record) for record in new]
+    before = [loss for record in old for loss in record.losses]
+    now = [loss for record in new for loss in record.losses]
+    comparable = len(before) == len(now) > 1 and all(map(_is_number, before + now))
+    if not same_samples or not comparable:
+        return ""
+    for side, weighted, plain in (("new", now, before), ("old", before, now)):
+        weights = [one / other for one, other in zip(weighted, plain, strict=True)]
+        average = sum(weights) / len(weights)
+        if max(weights) - 1 > UNEQUAL and abs(average - 1) < SAME_MEAN:
+            listed = few([f"{weight:.3g}" for weight in weights])
+            return (
+                f"the {side} script alone weighs the losses of ranks or micro-batches, by {listed}, which is 1 on "
+                "average: a mean over all tokens (points, pixels), where the other has a mean of means"
+            )
+    return ""
+
+
+def _is_number(loss: float) -> bool:
+    return math.isfinite(loss) and loss != 0
 
 
 def _has_losses(ranks: Ranks) -> bool:
