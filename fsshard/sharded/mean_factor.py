@@ -20,7 +20,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import exchange, has_numbers
 from fsshard.comm.watchdog import taking_part
-from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, RankMismatch
+from fsshard.errors import ConfigurationError, OptimizerError, RankMismatch
 from fsshard.sharded.gradient_leaves import check_leaves
 
 Count: TypeAlias = float | Tensor
@@ -40,17 +40,17 @@ class _Row(NamedTuple):
 def mean_factor(backend: Backend, counts: Count | Sequence[Count], leaves: int | None) -> float:
     """Return by what this rank multiplies the sums of its losses; see ``ShardedModule.mean_factor``. Collective."""
     settings = backend.settings
-    row = _Row()
-    error: Exception | None = None
+    own_row = functools.partial(_own_row, backend, counts, leaves)
     # A rank that raised here would leave the others waiting.
     try:
-        row = _own_row(backend, counts, leaves)
-    except Exception as raised:
-        error = raised
+        row = own_row()
+    except Exception:
+        row = _Row()
     with taking_part(settings.everyone, CALL):
         rows = _gather(settings, row)
         if any(each.failed for each in rows):
-            exchange(settings.everyone, functools.partial(_raise, error))
+            # It fails again, on every rank now.
+            exchange(settings.everyone, own_row)
     by_data_rank = _by_data_rank(rows)
     # Rounded once: the order of the ranks does not matter.
     total = math.fsum(each.tokens for each in by_data_rank)
@@ -91,10 +91,11 @@ def _number(count: object) -> float:
         count = count.tolist()
     if isinstance(count, (list, tuple)):
         return math.fsum(map(_number, count))
+    number = math.nan
     if isinstance(count, numbers.Real) and not isinstance(count, bool):
-        value = float(count)
-        if 0 <= value < math.inf:
-            return value
+        number = float(count)
+    if 0 <= number < math.inf:
+        return number
     got = repr(count)
     raise ConfigurationError(
         f"{CALL}: expected how many tokens (or points) this rank has in the step, a finite number of at least 0 such "
@@ -110,14 +111,7 @@ def _gather(settings: Settings, row: _Row) -> list[_Row]:
     told = torch.tensor(row, dtype=torch.float64, device=settings.device)
     answers = told.new_empty(group.size() * len(row))
     dist.all_gather_single(answers, told, group=group)
-    return [_Row(*numbers_of_rank) for numbers_of_rank in answers.view(-1, len(row)).tolist()]
-
-
-def _raise(error: Exception | None) -> None:
-    if isinstance(error, FsshardError):
-        raise error
-    if error is not None:
-        raise ConfigurationError(f"{CALL}: the counts cannot be read: {error}") from error
+    return list(map(_Row._make, answers.view(-1, len(row)).tolist()))
 
 
 def _by_data_rank(rows: Sequence[_Row]) -> list[_Row]:

@@ -221,7 +221,12 @@ class ShardedModule(nn.Module):
         check_leaves(count, self.backend.settings.world_size)
         return self._fsshard.leaf_loops.run(count, seed)
 
-    def mean_factor(self, counts: Count | Sequence[Count], *, leaves: int | None = None) -> float:
+    def mean_factor(
+        self,
+        counts: Count | Sequence[Count],
+        *,
+        leaves: int | None = None,
+    ) -> float:
         """Return by what to multiply sums of losses, so that the step is over the mean of all tokens. Collective.
 
         ``(loss_sum * factor).backward()`` for each micro-batch of the step, on every rank: the gradient is then the sum

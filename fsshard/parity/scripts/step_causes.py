@@ -488,26 +488,49 @@ def means(old: Ranks, new: Ranks) -> str:
 
     A mean over all tokens weighs the mean of each part by its share of the tokens, and those weights are 1 on average.
     """
-    same_samples = [_digests(record) for record in old] == [_digests(record) for record in new]
-    before = [loss for record in old for loss in record.losses]
-    now = [loss for record in new for loss in record.losses]
-    comparable = len(before) == len(now) > 1 and all(map(_is_number, before + now))
-    if not same_samples or not comparable:
+    if list(map(_digests, old)) != list(map(_digests, new)):
         return ""
-    for side, weighted, plain in (("new", now, before), ("old", before, now)):
-        weights = [one / other for one, other in zip(weighted, plain, strict=True)]
-        average = sum(weights) / len(weights)
-        if max(weights) - 1 > UNEQUAL and abs(average - 1) < SAME_MEAN:
-            listed = few([f"{weight:.3g}" for weight in weights])
-            return (
-                f"the {side} script alone weighs the losses of ranks or micro-batches, by {listed}, which is 1 on "
-                "average: a mean over all tokens (points, pixels), where the other has a mean of means"
-            )
-    return ""
+    before = _losses(old)
+    now = _losses(new)
+    if len(before) != len(now):
+        return ""
+    side = "new"
+    weights = _weights(now, before)
+    if not weights:
+        side = "old"
+        weights = _weights(before, now)
+    if not weights:
+        return ""
+    return (
+        f"the {side} script alone weighs the losses of ranks or micro-batches, by {few(weights)}, which is 1 on "
+        "average: a mean over all tokens (points, pixels), where the other has a mean of means"
+    )
 
 
-def _is_number(loss: float) -> bool:
-    return math.isfinite(loss) and loss != 0
+def _losses(ranks: Ranks) -> list[float]:
+    losses = []
+    for record in ranks:
+        losses += record.losses
+    return losses
+
+
+def _weights(weighted: Sequence[float], plain: Sequence[float]) -> Names:
+    """Return in words how many times as large each loss is; none if that is not 1 on average, or is 1 for each."""
+    total = 0.0
+    largest = 0.0
+    words = []
+    for loss, unweighted in zip(weighted, plain, strict=True):
+        if unweighted == 0:
+            return []
+        weight = loss / unweighted
+        total += weight
+        largest = max(largest, weight)
+        words.append(f"{weight:.3g}")
+    # Neither is true of NaN.
+    is_mean = abs(total - len(words)) < SAME_MEAN * len(words)
+    if is_mean and largest > 1 + UNEQUAL:
+        return words
+    return []
 
 
 def _has_losses(ranks: Ranks) -> bool:
