@@ -23,6 +23,8 @@ TOKENS = 6
 LEAVES = 8
 SCALE = 256.0
 WAYS = ("plain", "accumulated", "scaled")
+SCALED = ("scaled", "fp16")
+"""Ways with a GradScaler; in the second one gradients are sent, and added up, in float16."""
 NATIVE = [engine for engine in ENGINES if engine.get("implementation") != "real"]
 NATIVE_NAMES = [engine["backend"] for engine in NATIVE]
 
@@ -66,7 +68,8 @@ def by_hand(ranks: int, way: str, mesh: tuple[int, int] | None = None) -> dict[s
     """Train bare replicas, one after the other, each weighted by the number of ranks over all tokens of the step."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scale = SCALE if way == "scaled" else 1.0
+    scale = SCALE if way in SCALED else 1.0
+    dtype = torch.float16 if way == "fp16" else None
     for step in range(STEPS):
         total = sum(count_of(step, part, rank) for part in range(parts_of(way)) for rank in range(ranks))
         gradients = []
@@ -75,7 +78,7 @@ def by_hand(ranks: int, way: str, mesh: tuple[int, int] | None = None) -> dict[s
                 (sum_of(model, step, part, rank) * (ranks / total) * scale).backward()
             gradients.append(gradients_of(model))
         for parameter, of_ranks in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = averaged(list(of_ranks), mesh, None) / scale
+            parameter.grad = averaged(list(of_ranks), mesh, dtype) / scale
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in model.state_dict().items()}
@@ -84,9 +87,11 @@ def by_hand(ranks: int, way: str, mesh: tuple[int, int] | None = None) -> dict[s
 def job_trained(settings: dict[str, Any], way: str, mesh: tuple[int, int] | None = None) -> dict[str, Tensor]:
     if mesh is not None:
         settings = {**settings, "device_mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))}
+    if way == "fp16":
+        settings = {**settings, "mixed_precision": fsshard.Precision(param=None, reduce=torch.float16)}
     model = fsshard.wrap(Net(), **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    scaler = fsshard.GradScaler(model, init_scale=SCALE, enabled=way == "scaled")
+    scaler = fsshard.GradScaler(model, init_scale=SCALE, enabled=way in SCALED)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(STEPS):
         factor = model.mean_factor([count_of(step, part, rank) for part in range(parts_of(way))])
@@ -123,7 +128,7 @@ def test_two_ranks_have_the_bits_of_replicas_weighted_by_hand(ranks: Any, engine
     check(ranks, engine, way, 2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "fp16"])
 @pytest.mark.parametrize("engine", NATIVE, ids=NATIVE_NAMES)
 def test_four_ranks_have_the_bits_of_replicas_weighted_by_hand(ranks: Any, engine: dict[str, Any], way: str) -> None:
     check(ranks, engine, way, 4)
