@@ -286,6 +286,27 @@ RUN: dict[str, Shown] = {
         "assert tokens.shape == (1, 9)",
         needs="transformers",
     ),
+    "docs/token-mean.md 0": Shown(
+        2,
+        "from fsshard.recipes.models import small_t5\nfrom torch.nn.functional import cross_entropy\n"
+        "model = small_t5(words=8, width=8, heads=2, layers=1, dropout_rate=0.0, pad_token_id=0)\n"
+        f"{WRAPPED}\nwords = torch.randint(1, 8, (2, 6))\n"
+        "steps = [[{'input_ids': words, 'labels': words[:, :size].contiguous()} for size in (2, 5 - dist.get_rank())]]",
+        "assert factor == 2 / 26",
+        needs="transformers",
+    ),
+    "docs/token-mean.md 1": Shown(
+        2,
+        f"{WRAPPED}\nstep = 0\ndef count(step, leaf): return leaf\n"
+        "def loss_sum(model, step, leaf): return model(x).sum() * leaf",
+        "assert factor == 8 / 28",
+    ),
+    "docs/token-mean.md 2": Shown(
+        1,
+        "from torch.nn.functional import cross_entropy",
+        "found = SimpleNamespace(logits=torch.zeros(1, 3, 4))\n"
+        "assert token_mean(found, torch.tensor([[1, 2, -100]]), 2).allclose(torch.tensor(4.0).log())",
+    ),
     "docs/transformers.md 0": Shown(2, HUGGING_FACE, "assert trainer.state.global_step == 2", needs="transformers"),
     "docs/transformers.md 1": Shown(
         2,

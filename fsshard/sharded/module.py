@@ -26,6 +26,7 @@ from fsshard.sharded.controller import ModelController
 from fsshard.sharded.forward_methods import ForwardMethod
 from fsshard.sharded.grad_norm import clip_by_norm
 from fsshard.sharded.gradient_leaves import check_leaves
+from fsshard.sharded.mean_factor import Count, mean_factor
 from fsshard.sharded.parameters import refuse_hooks
 from fsshard.sharded.reports import MemoryReport, explain, memory_report
 from fsshard.sharded.state_dict import asked_for, gather_state_dict, load_whole
@@ -219,6 +220,40 @@ class ShardedModule(nn.Module):
         """
         check_leaves(count, self.backend.settings.world_size)
         return self._fsshard.leaf_loops.run(count, seed)
+
+    def mean_factor(
+        self,
+        counts: Count | Sequence[Count],
+        *,
+        leaves: int | None = None,
+    ) -> float:
+        """Return by what to multiply sums of losses, so that the step is over the mean of all tokens. Collective.
+
+        ``(loss_sum * factor).backward()`` for each micro-batch of the step, on every rank: the gradient is then the sum
+        of all gradients, divided by the sum of all counts, however unequal these are. Call it once per step, before
+        its first backward. It is the number of ranks divided by the total of their counts, the nearest float64 of it.
+        The average of the weighted losses over the ranks, each rank's added up, is the mean loss. One exchange of five
+        numbers per rank, which are read on the host.
+
+        Args:
+            counts: how many tokens, points or valid pixels this rank has in the step (or the sum of their weights): a
+                number of at least 0, a tensor whose elements are added up, or a list with one for each micro-batch.
+                Exact below 2**53. Ranks that see the same samples (tp, cp, domain) give the same number, that of whole
+                samples; a batch that :func:`fsshard.join` repeats does not count, whatever is given.
+            leaves: those of the step under :meth:`leaves`, to be called before its loop; ``counts`` are then of any
+                share of the step's samples, as long as each sample is counted by one rank.
+
+        Returns:
+            The same number on every rank.
+
+        Raises:
+            ConfigurationError: on every rank: counts that are negative, not finite or no numbers on any of them, or 0
+                on all of them; bad ``leaves``.
+            OptimizerError: it was called between two micro-batches of a step.
+            ModelError: it was called within a loop over leaves.
+            RankMismatch: ranks that see the same samples have counted differently, or ``leaves`` differs.
+        """
+        return mean_factor(self.backend, counts, leaves)
 
     @property
     def require_backward_grad_sync(self) -> bool:

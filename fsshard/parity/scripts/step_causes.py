@@ -25,6 +25,10 @@ SAME = 1e-12
 """Relative difference of two settings that a schedule's own arithmetic, in float64, explains."""
 SAME_LOSS = 1e-6
 """Relative difference of two losses that another order of their sums explains."""
+SAME_MEAN = 1e-5
+"""Difference from 1 of the mean of losses' ratios, each of them rounded in float32, if the mean is 1."""
+UNEQUAL = 1e-3
+"""Difference from 1 of one of these ratios that is more than rounding."""
 KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that say by which kernels an optimizer computes, and not what."""
 
@@ -477,6 +481,56 @@ def losses(old: Ranks, new: Ranks) -> str:
             continue
         return f"loss {one!r} -> {other!r}"
     return ""
+
+
+def means(old: Ranks, new: Ranks) -> str:
+    """Look for losses that one script weighs by what each rank or micro-batch has, such as tokens, and the other not.
+
+    A mean over all tokens weighs the mean of each part by its share of the tokens, and those weights are 1 on average.
+    """
+    if list(map(_digests, old)) != list(map(_digests, new)):
+        return ""
+    before = _losses(old)
+    now = _losses(new)
+    if len(before) != len(now):
+        return ""
+    side = "new"
+    weights = _weights(now, before)
+    if not weights:
+        side = "old"
+        weights = _weights(before, now)
+    if not weights:
+        return ""
+    return (
+        f"the {side} script alone weighs the losses of ranks or micro-batches, by {few(weights)}, which is 1 on "
+        "average: a mean over all tokens (points, pixels), where the other has a mean of means"
+    )
+
+
+def _losses(ranks: Ranks) -> list[float]:
+    losses = []
+    for record in ranks:
+        losses += record.losses
+    return losses
+
+
+def _weights(weighted: Sequence[float], plain: Sequence[float]) -> Names:
+    """Return in words how many times as large each loss is; none if that is not 1 on average, or is 1 for each."""
+    total = 0.0
+    largest = 0.0
+    words = []
+    for loss, unweighted in zip(weighted, plain, strict=True):
+        if unweighted == 0:
+            return []
+        weight = loss / unweighted
+        total += weight
+        largest = max(largest, weight)
+        words.append(f"{weight:.3g}")
+    # Neither is true of NaN.
+    is_mean = abs(total - len(words)) < SAME_MEAN * len(words)
+    if is_mean and largest > 1 + UNEQUAL:
+        return words
+    return []
 
 
 def _has_losses(ranks: Ranks) -> bool:

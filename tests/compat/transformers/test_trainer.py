@@ -122,6 +122,18 @@ def test_a_model_is_given_to_another_trainer(ranks: Any, engines: tuple[str, ...
             assert not mine["kept"], "engine and optimizer of the former Trainer"
 
 
+@pytest.mark.parametrize("engine", [*often(ENGINES, "fsdp2"), "hf"])
+def test_a_step_is_over_the_mean_of_all_tokens(ranks: Any, engine: str, tmp_path: Path) -> None:
+    """Of all ranks and micro-batches, which have unequal numbers of labels, as on one process by torch alone."""
+    expected = trainings.counted_by_hand()
+    for found in ranks.run(trainings.averaged_over_tokens, 2, engine, str(tmp_path)):
+        for case, weights in expected.items():
+            names = [name.removeprefix("module.") for name in found[case]]
+            assert {*weights} == {*names}
+            for name, value in zip(names, found[case].values(), strict=True):
+                torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-5, msg=f"{case}: {name}")
+
+
 def test_an_average_of_the_weights_in_a_callback(ranks: Any, tmp_path: Path) -> None:
     theirs = ranks.run(trainings.averaged, 2, "hf", str(tmp_path))
     for engine in ("fsdp2", "fsdp"):

@@ -366,3 +366,86 @@ def written_over(folder: str) -> dict[str, Any]:
     torch.distributed.barrier()
     found["mixed"] = told(lambda: again.train(resume_from_checkpoint=path))
     return found
+
+
+def counted_gpt2() -> Any:
+    """A causal model without dropout.
+
+    Hugging Face (5.23) knows by a class's name that the first label of each text is none: by ...ForCausalLM.
+    """
+    torch.manual_seed(0)
+    model = gpt2()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def counted_t5() -> Any:
+    torch.manual_seed(0)
+    return small_t5(words=WORDS, width=8, heads=2, layers=1, dropout_rate=0.0, pad_token_id=0)
+
+
+def token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return what T5 lacks: its own loss is a mean already."""
+    logits = outputs.logits.flatten(0, 1)
+    total: Tensor = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+COUNTED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "causal": (counted_gpt2, {}),
+    "encoder and decoder": (counted_t5, {"compute_loss_func": token_mean}),
+}
+"""Model, and what its Trainer is given."""
+
+
+def counted_samples() -> list[dict[str, Tensor]]:
+    """From one label to all in a sentence; words that the decoder reads, as DataCollatorForSeq2Seq makes them."""
+    found = samples()
+    for index, sample in enumerate(found):
+        sample["labels"][1 + (5 * index) % LENGTH :] = -100
+        sample["decoder_input_ids"] = counted_t5().prepare_decoder_input_ids_from_labels(sample["labels"][None])[0]
+    return found
+
+
+def averaged_over_tokens(engine: str, folder: str) -> dict[str, dict[str, Tensor]]:
+    """One step of all samples: two micro-batches of two on each of two ranks."""
+    found = {}
+    for case, (build, given) in COUNTED.items():
+        trainer = trainer_of(
+            engine, folder, build(), gradient_accumulation_steps=2, max_steps=1, optim="sgd", max_grad_norm=0.0,
+            lr_scheduler_type="constant", warmup_steps=0, learning_rate=1.0, eval_strategy="no",
+        )  # fmt: skip
+        trainer.compute_loss_func = given.get("compute_loss_func")
+        words = counted_samples()
+        if case == "causal":
+            words = [{key: value for key, value in each.items() if "decoder" not in key} for each in words]
+        trainer.train_dataset = words
+        trainer.train()
+        wrapped = trainer.model_wrapped
+        found[case] = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    return found
+
+
+def counted_by_hand() -> dict[str, dict[str, Tensor]]:
+    """One step of torch alone, on one process, over the mean of all labels."""
+    found = {}
+    for case, (build, _) in COUNTED.items():
+        model = build().train()
+        total, count = torch.zeros(()), 0
+        for sample in counted_samples():
+            words = {name: value[None] for name, value in sample.items() if name not in ("labels", "decoder_input_ids")}
+            labels = sample["labels"]
+            if case != "causal":
+                words["decoder_input_ids"] = sample["decoder_input_ids"][None]
+            logits = model(**words).logits[0]
+            if case == "causal":
+                logits, labels = logits[:-1], labels[1:]
+            total = total + nn.functional.cross_entropy(logits, labels, reduction="sum")
+            count += int((labels != -100).sum())
+        (total / count).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        found[case] = {name: value.detach() for name, value in model.state_dict().items()}
+    return found

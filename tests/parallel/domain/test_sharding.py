@@ -158,7 +158,7 @@ TFNO = {**TWO, "tfno": True, "rank": 0.5}
 
 
 def job_engine(backend: str, settings: dict[str, Any], recompute: bool, weights: str = "whole") -> dict[str, Any]:
-    """Two data ranks times two of the domain: losses and whole weights."""
+    """Two data ranks, of one sample and of three, times two of the domain: losses and whole weights."""
     from neuralop.layers.spectral_convolution import SpectralConv
 
     from fsshard.compat.neuralop import Trainer
@@ -171,11 +171,11 @@ def job_engine(backend: str, settings: dict[str, Any], recompute: bool, weights:
         more |= {"device_mesh": mesh["data"], "replicated": domain.replicated}
     wrapped = fsshard.wrap(model, backend=backend, **more)
     optimizer = fsshard.build_optimizer(wrapped, torch.optim.Adam, **ADAM)
-    data, loss_of = fsshard.data_rank(mesh).rank, domain.LpLoss(d=2, p=2, reduction="mean")
+    data, loss_of = fsshard.data_rank(mesh).rank, domain.LpLoss(d=2, p=2, reduction="sum")
     losses = []
     for step in range(STEPS):
-        x, y = (field(9, 8, batch=4, seed=2 * step + at).chunk(2)[data] for at in (0, 1))
-        loss = loss_of(wrapped(domain.scatter(x)), domain.scatter(y))
+        x, y = (field(9, 8, batch=4, seed=2 * step + at).split((1, 3))[data] for at in (0, 1))
+        loss = loss_of(wrapped(domain.scatter(x)), domain.scatter(y)) * wrapped.mean_factor(len(x))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -105,6 +105,28 @@ def test_other_samples_have_another_loss(tmp_path: Path) -> None:
     assert compare_scripts(old, script(tmp_path / "more", **OTHER, samples=samples)).causes == []
 
 
+def test_a_mean_of_means_is_told_from_a_mean_over_all(tmp_path: Path) -> None:
+    """Of 7 and 3 tokens: 1.4 and 0.6 times the means of two micro-batches."""
+    means, weighted = {**OTHER, "losses": [0.5, 0.25]}, {**OTHER, "losses": [0.7, 0.15]}
+    plain = script(tmp_path / "plain", losses=[0.5, 0.25])
+    causes = compare_scripts(plain, script(tmp_path / "weighted", **weighted)).causes
+    words = "script alone weighs the losses of ranks or micro-batches, by 1.4, 0.6, which is 1 on average"
+    assert causes[0].startswith(f"step 2: the new {words}") and "a mean of means" in causes[0]
+    causes = compare_scripts(script(tmp_path / "all", losses=[0.7, 0.15]), script(tmp_path / "m", **means)).causes
+    assert causes[0].startswith(f"step 2: the old {words}")
+    # Other losses, or of other samples, say nothing of weights.
+    others = [
+        {"losses": [0.7, 0.2]},
+        {"losses": [0.50001, 0.249995]},
+        {"losses": [1.0, 0.5]},
+        {"losses": [float("nan"), 0.15]},
+        {"losses": [0.7, 0.15], "samples": [dataclasses.replace(GIVEN, digest="c", total="0e")]},
+    ]
+    for number, late in enumerate(others):
+        causes = compare_scripts(plain, script(tmp_path / str(number), **{**OTHER, **late})).causes
+        assert not any("weighs the losses" in cause for cause in causes), causes
+
+
 def test_what_differs_while_the_weights_do_not(tmp_path: Path) -> None:
     """Random numbers alone change nothing that is recorded."""
     found = compare_scripts(script(tmp_path / "old"), script(tmp_path / "new", losses=[5.0], random="c"))
