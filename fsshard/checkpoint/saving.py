@@ -102,7 +102,7 @@ def save(
     channel.arrive(called, timeout, call)
     averages = parts.take_averages(objects)
     for average in averages.values():
-        average.check_alike()
+        average.check_alike(channel)
     for sharded in models.values():
         controller_of(sharded).buffers.sync()  # rank 0's count, as in a state dict
         own = sharded.backend.settings

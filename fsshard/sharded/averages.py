@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fsshard.backends.whole import gather_owned, owned, set_state, state_device, state_of
-from fsshard.comm.agreement import exchange
+from fsshard.comm.agreement import Channel, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, RankMismatch, StateDictError
 from fsshard.planning.entries import Entry
@@ -156,8 +156,11 @@ class EMA:
                 for entry, weights in kept:
                     entry.local().copy_(weights)
 
-    def check_alike(self) -> None:
+    def check_alike(self, channel: Channel | None = None) -> None:
         """Raise on every rank unless all have made as many updates. Collective.
+
+        Args:
+            channel: over which the ranks talk, as in a save, which notices a rank that dies; None: the model's group.
 
         Raises:
             RankMismatch: names the numbers.
@@ -165,7 +168,7 @@ class EMA:
         """
         group = self.model.backend.settings.group
         with taking_part(group, "EMA's look at the ranks' updates"):
-            found = exchange(group, self._counted)
+            found = [tuple(counts) for counts in exchange(channel or group, self._counted)]
         if len(set(found)) > 1:
             told = ", ".join(f"rank {rank} {updates} of {calls} calls" for rank, (calls, updates) in enumerate(found))
             raise RankMismatch(f"EMA: the ranks have made different updates: {told}; call update() on every rank")
