@@ -360,7 +360,7 @@ def test_bad_counts_are_refused_on_every_rank(ranks: Any) -> None:
     for told in (first, second):
         nothing, odd, unlike, between, within = told[len(BAD) :]
         assert nothing.startswith("ConfigurationError") and "all ranks have counted 0" in nothing
-        assert odd.startswith("ConfigurationError") and "expected a power of two" in odd
+        assert odd.startswith("ConfigurationError") and "2 ranks cannot share 3 leaves evenly" in odd
         assert unlike.startswith("RankMismatch") and "got 4 on rank 0 and 8 on rank 1" in unlike
         assert between.startswith("OptimizerError") and "between two of its micro-batches" in between
         assert within.startswith("ModelError") and "within `for leaf in model.leaves(2)`" in within
