@@ -256,7 +256,7 @@ class ModelController:
         """Drop the gradients of ``entries``, or zero them."""
         entries = list(entries)
         self.backend.zero_grad(entries, set_to_none=set_to_none)
-        self.step.drop_gradients(entry.name for entry in entries)
+        self.step.drop_gradients([entry.name for entry in entries])
 
     def finish_gradients(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective.
@@ -270,7 +270,7 @@ class ModelController:
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make gradients final, those within a loop over leaves, too. Collective."""
         entries = list(entries)
-        self.step.check_reduced(entry.name for entry in entries)
+        self.step.check_reduced([entry.name for entry in entries])
         self.backend.finish_backward(entries)
         self._shared_gradients.finish(entries)
         if self._same_gradients is not None:
