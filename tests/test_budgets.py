@@ -65,7 +65,7 @@ sharded/forward_methods: explain_forward_error
 sharded/controller: ModelController.check_knows_all_ranks
 sharded/module: ShardedModule.__deepcopy__ ShardedModule.__reduce_ex__ ShardedModule._apply _refuse_on_parts
 sharded/module: _check_trains_nothing
-sharded/optimizer: ShardedOptimizer._check_unused ShardedOptimizer._check_groups_may_change ShardedOptimizer.state
+sharded/optimizer: ShardedOptimizer._check_unused ShardedOptimizer._check_groups_may_change
 sharded/optimizer: ShardedOptimizer._step_supports_amp_scaling check_unstepped retire refuse_foreign_optimizers
 sharded/optimizer: _refuse_foreign
 sharded/optimizer_checks: OptimizerRequest.check_separable OptimizerRequest._samples OptimizerRequest._build

@@ -164,6 +164,7 @@ RUN: dict[str, Shown] = {
         "assert fsshard.latest('ckpt').name == 'gan'",
     ),
     "docs/checkpoints.md 2": Shown(2, WRAPPED, "assert len(list(DataLoader(dataset, sampler=sampler))) == 4"),
+    "docs/checkpoints.md 3": Shown(2, WRAPPED, "assert {*both['optimizer']['state']} == {*both['model']}"),
     "docs/darcy.md 0": Shown(
         2, "from fsshard.demo.tfno_darcy import build_model", "scheduler.optimizer", needs="neuralop"
     ),

@@ -44,6 +44,7 @@ class UsageTracker:
         self.settings = settings
         self.entries = entries
         self.used: set[str] = set()
+        self._untouched = set(entries)  # no backward has come since their gradients were dropped
         self._known: list[tuple[dict[int, str], list[Entry]]] = []  # of each hook what it has found out about nodes
         for unit in settings.plan.units:
             own: dict[bool, list[Entry]] = {}  # FSDP1 has a flat parameter for each
@@ -53,12 +54,13 @@ class UsageTracker:
                 units[unit.name].register_forward_pre_hook(self._watch(together))
 
     def _watch(self, own: list[Entry]) -> Callable[..., None]:
-        used = self.used  # not self: what a hook holds, a parameter on one rank would keep forever
+        used, untouched = self.used, self._untouched  # not self: what a hook holds, a parameter would keep forever
         places: dict[int, str] = {}  # FSDP1: outputs of the node that divides a unit -> names; alike in each forward
         first: list[Entry] = []  # the one whose view leads to that node
         self._known.append((places, first))
 
         def mark(gradients: Sequence[Tensor | None]) -> None:
+            untouched.clear()
             used.update(name for place, name in places.items() if gradients[place] is not None)
 
         def before_forward(*_: Any) -> None:
@@ -70,7 +72,7 @@ class UsageTracker:
                     continue
                 tensor._fsshard_watched = True
                 if tensor.is_leaf:  # FSDP2's, which stay
-                    tensor.register_hook(functools.partial(_mark, used, entry.name))
+                    tensor.register_hook(functools.partial(_mark, used, untouched, entry.name))
                     continue
                 # FSDP1's are views anew in each forward: one hook for the whole unit, not one for each of them.
                 node, place = _dividing_node(tensor)
@@ -98,20 +100,24 @@ class UsageTracker:
         if not self.settings.find_unused_parameters:
             return
         entries = list(entries)
-        mask = torch.tensor([entry.name in self.used for entry in entries], dtype=torch.uint8)
-        mask = mask.to(self.settings.device)
+        used = [entry.name in self.used for entry in entries]
+        # What no backward has left was set by hand, as torch does to make the state of an optimizer.
+        touched = [entry.name not in self._untouched for entry in entries]
+        mask = torch.tensor([used, touched], dtype=torch.uint8).to(self.settings.device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.settings.group)
-        for used, entry in zip(mask.tolist(), entries, strict=True):
-            if not used:
+        for entry, is_used, is_touched in zip(entries, *mask.tolist(), strict=True):
+            if is_touched and not is_used:
                 entry.parameter.grad = None
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """Note that the gradients of ``entries`` were dropped."""
-        if self.used:
-            self.used -= {entry.name for entry in entries}
+        names = {entry.name for entry in entries}
+        self.used -= names
+        self._untouched |= names
 
 
-def _mark(used: set[str], name: str, _: Tensor) -> None:
+def _mark(used: set[str], untouched: set[str], name: str, _: Tensor) -> None:
+    untouched.clear()
     used.add(name)
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fsshard.backends.base import Backend
 
 State = dict[str, Any]
+HAS_BEGUN = "_fsshard_has_begun"
+"""Attribute of an optimizer that has taken a step, or whose state was set: this rank may have no state all the same."""
 BATCH_BYTES = 2**20
 """Most bytes of whole tensors that are sent together: what takes longer by itself gains nothing from company."""
 
@@ -352,6 +354,7 @@ def set_state(
     state: State,
 ) -> None:
     """Replace the state of ``entry`` on this rank, if it is this rank's."""
+    vars(optimizer)[HAS_BEGUN] = True
     states = states_at_rest(optimizer)
     states.pop(entry.parameter, None)
     if state and owns_state(backend, optimizer, entry):

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, is_odd
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import MARKS, attributes_of, memory_of
-from fsshard.complex_params.shard_tensors import assign, shard_tensor
+from fsshard.complex_params.shard_tensors import assign, is_shown_by, shard_tensor
 from fsshard.errors import ModelError, StaleParameter
 from fsshard.torch_private.autograd import (
     disable_functorch,
@@ -139,13 +139,6 @@ def _set_grad(tensor: Any, value: Any) -> None:
     if drops is not None:
         names, name = drops
         names.add(name)
-
-
-def _is_shown_by(stored: Any, other: Any) -> Any:
-    """Return True for what shows this parameter to the user, so that both are one key of a dict."""
-    if other is not stored and stored_of(other) is stored:
-        return True
-    return Tensor.__eq__(stored, other)
 
 
 class AsParameter:
@@ -279,7 +272,7 @@ def held_dtensor() -> type[Tensor]:
         __deepcopy__ = Shown.__deepcopy__
         grad = property(_GRAD.__get__, _set_grad)
         __hash__ = Tensor.__hash__
-        __eq__ = _is_shown_by
+        __eq__ = is_shown_by
 
     return HeldDTensor
 

@@ -31,7 +31,7 @@ from fsshard.sharded.parameters import refuse_hooks
 from fsshard.sharded.reports import MemoryReport, explain, memory_report
 from fsshard.sharded.state_dict import asked_for, gather_state_dict, load_whole
 from fsshard.sharded.term_gradients import TermGradients, check_terms, term_gradients
-from fsshard.torch_private.modules import IncompatibleKeys
+from fsshard.torch_private.modules import IncompatibleKeys, share_non_persistent_buffers
 
 log = logging.getLogger("fsshard")
 
@@ -57,6 +57,7 @@ class ShardedModule(nn.Module):
     def __init__(self, backend: Backend, *, broadcast_buffers: bool, buffer_dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.module = backend.module
+        share_non_persistent_buffers(self, backend.module)
         self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
         self.__dict__["backend"] = backend
         controller = ModelController(backend, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffer_dtypes)
@@ -114,6 +115,10 @@ class ShardedModule(nn.Module):
         except AttributeError:
             if name in ("module", "_fsshard"):
                 raise
+            if name.startswith("__composable_api_state_key"):
+                # Functions of FSDP1 look for their units in a module's children, and not in those of a module that is
+                # marked so (torch 2.13). get_optimizer_state_dict would put together what is whole already.
+                return {"replicate": None}
             if name.startswith("_ddp_"):  # the first thing that torch's DDP looks for
                 raise ModelError(
                     "DistributedDataParallel(model): expected a bare model, got what fsshard.wrap returned, which "
@@ -352,14 +357,14 @@ class ShardedModule(nn.Module):
         under ``fsdp2`` whose rows the ranks cannot share evenly, with a DTensor of one dimension as their gradient.
         Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer over complex ones raises.
         """
-        if not recurse:
-            return
         if self.backend.facts.has_dtensors:
             self.backend.reshard()  # who writes to them shall be seen by the next forward
         for entry in self.backend.all:
             names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
             shown = self._fsshard.shown(entry)
-            yield from ((f"{prefix}.{name}" if prefix else name, shown) for name in names)
+            for name in names:
+                if recurse or "." not in name:  # else only those of the root module itself
+                    yield f"{prefix}.{name}" if prefix else name, shown
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Yield the user's modules under their names: the names of :meth:`named_parameters` begin with these."""

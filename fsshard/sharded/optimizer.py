@@ -11,8 +11,7 @@ import copy
 import inspect
 import sys
 import warnings
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -23,11 +22,14 @@ from torch.optim import Optimizer
 
 from fsshard.backends.reducer_arrivals import check_step
 from fsshard.backends.whole import (
+    HAS_BEGUN,
     copied,
     gather_states,
     owned,
+    owns_state,
     scatter_state,
     state_device,
+    state_entry,
     state_of,
     states_at_rest,
     whole_owners,
@@ -52,6 +54,7 @@ from fsshard.sharded.optimizer_checks import (
 )
 from fsshard.sharded.optimizer_matrices import See, take_see
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
+from fsshard.sharded.torch_checkpoint_calls import StateOfParameters, by_name
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
 
@@ -122,19 +125,8 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """This rank's state: real tensors shaped like the local parts. It may be kept: each look is at the latest.
-
-        Raises:
-            OptimizerError: ``get_state_dict`` or ``set_state_dict`` of torch asks, which both begin here.
-        """
-        # They look parameters up by identity: a KeyError for views, numbers instead of names for others (torch 2.13).
-        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            raise OptimizerError(
-                "torch.distributed.checkpoint expected an optimizer over the model's own parameters, got a "
-                "ShardedOptimizer, which has views or shards of them; write fsshard.save(folder, model, optimizer) and "
-                "fsshard.load(folder, model, optimizer), or take model.state_dict() and optimizer.state_dict()"
-            )
-        return _State(self.inner)
+        """This rank's state: real tensors shaped like the local parts. It may be kept: each look is at the latest."""
+        return StateOfParameters(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, or zero them."""
@@ -165,6 +157,7 @@ class ShardedOptimizer(Optimizer):
                 stacklevel=2,
             )
         with taking_part(model.backend.settings.group, "optimizer.step()"):
+            vars(self.inner)[HAS_BEGUN] = True
             model._fsshard.step_counts.took_step(self._number, self.param_groups)
             if closure is not None:
                 return self._step_with(closure, kwargs)
@@ -265,7 +258,11 @@ class ShardedOptimizer(Optimizer):
             meet(settings.everyone, "optimizer.state_dict()")
         keep = settings.is_first or not rank0_only
         state = {name: whole for name, whole in self.iterate_state() if keep and whole}
-        return {"state": state, "param_groups": groups_by_name(self)} if keep else {}
+        if not keep:
+            return {}
+        names = [entry.name for entry in self.entries]
+        groups = [by_name(group, names) for group in groups_by_name(self)]
+        return {"state": by_name(state, names), "param_groups": groups}
 
     def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (parameter's name, its whole state), one at a time. Collective, so run it to its end on every rank."""
@@ -281,7 +278,9 @@ class ShardedOptimizer(Optimizer):
             RankMismatch: names what differs between the ranks.
         """
         settings = self.model.backend.settings
-        facts = _facts(state_dict) if settings.all_ranks > 1 else {}
+        facts: dict[str, str] = {}
+        if settings.all_ranks > 1:
+            facts = _facts(state_dict, self._left_out_by_ranks(state_dict))
         check_alike(settings.everyone, "optimizer.load_state_dict()", facts, "load the same on every rank")
         self.check_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -299,6 +298,22 @@ class ShardedOptimizer(Optimizer):
                 for key, value in saved.items()
             }
             scatter_state(self.model.backend, self.inner, entry, whole)
+
+    def keeps_state_of(self, entry: Entry) -> bool:
+        """Return whether this rank keeps state of the parameter, or of a part of it."""
+        return owns_state(self.model.backend, self.inner, entry) and state_entry(self.inner, entry).local().numel() > 0
+
+    def _left_out_by_ranks(self, state_dict: Any) -> set[str]:
+        """Return the parameters whose state some rank was not given, since it keeps none of it. Collective."""
+        # torch's set_optimizer_state_dict asks this rank's state for the keys of a flattened dict, and finds none.
+        state = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
+        left_out = []
+        for entry in self.entries:
+            is_empty = entry.name in state and not state[entry.name]
+            if is_empty and not self.keeps_state_of(entry):
+                left_out.append(entry.name)
+        told = meet(self.model.backend.settings.everyone, "optimizer.load_state_dict()", "\n".join(left_out))
+        return set("\n".join(told).split("\n"))
 
     def placed(self, entry: Entry, value: Any, held: Any) -> Any:
         """Put state where the optimizer keeps it: where ``held`` is now, else with the parameter.
@@ -361,34 +376,6 @@ class ShardedOptimizer(Optimizer):
         raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
 
 
-class _State(UserDict[Tensor, Any]):
-    """The states of an optimizer by the engine's parameters, whenever it is looked at: in steps they lie elsewhere."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
-
-    @property
-    def data(self) -> Any:  # type: ignore[override]
-        """Return what there is now."""
-        return states_at_rest(self._inner)
-
-    def __missing__(self, parameter: Tensor) -> Any:
-        return self.data[parameter]  # an empty one, as in torch
-
-    def get(self, parameter: Tensor, default: Any = None) -> Any:
-        """Return a state, or ``default``; makes none."""
-        return self.data.get(parameter, default)
-
-    def copy(self) -> Any:
-        """Return a dict of the states as they are now; so do functions of ``copy`` and ``pickle``."""
-        return dict(self.data)
-
-    __copy__ = copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (self.copy(),)
-
-
 def _to_user(entry: Entry, value: Any) -> Any:
     """Return the user's whole value. Collective where other mesh dimensions divide the parameter."""
     same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.stored_shape
@@ -405,13 +392,14 @@ def _to_stored(entry: Entry, value: Any) -> Any:
     return laid(stored, (*order, len(order)) if order else ())  # bases of a square one, by which products are rounded
 
 
-def _facts(state_dict: Any) -> dict[str, str]:
+def _facts(state_dict: Any, left_out: Collection[str]) -> dict[str, str]:
     """Return texts that must be the same on every rank where an optimizer's state dict is loaded."""
     parts = dict(state_dict) if isinstance(state_dict, Mapping) else {"the state dict": state_dict}
     for index, group in enumerate(parts.pop("param_groups", ())):
         parts |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items()}
     for name, state in parts.pop("state", {}).items():
-        parts |= {f"{key!r} of {name!r}": value for key, value in state.items()}
+        if name not in left_out:
+            parts |= {f"{key!r} of {name!r}": value for key, value in state.items()}
     return {str(name): rank_independent_text(value) for name, value in parts.items()}
 
 

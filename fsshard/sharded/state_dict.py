@@ -35,7 +35,7 @@ def asked_for(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool
     if not (hasattr(config, "rank0_only") and hasattr(config, "offload_to_cpu")):
         raise ConfigurationError(
             f"state_dict with {config!r}: expected torch's FullStateDictConfig, since fsshard returns whole tensors "
-            "only (for get_model_state_dict: StateDictOptions(full_state_dict=True)); fsshard.save writes shards"
+            "only; fsshard.save writes shards"
         )
     if rank0_only or offload_to_cpu:
         raise ConfigurationError(
@@ -202,9 +202,10 @@ def _load_by_modules(
     for key, value in raw.items():
         if key not in backend.keys and isinstance(value, Tensor) and not value.is_meta:
             buffers.append((value, value.clone()))
+    given = dict(zip(state_dict, map(_whole_of, state_dict.values()), strict=True))
     try:
         with backend.bare() as module, backend.whole_parameters(whole):
-            result = module.load_state_dict(state_dict, strict=False)
+            result = module.load_state_dict(given, strict=False)
         missing_keys, unexpected_keys = result
         missing = _public_names(missing_keys)
         unexpected = _public_names(unexpected_keys)

@@ -77,6 +77,11 @@ def non_persistent_buffers(module: nn.Module) -> Iterable[str]:
     return names
 
 
+def share_non_persistent_buffers(wrapper: nn.Module, module: nn.Module) -> None:
+    """Let a wrapper, which gives a module's buffers as its own, tell which of them a state dict leaves out."""
+    vars(wrapper)[_NON_PERSISTENT] = non_persistent_buffers(module)
+
+
 def metadata_of(state_dict: Any) -> dict[str, Any]:
     """Return, by module, the version of its format in a state dict; to be changed in place."""
     versions: dict[str, Any] = getattr(state_dict, _VERSIONS, {})

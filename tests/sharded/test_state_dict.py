@@ -139,9 +139,7 @@ def job_context(backend: str) -> tuple[list[list[str]], list[str]]:
         FullyShardedDataParallel.set_state_dict_type(model, kinds.SHARDED_STATE_DICT)
         told.append(refusal(model.state_dict))
         FullyShardedDataParallel.set_state_dict_type(model, kinds.FULL_STATE_DICT)
-    if backend == "fsdp":  # torch's function sets the context itself, and asks for shards
-        told.append(refusal(lambda: get_model_state_dict(model)))
-        assert "StateDictOptions(full_state_dict=True)" in told[-1]
+    found.append(list(differences(whole, get_model_state_dict(model))))  # it asks FSDP1's own models for shards
     return [*found, list(differences(whole, model.state_dict()))], told
 
 
