@@ -69,8 +69,11 @@ class Part:
     def of_all(cls, tensor: Tensor, *, everywhere: bool = False) -> Part:
         """Return all elements of a tensor that this rank has as a whole; ``everywhere``: as every rank has."""
         everything = (0, tensor.numel())
-        layout = whole_everywhere(tensor.numel()) if everywhere else None
-        return cls(tensor.dtype, tuple(tensor.shape), everything, tensor.reshape(-1), layout=layout)
+        layout = None
+        if everywhere:
+            layout = whole_everywhere(tensor.numel())
+        values = tensor.reshape(-1)
+        return cls(tensor.dtype, tuple(tensor.shape), everything, values, layout=layout)
 
 
 Parts = dict[str, Part]
@@ -105,20 +108,30 @@ class Layouts:
         grid = self._grid(entry.group, everyone)
         if grid is None:
             return None
-        width = 2 if entry.kind.is_complex else 1
-        return Layout(*grid, max(entry.cut.stride // width, 1), entry.cut.offset // width)
+        shards, inner = grid
+        stride = entry.cut.stride
+        offset = entry.cut.offset
+        if entry.kind.is_complex:
+            # Two stored numbers are one of the user's.
+            stride //= 2
+            offset //= 2
+        return Layout(shards, inner, max(stride, 1), offset)
 
     def between(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup, numel: int) -> Layout | None:
         """Return how ranks hold a tensor of which each rank of a group has an equal share."""
         grid = self._grid(group, everyone)
         if grid is None:
             return None
-        return Layout(*grid, max(-(-numel // grid[0]), 1), 0)
+        shards, inner = grid
+        share = -(-numel // shards)
+        return Layout(shards, inner, max(share, 1), 0)
 
     def _grid(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> tuple[int, int] | None:
         if group not in self.grids:
             all_ranks = dist.get_process_group_ranks(everyone)
-            members = [all_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+            members = []
+            for rank in dist.get_process_group_ranks(group):
+                members.append(all_ranks.index(rank))
             self.grids[group] = _grid_of(members, len(all_ranks))
         return self.grids[group]
 
@@ -126,13 +139,17 @@ class Layouts:
 def _grid_of(members: Sequence[int], ranks: int) -> tuple[int, int] | None:
     """Return the number of members and how far they lie apart, if :class:`Layout` can say so."""
     shards = len(members)
-    inner = members[1] - members[0] if shards > 1 else 1
+    inner = 1
+    if shards > 1:
+        inner = members[1] - members[0]
     if inner < 1 or ranks % (shards * inner):
         return None
     layout = Layout(shards, inner, 1, 0)
-    copy = layout.place(members[0])[1]
-    regular = [layout.rank(shard, copy) for shard in range(shards)]
-    return (shards, inner) if regular == list(members) else None
+    _, copy = layout.place(members[0])
+    for shard, rank in enumerate(members):
+        if layout.rank(shard, copy) != rank:
+            return None
+    return shards, inner
 
 
 @dataclass
@@ -346,8 +363,10 @@ def _add_optimizer(
     everyone = optimizer.model.backend.settings.everyone
     for entry, state in states:
         own_entry = state_entry(optimizer.inner, entry)
+        layout = None
         # Of what one rank has alone the others know nothing.
-        layout = None if divides == "owners" else collected.layouts.of(own_entry, everyone)
+        if divides != "owners":
+            layout = collected.layouts.of(own_entry, everyone)
         _add_state(collected, name, divides, own_entry, state, single, model, layout)
 
 
@@ -589,11 +608,7 @@ def divide(
         for name, (dtype, shape, start, stop, *layout) in table.items():
             here = TensorInfo(dtype, tuple(shape), ())
             info = infos.setdefault(name, here)
-            if info != here:
-                raise CheckpointError(
-                    f"{call}: the ranks disagree on {name}: rank {rank} has {dtype} {tuple(shape)}, another "
-                    f"{info.dtype} {info.shape}"
-                )
+            _check_alike(call, name, rank, here, info)
             if layout:
                 layouts[name] = Layout(*layout[0])
             elif stop > start:
@@ -604,6 +619,21 @@ def divide(
         pieces[name] = tuple(ranges[span] for span in sorted(ranges))
     pieces |= _divisions(layouts, infos, len(tables))
     return {name: info._replace(pieces=pieces.get(name, ())) for name, info in infos.items()}
+
+
+def _check_alike(
+    call: str,
+    name: str,
+    rank: int,
+    here: TensorInfo,
+    there: TensorInfo,
+) -> None:
+    """Raise CheckpointError where two ranks have a tensor in other dtypes or shapes."""
+    if (here.dtype, here.shape) != (there.dtype, there.shape):
+        raise CheckpointError(
+            f"{call}: the ranks disagree on {name}: rank {rank} has {here.dtype} {here.shape}, another "
+            f"{there.dtype} {there.shape}"
+        )
 
 
 def _divisions(
@@ -622,7 +652,8 @@ def _divisions(
         grid = (layout.shards, layout.inner)
         spread = Spread(before[grid], totals[grid])
         before[grid] += info.nbytes
-        yield name, Division(name, info.numel, info.kind.itemsize, ranks, layout, spread)
+        division = Division(name, info.numel, info.kind.itemsize, ranks, layout, spread)
+        yield name, division
 
 
 def written_by(rank: int, ranks: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Range]:
@@ -643,25 +674,30 @@ def check_plan(
 ) -> None:
     """Raise a CheckpointError unless a rank has of each tensor what the plan of all ranks expects of it. Local."""
     parts = collected.parts
-    lacking = [name for name in collected.model.keys.values() if name is not None and name not in tensors]
+    lacking = []
+    for needed in collected.model.keys.values():
+        if needed is not None and needed not in tensors:
+            lacking.append(needed)
     for name, info in tensors.items():
         part = parts.get(name)
-        if part is not None and (dtype_name(part.dtype), part.shape) != (info.dtype, info.shape):
-            raise CheckpointError(
-                f"{call}: the ranks disagree on {name}: rank {rank} has {dtype_name(part.dtype)} {part.shape}, another "
-                f"{info.dtype} {info.shape}"
-            )
+        if part is not None:
+            here = TensorInfo(dtype_name(part.dtype), part.shape, ())
+            _check_alike(call, name, rank, here, info)
         if not isinstance(info.pieces, Division):
             if not info.is_whole:
                 lacking.append(name)
             continue
         layout = info.pieces.layout
-        expected = layout.held(layout.place(rank)[0], info.numel)
-        held = (0, 0) if part is None else part.range
-        if held != expected and expected[0] < expected[1]:
+        shard, _ = layout.place(rank)
+        start, stop = layout.held(shard, info.numel)
+        if start == stop:
+            continue
+        if part is None or part.range != (start, stop):
             lacking.append(name)
     # Of these the rank that has the first elements told none.
-    lacking += [name for name in parts if name not in tensors]
+    for name in parts:
+        if name not in tensors:
+            lacking.append(name)
     if lacking:
         raise CheckpointError(f"{call}: the ranks do not hold all of {some(lacking)}; nothing was saved")
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -146,32 +146,45 @@ class Channel:
         It raises CheckpointError on every rank if one was lost, or has a value that JSON does not know. ``timeout``:
         seconds; None for the process group's own. A rank that dies is noticed at once.
         """
-        texts = [_encoded(value)]
-        if self.size > 1:
-            texts = self._exchange(texts[0], self._limit if timeout is None else timeout)
-        return self._values(texts)
+        text = _encoded(value)
+        if self.size == 1:
+            return self._values([text])
+        limit = self._limit_of(timeout)
+        with self._conversation() as sent:
+            lengths = self._lengths(text, limit, sent)
+            longest = max(lengths)
+            rows = self._all_gather(text.ljust(longest), limit, sent)
+        return self._values(_cut(rows, lengths))
+
+    def _limit_of(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._limit
+        return timeout
 
     def gather_first(self, value: Any, timeout: float | None = None) -> list[Any]:
         """Return ``value`` of every rank on rank 0, and an empty list on the others. JSON must know it."""
         text = _encoded(value)
         if self.size == 1:
             return self._values([text])
-        limit = self._limit if timeout is None else timeout
+        limit = self._limit_of(timeout)
         with self._conversation() as sent:
-            lengths = [int(row) for row in self._all_gather(f"{len(text):20}".encode(), limit, sent)]
-            rows = self._gather_rows(text.ljust(max(lengths)), limit, sent)
-        return self._values([row[:length] for row, length in zip(rows, lengths, strict=False)])
+            lengths = self._lengths(text, limit, sent)
+            longest = max(lengths)
+            rows = self._gather_rows(text.ljust(longest), limit, sent)
+        return self._values(_cut(rows, lengths))
 
     def tell(self, value: Any, timeout: float | None = None) -> Any:
         """Return rank 0's ``value`` on every rank, as JSON gives it back."""
-        text = _encoded(value if self.rank == 0 else None)
-        if self.size == 1:
-            return self._values([text])[0]
-        limit = self._limit if timeout is None else timeout
-        with self._conversation() as sent:
-            length = int(self._broadcast(f"{len(text):20}".encode(), limit, sent))
-            text = self._broadcast(text if self.rank == 0 else bytes(length), limit, sent)
-        return self._values([text])[0]
+        text = b""
+        if self.rank == 0:
+            text = _encoded(value)
+        if self.size > 1:
+            limit = self._limit_of(timeout)
+            with self._conversation() as sent:
+                length = self._broadcast(f"{len(text):20}".encode(), limit, sent)
+                text = self._broadcast(text.ljust(int(length)), limit, sent)
+        (answer,) = self._values([text])
+        return answer
 
     def _values(self, texts: Sequence[bytes]) -> list[Any]:
         values = []
@@ -185,11 +198,11 @@ class Channel:
             raise CheckpointError(f"{self.what}: values that cannot be sent to the other ranks", unsaid)
         return values
 
-    def _exchange(self, text: bytes, limit: float) -> list[bytes]:
-        with self._conversation() as sent:
-            lengths = [int(row) for row in self._all_gather(f"{len(text):20}".encode(), limit, sent)]
-            rows = self._all_gather(text.ljust(max(lengths)), limit, sent)  # all as long as the longest
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    def _lengths(self, text: bytes, limit: float, sent: list[Tensor]) -> list[int]:
+        """Return how long the texts of all ranks are, which are sent as long as the longest."""
+        own_length = f"{len(text):20}"
+        rows = self._all_gather(own_length.encode(), limit, sent)
+        return list(map(int, rows))
 
     @contextmanager
     def _conversation(self) -> Iterator[list[Tensor]]:
@@ -213,7 +226,8 @@ class Channel:
         sent += [own, whole]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=limit)
-        self._done(allgather_base(cast(Any, self._gloo), whole, own, options))
+        gloo: Any = self._gloo
+        self._done(allgather_base(gloo, whole, own, options))
         return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
 
     def _gather_rows(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
@@ -226,7 +240,11 @@ class Channel:
         options = GatherOptions()
         options.timeout = timedelta(seconds=limit)
         options.rootRank = 0
-        self._done(cast(Any, self._gloo).gather([rows] if rows else [], [own], options))
+        gloo: Any = self._gloo
+        outputs = []
+        if rows:
+            outputs.append(rows)
+        self._done(gloo.gather(outputs, [own], options))
         return [row.numpy().tobytes() for row in rows]
 
     def _broadcast(self, text: bytes, limit: float, sent: list[Tensor]) -> bytes:
@@ -236,7 +254,8 @@ class Channel:
         options = BroadcastOptions()
         options.timeout = timedelta(seconds=limit)
         options.rootRank = 0
-        self._done(cast(Any, self._gloo).broadcast([own], options))
+        gloo: Any = self._gloo
+        self._done(gloo.broadcast([own], options))
         return own.numpy().tobytes()
 
     def _done(self, work: dist.Work) -> None:
@@ -311,6 +330,14 @@ class Channel:
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+
+
+def _cut(rows: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
+    """Return rows without what was appended to make all as long; none where there are none."""
+    texts = []
+    for row, length in zip(rows, lengths, strict=False):
+        texts.append(row[:length])
+    return texts
 
 
 def _encoded(value: Any) -> bytes:
@@ -446,16 +473,20 @@ def exchange_first(channel: Channel, work: Callable[[], Any], timeout: float | N
 
     result, error = _tried(channel, said)
     report = {"result": result} if error is None else {"error": _described(error)}
+    failed = []
+    results = []
     try:
-        reports = channel.gather_first(report, timeout)
-        failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
-        # Texts for keys, as JSON has them.
-        failures = {int(rank): failure for rank, failure in channel.tell(failures, timeout).items()}
+        for rank, of_rank in enumerate(channel.gather_first(report, timeout)):
+            if "error" in of_rank:
+                failed.append((rank, of_rank["error"]))
+            else:
+                results.append(of_rank["result"])
+        failures = dict(channel.tell(failed, timeout))
     except CheckpointError as lost:
         raise lost from error
     if failures:
         raise _combined(channel, failures, error) from error
-    return [report["result"] for report in reports]
+    return results
 
 
 def _tried(over: Over, work: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -285,6 +285,10 @@ def _ranks_in(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(rank for run in runs for rank in range(*run))
 
 
+NOTHING_FOUND = b"[0, [], [], false]"
+"""What a rank reads that asks before another has written anything."""
+
+
 class _Questions:
     """The questions of waiting ranks to all others, and the answers.
 
@@ -330,8 +334,11 @@ class _Questions:
             return
         if found is None:
             return
-        self.texts, waiting_for_good = found
-        self._alike = self._alike + 1 if waiting_for_good else 1
+        self.texts, waits_for_good = found
+        if waits_for_good:
+            self._alike += 1
+        else:
+            self._alike = 1
         if self._alike >= ALIKE:
             # What it has written stays for the others to read.
             self._asks = False
@@ -370,31 +377,43 @@ class _Questions:
         for_good = stuck(places, self._places)
         self._places = places
         self._round += 1
-        texts = {rank: place.text for rank, place in places.items()}
+        texts = {}
         ranks_at: dict[str, list[int]] = {}
-        for rank, text in texts.items():
-            ranks_at.setdefault(text, []).append(rank)
-        where = [[text, _runs(ranks)] for text, ranks in ranks_at.items()]
+        for rank, place in places.items():
+            texts[rank] = place.text
+            ranks_at.setdefault(place.text, []).append(rank)
+        where = []
+        for text, ranks in ranks_at.items():
+            where.append([text, _runs(ranks)])
         waits_for_good = watchdog.rank in for_good
         is_last = waits_for_good and self._alike + 1 >= ALIKE
         found = [self._round, where, _runs(sorted(for_good)), is_last]
         watchdog.store.set(f"found/{self._term}", json.dumps(found))
-        return (texts, waits_for_good) if places else None
+        if not places:
+            return None
+        return texts, waits_for_good
 
     def _read(self, waited: float) -> tuple[dict[int, str], bool] | None:
         """Return what is new of what the rank that asks has found."""
         store = self._watchdog.store
-        written = store.get(f"found/{self._term}")
-        number, where, for_good, is_last = json.loads(written) if written is not None else (0, [], [], False)
+        written = store.get(f"found/{self._term}") or NOTHING_FOUND
+        number, where, for_good, is_last = json.loads(written)
         if number <= self._round:
             # The rank that asks may have gone without a word.
-            if is_last or waited - self._moved > SILENT * NEXT_QUESTION:
+            silence = waited - self._moved
+            if is_last or silence > SILENT * NEXT_QUESTION:
                 self._end_term()
             return None
         self._round = number
         self._moved = waited
-        texts = {rank: text for text, runs in where for rank in _ranks_in(runs)}
-        return (texts, self._watchdog.rank in _ranks_in(for_good)) if texts else None
+        texts = {}
+        for text, runs in where:
+            for rank in _ranks_in(runs):
+                texts[rank] = text
+        if not texts:
+            return None
+        waits_for_good = self._watchdog.rank in _ranks_in(for_good)
+        return texts, waits_for_good
 
     def _end_term(self) -> None:
         store = self._watchdog.store
@@ -645,7 +664,9 @@ class Watchdog:
         for group in all_groups():
             name = str(group.group_name)
             # Ranks may have other groups of the same name.
-            groups[name] = f"{name}:{zlib.crc32(repr(_ranks_of(group)).encode()):x}"
+            members = repr(_ranks_of(group))
+            digest = zlib.crc32(members.encode())
+            groups[name] = f"{name}:{digest:x}"
         return groups
 
     # ------------------------------------------------------------------------------------------ meetings
@@ -741,17 +762,29 @@ class Watchdog:
                 # Each looks after its neighbour: all after all would be too much for the store.
                 neighbour = (ranks.index(self.rank) + 1) % len(ranks)
                 if self.store.get(keys[neighbour]) is None and self.left([ranks[neighbour]]):
-                    there = self.store.get_all(keys)
-                    reasons = self.left([rank for rank, key in zip(ranks, keys, strict=True) if key not in there])
+                    reasons = self._reasons_of_missing(ranks, keys)
             elif waited > questions.next:
                 try:
                     questions.look(waited)
                 except RankMismatch:
                     reasons = questions.texts
             if reasons:
-                return {number: reasons[rank] for number, rank in enumerate(ranks) if rank in reasons}, False
+                absent = {}
+                for number, rank in enumerate(ranks):
+                    if rank in reasons:
+                        absent[number] = reasons[rank]
+                return absent, False
             time.sleep(min(pause, max(0.0, timeout - waited)))
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _reasons_of_missing(self, ranks: Sequence[int], keys: Sequence[str]) -> dict[int, str]:
+        """Return why ranks, whose notes would be at the keys, have left without one."""
+        there = self.store.get_all(keys)
+        missing = []
+        for rank, key in zip(ranks, keys, strict=True):
+            if key not in there:
+                missing.append(rank)
+        return self.left(missing)
 
 
 _watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()

@@ -8,8 +8,8 @@ and under DDP all have all.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -73,11 +73,16 @@ class Layout(NamedTuple):
         """Return the elements of a shard, of a tensor of so many."""
         start = shard * self.stride - self.offset
         stop = start + self.stride
-        return min(max(start, 0), numel), min(max(stop, 0), numel)
+        return _within(start, numel), _within(stop, numel)
 
     def shard_of(self, element: int) -> int:
         """Return the shard that has an element."""
         return (element + self.offset) // self.stride
+
+
+def _within(place: int, most: int) -> int:
+    """Return the number from 0 to ``most`` that is nearest to a place."""
+    return min(max(place, 0), most)
 
 
 def whole_everywhere(numel: int) -> Layout:
@@ -126,7 +131,9 @@ class Division(NamedTuple):
         shard, copy = self.layout.place(rank)
         start, stop = self.layout.held(shard, self.numel)
         size = stop - start
-        return start + self._cut(size, copy), start + self._cut(size, copy + 1)
+        first = self._cut(size, copy)
+        last = self._cut(size, copy + 1)
+        return start + first, start + last
 
     def _cut(self, size: int, copy: int) -> int:
         """Return how many of a shard's elements are written by the copies in front of one."""
@@ -135,32 +142,48 @@ class Division(NamedTuple):
         if copy == self.copies:
             return size
         nbytes = self.numel * self.itemsize
-        begin = copy * self.spread.total // self.copies - self.spread.before
-        # Rounded up. The shard is cut where the whole tensor would be: all shards by the same two numbers.
-        return -(-size * min(max(begin, 0), nbytes) // nbytes) if nbytes else 0
+        if nbytes == 0:
+            return 0
+        # The shard is cut where the whole tensor would be: all shards by the same two numbers.
+        begin = copy * self.spread.total // self.copies
+        inside = _within(begin - self.spread.before, nbytes)
+        rounded_up = -(-size * inside // nbytes)
+        return rounded_up
 
     def of_rank(self, rank: int) -> Piece | None:
         """Return the piece that a rank has written, if there is one."""
         start, stop = self.written(rank)
         if start == stop:
             return None
-        return Piece(rank_file(rank, self.ranks), piece_key(self.name, self.numel, (start, stop)), start, stop)
+        file = rank_file(rank, self.ranks)
+        key = piece_key(self.name, self.numel, (start, stop))
+        return Piece(file, key, start, stop)
 
     def within(self, wanted: Range) -> Iterator[Piece]:
         """Yield the pieces, in order, of the shards that have elements of a range."""
         start, stop = wanted
         if start >= stop:
             return
-        for shard in range(self.layout.shard_of(start), self.layout.shard_of(stop - 1) + 1):
-            first, last = self.layout.held(shard, self.numel)
-            cuts = range(1, self.copies + 1)
-            # Of many copies few have written some of a tensor.
-            copy = bisect_right(cuts, max(start - first, 0), key=partial(self._cut, last - first))
-            while copy < self.copies and first + self._cut(last - first, copy) < min(stop, last):
-                piece = self.of_rank(self.layout.rank(shard, copy))
-                copy += 1
+        first_shard = self.layout.shard_of(start)
+        last_shard = self.layout.shard_of(stop - 1)
+        for shard in range(first_shard, last_shard + 1):
+            begin, end = self.layout.held(shard, self.numel)
+            for copy in self._copies_within(end - begin, start - begin, stop - begin):
+                rank = self.layout.rank(shard, copy)
+                piece = self.of_rank(rank)
                 if piece is not None:
                     yield piece
+
+    def _copies_within(self, size: int, start: int, stop: int) -> range:
+        """Return the copies that write elements from ``start`` to ``stop`` of a shard of so many: few of many."""
+        copies = range(self.copies)
+        cut_behind = partial(self._cut_behind, size)
+        first = bisect_right(copies, max(start, 0), key=cut_behind)
+        last = bisect_left(copies, min(stop, size), key=cut_behind)
+        return range(first, min(last + 1, self.copies))
+
+    def _cut_behind(self, size: int, copy: int) -> int:
+        return self._cut(size, copy + 1)
 
     def all(self) -> Iterator[Piece]:
         """Yield all pieces in order."""
@@ -169,11 +192,13 @@ class Division(NamedTuple):
     def is_sound(self) -> bool:
         """Return whether the ranks' elements are all there are: numbers that a file says may be any."""
         layout = self.layout
-        counts = (self.numel, self.ranks, layout.shards, layout.inner, layout.stride)
-        if min(counts[1:]) < 1 or min(self.numel, layout.offset, *self.spread) < 0:
+        least = min(self.ranks, layout.shards, layout.inner, layout.stride)
+        if least < 1 or min(self.numel, layout.offset, *self.spread) < 0:
             return False
-        reaches = layout.shards * layout.stride - layout.offset
-        return self.ranks % (layout.shards * layout.inner) == 0 and reaches >= self.numel
+        if self.ranks % (layout.shards * layout.inner):
+            return False
+        reach = layout.shards * layout.stride
+        return reach - layout.offset >= self.numel
 
 
 Pieces = Sequence[Piece] | Division
@@ -181,22 +206,32 @@ Pieces = Sequence[Piece] | Division
 
 def pieces_of(pieces: Pieces) -> Iterator[Piece]:
     """Yield all pieces of a tensor in order."""
-    return pieces.all() if isinstance(pieces, Division) else iter(pieces)
+    if isinstance(pieces, Division):
+        return pieces.all()
+    return iter(pieces)
 
 
 def pieces_in(pieces: Pieces, file: str) -> list[Piece]:
     """Return the pieces that are in one file."""
     if isinstance(pieces, Division):
         match = RANK_FILE.fullmatch(file)
-        piece = pieces.of_rank(int(match[1])) if match else None
-        return [piece] if piece is not None and piece.file == file else []
+        if match is None or rank_file(int(match[1]), pieces.ranks) != file:
+            return []
+        piece = pieces.of_rank(int(match[1]))
+        if piece is None:
+            return []
+        return [piece]
     return [piece for piece in pieces if piece.file == file]
 
 
 def cover(pieces: Pieces, wanted: Range) -> Iterator[tuple[Piece, int, int]]:
     """Yield the pieces (sorted, disjoint) that have elements within ``wanted``, and from where to where these go."""
     start, stop = wanted
-    for piece in pieces.within(wanted) if isinstance(pieces, Division) else pieces:
+    if isinstance(pieces, Division):
+        candidates: Iterable[Piece] = pieces.within(wanted)
+    else:
+        candidates = pieces
+    for piece in candidates:
         low = max(piece.start, start)
         high = min(piece.stop, stop)
         if high > low:

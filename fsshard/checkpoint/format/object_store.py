@@ -22,6 +22,7 @@ from fsshard.checkpoint.format.index import INDEX_FILE, Index, check_length, ord
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
+ID = re.compile(r"[0-9a-f]{32}")  # of a save
 NUMBERED = re.compile(r"(.*?)[0-9]+([^0-9]*)", re.DOTALL)
 
 
@@ -71,12 +72,14 @@ class StoredCheckpoint:
         """Raise CorruptCheckpoint unless files are there with their sizes."""
         for name in names:
             file = f"{self.url}/{index.id}/{name}"
+            expected = index.files[name].bytes
+            path = self._at(index.id, name)
             try:
-                size = self._fs.size(self._at(index.id, name))
+                size = self._fs.size(path)
             except FileNotFoundError:
                 raise CorruptCheckpoint(f"{file} is missing") from None
-            if size != index.files[name].bytes:
-                raise CorruptCheckpoint(f"{file}: {size} bytes where {index.files[name].bytes} were written")
+            if size != expected:
+                raise CorruptCheckpoint(f"{file}: {size} bytes where {expected} were written")
 
     def fetch(self, id: str, name: str, path: Path) -> None:
         """Copy one file of a checkpoint to a local path."""
@@ -120,38 +123,58 @@ class StoredCheckpoint:
         """Remove the folders here that the index does not name, as far as they are checkpoints' folders."""
         with _errors(f"list {self.url}"):
             self._fs.invalidate_cache()
-            current = self.read_index().id if self._fs.exists(self._at(INDEX_FILE)) else ""
+            current = ""
+            if self._fs.exists(self._at(INDEX_FILE)):
+                current = self.read_index().id
             for path in _folders(self._fs, self._root):
                 name = posixpath.basename(path)
-                if re.fullmatch(r"[0-9a-f]{32}", name) and name != current:
+                is_of_a_save = ID.fullmatch(name) is not None
+                if is_of_a_save and name != current:
                     self._fs.rm(path, recursive=True)
 
     def newest_ordinal(self) -> int:
         """Return the highest count of saves among the checkpoints beside this one."""
-        return max((ordinal for ordinal, _ in _by_age(self._fs, posixpath.dirname(self._root))), default=0)
+        ages = self._beside()
+        if not ages:
+            return 0
+        newest, _ = ages[0]
+        return newest
+
+    def _beside(self) -> list[tuple[int, str]]:
+        folder = posixpath.dirname(self._root)
+        return _by_age(self._fs, folder)
 
     def retain(self, keep: int) -> None:
         """Remove all but the newest checkpoints beside this one whose names differ in the last number only."""
-        number = NUMBERED.fullmatch(posixpath.basename(self._root))
+        own_name = posixpath.basename(self._root)
+        number = NUMBERED.fullmatch(own_name)
         assert number is not None
-        pattern = re.compile(f"{re.escape(number[1])}[0-9]+{re.escape(number[2])}")
+        before, after = map(re.escape, number.groups())
+        pattern = re.compile(f"{before}[0-9]+{after}")
         alike = []
-        for _, path in _by_age(self._fs, posixpath.dirname(self._root)):
-            if pattern.fullmatch(posixpath.basename(path)):
+        for _, path in self._beside():
+            name = posixpath.basename(path)
+            if pattern.fullmatch(name):
                 alike.append(path)
         with _errors(f"remove old checkpoints beside {self.url}"):
             for path in alike[keep:]:
-                if path != self._root:
-                    # Without an index it is no checkpoint at once.
-                    self._fs.rm_file(posixpath.join(path, INDEX_FILE))
-                    self._fs.rm(path, recursive=True)
+                if path == self._root:
+                    continue
+                # Without an index it is no checkpoint at once.
+                index = posixpath.join(path, INDEX_FILE)
+                self._fs.rm_file(index)
+                self._fs.rm(path, recursive=True)
 
 
 def _folders(fs: Any, root: str) -> list[str]:
     """List the folders in a folder, which may not be there."""
+    folders = []
     with suppress(FileNotFoundError):
-        return [entry["name"].rstrip("/") for entry in fs.ls(root, detail=True) if entry["type"] == "directory"]
-    return []
+        for entry in fs.ls(root, detail=True):
+            if entry["type"] == "directory":
+                name = entry["name"]
+                folders.append(name.rstrip("/"))
+    return folders
 
 
 def _by_age(fs: Any, root: str) -> list[tuple[int, str]]:
@@ -160,7 +183,9 @@ def _by_age(fs: Any, root: str) -> list[tuple[int, str]]:
     with _errors(f"list {root}"):
         for path in _folders(fs, root):
             with suppress(FileNotFoundError):
-                ordinal = ordinal_of(fs.cat_file(posixpath.join(path, INDEX_FILE), start=0, end=4096))
+                index = posixpath.join(path, INDEX_FILE)
+                beginning = fs.cat_file(index, start=0, end=4096)
+                ordinal = ordinal_of(beginning)
                 ages.append((ordinal, path))
     return sorted(ages, reverse=True)
 
@@ -174,7 +199,8 @@ def latest_url(url: str) -> str | None:
     """Return the URL of the newest complete checkpoint in a folder of a store; None where there is none."""
     place = StoredCheckpoint(url)
     for _, path in _by_age(place._fs, place._root):
-        found = StoredCheckpoint(f"{place.url}/{posixpath.basename(path)}")
+        name = posixpath.basename(path)
+        found = StoredCheckpoint(f"{place.url}/{name}")
         with suppress(CheckpointError):
             index = found.read_index()
             found.check_files(index, share_of(index, 0, 1))

@@ -104,7 +104,7 @@ class ForeignReader(TensorReader):
     """
 
     def __init__(self, path: Path, kind: str, *, trust_pickle: bool) -> None:
-        self.path: Path | str = path
+        self.path = path
         self.directory = path
         self._kind = kind
         with ExitStack() as files:
