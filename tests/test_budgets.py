@@ -23,18 +23,19 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LIBRARY = ("fsshard", "compat")
 BOUNDS: dict[str, float] = {
-    "nodes": 400_500,
+    "nodes": 411_200,
     "nodes per line": 9.42,
     "nodes per line of the densest file": 13.3,
     "files of more than ten nodes per line": 28,
     "comprehensions per 100 lines": 3.5,
     "conditional expressions per 100 lines": 1.81,
-    "lines": 61_000,
-    "lines of tests": 58_900,
-    "nodes of tests": 504_100,
+    "lines": 62_600,
+    "lines of tests": 60_500,
+    "nodes of tests": 519_100,
 }
 """Measure -> at most, as it stands. That is too much: the aims are 335,000 nodes, 8.5 a line and 10 in any file; 54,000
-lines, and 52,000 of tests."""
+lines, and 52,000 of tests. The last 1,600 lines and 10,700 nodes are for means over tokens, torch's own checkpoint calls,
+and checkpoints of a thousand ranks and on stores."""
 COMMENTS = 3.3
 """Lines with a comment alone, per 100 lines of code: at least."""
 PRIVATE_NAMES = 130

@@ -34,7 +34,14 @@ from fsshard.checkpoint.format.division import (
     rank_file,
     whole_everywhere,
 )
-from fsshard.checkpoint.format.index import Index, ModelInfo, OptimizerInfo, Origin, TensorInfo, some
+from fsshard.checkpoint.format.index import (
+    Index,
+    ModelInfo,
+    OptimizerInfo,
+    Origin,
+    TensorInfo,
+    some,
+)
 from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__

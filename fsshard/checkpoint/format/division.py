@@ -62,18 +62,22 @@ class Layout(NamedTuple):
         """Return a rank's shard, and which of the copies of that shard it is."""
         outer, within = divmod(rank, self.shards * self.inner)
         shard, k = divmod(within, self.inner)
-        return shard, outer * self.inner + k
+        copy = outer * self.inner + k
+        return shard, copy
 
     def rank(self, shard: int, copy: int) -> int:
         """Return the rank that has a copy of a shard."""
         outer, k = divmod(copy, self.inner)
-        return (outer * self.shards + shard) * self.inner + k
+        block = outer * self.shards + shard
+        return block * self.inner + k
 
     def held(self, shard: int, numel: int) -> Range:
         """Return the elements of a shard, of a tensor of so many."""
         start = shard * self.stride - self.offset
         stop = start + self.stride
-        return _within(start, numel), _within(stop, numel)
+        first = _within(start, numel)
+        last = _within(stop, numel)
+        return first, last
 
     def shard_of(self, element: int) -> int:
         """Return the shard that has an element."""
@@ -178,9 +182,12 @@ class Division(NamedTuple):
         """Return the copies that write elements from ``start`` to ``stop`` of a shard of so many: few of many."""
         copies = range(self.copies)
         cut_behind = partial(self._cut_behind, size)
-        first = bisect_right(copies, max(start, 0), key=cut_behind)
-        last = bisect_left(copies, min(stop, size), key=cut_behind)
-        return range(first, min(last + 1, self.copies))
+        low = max(start, 0)
+        high = min(stop, size)
+        first = bisect_right(copies, low, key=cut_behind)
+        last = bisect_left(copies, high, key=cut_behind)
+        behind = min(last + 1, self.copies)
+        return range(first, behind)
 
     def _cut_behind(self, size: int, copy: int) -> int:
         return self._cut(size, copy + 1)
@@ -192,13 +199,15 @@ class Division(NamedTuple):
     def is_sound(self) -> bool:
         """Return whether the ranks' elements are all there are: numbers that a file says may be any."""
         layout = self.layout
-        least = min(self.ranks, layout.shards, layout.inner, layout.stride)
-        if least < 1 or min(self.numel, layout.offset, *self.spread) < 0:
+        if min(self.ranks, layout.shards, layout.inner, layout.stride) < 1:
             return False
-        if self.ranks % (layout.shards * layout.inner):
+        if min(self.numel, layout.offset, *self.spread) < 0:
             return False
-        reach = layout.shards * layout.stride
-        return reach - layout.offset >= self.numel
+        block = layout.shards * layout.inner
+        if self.ranks % block:
+            return False
+        reach = layout.shards * layout.stride - layout.offset
+        return reach >= self.numel
 
 
 Pieces = Sequence[Piece] | Division
@@ -215,10 +224,11 @@ def pieces_in(pieces: Pieces, file: str) -> list[Piece]:
     """Return the pieces that are in one file."""
     if isinstance(pieces, Division):
         match = RANK_FILE.fullmatch(file)
-        if match is None or rank_file(int(match[1]), pieces.ranks) != file:
+        if match is None:
             return []
-        piece = pieces.of_rank(int(match[1]))
-        if piece is None:
+        rank = int(match[1])
+        piece = pieces.of_rank(rank)
+        if piece is None or piece.file != file:
             return []
         return [piece]
     return [piece for piece in pieces if piece.file == file]

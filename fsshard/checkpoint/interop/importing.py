@@ -20,8 +20,19 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import CheckpointTarget, newest_ordinal
-from fsshard.checkpoint.format.division import Piece, Range, rank_file
-from fsshard.checkpoint.format.index import Index, ModelInfo, OptimizerInfo, Origin, TensorInfo, write_index
+from fsshard.checkpoint.format.division import (
+    Piece,
+    Range,
+    rank_file,
+)
+from fsshard.checkpoint.format.index import (
+    Index,
+    ModelInfo,
+    OptimizerInfo,
+    Origin,
+    TensorInfo,
+    write_index,
+)
 from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.interop.foreign import READER, foreign, open_tree, unknown
