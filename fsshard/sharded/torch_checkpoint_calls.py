@@ -28,7 +28,7 @@ class ByName(dict[str, Any]):
     def __setitem__(self, key: str | int, value: Any) -> None:
         if isinstance(key, int):
             key = self.names[key]
-        if key == "params":
+        if key == "params" and isinstance(value, list):  # of a group, and no state of a parameter of that name
             value = [self.names[each] if isinstance(each, int) else each for each in value]
         super().__setitem__(key, value)
 

@@ -149,6 +149,7 @@ def job_returned(engine: str) -> list[str]:
     train(model, optimizer, scheduler, range(2))
     weights, states = dict(model.state_dict()), optimizer.state_dict()
     assert [*weights] == [*net().state_dict()]
+    assert [name for name, _ in model.named_parameters(recurse=False)] == ["scale"]
     found = []
     for options in (None, StateDictOptions(full_state_dict=True), StateDictOptions(cpu_offload=True)):
         both = get_state_dict(model, optimizer, options=options)
@@ -311,12 +312,13 @@ def test_several_optimizers(ranks: Any, engine: str) -> None:
 
 
 def test_a_number_stands_for_a_name() -> None:
-    state = by_name({"a.weight": 1, "b": 2}, ["a.weight", "b"])
-    state[0] = state.pop("a.weight")
-    group = by_name({"lr": 0.1, "params": ["b"]}, ["a.weight", "b"])
+    state = by_name({"a.weight": {"step": 1}, "params": {"step": 2}}, ["a.weight", "params"])
+    for number, name in enumerate(["a.weight", "params"]):
+        state[number] = state.pop(name)
+    group = by_name({"lr": 0.1, "params": ["a.weight"]}, ["a.weight", "params"])
     group["params"] = [1, 0]
-    assert state == {"a.weight": 1, "b": 2}
-    assert group == {"lr": 0.1, "params": ["b", "a.weight"]}
+    assert state == {"a.weight": {"step": 1}, "params": {"step": 2}}
+    assert group == {"lr": 0.1, "params": ["params", "a.weight"]}
 
 
 def test_a_state_dict_is_read_by_torch_load(tmp_path: Path) -> None:
