@@ -614,3 +614,16 @@ def test_ranks_are_divided_by_rules_and_one_speaks_for_all(ranks: RankPool, tmp_
     tensors = len(answers[0][0])
     counts = sum(name.endswith("/step") for name in answers[0][0])
     assert tensors <= sum(told["told"] for _, told, _ in answers) <= tensors + counts
+
+
+def job_an_optimizers_state_dict_as_state(folder: str) -> None:
+    model, optimizer = trained(net(), "fsdp2")
+    given = optimizer.state_dict()
+    fsshard.save(f"{folder}/last", model, extra=given)
+    taken = fsshard.load(f"{folder}/last", model)["extra"]
+    assert taken["param_groups"] == given["param_groups"]
+    assert list(differences(taken["state"], given["state"])) == []
+
+
+def test_an_optimizers_state_dict_is_state_like_any_other(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(job_an_optimizers_state_dict_as_state, 2, str(tmp_path))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.errors import CheckpointError
+from fsshard.sharded.torch_checkpoint_calls import ByName
 
 Put = Callable[[str, Tensor], str]
 Get = Callable[[str], Tensor]
@@ -117,6 +118,8 @@ def _filled(mapping: Any, pairs: Any, get: Get) -> Any:
 def _node(value: Any, put: Put, path: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH}, or within itself; flatten it")
+    if isinstance(value, ByName):  # of an optimizer's state dict
+        value = dict(value)
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
