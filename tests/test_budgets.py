@@ -30,8 +30,8 @@ BOUNDS: dict[str, float] = {
     "comprehensions per 100 lines": 3.5,
     "conditional expressions per 100 lines": 1.81,
     "lines": 62_600,
-    "lines of tests": 60_500,
-    "nodes of tests": 519_100,
+    "lines of tests": 60_600,
+    "nodes of tests": 520_000,
 }
 """Measure -> at most, as it stands. That is too much: the aims are 335,000 nodes, 8.5 a line and 10 in any file; 54,000
 lines, and 52,000 of tests. The last 1,600 lines and 10,700 nodes are for means over tokens, torch's own checkpoint
