@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.sharded.torch_checkpoint_calls import ByName
 from tests.models import Spectral
 
 SHARDED = ("ddp", "fairscale", "fsdp", "fsdp2")
@@ -160,6 +162,8 @@ def unlike(one: Any, other: Any, where: str = "") -> list[str]:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
         return [] if same else [f"{where}: {one.dtype} {tuple(one.shape)}, {other.dtype} {tuple(other.shape)}"]
+    # What is sent from a rank is an OrderedDict, as in a file of torch.save.
+    one, other = (OrderedDict(value) if isinstance(value, ByName) else value for value in (one, other))
     if type(one) is not type(other):
         return [f"{where}: {type(one).__name__}, {type(other).__name__}"]
     if isinstance(one, dict):
