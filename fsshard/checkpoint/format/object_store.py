@@ -196,11 +196,14 @@ def identity_of_url(url: str) -> list[str]:
 
 
 def latest_url(url: str) -> str | None:
-    """Return the URL of the newest complete checkpoint in a folder of a store; None where there is none."""
+    """Return the URL of the newest complete checkpoint in a folder of a store, or of that checkpoint; None for none."""
     place = StoredCheckpoint(url)
+    urls = [place.url]
     for _, path in _by_age(place._fs, place._root):
         name = posixpath.basename(path)
-        found = StoredCheckpoint(f"{place.url}/{name}")
+        urls.append(f"{place.url}/{name}")
+    for candidate in urls:
+        found = StoredCheckpoint(candidate)
         with suppress(CheckpointError):
             index = found.read_index()
             found.check_files(index, share_of(index, 0, 1))

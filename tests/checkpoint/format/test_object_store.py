@@ -63,6 +63,7 @@ def job_in_memory() -> None:
     fsshard.save("memory://run/step-2", model, optimizer, block=False, step=2).wait()
     second = weights(model)
     assert fsshard.latest("memory://run") == "memory://run/step-2"
+    assert fsshard.latest("memory://run/step-1") == "memory://run/step-1", "its own place"
     step(model, optimizer)
     loaded = fsshard.load("memory://run/step-1", model, optimizer, verify=True)
     assert loaded.path == "memory://run/step-1"
