@@ -15,6 +15,7 @@ from torch import Tensor
 from fsshard.checkpoint.format.directory import leftovers, newest_whole
 from fsshard.checkpoint.format.division import RANK_FILE, pieces_of
 from fsshard.checkpoint.format.index import FORMAT_VERSION, INDEX_FILE, Index, check_files, read_index
+from fsshard.checkpoint.format.object_store import refuse_url
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
@@ -127,6 +128,7 @@ def inspect(
     With ``verify`` the checksums of one checkpoint are compared as well, and ``progress`` is told the bytes that are
     read so far, and all there are.
     """
+    refuse_url(os.fspath(path))
     path = Path(os.path.expanduser(path)).absolute()
     kind = foreign(path)
     if kind is not None:

@@ -17,6 +17,7 @@ ADVICE = re.compile(rf"\b({VERBS})\b[^;]*?(\w=[\w'\[{{(]|\w\(|fsshard\.\w|torch\
 """A verb, and within the same part of the sentence a call, an argument, a name of fsshard or torch, or quoted code."""
 
 ELSEWHERE = {
+    "take URLs, as text": "checkpoint/format/test_object_store.py",
     "pass cpu=True for ranks on the CPU": "advice/test_fronts.py",
     "for a model of fsshard.wrap fsshard.GradScaler": "advice/test_sharded.py",
     "or call fsshard.init() for one rank here": "advice/test_files.py",

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from fsshard.checkpoint.format.division import RANK_FILE
 from fsshard.checkpoint.format.index import INDEX_FILE, Index, ordinal_in, read_index, says_ours, write_index
-from fsshard.checkpoint.format.object_store import is_url, latest_url
+from fsshard.checkpoint.format.object_store import is_url, latest_url, refuse_url
 from fsshard.checkpoint.format.tensors_file import open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
@@ -405,6 +405,7 @@ def _absolute(path: StrPath) -> Path:
         raise CheckpointError(f"a path must be a string or a pathlib.Path, got {type(path).__name__}") from None
     if not text or "\0" in text:
         raise CheckpointError(f"{text!r} is not a path")
+    refuse_url(text)
     if text.startswith("~"):
         raise CheckpointError(
             f"{text!r}: there is no such home directory; for a directory of that name write './{text}'"

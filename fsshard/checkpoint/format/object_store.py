@@ -23,12 +23,22 @@ from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
 ID = re.compile(r"[0-9a-f]{32}")  # of a save
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path("s3://bucket") has one slash
 NUMBERED = re.compile(r"(.*?)[0-9]+([^0-9]*)", re.DOTALL)
 
 
 def is_url(path: object) -> bool:
     """Return whether a path is one for fsspec; ``file://`` is a path like any other, which fsspec opens, too."""
     return isinstance(path, str) and URL.fullmatch(path) is not None
+
+
+def refuse_url(path: str) -> None:
+    """Raise CheckpointError for a URL where a local path is needed, or one that pathlib has made a path of."""
+    if SCHEME.match(path):
+        raise CheckpointError(
+            f"{path!r}: expected a local path, got a URL; fsshard.save, fsshard.load and fsshard.latest take URLs, as "
+            "text and not as a pathlib.Path; for all else copy the checkpoint to a local path"
+        )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
 from fsshard.checkpoint.format.index import Index, some
+from fsshard.checkpoint.format.object_store import refuse_url
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
 from fsshard.checkpoint.models import choose_models
@@ -89,6 +90,7 @@ def export(
         CheckpointError: no such checkpoint, something is there already, or it cannot be written. Nothing is left.
         CorruptCheckpoint: the checkpoint is damaged.
     """
+    refuse_url(os.fspath(file))
     path = Path(os.path.expanduser(file))
     format = _format(path, format)
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import fsshard
 from fsshard.checkpoint.format.object_store import StoredCheckpoint, is_url
+from fsshard.checkpoint.inspecting import inspect
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from tests.models import batch, net
 
@@ -88,7 +89,7 @@ def test_a_run_on_a_store(ranks: Any) -> None:
 def job_broken_off() -> None:
     model, optimizer = trained("none")
     store = fsspec.filesystem("memory")
-    fsshard.save("memory://broken", model, optimizer)
+    fsshard.save("memory://some/broken", model, optimizer)
     before = weights(model)
     step(model, optimizer)
     real = type(store).pipe_file
@@ -99,22 +100,33 @@ def job_broken_off() -> None:
         real(self, path, *given, **options)
 
     with mock.patch.object(type(store), "pipe_file", full), pytest.raises(CheckpointError, match="the disk is full"):
-        fsshard.save("memory://broken", model, optimizer)
-    fsshard.load("memory://broken", model, optimizer, verify=True)
+        fsshard.save("memory://some/broken", model, optimizer)
+    fsshard.load("memory://some/broken", model, optimizer, verify=True)
     assert same(weights(model), before), "the one before, whole"
-    (folder,) = [entry["name"] for entry in store.ls("/broken") if entry["type"] == "directory"]
+    (folder,) = [entry["name"] for entry in store.ls("/some/broken") if entry["type"] == "directory"]
     (file,) = [entry["name"] for entry in store.ls(folder)]
     whole = store.cat_file(file)
     store.pipe_file(file, whole[:-8])
     with pytest.raises(CorruptCheckpoint, match=f"{len(whole) - 8} bytes where {len(whole)} were written"):
-        fsshard.load("memory://broken", model, optimizer)
-    assert fsshard.latest("memory://") != "memory://broken"
+        fsshard.load("memory://some/broken", model, optimizer)
+    assert fsshard.latest("memory://some") is None
     store.pipe_file(file, whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CorruptCheckpoint, match="checksum differs"):
-        fsshard.load("memory://broken", model, optimizer, verify=True)
+        fsshard.load("memory://some/broken", model, optimizer, verify=True)
     store.rm_file(file)
     with pytest.raises(CorruptCheckpoint, match="is missing"):
-        fsshard.load("memory://broken", model, optimizer)
+        fsshard.load("memory://some/broken", model, optimizer)
+    # Where a URL has no place, and where pathlib has taken a slash from it: no folder of the name "memory:".
+    for call in (
+        lambda: fsshard.save(Path("memory://some/broken"), model, optimizer),
+        lambda: fsshard.load(Path("memory://some/broken"), model, optimizer),
+        lambda: fsshard.export("memory://some/broken", "here.safetensors"),
+        lambda: fsshard.export(model, "memory://there.safetensors"),
+        lambda: inspect("memory://some/broken"),
+    ):
+        with pytest.raises(CheckpointError, match=r"expected a local path, got a URL; .*take URLs, as text"):
+            call()
+    assert not Path("memory:").exists()
     with pytest.raises(CheckpointError, match="there is no checkpoint at memory://nowhere"):
         fsshard.load("memory://nowhere", model, optimizer)
     with pytest.raises(CheckpointError, match=r"cannot open nothing://x.*Protocol not known"):
