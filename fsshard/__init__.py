@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fsshard.sharded.reports import MemoryReport
     from fsshard.simulation.estimating import estimate
     from fsshard.simulation.memory_tracker import MemoryTracker
+    from fsshard.simulation.throughput import Throughput
     from fsshard.simulation.tuning.tuning import tune
     from fsshard.wrapping import wrap
 
@@ -89,6 +90,7 @@ __all__ = [
     "ShardedOptimizer",
     "StaleParameter",
     "StateDictError",
+    "Throughput",
     "UnknownBackend",
     "UnsupportedByBackend",
     "__version__",
@@ -145,6 +147,7 @@ _NAMES = {
     "sharded.optimizer": "ShardedOptimizer build_optimizer",
     "simulation.estimating": "estimate",
     "simulation.memory_tracker": "MemoryTracker",
+    "simulation.throughput": "Throughput",
     "simulation.tuning.tuning": "tune",
     "wrapping": "wrap",
 }

@@ -44,6 +44,7 @@ NAMES = [
     "ShardedOptimizer",
     "StaleParameter",
     "StateDictError",
+    "Throughput",
     "UnknownBackend",
     "UnsupportedByBackend",
     "__version__",

@@ -235,6 +235,13 @@ def tune(
         typer.Option(help="Memory per rank, such as 40GiB; without it the plan with the smallest peak wins."),
     ] = None,
     backends: Annotated[str, typer.Option(help="Comma-separated backends.")] = "fsdp2",
+    meshes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Dimensions over which the ranks are arranged in all sizes and orders, such as replicate,shard.",
+        ),
+    ] = None,
     device: Target = "cpu",
     machine: Machine = None,
     mixed_precision: MixedPrecision = None,
@@ -262,6 +269,7 @@ def tune(
         "machine": machine,
         "real": real,
         "limit": limit,
+        "meshes": None if meshes is None else options.names(meshes),
         "mixed_precision": mixed_precision or ...,
         "backend": options.backend_names(backends),
     }

@@ -28,19 +28,19 @@ def backend_names(text: str) -> list[str]:
     """Return the names in a comma list; raise if there is none, or if one is no backend's."""
     from fsshard.backends import backend_class
 
-    names = _parts(text)
-    if not names:
+    backends = names(text)
+    if not backends:
         example = f"--backends {DEFAULT_BACKENDS}"
         raise ConfigurationError(f"--backends {text!r}: expected a comma-separated list, for example {example}")
-    for name in names:
+    for name in backends:
         backend_class(name, 2)
-    return names
+    return backends
 
 
 def world_sizes(texts: Sequence[str]) -> list[int]:
     """Return the numbers of ranks in comma lists, each once; raise ConfigurationError if one is none."""
     whole = ",".join(texts)
-    parts = _parts(whole)
+    parts = names(whole)
     sizes = [int(part) for part in parts if _is_number(part)]
     if not sizes or len(sizes) < len(parts) or 0 in sizes:
         raise ConfigurationError(
@@ -49,7 +49,8 @@ def world_sizes(texts: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(sizes))
 
 
-def _parts(text: str) -> list[str]:
+def names(text: str) -> list[str]:
+    """Return the parts of a comma list."""
     parts = [part.strip() for part in text.split(",")]
     return [part for part in parts if part]
 
@@ -64,7 +65,7 @@ def meshes(texts: Sequence[str]) -> list[dict[str, int]]:
     parsed = []
     for text in texts:
         pairs = []
-        for part in _parts(text):
+        for part in names(text):
             name, _, size = part.partition("=")
             if not name.strip() or not _is_number(size.strip()):
                 raise ConfigurationError(f"--mesh {text!r}: {example}")

@@ -106,7 +106,8 @@ class AllReduce:
             return [self._work]
         self._work.wait()
         let_go(self._lent)
-        if self._flat.is_cpu:
+        # A simulation's tensors are on the CPU whatever device it is for: its group of fake ranks tells.
+        if self._flat.is_cpu and dist.get_backend(self._group) != "fake":
             return self._broadcast(arrived)
         return [self._gather(arrived)]
 

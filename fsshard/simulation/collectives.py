@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ class Collective:
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce" and so on
     nbytes: int  # of the whole tensor, once: of an all_gather what comes out, of a reduce_scatter what goes in
-    ranks: int  # how many take part
+    members: tuple[int, ...]  # the ranks of the job that take part; () where it is not known
     tensors: list[Tensor]  # what is sent; cleared once it has been looked at
     calls: int = 1  # how many calls it stands for, see fsshard.backends.cost.CALLS
 
@@ -37,6 +37,14 @@ class Traffic:
     count: int
     nbytes: int  # their payloads
     sent: int  # bytes that a rank has to send for them at least, on average over the ranks
+    by_group: Mapping[tuple[int, ...], GroupTraffic]  # ranks that take part -> the share of it among them
+
+
+class GroupTraffic(NamedTuple):
+    """The share of :class:`Traffic` that one group of ranks has."""
+
+    count: int
+    sent: float
 
 
 # Beginning of an operator's name, without underscores: its kind, and which argument of c10d's operator is the payload.
@@ -78,12 +86,13 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
     for tensor in _tensors(payload):
         nbytes += tensor.numel() * tensor.element_size()
         calls = max(calls, getattr(tensor, CALLS, 1))
+    members = _members(args)
     if plain == "alltoallbase":
-        nbytes += _kept(args)
+        nbytes += _kept(args, len(members))
     return Collective(
         kind=kind,
         nbytes=nbytes,
-        ranks=_ranks(args),
+        members=members,
         tensors=_tensors((args, result)),
         calls=calls,
     )
@@ -93,29 +102,30 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _kept(args: tuple[Any, ...]) -> int:
+def _kept(args: tuple[Any, ...], ranks: int) -> int:
     """Return the bytes of an all_to_all's payload that this rank keeps where they are: its own part."""
     # Our OSS sends what others own, and receives from each of them as much as it owns itself.
     received, _, _, sizes, splits, *_ = args
-    ranks = _ranks(args)
     others = [size for size in sizes if size]
     if ranks < 2 or len(splits) != ranks or all(splits) or len(others) != ranks - 1:
         return 0
     return int(received.numel() * received.element_size() // (ranks - 1))
 
 
-def _ranks(args: tuple[Any, ...]) -> int:
-    """Return the size of the group among the arguments: an object, or for functional collectives its name."""
+def _members(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the ranks of the group among the arguments: an object, or for functional collectives its name."""
     for argument in reversed(args):
+        group = None
         if isinstance(argument, torch.ScriptObject):
             # It may be an operation to reduce by.
             with suppress(RuntimeError):
-                return int(dist.ProcessGroup.unbox(argument).size())
-        group = group_named(argument) if isinstance(argument, str) else None
-        # Another string is the operation to reduce by.
+                group = group_named(dist.ProcessGroup.unbox(argument).group_name)
+        elif isinstance(argument, str):
+            # Another string is the operation to reduce by.
+            group = group_named(argument)
         if group is not None:
-            return int(group.size())
-    return 1
+            return tuple(dist.get_process_group_ranks(group))
+    return ()
 
 
 def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
@@ -125,12 +135,18 @@ def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
         by_kind.setdefault(collective.kind, []).append(collective)
     summed = []
     for kind, calls in by_kind.items():
-        nbytes_sent = [sent(kind, call.nbytes, call.ranks) for call in calls]
+        by_group: dict[tuple[int, ...], GroupTraffic] = {}
+        for call in calls:
+            count, nbytes = by_group.get(call.members, (0, 0.0))
+            nbytes += sent(kind, call.nbytes, len(call.members))
+            by_group[call.members] = GroupTraffic(count + call.calls, nbytes)
+        shares = by_group.values()
         traffic = Traffic(
             kind=kind,
-            count=sum(call.calls for call in calls),
+            count=sum(share.count for share in shares),
             nbytes=sum(call.nbytes for call in calls),
-            sent=round(sum(nbytes_sent)),
+            sent=round(sum(share.sent for share in shares)),
+            by_group=by_group,
         )
         summed.append(traffic)
     summed.sort(key=lambda traffic: (-traffic.nbytes, traffic.kind))

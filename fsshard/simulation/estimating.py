@@ -414,11 +414,15 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         work=work,
         machine=machine.name,
         terms=machine.terms(work, usage.traffic),
+        samples=measured.samples * job.world_size,
+        best_seconds=machine.best_seconds({dtype: PASSES * count for dtype, count in work.forward.items()}),
         bounds=bounds,
         notes=tuple(_notes(job, recipe, late, work)),
     )
 
 
+PASSES = 3
+"""A forward, and a backward that takes twice as many flops: what counts as the model's own, whatever is recomputed."""
 STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "reduce": "all_to_all"}
 """Collective -> the one by which FSDP2 does it over gloo, and our OSS everywhere, with the same payload of a unit."""
 

@@ -1,11 +1,14 @@
-"""Predict the time of a training step from what a device can do: five terms.
+"""Predict the time of a training step from what a device and its links can do: five terms.
 
+A group of ranks that spans nodes sends at the speed of the links between these; a collective's latency grows with its
+ranks. The formulas are those of NCCL (src/graph/tuning.cc): a ring, or for all_reduce a tree where that is faster.
 ``fsshard doctor --measure`` writes the constants of this machine; :mod:`fsshard.simulation.measuring` measures them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +22,8 @@ from fsshard.simulation.work import Work
 OVER_GLOO = {"reduce_scatter": 2}
 """Collective -> how often gloo sends what has to be sent: its reduce_scatter is an all_reduce inside (torch 2.13)."""
 TERMS = ("flops", "written", "operators", "sent", "collectives")
+DIRECT = ("all_to_all", "gather", "receive", "scatter", "send")
+"""Collectives in which a rank sends to each of the others what is meant for it, so that nothing is passed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +37,15 @@ class Machine:
             named those of ``"float32"`` count.
         written: bytes per second that an operator writes which reads two tensors as large as its result.
         operator: seconds per operator until its kernel runs, autograd and Python included.
-        sent: bytes per second that a rank sends in collectives.
+        sent: bytes per second that a rank sends in collectives, to ranks of its own node.
         host: bytes per second that are copied to host memory, or back.
         collective: seconds per collective, whatever it sends, with what an engine does around it.
         source: where the numbers come from.
+        per_node: ranks of a node, which are numbered one after the other; 0: all ranks are on one node.
+        between: bytes per second that a rank sends to other nodes while all others of its node do so, too; 0: as
+            ``sent``.
+        hop: seconds that each further rank of a node adds to a collective.
+        hop_between: seconds that each further node adds to a collective.
     """
 
     name: str
@@ -47,6 +57,10 @@ class Machine:
     collective: float
     host: float
     source: str
+    per_node: int = 0
+    between: float = 0.0
+    hop: float = 0.0
+    hop_between: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops, Mapping) or "float32" not in self.flops:
@@ -57,40 +71,84 @@ class Machine:
         for name, number in numbers.items():
             if not isinstance(number, (int, float)) or not number > 0:
                 raise ConfigurationError(f"Machine({name}={number!r}): expected a number above zero")
+        for name in _OF_NODES:
+            number = getattr(self, name)
+            if not isinstance(number, (int, float)) or not number >= 0:
+                raise ConfigurationError(f"Machine({name}={number!r}): expected a number, 0 for none")
 
     def __str__(self) -> str:
         fastest = ", ".join(f"{dtype} {speed / 1e9:.3g}" for dtype, speed in self.flops.items())
+        nodes = ""
+        if self.per_node:
+            nodes = f", and {self.between / 1e9:.3g} GB/s to other nodes, of {self.per_node} ranks each"
         return (
             f"{self.device}: Gflop/s {fastest}; an operator writes {self.written / 1e9:.3g} GB/s and costs "
-            f"{duration(self.operator)}; a rank sends {self.sent / 1e9:.3g} GB/s, a collective costs "
+            f"{duration(self.operator)}; a rank sends {self.sent / 1e9:.3g} GB/s{nodes}; a collective costs "
             f"{duration(self.collective)} ({self.source})"
         )
 
     def terms(self, work: Work, traffic: Iterable[Traffic]) -> dict[str, float]:
-        """Return the seconds of a step by term; nothing overlaps, so that their sum is the step's.
+        """Return the seconds of a step by term.
 
         Args:
             work: what a rank computes.
             traffic: the collectives that it takes part in, by kind.
         """
-        sent = 0
-        calls = 0
+        sending = 0.0
+        waiting = 0.0
         for one in traffic:
             times = OVER_GLOO.get(one.kind, 1) if self.device == "cpu" else 1
-            sent += times * one.sent
-            calls += one.count
-        products = [count / self.flops.get(dtype, self.flops["float32"]) for dtype, count in work.flops.items()]
+            for members, share in one.by_group.items():
+                sending += times * share.sent / self.bandwidth(one.kind, members)
+                waiting += share.count * self.latency(one.kind, members)
         seconds = {
-            "flops": sum(products),
+            "flops": self.best_seconds(work.flops),
             "written": work.written / self.written,
             "operators": work.operators * self.operator,
-            "sent": sent / self.sent,
-            "collectives": calls * self.collective,
+            "sent": sending,
+            "collectives": waiting,
         }
         if work.offloaded or work.shards:
             # Copies go there and come back.
             seconds["offloaded"] = 2 * (work.offloaded + work.shards) / self.host
         return seconds
+
+    def bandwidth(self, kind: str, members: tuple[int, ...]) -> float:
+        """Return the bytes per second that each of these ranks sends in a collective."""
+        nodes = self._nodes(members)
+        if nodes < 2:
+            return self.sent
+        between = self.between or self.sent
+        on_a_node = len(members) / nodes
+        if kind in DIRECT:
+            outside = (len(members) - on_a_node) / (len(members) - 1)
+            return 1 / (outside / between + (1 - outside) / self.sent)
+        # As many rings as a node has members, each over another of its links: what a rank sends leaves over all.
+        return min(self.sent, on_a_node * between)
+
+    def latency(self, kind: str, members: tuple[int, ...]) -> float:
+        """Return the seconds that a collective of these ranks takes, whatever it sends."""
+        if len(members) < 2:
+            return self.collective
+        nodes = self._nodes(members)
+        if kind in DIRECT:
+            return self.collective + (self.hop_between if nodes > 1 else self.hop)
+        ring = (len(members) - nodes) * self.hop + (nodes - 1) * self.hop_between
+        if kind != "all_reduce":
+            return self.collective + ring
+        # A chain of a node's members, and a tree of the nodes, up and down.
+        on_a_node = len(members) / nodes
+        tree = (on_a_node - 1) * self.hop + math.ceil(math.log2(nodes)) * self.hop_between
+        return self.collective + 2 * min(ring, tree)
+
+    def _nodes(self, members: tuple[int, ...]) -> int:
+        if not self.per_node:
+            return 1
+        return len({rank // self.per_node for rank in members})
+
+    def best_seconds(self, flops: Mapping[str, int]) -> float:
+        """Return the seconds of these floating-point operations, by dtype, at the peak rate."""
+        return sum(count / self.flops.get(dtype, self.flops["float32"]) for dtype, count in flops.items())
 
 
 def _gpu(
@@ -99,9 +157,14 @@ def _gpu(
     memory: float,
     link: float,
     host: float,
+    network: float,
     source: str,
 ) -> Machine:
-    """Return a GPU by its data sheet: peak flops of dense products, bytes of memory and of NVLink one way, a second."""
+    """Return a GPU by its data sheet, eight of them a node.
+
+    ``flops`` are peaks of dense products, ``memory``, ``link`` and ``network`` bytes a second: of memory, of NVLink one
+    way, and of a GPU's share of its node's network.
+    """
     return Machine(
         name=name,
         device="cuda",
@@ -111,8 +174,12 @@ def _gpu(
         # 10 us of the host in eager mode, assumed.
         operator=10e-6,
         sent=link,
-        # Over NVLink: 8.4 us, and 3.4 us of a hop (NCCL, src/graph/tuning.cc, ring, protocol Simple).
-        collective=11.8e-6,
+        # A ring with the protocol Simple: 8.4 us, 3.4 us more for each hop over NVLink, 14 us over a network.
+        collective=8.4e-6,
+        hop=3.4e-6,
+        hop_between=14e-6,
+        per_node=8,
+        between=network,
         host=host,
         source=f"{source}; NCCL's tuning.cc; 10 us assumed",
     )
@@ -122,7 +189,8 @@ def _tensor_cores(plain: float, double: float, half: float) -> dict[str, float]:
     return {"float32": plain, "float64": double, "bfloat16": half, "float16": half}
 
 
-_NUMBERS = [field.name for field in fields(Machine) if field.type == "float"]
+_OF_NODES = ("per_node", "between", "hop", "hop_between")
+_NUMBERS = [field.name for field in fields(Machine) if field.type == "float" and field.name not in _OF_NODES]
 MACHINES = {
     one.name: one
     for one in (
@@ -143,10 +211,27 @@ MACHINES = {
             2.039e12,
             300e9,
             32e9,
-            "NVIDIA A100 80GB data sheet, 2021",
+            25e9,
+            "NVIDIA A100 80GB and DGX A100 data sheets, 2021",
         ),
-        _gpu("h100", _tensor_cores(67e12, 34e12, 989e12), 3.35e12, 450e9, 64e9, "NVIDIA H100 SXM data sheet, 2023"),
-        _gpu("h200", _tensor_cores(67e12, 34e12, 989e12), 4.8e12, 450e9, 64e9, "NVIDIA H200 SXM data sheet, 2024"),
+        _gpu(
+            "h100",
+            _tensor_cores(67e12, 34e12, 989e12),
+            3.35e12,
+            450e9,
+            64e9,
+            50e9,
+            "NVIDIA H100 SXM and DGX H100 data sheets, 2023",
+        ),
+        _gpu(
+            "h200",
+            _tensor_cores(67e12, 34e12, 989e12),
+            4.8e12,
+            450e9,
+            64e9,
+            50e9,
+            "NVIDIA H200 SXM and DGX H200 data sheets, 2024",
+        ),
     )
 }
 """Machines that are known by name. Peaks of data sheets: seconds are those of perfect kernels, the order of plans is

@@ -52,6 +52,8 @@ class Estimate:
         machine: whose constants the seconds are by, see :mod:`fsshard.simulation.machine`.
         terms: seconds of the step by term: flops, written, operators, sent, collectives, and offloaded: copies
             of activations, and of shards under ``cpu_offload``.
+        samples: of all ranks in a step: the lengths of the first dimension of batches' first tensors.
+        best_seconds: seconds that the model's own floating-point operations take at the machine's peak rate.
         bounds: what no implementation of the engine can go below; see :mod:`fsshard.planning.bounds`.
         notes: what was assumed.
     """
@@ -75,6 +77,8 @@ class Estimate:
     work: Work
     machine: str
     terms: Mapping[str, float]
+    samples: int
+    best_seconds: float
     bounds: Bounds
     notes: tuple[str, ...] = ()
 
@@ -85,8 +89,31 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a step: the sum of its terms, as if nothing overlapped."""
-        return sum(self.terms.values())
+        """Predicted seconds of a step: the sum of its terms, without what is hidden behind others."""
+        return sum(self.terms.values()) - self.hidden
+
+    @property
+    def hidden(self) -> float:
+        """Seconds in which a GPU computes and sends at the same time; on the CPU both take the processor's time."""
+        if self.device == "cpu" or not self._calls:
+            return 0.0
+        computing = self.terms["flops"] + self.terms["written"] + self.terms["operators"]
+        sending = self.terms["sent"] + self.terms["collectives"]
+        # A pipeline of as many equal pieces as there are collectives: the first piece has nothing to hide behind.
+        return min(computing, sending) * (1 - 1 / self._calls)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second of the whole job."""
+        return self.samples / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation (MFU): the share of the step that the model's own operations need at peak rate.
+
+        These are those of the forward three times, as in PaLM (arXiv:2204.02311): what is recomputed does not count.
+        """
+        return self.best_seconds / self.seconds
 
     def table(self) -> str:
         """Return everything as text: memory by kind, collectives, bounds and the ratios to them."""
@@ -156,14 +183,22 @@ class Estimate:
         for name, seconds in self.terms.items():
             share = seconds / total
             rows.append([name, amounts[name], duration(seconds), f"{share:.0%}"])
+        if self.hidden:
+            rows.append(["hidden", "", f"-{duration(self.hidden)}", f"-{self.hidden / total:.0%}"])
         rows.append(["a step", "", duration(self.seconds), ""])
+        # A plan has no forward.
+        if self.best_seconds:
+            rows.append(["samples/s, MFU", f"{self.samples_per_second:.4g}", "", f"{self.utilisation:.1%}"])
         return rows
 
     def to_json(self) -> str:
         """Return everything as JSON, sizes in bytes, times in seconds."""
         values = asdict(self)
-        values["sent"] = self.sent
-        values["seconds"] = self.seconds
+        for name in ("sent", "seconds", "samples_per_second", "utilisation"):
+            values[name] = getattr(self, name)
+        for traffic in values["collectives"]:
+            groups = traffic.pop("by_group")
+            traffic["by_ranks"] = [{"ranks": len(members), **share._asdict()} for members, share in groups.items()]
         return json.dumps(values, indent=1)
 
     def plot(self, path: str | Path) -> None:
@@ -184,13 +219,21 @@ def _beside(nbytes: int, bound: int | None) -> list[str]:
 
 
 def overview(estimates: Sequence[Estimate]) -> str:
-    """Return several estimates as a table, a line for each; ratios to DDP where it is among them at that world size."""
+    """Return several estimates as a table, a line for each.
+
+    Peaks have their ratio to DDP's, where it is among them at that world size; samples per second that to as many times
+    those of the backend's fewest ranks as there are more ranks: its scaling efficiency, of batches of one size a rank.
+    """
     references = {}
+    fewest: dict[str, Estimate] = {}
     for estimate in estimates:
         if estimate.backend == REFERENCE:
             references[estimate.world_size] = estimate.peak
+        known = fewest.setdefault(estimate.backend, estimate)
+        if estimate.world_size < known.world_size:
+            fewest[estimate.backend] = estimate
     head = ["backend", "ranks", "peak", f"of {REFERENCE}", "bound", "ratio"]
-    head += ["collectives", "sent", "bound", "ratio", "time", "peak at"]
+    head += ["collectives", "sent", "bound", "ratio", "time", "samples/s", "scales", "MFU", "peak at"]
     rows = [head]
     for estimate in estimates:
         # Where timing decides, the peak is between two numbers.
@@ -206,6 +249,9 @@ def overview(estimates: Sequence[Estimate]) -> str:
             str(estimate._calls),
             *_beside(estimate.sent, estimate.bounds.sent),
             duration(estimate.seconds),
+            f"{estimate.samples_per_second:.4g}",
+            f"{fewest[estimate.backend].seconds / estimate.seconds:.2f}",
+            f"{estimate.utilisation:.1%}",
             str(estimate.moment),
         ]
         rows.append(row)
@@ -223,13 +269,14 @@ def plot(
 
 
 def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
-    """Draw memory at the peak by kind, a bar per backend; below it the peaks over world sizes, if there are several.
+    """Draw memory at the peak by kind, a bar per backend; below, if there are several world sizes, peaks and speed.
 
     Args:
         estimates: of one training; one for each backend and world size.
         at: world size of the bars; by default the first one.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     sizes = sorted({estimate.world_size for estimate in estimates})
     at = estimates[0].world_size if at is None else at
@@ -237,7 +284,7 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     largest = max(estimate.peak for estimate in shown)
     # The unit is the same above and below.
     unit, scale = unit_of(largest)
-    rows = 2 if len(sizes) > 1 else 1
+    rows = 3 if len(sizes) > 1 else 1
     width = max(7.0, 1.2 + 3.4 * len(shown))
     height = 1.0 + 4.2 * rows
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -245,20 +292,27 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     bars, *below = grid[:, 0]
     _draw_bars(bars, shown, scale)
     bars.set_title(counted(at, "rank"), fontsize=11)
+    of_backends = [[each for each in estimates if each.backend == one.backend] for one in shown]
+    if below:
+        peaks, speeds = below
+        for number, same_backend in enumerate(of_backends):
+            _draw_peaks(peaks, same_backend, scale, f"C{number}")
+            _draw_speeds(speeds, same_backend, f"C{number}")
+        peaks.set_xlabel("ranks" + _of_padding(estimates))
+        speeds.set_xlabel(f"ranks, each with a batch of one size; by {estimates[0].machine!r}")
     for axes in below:
-        for number, estimate in enumerate(shown):
-            same_backend = [each for each in estimates if each.backend == estimate.backend]
-            _draw_peaks(axes, same_backend, scale, f"C{number}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xticks(sizes, list(map(str, sizes)), fontsize=8)
-        axes.set_xlabel("ranks" + _of_padding(estimates))
     for axes in (bars, *below):
         style_axes(axes)
         axes.set_ylabel(f"{unit} per rank at the peak")
         # Beside the axes, where it hides nothing.
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    if below:
+        speeds.set_ylabel("samples/s of the job, predicted")
+        speeds.yaxis.set_major_formatter(EngFormatter(sep=""))
     figure.suptitle(estimates[0].name, fontsize=11, x=0.02, ha="left", parse_math=False)
     return figure
 
@@ -296,6 +350,17 @@ def _draw_peaks(
     bounds = [estimate.bounds.peak / scale for estimate in estimates]
     axes.plot(ranks, peaks, "o-", color=color, markersize=4, label=name)
     axes.plot(ranks, bounds, ":", color=color, label=f"{name}, lower bound")
+
+
+def _draw_speeds(axes: Axes, estimates: Sequence[Estimate], color: str) -> None:
+    """Draw the samples per second of one backend over world sizes, and what they would be if nothing was sent more."""
+    estimates = sorted(estimates, key=lambda estimate: estimate.world_size)
+    first = estimates[0]
+    ranks = [estimate.world_size for estimate in estimates]
+    speeds = [estimate.samples_per_second for estimate in estimates]
+    perfect = [first.samples_per_second * estimate.samples / first.samples for estimate in estimates]
+    axes.plot(ranks, speeds, "o-", color=color, markersize=4, label=first.backend)
+    axes.plot(ranks, perfect, ":", color=color, label=f"{first.backend}, perfect scaling")
 
 
 def _of_padding(estimates: Sequence[Estimate]) -> str:

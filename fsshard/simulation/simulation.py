@@ -24,6 +24,7 @@ from fsshard.backends.whole import owned, whole_owners
 from fsshard.complex_params.tensorfy import has_dtensors
 from fsshard.errors import ConfigurationError
 from fsshard.model.host_copies import offloading_to
+from fsshard.nested import leaves as tree_leaves
 from fsshard.nested import map_leaves
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
@@ -112,6 +113,7 @@ class Measured:
     plan: Plan
     comm_groups: Mapping[str, tuple[str, ...]]  # unit -> the parameters that were sent with it
     optimizer: str  # with its settings, as text
+    samples: int  # of this rank in a step
 
 
 class Trained(NamedTuple):
@@ -351,9 +353,11 @@ def _run_steps(
     plan = trained.model.plan
     tracker.watch(trained.model.module)
     usages: list[Usage] = []
+    samples = 0
     for step in range(steps):
         first = step * recipe.accumulate
         batches = [batch(first + number) for number in range(recipe.accumulate)]
+        samples = sum(map(_samples, batches))
         tracker.mark(batches, "inputs")
         tracker.reset()
         _one_step(trained, batches)
@@ -374,7 +378,16 @@ def _run_steps(
         plan=plan,
         comm_groups=trained.model.backend.groups,
         optimizer=f"{recipe.optimizer.__name__}({', '.join(settings)})",
+        samples=samples,
     )
+
+
+def _samples(batch: Any) -> int:
+    """Return the length of the first dimension of a batch's first tensor; 1 if no tensor has a dimension."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return 1
 
 
 def _in_flight(trained: Trained, tracker: Tracker) -> tuple[int, ...]:

@@ -281,7 +281,7 @@ class Tracker(TorchDispatchMode):
         if collective is not None:
             self._count(collective)
         else:
-            self.work.add(func, args, kwargs, result)
+            self.work.add(func, args, kwargs, result, self._phase)
         for tensor in _tensors(result):
             self._take(tensor)
         if func.name() == "aten::_to_copy" and self._phase == "backward":

@@ -6,7 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Work:
         offloaded: bytes of activations that are copied to host memory, and back.
         shards: bytes of this rank's shards that ``cpu_offload`` copies to the device; as many of gradients come back.
         uncounted: names of operators whose flops are missing, since there is no formula for them.
+        forward: flops of the forward passes alone, without blocks that are computed again.
     """
 
     flops: Mapping[str, int]
@@ -50,6 +51,7 @@ class Work:
     offloaded: int = 0
     shards: int = 0
     uncounted: tuple[str, ...] = ()
+    forward: Mapping[str, int] = field(default_factory=dict)
 
 
 class WorkCounter:
@@ -61,6 +63,7 @@ class WorkCounter:
     def reset(self) -> None:
         """Start at zero."""
         self._flops: Counter[str] = Counter()
+        self._forward: Counter[str] = Counter()
         self._written = 0
         self._operators = 0
         self._offloaded = 0
@@ -72,6 +75,7 @@ class WorkCounter:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         result: Any,
+        phase: str = "forward",
     ) -> None:
         """Count one call of an operator, which is no collective."""
         self._operators += 1
@@ -91,7 +95,10 @@ class WorkCounter:
             flops = int(formula(*args, **kwargs, out_val=result))
             if tensor.is_complex() and formula is not _fft:
                 flops *= COMPLEX_PRODUCTS
-            self._flops[str(dtype).removeprefix("torch.")] += flops
+            name = str(dtype).removeprefix("torch.")
+            self._flops[name] += flops
+            if phase == "forward":
+                self._forward[name] += flops
         elif traits.name.startswith(UNKNOWN) and _nbytes(args) >= LARGE:
             self._uncounted.add(traits.name)
 
@@ -103,6 +110,7 @@ class WorkCounter:
             operators=self._operators,
             offloaded=self._offloaded,
             uncounted=tuple(sorted(self._uncounted)),
+            forward=dict(self._forward),
         )
 
 

@@ -25,6 +25,7 @@ from fsshard.cli import app as cli
 from fsshard.errors import ConfigurationError, ModelError, RecipeError, UnknownBackend, UnsupportedByBackend
 from fsshard.model import host_copies
 from fsshard.simulation.estimating import estimate
+from fsshard.simulation.machine import Machine
 from fsshard.simulation.result import figure, overview
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.worker import Simulator, rebuilt, run_job, simulate_all
@@ -275,13 +276,68 @@ def test_the_estimate_as_text_json_and_picture() -> None:
     parsed = json.loads(one.to_json())
     assert one.machine == "h100" and parsed["seconds"] == one.seconds and parsed["work"]["operators"] > 0
     assert parsed["peak"] == one.peak and parsed["moment"]["phase"] == one.moment.phase
-    bars, lines = figure(found, at=8).axes
+    bars, lines, speeds = figure(found, at=8).axes
     assert [label.get_text() for label in bars.get_xticklabels()] == ["ddp", "fairscale"]
     assert sum(patch.get_height() for patch in bars.patches) * 1024 == pytest.approx(found[1].peak + one.peak)
     assert lines.get_xscale() == "log" and len(lines.lines) == 4
     assert bars.get_ylabel() == lines.get_ylabel() and lines.get_xlabel() == "ranks"
+    drawn = [float(line.get_ydata()[-1]) for line in speeds.lines[::2]]
+    assert drawn == [found[1].samples_per_second, one.samples_per_second]
     padded = dataclasses.replace(one, highest={**one.highest, "gathered units": 4 * one.parameters})
     assert "from 8 on gathered units are mostly padding" in figure([*found[:-1], padded]).axes[1].get_xlabel()
+
+
+class Pair(nn.Sequential):
+    """Two products."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+
+@pytest.mark.usefixtures("here")
+def test_samples_and_utilisation() -> None:
+    """Flops of a forward are counted by hand; what is recomputed is none of the model's own."""
+    model = nn.Sequential(Pair(), nn.Identity())
+    batch = torch.ones(4, 8)
+    arguments: dict[str, Any] = {"batch": batch, "backend": "ddp", "machine": UNIT, "accumulation": 3}
+    one = estimate(model, world_size=2, **arguments)
+    assert one.samples == 4 * 3 * 2 and one.samples_per_second == one.samples / one.seconds
+    forward = 3 * 2 * (2 * 4 * 8 * 8)
+    assert one.work.forward == {"float32": forward}
+    assert one.best_seconds == 3 * forward / UNIT.flops["float32"]
+    assert one.utilisation == one.best_seconds / one.seconds
+    recomputed = estimate(model, world_size=2, activation_checkpointing={Pair}, **arguments)
+    assert recomputed.work.flops["float32"] > one.work.flops["float32"]
+    assert recomputed.best_seconds == one.best_seconds
+    parsed = json.loads(one.to_json())
+    assert parsed["utilisation"] == one.utilisation and parsed["collectives"][0]["by_ranks"][0]["ranks"] == 2
+    assert "samples/s, MFU" in one.table() and "1.00" in overview([one])
+
+
+@pytest.mark.usefixtures("here")
+def test_a_gpu_computes_and_sends_at_once() -> None:
+    nodes = dataclasses.replace(UNIT, device="cuda")
+    one = estimate(net(), backend="fsdp2", world_size=8, device="cuda", machine=nodes, auto_wrap_policy={nn.Linear})
+    terms = one.terms
+    calls = sum(traffic.count for traffic in one.collectives)
+    sending = terms["sent"] + terms["collectives"]
+    computing = sum(terms.values()) - sending
+    assert calls > 2 and one.hidden == pytest.approx(min(sending, computing) * (1 - 1 / calls))
+    assert one.seconds == pytest.approx(sum(terms.values()) - one.hidden)
+    assert "hidden" in one.table()
+
+
+@pytest.mark.usefixtures("here")
+def test_what_spans_nodes_takes_longer() -> None:
+    """Replicas between nodes and shards within are faster than shards over all, where links between nodes are slow."""
+    slow = dataclasses.replace(UNIT, device="cuda", per_node=4, between=UNIT.sent / 100)
+    arguments: dict[str, Any] = {"backend": "fsdp2", "world_size": 8, "device": "cuda"}
+
+    def sending(machine: Machine, **more: Any) -> float:
+        return estimate(net(), machine=machine, **arguments, **more).terms["sent"]
+
+    assert sending(slow) > 2 * sending(slow, device_mesh=(2, 4))
+    assert sending(dataclasses.replace(slow, per_node=8)) == sending(dataclasses.replace(UNIT, device="cuda"))
 
 
 @pytest.mark.usefixtures("here")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsshard.errors import ConfigurationError
-from fsshard.simulation.collectives import Traffic
+from fsshard.simulation.collectives import GroupTraffic, Traffic
 from fsshard.simulation.machine import MACHINES, Machine, machine_of, to_json
 from fsshard.simulation.work import Work
 
@@ -26,9 +26,15 @@ UNIT = Machine(
 )
 
 
+def sent_by(members: tuple[int, ...], kind: str, count: int) -> Traffic:
+    """Return the traffic of a group that sends four bytes."""
+    by_group = {members: GroupTraffic(count, 4.0)}
+    return Traffic(kind=kind, count=count, nbytes=9, sent=4, by_group=by_group)
+
+
 def test_the_five_terms() -> None:
     work = Work(flops={"float32": 30, "bfloat16": 40, "float64": 20}, written=15, operators=6)
-    traffic = [Traffic(kind=kind, count=n, nbytes=9, sent=4) for n, kind in ((1, "all_gather"), (2, "reduce_scatter"))]
+    traffic = [sent_by((0, 1), "all_gather", 1), sent_by((0, 1), "reduce_scatter", 2)]
     found = UNIT.terms(work, traffic)
     # A dtype of which nothing is known is as fast as float32; gloo's reduce_scatter sends everything twice.
     assert found == {"flops": 3 + 1 + 2, "written": 3, "operators": 3, "sent": 1 + 2, "collectives": 6}
@@ -91,3 +97,43 @@ def test_a_machine_of_another_device_says_which() -> None:
     with pytest.raises(ConfigurationError, match=f"pass device={device!r}, or another machine: "):
         machine_of("h100", "cpu")
     assert machine_of("h100", device).device == device
+
+
+NODES = dataclasses.replace(UNIT, device="cuda", per_node=4, sent=8.0, between=1.0, hop=0.25, hop_between=3.0)
+"""Nodes of four ranks; a link of one byte a second for each rank between them."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "members", "bandwidth", "latency"),
+    [
+        # Within a node: a ring of four has three hops, all of them inside.
+        ("all_gather", (0, 1, 2, 3), 8, 2 + 3 * 0.25),
+        # Two whole nodes: rings over four links at once; seven hops, one of them between nodes.
+        ("all_gather", tuple(range(8)), 4, 2 + 6 * 0.25 + 3),
+        # Replicas, a rank of each node: each has its own link alone, and all hops are between nodes.
+        ("all_gather", (1, 5, 9, 13), 1, 2 + 3 * 3),
+        # Many members a node: the links inside are the narrowest.
+        ("reduce_scatter", tuple(range(8)), 4, 2 + 6 * 0.25 + 3),
+        # A ring there and back, 2 x 3 x 3, is slower than a tree of four nodes, 2 x 2 x 3.
+        ("all_reduce", (1, 5, 9, 13), 1, 2 + 2 * 2 * 3),
+        # An even exchange of eight sends 4/7 of it to the other node, by the rank's own link.
+        ("all_to_all", tuple(range(8)), 1 / (4 / 7 + 3 / 7 / 8), 2 + 3),
+        ("all_to_all", (0, 1), 8, 2 + 0.25),
+        # One rank, or a group of which nothing is known.
+        ("broadcast", (0,), 8, 2),
+        ("broadcast", (), 8, 2),
+    ],
+)
+def test_links_of_nodes(kind: str, members: tuple[int, ...], bandwidth: float, latency: float) -> None:
+    assert NODES.bandwidth(kind, members) == pytest.approx(bandwidth)
+    assert NODES.latency(kind, members) == pytest.approx(latency)
+    terms = NODES.terms(Work(flops={}, written=0, operators=0), [sent_by(members, kind, 3)])
+    assert terms["sent"] == pytest.approx(4 / bandwidth) and terms["collectives"] == pytest.approx(3 * latency)
+
+
+def test_numbers_of_nodes_are_checked_and_have_defaults() -> None:
+    assert UNIT.bandwidth("all_gather", tuple(range(100))) == UNIT.sent
+    assert dataclasses.replace(NODES, between=0.0).bandwidth("all_gather", (0, 4)) == NODES.sent
+    assert "and 1e-09 GB/s to other nodes, of 4 ranks each" in str(NODES) and "nodes" not in str(UNIT)
+    with pytest.raises(ConfigurationError, match=r"between=-1\): expected a number, 0 for none"):
+        dataclasses.replace(NODES, between=-1)

@@ -9,6 +9,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsshard.parallel.meshes import role_of
 from fsshard.pictures import check_picture, save_picture
 from fsshard.planning.text import aligned, counted, duration, size, unit_of
 from fsshard.simulation.result import Estimate, style_axes
@@ -125,14 +128,39 @@ class TuneResult:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of :func:`fsshard.wrap` that give the winner."""
-        return {"backend": self.winner.candidate.backend, **self.winner.candidate.settings}
+        """Keyword arguments of :func:`fsshard.wrap` that give the winner.
+
+        Where ranks are arranged otherwise than in one row, it makes the mesh, and is collective. Over dimensions that
+        divide the model pass what the recipe's ``split`` returns, too: :attr:`mesh` has the sizes.
+        """
+        settings: dict[str, Any] = {"backend": self.winner.candidate.backend, **self.winner.candidate.settings}
+        if self.mesh is not None:
+            names = tuple(self.mesh)
+            whole = init_device_mesh(self.winner.estimate.device, tuple(self.mesh.values()), mesh_dim_names=names)
+            data = tuple(name for name in names if role_of(name) != "model")
+            settings["device_mesh"] = whole if data == names else whole[data]
+        return settings
+
+    @property
+    def mesh(self) -> Mapping[str, int] | None:
+        """Sizes by name of the winner's mesh; None: one row of data-parallel ranks."""
+        return self.winner.candidate.mesh
 
     def code(self) -> str:
         """Return the winner as code to paste: ``model`` is the bare model before it, and wrapped after it."""
         candidate = self.winner.candidate
-        head = "\n".join(candidate.imports())
-        return f"{head}\n\nmodel = fsshard.wrap(\n    model,\n{candidate.code(lines=True)})\n"
+        lines = [*candidate.imports(), ""]
+        if self.mesh is not None:
+            names = tuple(self.mesh)
+            arguments = f"{self.winner.estimate.device!r}, {tuple(self.mesh.values())}, mesh_dim_names={names}"
+            lines.append(f"mesh = init_device_mesh({arguments})".replace("'", '"'))
+            data = [name for name in names if role_of(name) != "model"]
+            if len(data) < len(names):
+                lines.append("# Divide the model over mesh first, as the recipe's split(model, mesh) does.")
+                quoted = ", ".join(f'"{name}"' for name in data)
+                lines.append(f"mesh = mesh[{quoted}]")
+        lines += ["model = fsshard.wrap(", "    model,", f"{candidate.code(lines=True)})", ""]
+        return "\n".join(lines)
 
     @property
     def _on_ranks(self) -> str:

@@ -5,8 +5,10 @@ The search goes from a fixed set of usual plans to finer ones, each judged by a 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +19,15 @@ from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError
 from fsshard.planning.plan import Plan
 from fsshard.planning.text import size
 from fsshard.recipes.recipe import resolve
-from fsshard.simulation.estimating import estimate_of, job_of, mesh_shape, optimizer_settings, recipe_source
+from fsshard.simulation.estimating import (
+    data_shape,
+    estimate_of,
+    job_of,
+    mesh_shape,
+    optimizer_settings,
+    recipe_source,
+    whole_mesh,
+)
 from fsshard.simulation.machine import Machine, machine_of
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job
@@ -25,6 +35,7 @@ from fsshard.simulation.tuning.result import Tried, TuneResult, best
 from fsshard.simulation.tuning.search_space import (
     PLAIN,
     Candidate,
+    arrangements,
     code_of,
     offloadings,
     plan_of,
@@ -61,6 +72,7 @@ def tune(
     cpu_offload: bool = False,
     average: bool = False,
     device_mesh: Any = None,
+    meshes: Any = None,
     device: str = "cpu",
     machine: Any = None,
     real: bool = False,
@@ -91,6 +103,9 @@ def tune(
         cpu_offload: as for :func:`fsshard.estimate`.
         average: as for :func:`fsshard.estimate`.
         device_mesh: as for :func:`fsshard.estimate`.
+        meshes: arrangements of the ranks on which the best plans are tried, too: names of dimensions, of which all
+            sizes in all orders are taken, such as ``("replicate", "shard")``, or ``("data", "tp")`` for a recipe with
+            a ``split``; or a list of sizes by name. Ranks of the last dimension are neighbours.
         device: ``"cpu"`` or ``"cuda"``: which device it is for.
         machine: whose constants times are predicted by, as for :func:`fsshard.estimate`.
         real: as for :func:`fsshard.estimate`.
@@ -117,6 +132,11 @@ def tune(
     bound = _bytes(memory)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigurationError(f"limit={limit!r}: expected a positive number of simulations")
+    if meshes is not None and device_mesh is not None:
+        raise ConfigurationError(
+            "meshes= and device_mesh=: a mesh that is given is not searched; leave out one of them"
+        )
+    others = [] if meshes is None else arrangements(meshes, world_size)
     source = recipe_source(subject, batch, loss, real)
     recipe = resolve(source)
     changes: dict[str, Any] = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
@@ -151,6 +171,7 @@ def tune(
         # A backend such as "auto" is known by name from here on.
         names = [search.job(name, {}).backend for name in backends]
         search.run(list(dict.fromkeys(names)))
+        search.rearrange(others, best(search.tried, bound))
         winner = best(search.tried, bound)
         if winner is None:
             raise _nothing(search, bound)
@@ -262,6 +283,39 @@ class Search:
                 self._sharded(start)
             else:
                 self._replicated(start)
+
+    def rearrange(self, meshes: list[dict[str, int]], winner: Tried | None) -> None:
+        """Try each backend's fastest and leanest plan, and the winner so far, with the ranks arranged otherwise."""
+        plans = [] if winner is None else [winner]
+        for backend in {one.candidate.backend for one in self.tried}:
+            tried = [one for one in self.tried if one.candidate.backend == backend]
+            plans += [min(tried, key=lambda one: one.cost), _leanest(tried)]
+        distinct = list({id(one): one for one in plans}.values())
+        distinct.sort(key=self.tried.index)
+        for mesh in meshes:
+            for one in distinct:
+                self._rearranged(one, mesh)
+
+    def _rearranged(self, one: Tried, mesh: dict[str, int]) -> None:
+        shape = data_shape(mesh)
+        if shape[-1] == self._asked["world_size"]:
+            # That is one row, as before.
+            return
+        candidate = replace(one.candidate, mesh=mesh)
+        self._tell(candidate.code())
+        if math.prod(shape) == self._asked["world_size"]:
+            changed: dict[str, Any] = {"device_mesh": shape}
+        else:
+            sizes = whole_mesh(mesh, self._asked["source"], 1, None)
+            changed = {"device_mesh": shape, "whole_mesh": sizes}
+        try:
+            estimate = self._estimate(candidate.backend, candidate.settings, **changed)
+        except SimulatorDied:
+            raise
+        except FsshardError as error:
+            self.failed[candidate.code()] = str(error)
+            return
+        self.tried.append(replace(one, candidate=candidate, name="", estimate=estimate))
 
     # ------------------------------------------------------------------------------------------ the simulations
 

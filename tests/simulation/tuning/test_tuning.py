@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fsshard
 from fsshard.cli import app as cli
-from fsshard.errors import ConfigurationError, DoesNotFit, RecipeError, UnknownBackend
+from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError, RecipeError, UnknownBackend
+from fsshard.launching.pool import RankPool
 from fsshard.simulation.machine import MACHINES, Machine
 from fsshard.simulation.simulation import Job, Measured, simulate
 from fsshard.simulation.tuning.result import Tried, TuneResult, best, figure
+from fsshard.simulation.tuning.search_space import Candidate, arrangements
 from fsshard.simulation.tuning.tuning import Search, _bytes
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 from tests.forked import forking
@@ -220,3 +223,92 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
 )
 def test_sizes_are_read(text: str, nbytes: int) -> None:
     assert _bytes(text) == nbytes
+
+
+SLOW = dataclasses.replace(
+    MACHINES["h100"], per_node=2, sent=1e9, between=1e6, collective=1e-9, hop=0, hop_between=0, operator=1e-9
+)
+"""Nodes of two ranks, with links between them so slow that what is sent over them decides."""
+
+
+def test_arrangements_of_ranks() -> None:
+    assert arrangements(("shard", "replicate"), 4) == [
+        {"replicate": 1, "shard": 4},
+        {"replicate": 2, "shard": 2},
+        {"replicate": 4, "shard": 1},
+    ]
+    orders = arrangements(("data", "tp"), 6)
+    assert {"data": 2, "tp": 3} in orders and {"tp": 3, "data": 2} in orders
+    assert len(orders) == 6, "1 x 6, 2 x 3, 3 x 2, 6 x 1; the two with neighbours of both kinds in both orders"
+    assert arrangements([{"replicate": 2, "shard": 2}], 4) == [{"replicate": 2, "shard": 2}]
+
+
+def test_meshes_are_searched_where_nodes_make_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulator, "ask", lambda _, function, *arguments: function(*arguments))
+    asked: dict[str, Any] = {"backend": "fsdp2", "device": "cuda", "limit": 1, "activation_checkpointing": False}
+    asked["auto_wrap_policy"] = "auto"
+    tuned = fsshard.tune(RECIPE, world_size=4, machine=SLOW, memory="1GiB", meshes=("replicate", "shard"), **asked)
+    # Shards within a node: between nodes each rank sends only its own shard of the gradients.
+    assert tuned.mesh == {"replicate": 2, "shard": 2}
+    shapes = {one.estimate.mesh for one in tuned.tried}
+    assert shapes == {(4,), (2, 2), (4, 1)}
+    told = tuned.code()
+    assert 'mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))' in told
+    assert "    device_mesh=mesh,\n" in told and "import init_device_mesh" in told
+    assert "mesh of replicate 2, shard 2" in tuned.table()
+    # Without nodes nothing is gained by replicas that need more memory for the same links.
+    alone = fsshard.tune(RECIPE, world_size=4, machine=SLOW, meshes=[{"replicate": 2, "shard": 2}], **asked)
+    assert alone.mesh is None, "the least peak: all ranks divide"
+
+
+def sent_to(one: Tried, *, neighbour: bool) -> float:
+    """Return the bytes that rank 0 sends to the rank beside it, or to that of the other node."""
+    members = (0, 1) if neighbour else (0, 2)
+    shares = [traffic.by_group[members].sent for traffic in one.estimate.collectives if members in traffic.by_group]
+    return sum(shares)
+
+
+def test_orders_of_a_mesh_that_divides_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dimension that sends most is that of neighbours in the faster order."""
+    monkeypatch.setattr(Simulator, "ask", lambda _, function, *arguments: function(*arguments))
+    asked: dict[str, Any] = {"backend": "ddp", "device": "cuda", "limit": 1, "activation_checkpointing": False}
+    meshes = [{"data": 2, "tp": 2}, {"tp": 2, "data": 2}]
+    recipe = "examples.mesh_recipes:weather"
+    tuned = fsshard.tune(recipe, world_size=4, machine=SLOW, memory="1GiB", meshes=meshes, **asked)
+    slower, faster = sorted(tuned.tried[-2:], key=lambda one: -one.estimate.seconds)
+    assert sent_to(faster, neighbour=True) > sent_to(faster, neighbour=False)
+    assert sent_to(slower, neighbour=True) == sent_to(faster, neighbour=False)
+    assert faster.estimate.seconds < slower.estimate.seconds
+    assert 'mesh = mesh["data"]' in dataclasses.replace(tuned, winner=tuned.tried[-1]).code()
+
+
+@pytest.mark.parametrize(
+    ("meshes", "said"),
+    [
+        ("replicate", r"meshes='replicate': expected names of dimensions such as \(\"replicate\", \"shard\"\)"),
+        ([{"replicate": 3, "shard": 2}], r"meshes=: .* has not world_size=4 ranks"),
+        (("rows", "columns"), "'rows' does not say whether its ranks see the same samples"),
+        ([{"data": 2, "tp": 2}], r"the recipe does not say how its model is divided over tp"),
+    ],
+)
+def test_bad_meshes(meshes: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulator, "ask", lambda _, function, *arguments: function(*arguments))
+    with pytest.raises(FsshardError, match=said):
+        fsshard.tune(RECIPE, world_size=4, backend="ddp", limit=1, meshes=meshes)
+    with pytest.raises(ConfigurationError, match="meshes= and device_mesh="):
+        fsshard.tune(RECIPE, world_size=4, backend="ddp", meshes=("replicate", "shard"), device_mesh=(2, 2))
+
+
+def test_the_mesh_that_wins_is_made_where_it_is_used(ranks: RankPool) -> None:
+    assert ranks.run(job_made_mesh, 4) == [((2, 2), "fsdp2")] * 4
+
+
+def job_made_mesh() -> tuple[tuple[int, ...], str]:
+    """Wrap by the settings of a result whose winner has a mesh."""
+    candidate = Candidate(backend="fsdp2", mesh={"replicate": 2, "shard": 2})
+    estimate = SimpleNamespace(device="cpu")
+    winner: Any = SimpleNamespace(candidate=candidate, estimate=estimate)
+    result = TuneResult(name="", world_size=4, memory=None, winner=winner, tried=(), aliases={}, failed={})
+    settings = result.settings
+    model = fsshard.wrap(Tower(), **settings)
+    return tuple(settings["device_mesh"].shape), model.backend.name
