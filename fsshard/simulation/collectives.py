@@ -43,7 +43,7 @@ class Traffic:
 class GroupTraffic(NamedTuple):
     """The share of :class:`Traffic` that one group of ranks has."""
 
-    count: int
+    calls: int
     sent: float
 
 
@@ -137,13 +137,13 @@ def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     for kind, calls in by_kind.items():
         by_group: dict[tuple[int, ...], GroupTraffic] = {}
         for call in calls:
-            count, nbytes = by_group.get(call.members, (0, 0.0))
-            nbytes += sent(kind, call.nbytes, len(call.members))
-            by_group[call.members] = GroupTraffic(count + call.calls, nbytes)
+            before = by_group.get(call.members, GroupTraffic(0, 0.0))
+            nbytes = before.sent + sent(kind, call.nbytes, len(call.members))
+            by_group[call.members] = GroupTraffic(before.calls + call.calls, nbytes)
         shares = by_group.values()
         traffic = Traffic(
             kind=kind,
-            count=sum(share.count for share in shares),
+            count=sum(share.calls for share in shares),
             nbytes=sum(call.nbytes for call in calls),
             sent=round(sum(share.sent for share in shares)),
             by_group=by_group,

@@ -100,7 +100,7 @@ class Machine:
             times = OVER_GLOO.get(one.kind, 1) if self.device == "cpu" else 1
             for members, share in one.by_group.items():
                 sending += times * share.sent / self.bandwidth(one.kind, members)
-                waiting += share.count * self.latency(one.kind, members)
+                waiting += share.calls * self.latency(one.kind, members)
         seconds = {
             "flops": self.best_seconds(work.flops),
             "written": work.written / self.written,
@@ -120,8 +120,12 @@ class Machine:
             return self.sent
         between = self.between or self.sent
         on_a_node = len(members) / nodes
+        outside = 0.0
         if kind in DIRECT:
             outside = (len(members) - on_a_node) / (len(members) - 1)
+        elif kind == "broadcast" and self.device == "cpu":
+            outside = _outside_of_tree(len(members), on_a_node)
+        if outside:
             return 1 / (outside / between + (1 - outside) / self.sent)
         # As many rings as a node has members, each over another of its links: what a rank sends leaves over all.
         return min(self.sent, on_a_node * between)
@@ -149,6 +153,20 @@ class Machine:
     def best_seconds(self, flops: Mapping[str, int]) -> float:
         """Return the seconds of these floating-point operations, by dtype, at the peak rate."""
         return sum(count / self.flops.get(dtype, self.flops["float32"]) for dtype, count in flops.items())
+
+
+def _outside_of_tree(ranks: int, on_a_node: float) -> float:
+    """Return the share of the messages of gloo's broadcast that leave a node, on average over the ranks that begin it.
+
+    In round i every rank that has the tensor sends it to the one 2**i places on, whatever node that is on (torch 2.13).
+    """
+    leaving = 0.0
+    distance = 1
+    while distance < ranks:
+        messages = min(distance, ranks - distance)
+        leaving += messages * min(1.0, distance / on_a_node)
+        distance *= 2
+    return leaving / (ranks - 1)
 
 
 def _gpu(

@@ -28,9 +28,9 @@ def job_undisturbed(folder: str, cache: str, options: list[str]) -> None:
     elastic.job(fsshard.init(), args)
 
 
-def undisturbed(ranks: RankPool, cache: Path, folder: Path, options: list[str]) -> list[str]:
-    """The losses of two ranks that nobody disturbs."""
-    ranks.run(job_undisturbed, 2, str(folder), str(cache), options)
+def undisturbed(ranks: RankPool, cache: Path, folder: Path, options: list[str], world_size: int = 2) -> list[str]:
+    """The losses of ranks that nobody disturbs."""
+    ranks.run(job_undisturbed, world_size, str(folder), str(cache), options)
     return (folder / "losses.txt").read_text().splitlines()
 
 

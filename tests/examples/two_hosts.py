@@ -87,13 +87,15 @@ def run(command: list[str]) -> None:
 
 
 @contextmanager
-def job_over(hosts: Hosts, folder: Path, cache: Path, options: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """A launcher on each host, with one rank each; the first one keeps the rendezvous."""
+def job_over(
+    hosts: Hosts, folder: Path, cache: Path, options: list[str], per_host: int = 1
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A launcher on each host, with so many ranks each; the first one keeps the rendezvous."""
     conf = "join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=60,read_timeout=60"
     with ExitStack() as until_done:
         found = []
         for host in range(len(hosts.ADDRESSES)):
-            launcher = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-id", "test"]
+            launcher = ["--nnodes", "2", "--nproc-per-node", str(per_host), "--max-restarts", "5", "--rdzv-id", "test"]
             launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.ADDRESSES[0]}:29400"]
             launcher += ["--rdzv-conf", f"{conf},is_host={int(host == 0)}", "--local-addr", hosts.ADDRESSES[host]]
             context = torchrun(folder, cache, launcher, options, hosts.inside(host), f"cable{host}")
@@ -120,6 +122,22 @@ def test_two_hosts_and_a_cable(ranks: RankPool, cache: Path, tmp_path: Path) -> 
                 assert process.wait(LONGEST) == 0, logs(tmp_path)
     assert (tmp_path / "losses.txt").read_text().splitlines() == losses
     assert logs(tmp_path).count("goes on from step-0000") >= 2, "after the kill, and after the cut"
+
+
+def test_two_hosts_of_four_ranks(ranks: RankPool, cache: Path, tmp_path: Path) -> None:
+    """One of eight ranks is killed: all of both hosts start again from a checkpoint, and the losses are the same."""
+    few = ["--steps", "12", "--batch-size", "16"]
+    losses = undisturbed(ranks, cache, tmp_path / "undisturbed", few, world_size=8)
+    with ExitStack() as until_done:
+        try:
+            hosts = Hosts(until_done, tmp_path)
+        except PermissionError as error:
+            pytest.skip(f"no right to make network namespaces here: {error}")
+        with job_over(hosts, tmp_path, cache, [*few, "--kill", "5:7"], per_host=4) as processes:
+            for process in processes:
+                assert process.wait(LONGEST) == 0, logs(tmp_path)
+    assert (tmp_path / "losses.txt").read_text().splitlines() == losses and len(losses) == 12
+    assert "goes on from step-000004" in logs(tmp_path), "from a checkpoint, not from the beginning"
 
 
 def until(processes: list[subprocess.Popen[str]], folder: Path, come: Callable[[], bool]) -> None:

@@ -134,6 +134,11 @@ def test_links_of_nodes(kind: str, members: tuple[int, ...], bandwidth: float, l
 def test_numbers_of_nodes_are_checked_and_have_defaults() -> None:
     assert UNIT.bandwidth("all_gather", tuple(range(100))) == UNIT.sent
     assert dataclasses.replace(NODES, between=0.0).bandwidth("all_gather", (0, 4)) == NODES.sent
+    gloo = dataclasses.replace(NODES, device="cpu")
+    assert gloo.bandwidth("broadcast", (0, 4)) == 1 and NODES.bandwidth("broadcast", tuple(range(8))) == 4
+    # Of seven messages four always leave, one of two and one of four on average.
+    outside = (4 + 2 / 2 + 1 / 4) / 7
+    assert gloo.bandwidth("broadcast", tuple(range(8))) == pytest.approx(1 / (outside + (1 - outside) / 8))
     assert "and 1e-09 GB/s to other nodes, of 4 ranks each" in str(NODES) and "nodes" not in str(UNIT)
     with pytest.raises(ConfigurationError, match=r"between=-1\): expected a number, 0 for none"):
         dataclasses.replace(NODES, between=-1)
