@@ -317,7 +317,14 @@ RUN: dict[str, Shown] = {
         "assert average.ema.updates == 2",
         needs="transformers",
     ),
-    "docs/estimate.md 3": Shown(1, after="assert forecast.seconds > 0", instead=(("=64", "=2"), ('"h100"', '"cpu"'))),
+    "docs/estimate.md 1": Shown(1, after="assert 0 < forecast.utilisation < 1", instead=(("=64", "=8"),)),
+    "docs/estimate.md 4": Shown(
+        1,
+        "forecast = fsshard.estimate(nn.Linear(4, 4), batch=torch.ones(2, 4), backend='ddp')\n"
+        "batches = (1, 2, 3)\ntrain = torch.ones",
+        "assert speed.report().steps == 2",
+    ),
+    "docs/estimate.md 5": Shown(1, after="assert forecast.seconds > 0", instead=(("=64", "=2"), ('"h100"', '"cpu"'))),
     "docs/tuning.md 0": Shown(1, after=STEP, instead=(("=64", "=1, limit=2"),)),
     "docs/weather.md 0": Shown(4, f"{VIT}\ndata, cp, tp = 1, 2, 2", "assert place.size == 1"),
 }
@@ -325,8 +332,8 @@ RUN: dict[str, Shown] = {
 
 RUNS_IN = {
     "README.md 0": "tests/test_docs.py",
-    "docs/estimate.md 1": "tests/test_docs.py",
-    "docs/estimate.md 2": "tests/sharded/test_reports.py",
+    "docs/estimate.md 2": "tests/test_docs.py",
+    "docs/estimate.md 3": "tests/sharded/test_reports.py",
     "docs/prove-migration.md 0": "tests/examples/test_prove_migration.py",
     "docs/own-backend.md 0": "tests/backends/test_sixth_backend.py",
 }

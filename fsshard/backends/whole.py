@@ -134,63 +134,80 @@ def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> I
             yield shaped(entry, whole)
 
 
-def stream(
-    entry: Entry,
-    settings: Settings,
-    *,
-    rank0_only: bool,
-    device: torch.device,
-) -> Tensor | None:
-    """Return the whole stored parameter as a new tensor on ``device``; None where it is not kept. Collective.
-
-    With ``rank0_only`` parts are received where they stay: nothing else is allocated.
-    """
-    group = entry.group
-    if not entry.is_cut or group is None:
-        if rank0_only and settings.rank:
-            return None
+def stream(entry: Entry, settings: Settings, device: torch.device) -> Tensor:
+    """Return the whole stored parameter as a new tensor on ``device``. Collective."""
+    if not entry.is_cut or entry.group is None:
         return shaped(entry, entry.local().to(device, copy=True))
-    if not rank0_only:
-        return gather(entry, entry.local(), settings.device).to(device)
-    rank0 = dist.get_process_group_ranks(settings.group)[0]
-    if rank0 not in dist.get_process_group_ranks(group):
-        return None  # another copy of the same parameters (HYBRID_SHARD)
-    shard = entry.local().reshape(-1)
-    if dist.get_rank() == rank0:
-        return _receive(entry, group, shard, settings.device, device)
-    if shard.numel():
-        sent = shard.to(settings.device)  # the shard itself, unless cpu_offload keeps it in host memory
-        _exchange([dist.P2POp(dist.isend, sent, rank0, group)])
-    return None
+    return gather(entry, entry.local(), settings.device).to(device)
+
+
+def to_rank0(entries: Iterable[Entry], settings: Settings, device: torch.device) -> Iterator[Tensor | None]:
+    """Yield each whole stored parameter as a new tensor on ``device``, on rank 0; None on the others.
+
+    Collective, so run it to its end on every rank. Small ones travel together, one message from each rank; what is
+    large is received where it stays, and nothing else is allocated.
+    """
+    parts = ((entry, entry.local()) for entry in entries)
+    for batch in collective_batches(parts):
+        group = batch[0][0].group
+        if group is None or not batch[0][0].is_cut:
+            for entry, local in batch:
+                yield None if settings.rank else shaped(entry, local.to(device, copy=True))
+            continue
+        rank0 = dist.get_process_group_ranks(settings.group)[0]
+        if dist.get_rank() == rank0:
+            yield from _receive(batch, group, settings.device, device)
+            continue
+        # Another copy of the same parameters (HYBRID_SHARD) has nothing to send.
+        if rank0 in dist.get_process_group_ranks(group):
+            _send(batch, group, rank0, settings.device)
+        for _ in batch:
+            yield None
+
+
+def _send(batch: list[tuple[Entry, Tensor]], group: dist.ProcessGroup, to: int, here: torch.device) -> None:
+    shards = [local.reshape(-1) for _, local in batch]
+    # A single one goes as it is, unless cpu_offload keeps it in host memory.
+    flat = shards[0] if len(shards) == 1 else torch.cat(shards)
+    if flat.numel():
+        _exchange([dist.P2POp(dist.isend, flat.to(here), to, group)])
 
 
 def _receive(
-    entry: Entry,
+    batch: list[tuple[Entry, Tensor]],
     group: dist.ProcessGroup,
-    shard: Tensor,
     here: torch.device,
     device: torch.device,
-) -> Tensor:
-    """Receive every rank's part of ``entry``, put together on ``device``; they arrive on ``here``."""
-    whole = torch.empty(entry.stored_shape.numel(), dtype=shard.dtype, device=device)
-    arrivals: list[tuple[Tensor, Tensor]] = []  # (where a part arrives, where it belongs)
+) -> list[Tensor]:
+    """Receive every rank's parts, put together on ``device``; they arrive on ``here``."""
+    tensors = []
+    for entry, local in batch:
+        tensors.append(torch.empty(entry.stored_shape.numel(), dtype=local.dtype, device=device))
+    arrivals: list[tuple[Tensor, list[Tensor]]] = []  # (what a rank sends, the places where its parts belong)
     operations = []
     for rank, peer in enumerate(dist.get_process_group_ranks(group)):
-        start, stop = entry.part(rank)
-        place = whole[start:stop]
+        places = []
+        for (entry, _), whole in zip(batch, tensors, strict=True):
+            start, stop = entry.part(rank)
+            places.append(whole[start:stop])
         if rank == group.rank():
-            place.copy_(shard)
-        elif stop > start:
-            buffer = place
-            if device != here:
-                buffer = torch.empty_like(place, device=here)
-            arrivals.append((buffer, place))
-            operations.append(dist.P2POp(dist.irecv, buffer, peer, group))
+            for place, (_, local) in zip(places, batch, strict=True):
+                place.copy_(local.reshape(-1))
+            continue
+        size = sum(place.numel() for place in places)
+        if not size:
+            continue
+        buffer = places[0]
+        if len(places) > 1 or device != here:
+            buffer = places[0].new_empty(size, device=here)
+        arrivals.append((buffer, places))
+        operations.append(dist.P2POp(dist.irecv, buffer, peer, group))
     _exchange(operations)
-    for buffer, place in arrivals:
-        if buffer is not place:
-            place.copy_(buffer)
-    return shaped(entry, whole)
+    for buffer, places in arrivals:
+        if buffer is not places[0]:
+            for place, part in zip(places, buffer.split([place.numel() for place in places]), strict=True):
+                place.copy_(part)
+    return [shaped(entry, whole) for (entry, _), whole in zip(batch, tensors, strict=True)]
 
 
 def shaped(entry: Entry, whole: Tensor) -> Tensor:
@@ -222,7 +239,7 @@ def collective_batches(parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[list[t
             return BATCH_BYTES + 1
         return entry.stored_shape.numel() * part.element_size()
 
-    return batches(parts, nbytes, BATCH_BYTES, kind=lambda pair: pair[1].dtype)
+    return batches(parts, nbytes, BATCH_BYTES, kind=lambda pair: (pair[1].dtype, pair[0].is_cut))
 
 
 def gathered(

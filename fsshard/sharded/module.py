@@ -433,9 +433,10 @@ class ShardedModule(nn.Module):
     ) -> dict[str, Any]:
         """Return the original model's state dict: names, order, shapes, complex dtypes, whole tensors. Collective.
 
-        Parameters are assembled one at a time. With ``rank0_only`` rank 0 receives the shards in place and needs one
-        copy of the model for it (on a GPU with ``offload_to_cpu``: one parameter there, the copy in host memory), the
-        others need nothing; without it every rank needs a copy and two of the largest parameter.
+        Parameters are assembled one at a time; with ``rank0_only`` small ones are sent together, up to a MiB. Rank 0
+        then receives large shards in place and needs one copy of the model for it (on a GPU with ``offload_to_cpu``:
+        one parameter there, the copy in host memory), the others need nothing; without it every rank needs a copy and
+        two of the largest parameter.
 
         Args:
             rank0_only: the other ranks take part and get ``{}``.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.whole import raw_state_dict, stream
+from fsshard.backends.whole import raw_state_dict, stream, to_rank0
 from fsshard.comm.agreement import broadcast_tensors, check_alike, described_tensor, exchange
 from fsshard.complex_params.pairs import is_dtensor
 from fsshard.complex_params.slots import public_name
@@ -76,32 +77,42 @@ def gather_state_dict(
     keep = backend.settings.is_first or not rank0_only
     device = torch.device("cpu") if offload_to_cpu else backend.settings.device
     others = {key: value for key, value in raw_state_dict(backend).items() if key not in backend.keys}
-    whole: dict[str, Tensor | None] = {}
+    keys = list(dict.fromkeys([*backend.key_order, *others]))
+    # Tied keys share one tensor, as they do natively.
+    names = list(dict.fromkeys(backend.keys[key] for key in keys if key in backend.keys))
+    entries = [backend.entries[name] for name in names]
+    whole = {}
+    for name, value in zip(names, _whole_values(backend, entries, rank0_only, device), strict=True):
+        whole[name] = value if keep else None
     result: dict[str, Any] = {}
-    for key in dict.fromkeys([*backend.key_order, *others]):
-        name = backend.keys.get(key)
-        if name is None:
-            if keep and key in others:
-                result[key] = buffers.for_user(key, others[key], offload_to_cpu=offload_to_cpu)
-            continue
-        if name not in whole:  # tied keys share one tensor, as they do natively
-            value = _whole_value(backend, backend.entries[name], rank0_only, device)
-            whole[name] = value if keep else None
-        if keep:
-            result[key] = whole[name]
+    if not keep:
+        return result
+    for key in keys:
+        if key in backend.keys:
+            result[key] = whole[backend.keys[key]]
+        elif key in others:
+            result[key] = buffers.for_user(key, others[key], offload_to_cpu=offload_to_cpu)
     return result
 
 
-def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch.device) -> Tensor | None:
-    """Return the user's whole parameter, or None on a rank that does not keep it. Collective."""
-    if not entry.divided_over:
-        stored = stream(entry, backend.settings, rank0_only=rank0_only, device=device)
-        return None if stored is None else entry.kind.to_user(stored)
-    # Ranks of all of data meet along the other dimensions: whichever of them is the first, it has what it needs.
-    part = stream(entry, backend.settings, rank0_only=False, device=backend.settings.device)
-    if part is None:
-        return None
-    return entry.put_together(entry.kind.to_user(part)).to(device)
+def _whole_values(
+    backend: Backend, entries: list[Entry], rank0_only: bool, device: torch.device
+) -> Iterator[Tensor | None]:
+    """Yield the user's whole parameters, or None on a rank that does not keep them. Collective."""
+    settings = backend.settings
+    for is_divided, neighbours in groupby(entries, key=lambda entry: bool(entry.divided_over)):
+        if is_divided:
+            for entry in neighbours:
+                # Ranks of all of data meet along the other dimensions: whichever is the first, it has what it needs.
+                part = entry.kind.to_user(stream(entry, settings, settings.device))
+                yield entry.put_together(part).to(device)
+        elif rank0_only:
+            kept = list(neighbours)
+            for entry, stored in zip(kept, to_rank0(kept, settings, device), strict=True):
+                yield None if stored is None else entry.kind.to_user(stored)
+        else:
+            for entry in neighbours:
+                yield entry.kind.to_user(stream(entry, settings, device))
 
 
 # ----------------------------------------------------------------------------------------------- loading it
@@ -195,9 +206,7 @@ def _load_by_modules(
     whole: dict[str, Tensor] = {}
     for entry in backend.all:
         # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
-        copy = stream(entry, backend.settings, rank0_only=False, device=backend.settings.device)
-        if copy is not None:
-            whole[entry.name] = copy
+        whole[entry.name] = stream(entry, backend.settings, backend.settings.device)
     buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, its numbers before)
     for key, value in raw.items():
         if key not in backend.keys and isinstance(value, Tensor) and not value.is_meta:
