@@ -166,11 +166,12 @@ def to_rank0(entries: Iterable[Entry], settings: Settings, device: torch.device)
 
 
 def _send(batch: list[tuple[Entry, Tensor]], group: dist.ProcessGroup, to: int, here: torch.device) -> None:
-    shards = [local.reshape(-1) for _, local in batch]
+    """Send this rank's parts as one message."""
+    parts = [local.reshape(-1) for _, local in batch]
     # A single one goes as it is, unless cpu_offload keeps it in host memory.
-    flat = shards[0] if len(shards) == 1 else torch.cat(shards)
-    if flat.numel():
-        _exchange([dist.P2POp(dist.isend, flat.to(here), to, group)])
+    message = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if message.numel():
+        _exchange([dist.P2POp(dist.isend, message.to(here), to, group)])
 
 
 def _receive(
@@ -182,32 +183,38 @@ def _receive(
     """Receive every rank's parts, put together on ``device``; they arrive on ``here``."""
     tensors = []
     for entry, local in batch:
-        tensors.append(torch.empty(entry.stored_shape.numel(), dtype=local.dtype, device=device))
-    arrivals: list[tuple[Tensor, list[Tensor]]] = []  # (what a rank sends, the places where its parts belong)
+        size = entry.stored_shape.numel()
+        tensors.append(torch.empty(size, dtype=local.dtype, device=device))
+    messages: list[tuple[Tensor, list[Tensor]]] = []  # each with the places of its parts
     operations = []
     for rank, peer in enumerate(dist.get_process_group_ranks(group)):
-        places = []
-        for (entry, _), whole in zip(batch, tensors, strict=True):
-            start, stop = entry.part(rank)
-            places.append(whole[start:stop])
+        places = _places(batch, tensors, rank)
         if rank == group.rank():
             for place, (_, local) in zip(places, batch, strict=True):
                 place.copy_(local.reshape(-1))
             continue
-        size = sum(place.numel() for place in places)
-        if not size:
-            continue
-        buffer = places[0]
+        message = places[0]
         if len(places) > 1 or device != here:
-            buffer = places[0].new_empty(size, device=here)
-        arrivals.append((buffer, places))
-        operations.append(dist.P2POp(dist.irecv, buffer, peer, group))
+            size = sum(place.numel() for place in places)
+            message = torch.empty(size, dtype=message.dtype, device=here)
+            messages.append((message, places))
+        if message.numel():
+            operations.append(dist.P2POp(dist.irecv, message, peer, group))
     _exchange(operations)
-    for buffer, places in arrivals:
-        if buffer is not places[0]:
-            for place, part in zip(places, buffer.split([place.numel() for place in places]), strict=True):
-                place.copy_(part)
+    for message, places in messages:
+        sizes = [place.numel() for place in places]
+        for place, part in zip(places, message.split(sizes), strict=True):
+            place.copy_(part)
     return [shaped(entry, whole) for (entry, _), whole in zip(batch, tensors, strict=True)]
+
+
+def _places(batch: list[tuple[Entry, Tensor]], tensors: list[Tensor], rank: int) -> list[Tensor]:
+    """Return the part of each flat tensor that this rank of the group has."""
+    places = []
+    for (entry, _), whole in zip(batch, tensors, strict=True):
+        start, stop = entry.part(rank)
+        places.append(whole[start:stop])
+    return places
 
 
 def shaped(entry: Entry, whole: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ def _whole_values(
                 part = entry.kind.to_user(stream(entry, settings, settings.device))
                 yield entry.put_together(part).to(device)
         elif rank0_only:
-            kept = list(neighbours)
-            for entry, stored in zip(kept, to_rank0(kept, settings, device), strict=True):
+            together = list(neighbours)
+            for entry, stored in zip(together, to_rank0(together, settings, device), strict=True):
                 yield None if stored is None else entry.kind.to_user(stored)
         else:
             for entry in neighbours:

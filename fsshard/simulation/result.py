@@ -97,8 +97,9 @@ class Estimate:
         """Seconds in which a GPU computes and sends at the same time; on the CPU both take the processor's time."""
         if self.device == "cpu" or not self._calls:
             return 0.0
-        computing = self.terms["flops"] + self.terms["written"] + self.terms["operators"]
-        sending = self.terms["sent"] + self.terms["collectives"]
+        terms = self.terms
+        computing = terms["flops"] + terms["written"] + terms["operators"]
+        sending = terms["sent"] + terms["collectives"]
         # A pipeline of as many equal pieces as there are collectives: the first piece has nothing to hide behind.
         return min(computing, sending) * (1 - 1 / self._calls)
 
@@ -194,11 +195,15 @@ class Estimate:
     def to_json(self) -> str:
         """Return everything as JSON, sizes in bytes, times in seconds."""
         values = asdict(self)
-        for name in ("sent", "seconds", "samples_per_second", "utilisation"):
-            values[name] = getattr(self, name)
+        values["sent"] = self.sent
+        values["seconds"] = self.seconds
+        values["samples_per_second"] = self.samples_per_second
+        values["utilisation"] = self.utilisation
         for traffic in values["collectives"]:
-            groups = traffic.pop("by_group")
-            traffic["by_ranks"] = [{"ranks": len(members), **share._asdict()} for members, share in groups.items()]
+            by_ranks = []
+            for members, share in traffic.pop("by_group").items():
+                by_ranks.append({"ranks": len(members), "calls": share.calls, "sent": share.sent})
+            traffic["by_ranks"] = by_ranks
         return json.dumps(values, indent=1)
 
     def plot(self, path: str | Path) -> None:
@@ -238,6 +243,7 @@ def overview(estimates: Sequence[Estimate]) -> str:
     for estimate in estimates:
         # Where timing decides, the peak is between two numbers.
         peak, *beside = _beside(estimate.peak, estimate.bounds.peak)
+        efficiency = fewest[estimate.backend].seconds / estimate.seconds
         if estimate.interval != (estimate.peak, estimate.peak):
             peak += f" to {size(estimate.interval[1])}"
         row = [
@@ -250,7 +256,7 @@ def overview(estimates: Sequence[Estimate]) -> str:
             *_beside(estimate.sent, estimate.bounds.sent),
             duration(estimate.seconds),
             f"{estimate.samples_per_second:.4g}",
-            f"{fewest[estimate.backend].seconds / estimate.seconds:.2f}",
+            f"{efficiency:.2f}",
             f"{estimate.utilisation:.1%}",
             str(estimate.moment),
         ]
@@ -292,10 +298,10 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     bars, *below = grid[:, 0]
     _draw_bars(bars, shown, scale)
     bars.set_title(counted(at, "rank"), fontsize=11)
-    of_backends = [[each for each in estimates if each.backend == one.backend] for one in shown]
     if below:
         peaks, speeds = below
-        for number, same_backend in enumerate(of_backends):
+        for number, one in enumerate(shown):
+            same_backend = [each for each in estimates if each.backend == one.backend]
             _draw_peaks(peaks, same_backend, scale, f"C{number}")
             _draw_speeds(speeds, same_backend, f"C{number}")
         peaks.set_xlabel("ranks" + _of_padding(estimates))
@@ -345,9 +351,13 @@ def _draw_peaks(
     """Draw the peaks of one backend over world sizes, and their lower bounds."""
     estimates = sorted(estimates, key=lambda estimate: estimate.world_size)
     name = estimates[0].backend
-    ranks = [estimate.world_size for estimate in estimates]
-    peaks = [estimate.peak / scale for estimate in estimates]
-    bounds = [estimate.bounds.peak / scale for estimate in estimates]
+    ranks = []
+    peaks = []
+    bounds = []
+    for estimate in estimates:
+        ranks.append(estimate.world_size)
+        peaks.append(estimate.peak / scale)
+        bounds.append(estimate.bounds.peak / scale)
     axes.plot(ranks, peaks, "o-", color=color, markersize=4, label=name)
     axes.plot(ranks, bounds, ":", color=color, label=f"{name}, lower bound")
 
@@ -356,9 +366,13 @@ def _draw_speeds(axes: Axes, estimates: Sequence[Estimate], color: str) -> None:
     """Draw the samples per second of one backend over world sizes, and what they would be if nothing was sent more."""
     estimates = sorted(estimates, key=lambda estimate: estimate.world_size)
     first = estimates[0]
-    ranks = [estimate.world_size for estimate in estimates]
-    speeds = [estimate.samples_per_second for estimate in estimates]
-    perfect = [first.samples_per_second * estimate.samples / first.samples for estimate in estimates]
+    ranks = []
+    speeds = []
+    perfect = []
+    for estimate in estimates:
+        ranks.append(estimate.world_size)
+        speeds.append(estimate.samples_per_second)
+        perfect.append(first.samples_per_second * estimate.samples / first.samples)
     axes.plot(ranks, speeds, "o-", color=color, markersize=4, label=first.backend)
     axes.plot(ranks, perfect, ":", color=color, label=f"{first.backend}, perfect scaling")
 

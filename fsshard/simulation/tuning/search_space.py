@@ -6,11 +6,9 @@ import contextlib
 import enum
 import functools
 import gc
-import itertools
-import math
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fsshard.complex_params.slots import public_name
-from fsshard.errors import ConfigurationError, FsshardError
+from fsshard.errors import FsshardError
 from fsshard.nested import leaves as tree_leaves
-from fsshard.parallel.meshes import role_of
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, Precision, is_container
-from fsshard.recipes.recipe import check_loss, check_mesh, seed_all
+from fsshard.recipes.recipe import check_loss, seed_all
 from fsshard.simulation.fakes import fake_ranks
 from fsshard.simulation.simulation import Job, batches_of, shared_fakes, under_backend
 from fsshard.simulation.worker import errors_in_words
@@ -295,9 +292,11 @@ class Candidate:
         for name, value in {"backend": self.backend, **self.settings}.items():
             arguments.append(f"{name}={code_of(name, value)}")
         if self.mesh is not None:
-            whole = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
-            arguments.append("device_mesh=mesh" if lines else f"mesh of {whole}")
+            sizes = [f"{name} {size}" for name, size in self.mesh.items()]
+            arguments.append(f"mesh of {', '.join(sizes)}")
         if lines:
+            if self.mesh is not None:
+                arguments[-1] = "device_mesh=mesh"
             return "".join(f"    {text},\n" for text in arguments)
         return ", ".join(arguments)
 
@@ -311,53 +310,6 @@ class Candidate:
         if self.mesh is not None:
             statements.append("from torch.distributed.device_mesh import init_device_mesh")
         return statements
-
-
-def arrangements(meshes: Any, world_size: int) -> list[dict[str, int]]:
-    """Return the meshes that ``meshes=`` of :func:`fsshard.tune` means for this many ranks.
-
-    Raises:
-        ConfigurationError: they are no meshes, or have another number of ranks.
-    """
-    if not isinstance(meshes, (list, tuple)) or not meshes:
-        raise ConfigurationError(
-            f'meshes={meshes!r}: expected names of dimensions such as ("replicate", "shard"), or a list of sizes by '
-            'name, such as [{"replicate": 2, "shard": 4}]'
-        )
-    if all(isinstance(each, str) for each in meshes):
-        return list(_all_arrangements(meshes, world_size))
-    sizes_by_name = [check_mesh(mesh) for mesh in meshes]
-    for sizes in sizes_by_name:
-        if math.prod(sizes.values()) != world_size:
-            raise ConfigurationError(f"meshes=: {sizes} has not world_size={world_size} ranks")
-    return sizes_by_name
-
-
-def _all_arrangements(names: Sequence[str], world_size: int) -> Iterator[dict[str, int]]:
-    """Yield all sizes of these dimensions, in all orders; the last dimension's ranks are neighbours."""
-    seen = set()
-    for order in itertools.permutations(names):
-        roles = [role_of(name) for name in order]
-        # Replicas consist of shards, for torch as for us.
-        if "replicas" in roles and "shards" in roles and roles.index("shards") < roles.index("replicas"):
-            continue
-        for sizes in _factorisations(world_size, len(order)):
-            mesh = check_mesh(dict(zip(order, sizes, strict=True)))
-            # The place of a dimension of one rank makes no difference.
-            key = tuple((name, size) for name, size in mesh.items() if size > 1)
-            if key not in seen:
-                seen.add(key)
-                yield mesh
-
-
-def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for others in _factorisations(number // first, count - 1):
-                yield (first, *others)
 
 
 def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:

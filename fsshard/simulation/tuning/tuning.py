@@ -31,11 +31,11 @@ from fsshard.simulation.estimating import (
 from fsshard.simulation.machine import Machine, machine_of
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job
+from fsshard.simulation.tuning.arrangements import arrangements
 from fsshard.simulation.tuning.result import Tried, TuneResult, best
 from fsshard.simulation.tuning.search_space import (
     PLAIN,
     Candidate,
-    arrangements,
     code_of,
     offloadings,
     plan_of,

@@ -16,8 +16,9 @@ from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError, RecipeE
 from fsshard.launching.pool import RankPool
 from fsshard.simulation.machine import MACHINES, Machine
 from fsshard.simulation.simulation import Job, Measured, simulate
+from fsshard.simulation.tuning.arrangements import arrangements
 from fsshard.simulation.tuning.result import Tried, TuneResult, best, figure
-from fsshard.simulation.tuning.search_space import Candidate, arrangements
+from fsshard.simulation.tuning.search_space import Candidate
 from fsshard.simulation.tuning.tuning import Search, _bytes
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 from tests.forked import forking
