@@ -167,9 +167,13 @@ def to_rank0(entries: Iterable[Entry], settings: Settings, device: torch.device)
 
 def _send(batch: list[tuple[Entry, Tensor]], group: dist.ProcessGroup, to: int, here: torch.device) -> None:
     """Send this rank's parts as one message."""
-    parts = [local.reshape(-1) for _, local in batch]
+    parts = []
+    for _, local in batch:
+        parts.append(local.reshape(-1))
+    message = parts[0]
     # A single one goes as it is, unless cpu_offload keeps it in host memory.
-    message = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) > 1:
+        message = torch.cat(parts)
     if message.numel():
         _exchange([dist.P2POp(dist.isend, message.to(here), to, group)])
 
@@ -203,9 +207,13 @@ def _receive(
     _exchange(operations)
     for message, places in messages:
         sizes = [place.numel() for place in places]
-        for place, part in zip(places, message.split(sizes), strict=True):
+        parts = message.split(sizes)
+        for place, part in zip(places, parts, strict=True):
             place.copy_(part)
-    return [shaped(entry, whole) for (entry, _), whole in zip(batch, tensors, strict=True)]
+    result = []
+    for (entry, _), whole in zip(batch, tensors, strict=True):
+        result.append(shaped(entry, whole))
+    return result
 
 
 def _places(batch: list[tuple[Entry, Tensor]], tensors: list[Tensor], rank: int) -> list[Tensor]:

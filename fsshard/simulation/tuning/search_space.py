@@ -21,7 +21,7 @@ from fsshard.errors import FsshardError
 from fsshard.nested import leaves as tree_leaves
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, Precision, is_container
-from fsshard.recipes.recipe import check_loss, seed_all
+from fsshard.recipes.recipe import check_loss, mesh_text, seed_all
 from fsshard.simulation.fakes import fake_ranks
 from fsshard.simulation.simulation import Job, batches_of, shared_fakes, under_backend
 from fsshard.simulation.worker import errors_in_words
@@ -292,11 +292,11 @@ class Candidate:
         for name, value in {"backend": self.backend, **self.settings}.items():
             arguments.append(f"{name}={code_of(name, value)}")
         if self.mesh is not None:
-            sizes = [f"{name} {size}" for name, size in self.mesh.items()]
-            arguments.append(f"mesh of {', '.join(sizes)}")
+            argument = "device_mesh=mesh"
+            if not lines:
+                argument = f"mesh of {mesh_text(self.mesh)}"
+            arguments.append(argument)
         if lines:
-            if self.mesh is not None:
-                arguments[-1] = "device_mesh=mesh"
             return "".join(f"    {text},\n" for text in arguments)
         return ", ".join(arguments)
 
