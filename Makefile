@@ -193,7 +193,7 @@ hosts: $(READY)
 # torch comes first and alone, so that no other requirement can choose another build of it. What is imported is compiled when it
 # is: to compile all, most of which nothing imports, takes pip longer than the rest.
 $(READY): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fsshard needs Python 3.10 or newer")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "fsshard needs Python 3.11, 3.12 or 3.13")'
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(PINS)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint $(PINS) torch$(addprefix ==,$(TORCH))
