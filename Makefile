@@ -138,39 +138,40 @@ docs: .venv-docs/.ready
 	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement .venv-docs/requirements.txt
 	touch $@
 
-# Writes docs/benchmarks.md. 36 minutes on two cores that have nothing else to do.
+# Writes docs/maintainers/benchmarks.md, and the table of docs/benchmarks.md. 36 minutes on two cores that have nothing else to do.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python -m benchmarks.summary
 
-# Tables in docs/parity.md. A quarter of an hour on two cores for the fewest trainings in which every two values meet; six
+# Tables in docs/data/parity.md. A quarter of an hour on two cores for the fewest trainings in which every two values meet; six
 # hours for all with `make parity MATRIX=--all`.
 parity: $(READY)
-	$(BIN)/python -m tests.parity.matrix $(MATRIX) --table docs/parity.md
+	$(BIN)/python -m tests.parity.matrix $(MATRIX) --table docs/data/parity.md
 
-# Changes that fsshard compare finds, and pairs that it calls the same: docs/reference/planted.md. Five minutes.
+# Changes that fsshard compare finds, and pairs that it calls the same: docs/data/planted.md. Five minutes.
 .PHONY: planted
 planted: $(READY)
-	$(BIN)/python -W ignore -m tests.parity.scripts.planted --table docs/reference/planted.md
+	$(BIN)/python -W ignore -m tests.parity.scripts.planted --table docs/data/planted.md
 
-# This CPU's table in docs/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
+# This CPU's table in docs/data/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
 .PHONY: machines
 machines: $(READY)
-	$(BIN)/python -W ignore -m tests.parity.machines --table docs/parity.md
+	$(BIN)/python -W ignore -m tests.parity.machines --table docs/data/parity.md
 
-# Trainings of the examples recorded under the torch of constraints.txt, compared under the newest: a table in docs/parity.md. At
+# Trainings of the examples recorded under the torch of constraints.txt, compared under the newest: a table in docs/data/parity.md. At
 # last two scripts: raw DDP under the one, raw FSDP2 under the other.
 versions: $(READY)
 	$(BIN)/python -m tests.parity.versions --record build/traces
 	$(MAKE) --no-print-directory .venv-$(NEWEST_TORCH)/.ready VENV=.venv-$(NEWEST_TORCH) TORCH=$(NEWEST_TORCH)
-	.venv-$(NEWEST_TORCH)/bin/python -m tests.parity.versions --against build/traces --table docs/parity.md
+	.venv-$(NEWEST_TORCH)/bin/python -m tests.parity.versions --against build/traces --table docs/data/parity.md
 	$(BIN)/fsshard trace build/old.trace --overwrite -- $(BIN)/torchrun --standalone --nproc-per-node 2 \
 		examples/prove_migration/old_train.py
 	.venv-$(NEWEST_TORCH)/bin/fsshard trace build/new.trace --overwrite -- .venv-$(NEWEST_TORCH)/bin/torchrun --standalone \
 		--nproc-per-node 2 examples/prove_migration/new_train.py
 	$(BIN)/fsshard compare build/old.trace build/new.trace
 
-# The table of FairScale's faults in docs/fairscale.md. What shows them: python -m pytest --long -m fairscale_row, two minutes.
+# The table of docs/data/fairscale-faults.md. What shows its rows: python -m pytest --long -m fairscale_row, two minutes.
 rows: $(READY)
 	$(BIN)/python -m tests.compat.fairscale.rows
 

@@ -1,7 +1,7 @@
 """The parity matrix: every model x world size x variant x optimizer, each under every backend.
 
-python -m tests.parity.matrix --table docs/parity.md          # a subset in which every pair of values occurs
-python -m tests.parity.matrix --all --table docs/parity.md    # six hours on two cores
+python -m tests.parity.matrix --table docs/data/parity.md          # a subset in which every pair of values occurs
+python -m tests.parity.matrix --all --table docs/data/parity.md    # six hours on two cores
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def count(results: Sequence[Result], reasons: list[str]) -> str:
 
 
 def document(results: Sequence[Result], command: str, *, steps: int, pairs: bool) -> str:
-    """The first part of docs/parity.md; its second with ``pairs``, whose results are those of :func:`covering`."""
+    """The first part of docs/data/parity.md; its second with ``pairs``, whose results are those of :func:`covering`."""
     reasons, versions = list[str](), []
     for package in ("fsshard", "torch", "fairscale", "neuraloperator", "torch-harmonics", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
