@@ -232,7 +232,7 @@ def picture(path: str, outcome: Outcome, args: argparse.Namespace, ranks: int) -
     predictions = outcome.predictions[:, 0].numpy()
     x, y = solve(args.tests, args.points, seed=1)
     borders = np.cumsum([len(part) for part in np.array_split(np.arange(args.points), ranks)])[:-1] - 0.5
-    titles = ("material", "pressure", f"{ranks} ranks, {outcome.name}", "error, %")
+    titles = ("material", "pressure", f"predicted by {ranks} ranks", "error, %")
 
     def paint(figure: Any) -> None:
         grid = figure.subplots(len(x), 4, squeeze=False)
