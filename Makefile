@@ -114,8 +114,9 @@ wheel:
 		"$$(echo build/wheel/*.whl)[cli,neuralop,plot]" pytest scipy
 	$(PYTHON) -m tests.wheel build/wheel/*.whl $(VENV)-wheel/bin
 
-# dist/: the wheel and the source distribution, checked as an index does, whole, and built from what the other holds. Refused if
-# the changelog's newest section is longer than a page.
+# dist/: the wheel and the source distribution, checked as an index does, whole, and built from what the other holds; then the
+# site, and README's code from the wheel under the oldest and the newest torch (10 GB). Refused if the changelog's newest section is
+# longer than a page.
 release:
 	$(PYTHON) -m tools.changelog
 	rm -rf dist build/lib build/bdist.* .venv-release
@@ -124,7 +125,9 @@ release:
 	.venv-release/bin/python -m build --outdir dist .
 	.venv-release/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m tests.wheel --whole dist/*
+	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory wheel WHEEL="$$(echo dist/*.whl)"
+	$(MAKE) --no-print-directory wheel WHEEL="$$(echo dist/*.whl)" TORCH=$(NEWEST_TORCH)
 
 # The pages of docs/ as a site in build/site. A dead link, or a public name without a docstring, stops it. The environment of
 # its own has no torch; once it is there, no network is needed.
