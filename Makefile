@@ -114,8 +114,9 @@ wheel:
 		"$$(echo build/wheel/*.whl)[cli,neuralop,plot]" pytest scipy
 	$(PYTHON) -m tests.wheel build/wheel/*.whl $(VENV)-wheel/bin
 
-# dist/: the wheel and the source distribution, checked as an index does, whole, and built from what the other holds. Refused if
-# the changelog's newest section is longer than a page.
+# dist/: the wheel and the source distribution, checked as an index does, whole, and built from what the other holds; then the
+# site, and README's code from the wheel under the oldest and the newest torch (10 GB). Refused if the changelog's newest section is
+# longer than a page.
 release:
 	$(PYTHON) -m tools.changelog
 	rm -rf dist build/lib build/bdist.* .venv-release
@@ -124,7 +125,9 @@ release:
 	.venv-release/bin/python -m build --outdir dist .
 	.venv-release/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m tests.wheel --whole dist/*
+	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory wheel WHEEL="$$(echo dist/*.whl)"
+	$(MAKE) --no-print-directory wheel WHEEL="$$(echo dist/*.whl)" TORCH=$(NEWEST_TORCH)
 
 # The pages of docs/ as a site in build/site. A dead link, or a public name without a docstring, stops it. The environment of
 # its own has no torch; once it is there, no network is needed.
@@ -138,39 +141,40 @@ docs: .venv-docs/.ready
 	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement .venv-docs/requirements.txt
 	touch $@
 
-# Writes docs/benchmarks.md. 36 minutes on two cores that have nothing else to do.
+# Writes docs/maintainers/benchmarks.md, and the table of docs/benchmarks.md. 36 minutes on two cores that have nothing else to do.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python -m benchmarks.summary
 
-# Tables in docs/parity.md. A quarter of an hour on two cores for the fewest trainings in which every two values meet; six
+# Tables in docs/data/parity.md. A quarter of an hour on two cores for the fewest trainings in which every two values meet; six
 # hours for all with `make parity MATRIX=--all`.
 parity: $(READY)
-	$(BIN)/python -m tests.parity.matrix $(MATRIX) --table docs/parity.md
+	$(BIN)/python -m tests.parity.matrix $(MATRIX) --table docs/data/parity.md
 
-# Changes that fsshard compare finds, and pairs that it calls the same: docs/reference/planted.md. Five minutes.
+# Changes that fsshard compare finds, and pairs that it calls the same: docs/data/planted.md. Five minutes.
 .PHONY: planted
 planted: $(READY)
-	$(BIN)/python -W ignore -m tests.parity.scripts.planted --table docs/reference/planted.md
+	$(BIN)/python -W ignore -m tests.parity.scripts.planted --table docs/data/planted.md
 
-# This CPU's table in docs/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
+# This CPU's table in docs/data/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
 .PHONY: machines
 machines: $(READY)
-	$(BIN)/python -W ignore -m tests.parity.machines --table docs/parity.md
+	$(BIN)/python -W ignore -m tests.parity.machines --table docs/data/parity.md
 
-# Trainings of the examples recorded under the torch of constraints.txt, compared under the newest: a table in docs/parity.md. At
+# Trainings of the examples recorded under the torch of constraints.txt, compared under the newest: a table in docs/data/parity.md. At
 # last two scripts: raw DDP under the one, raw FSDP2 under the other.
 versions: $(READY)
 	$(BIN)/python -m tests.parity.versions --record build/traces
 	$(MAKE) --no-print-directory .venv-$(NEWEST_TORCH)/.ready VENV=.venv-$(NEWEST_TORCH) TORCH=$(NEWEST_TORCH)
-	.venv-$(NEWEST_TORCH)/bin/python -m tests.parity.versions --against build/traces --table docs/parity.md
+	.venv-$(NEWEST_TORCH)/bin/python -m tests.parity.versions --against build/traces --table docs/data/parity.md
 	$(BIN)/fsshard trace build/old.trace --overwrite -- $(BIN)/torchrun --standalone --nproc-per-node 2 \
 		examples/prove_migration/old_train.py
 	.venv-$(NEWEST_TORCH)/bin/fsshard trace build/new.trace --overwrite -- .venv-$(NEWEST_TORCH)/bin/torchrun --standalone \
 		--nproc-per-node 2 examples/prove_migration/new_train.py
 	$(BIN)/fsshard compare build/old.trace build/new.trace
 
-# The table of FairScale's faults in docs/fairscale.md. What shows them: python -m pytest --long -m fairscale_row, two minutes.
+# The table of docs/data/fairscale-faults.md. What shows its rows: python -m pytest --long -m fairscale_row, two minutes.
 rows: $(READY)
 	$(BIN)/python -m tests.compat.fairscale.rows
 
@@ -193,7 +197,7 @@ hosts: $(READY)
 # torch comes first and alone, so that no other requirement can choose another build of it. What is imported is compiled when it
 # is: to compile all, most of which nothing imports, takes pip longer than the rest.
 $(READY): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fsshard needs Python 3.10 or newer")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "fsshard needs Python 3.11, 3.12 or 3.13")'
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(PINS)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint $(PINS) torch$(addprefix ==,$(TORCH))

@@ -1,4 +1,4 @@
-"""What a step, a wrap, a save and a load should cost at most, and what the sections of docs/benchmarks.md say of it.
+"""What a step, a wrap, a save and a load should cost at most, beside what docs/maintainers/benchmarks.md says of it.
 
 ``benchmarks/run_all.py`` writes the table on top of the page. Figures are read from the sections as they are shown, so
 that a table which is made after one benchmark ran again has the others' as they were measured.

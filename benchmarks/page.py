@@ -42,9 +42,10 @@ MARK = re.compile(r"^<!-- benchmark: (\S+) -->$", re.MULTILINE)
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` wrote this page, and each section names its command and the CPU. Variants are compared in alternating
-rounds, in one process per rank, and a ratio is a median over the rounds: trust ratios, not milliseconds. Where both
-times are given, CPU time of the process is less disturbed by other work on the machine than time by the clock.
+`make bench` wrote this page; [Benchmarks](../benchmarks.md) has the ratios for users. Each section names its
+command and the CPU. Variants are compared in alternating rounds, in one process per rank, and a ratio is a median
+over the rounds: trust ratios, not milliseconds. If both times are given, CPU time of the process is less disturbed
+by other work on the machine than time by the clock.
 """
 
 

@@ -1,6 +1,6 @@
-"""Run all benchmarks, one after the other, and write what they print to docs/benchmarks.md.
+"""Run all benchmarks, one after the other, and write what they print to docs/maintainers/benchmarks.md.
 
-    python benchmarks/run_all.py [--only overhead peers ...] [--page docs/benchmarks.md] [--list]
+    python benchmarks/run_all.py [--only overhead peers ...] [--page docs/maintainers/benchmarks.md] [--list]
 
 ``make bench`` does it with everything installed that the benchmarks compare with. About 36 minutes on two idle cores;
 nothing else should run meanwhile. With ``--only`` the other sections of the page stay as they are, which takes the
@@ -399,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [benchmark.name for benchmark in BENCHMARKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "maintainers" / "benchmarks.md")
     parser.add_argument("--list", action="store_true", help="show what would run, and run nothing")
     options = parser.parse_args(arguments)
     chosen = [benchmark for benchmark in BENCHMARKS if not options.only or benchmark.name in options.only]

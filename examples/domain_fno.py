@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.demo import common, darcy
 from fsshard.parallel import shard_domain
+from fsshard.pictures import draw_picture
 
 MIB = 2**20
 ENGINES = ("fsdp2", "fsdp", "ddp", "fairscale")
@@ -226,31 +227,35 @@ def table(outcomes: Sequence[Outcome], args: argparse.Namespace) -> str:
 
 
 def picture(path: str, outcome: Outcome, args: argparse.Namespace, ranks: int) -> None:
-    """Material, truth, prediction with the slabs' borders, error: a row per test field."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Material, truth, prediction with the slabs' borders, error in per cent of the largest truth: a row per field."""
     assert outcome.predictions is not None
+    predictions = outcome.predictions[:, 0].numpy()
     x, y = solve(args.tests, args.points, seed=1)
-    figure = Figure(figsize=(11, 2.9 * len(x)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(x), 4, squeeze=False)
     borders = np.cumsum([len(part) for part in np.array_split(np.arange(args.points), ranks)])[:-1] - 0.5
-    for row, panels in zip(axes, zip(x[:, 0], y[:, 0], outcome.predictions[:, 0], strict=True), strict=True):
-        material, truth, found = (each.numpy() for each in panels)
-        top = float(truth.max())
-        row[0].imshow(material, cmap="cividis", interpolation="nearest")
-        for ax, values in ((row[1], truth), (row[2], found)):
-            shown = ax.imshow(values, cmap="viridis", vmin=0, vmax=top)
-            figure.colorbar(shown, ax=ax, shrink=0.8)
-        figure.colorbar(row[3].imshow(np.abs(found - truth), cmap="magma", vmin=0), ax=row[3], shrink=0.8)
-        for ax in (row[2], row[3]):
-            for at in borders:
-                ax.axhline(at, color="white", linestyle=(0, (4, 4)), linewidth=0.8)
-        for ax, title in zip(row, ("material", "pressure", f"predicted by {outcome.name}", "error"), strict=True):
-            ax.set(xticks=[], yticks=[])
-            ax.set_title(title, fontsize=10)
-    common.replace_file(Path(path), lambda temporary: figure.savefig(temporary, dpi=130))
+    titles = ("material", "pressure", f"predicted by {ranks} ranks", "error, %")
+
+    def paint(figure: Any) -> None:
+        grid = figure.subplots(len(x), 4, squeeze=False)
+        for row, material, truth, found in zip(grid, x[:, 0].numpy(), y[:, 0].numpy(), predictions, strict=True):
+            top = float(truth.max())
+            errors = 100 * np.abs(found - truth) / top
+            row[0].imshow(material, cmap="cividis", interpolation="nearest")
+            row[1].imshow(truth, cmap="viridis", vmin=0, vmax=top)
+            pressure = row[2].imshow(found, cmap="viridis", vmin=0, vmax=top)
+            figure.colorbar(pressure, ax=row[1:3], shrink=0.85)
+            figure.colorbar(row[3].imshow(errors, cmap="magma", vmin=0), ax=row[3], shrink=0.85)
+            relative = np.linalg.norm(found - truth) / np.linalg.norm(truth)
+            row[3].set_xlabel(f"relative error {relative:.1%}")
+            for axes in row:
+                axes.set(xticks=[], yticks=[])
+                axes.spines[:].set_visible(False)
+            for axes in row[2:]:
+                for at in borders:
+                    axes.axhline(at, color="white", linestyle=(0, (4, 4)), linewidth=0.8)
+        for axes, title in zip(grid[0], titles, strict=True):
+            axes.set_title(title)
+
+    draw_picture(path, (11, 2.7 * len(x)), paint)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """One training that moves between numbers of ranks and engines, and keeps its bits: 2 ranks, then 8, then 1.
 
 python examples/same_bits.py                    # two minutes on two cores; prints two sha256, which are equal
-python examples/same_bits.py --plot curve.png   # and draws the losses
+python examples/same_bits.py --plot curve.svg   # and draws the losses
 """
 
 from __future__ import annotations
@@ -68,13 +68,6 @@ if __name__ == "__main__":
     moved, stayed = run(MOVES), run([("none", 1, 60)])
     print(f"2, 8 and 1 ranks: {moved['sha256']}\nnever moved:      {stayed['sha256']}")
     if asked.plot:
-        from matplotlib import pyplot as plt
+        from same_bits_picture import draw  # beside this file
 
-        figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
-        axes.semilogy(stayed["losses"], color="black", linewidth=4, alpha=0.25, label="one rank, never moved")
-        for (backend, ranks, until), color in zip(MOVES, ("#0072b2", "#d55e00", "#009e73"), strict=True):
-            steps = slice(until - 20, until)
-            axes.semilogy(range(60)[steps], moved["losses"][steps], color=color, label=f"{ranks} x {backend}")
-        axes.set(xlabel="step", ylabel="loss", title="one curve, to the last bit")
-        axes.legend(frameon=False)
-        figure.savefig(asked.plot, dpi=150)
+        draw(asked.plot, MOVES, moved["losses"], stayed["losses"])

@@ -41,6 +41,7 @@ import fsshard
 from examples import docstrings
 from examples import summarization as parts
 from fsshard.demo.common import held_bytes, largest_difference, progress
+from fsshard.sharded.reports import MemoryReport
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], float]] = {
     "adamw": (torch.optim.AdamW, 4e-3),
@@ -86,7 +87,7 @@ class Outcome:
     validation: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
-    epochs: list[tuple[float, fsshard.MemoryReport]] = field(default_factory=list)
+    epochs: list[tuple[float, MemoryReport]] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     best: dict[str, Tensor] = field(default_factory=dict)
     best_epoch: int = 0
@@ -163,7 +164,7 @@ class Trainer:
         # float16 has too few small numbers for gradients; the scaler skips a step that overflows, on all ranks alike.
         self.scaler: Any = fsshard.GradScaler(self.model) if args.precision == "fp16" else None
 
-    def train_epoch(self, loader: parts.Loader, epoch: int, report: Any) -> fsshard.MemoryReport:
+    def train_epoch(self, loader: parts.Loader, epoch: int, report: Any) -> MemoryReport:
         """One pass over this rank's part of the training set; returns the memory of the last step, on every rank."""
         self.model.train()
         loader.sampler.set_epoch(epoch)

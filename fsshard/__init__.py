@@ -20,8 +20,6 @@ from fsshard.errors import (
     RankFailed,
     RankHung,
     RankMismatch,
-    RecipeError,
-    StaleParameter,
     StateDictError,
     UnknownBackend,
     UnsupportedByBackend,
@@ -30,26 +28,23 @@ from fsshard.errors import (
 if TYPE_CHECKING:
     from fsshard.checkpoint.format.directory import latest
     from fsshard.checkpoint.interop.exporting import export
-    from fsshard.checkpoint.loading import Loaded, load
-    from fsshard.checkpoint.saving import SaveHandle, save, wait_for_saves
+    from fsshard.checkpoint.loading import load
+    from fsshard.checkpoint.saving import save, wait_for_saves
     from fsshard.complex_params.tensorfy import tensorfy, untensorfy
     from fsshard.launching.context import Context, init
     from fsshard.launching.processes import launch
     from fsshard.model.activation_checkpointing import checkpoint_blocks
     from fsshard.model.lora import lora
-    from fsshard.model.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
-    from fsshard.model.recomputation import RecomputationError
     from fsshard.parallel.data_rank import data_rank
     from fsshard.parity.scripts.recorder import trace
-    from fsshard.planning.plan import Plan, plan
+    from fsshard.planning.plan import plan
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.averages import EMA
     from fsshard.sharded.grad_scaler import GradScaler
     from fsshard.sharded.gradient_leaves import leaf_samples
-    from fsshard.sharded.join import Joined, join
+    from fsshard.sharded.join import join
     from fsshard.sharded.module import ShardedModule, clip_grad_norm_, register_forward_method
     from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
-    from fsshard.sharded.reports import MemoryReport
     from fsshard.simulation.estimating import estimate
     from fsshard.simulation.memory_tracker import MemoryTracker
     from fsshard.simulation.throughput import Throughput
@@ -67,43 +62,30 @@ __all__ = [
     "DoesNotFit",
     "FsshardError",
     "GradScaler",
-    "Joined",
     "LaunchError",
-    "Loaded",
-    "MemoryReport",
     "MemoryTracker",
     "MissingExtra",
     "ModelError",
     "OptimizerError",
     "ParityError",
-    "Plan",
     "Precision",
     "PrecisionError",
     "RankFailed",
     "RankHung",
     "RankMismatch",
-    "Readiness",
-    "RecipeError",
-    "RecomputationError",
-    "SaveHandle",
     "ShardedModule",
     "ShardedOptimizer",
-    "StaleParameter",
     "StateDictError",
     "Throughput",
     "UnknownBackend",
     "UnsupportedByBackend",
     "__version__",
-    "bf16_ready",
-    "bfSixteen",
     "build_optimizer",
     "checkpoint_blocks",
     "clip_grad_norm_",
     "data_rank",
     "estimate",
     "export",
-    "fp32_policy",
-    "fpSixteen",
     "init",
     "join",
     "latest",
@@ -125,24 +107,21 @@ __all__ = [
 _NAMES = {
     "checkpoint.format.directory": "latest",
     "checkpoint.interop.exporting": "export",
-    "checkpoint.loading": "Loaded load",
-    "checkpoint.saving": "SaveHandle save wait_for_saves",
+    "checkpoint.loading": "load",
+    "checkpoint.saving": "save wait_for_saves",
     "complex_params.tensorfy": "tensorfy untensorfy",
     "launching.context": "Context init",
     "launching.processes": "launch",
     "model.activation_checkpointing": "checkpoint_blocks",
     "model.lora": "lora",
-    "model.precision": "Readiness bf16_ready bfSixteen fp32_policy fpSixteen",
-    "model.recomputation": "RecomputationError",
     "parallel.data_rank": "data_rank",
     "parity.scripts.recorder": "trace",
-    "planning.plan": "Plan plan",
+    "planning.plan": "plan",
     "planning.policies": "Checkpointing Precision",
     "sharded.averages": "EMA",
     "sharded.grad_scaler": "GradScaler",
     "sharded.gradient_leaves": "leaf_samples",
-    "sharded.join": "Joined join",
-    "sharded.reports": "MemoryReport",
+    "sharded.join": "join",
     "sharded.module": "ShardedModule clip_grad_norm_ register_forward_method",
     "sharded.optimizer": "ShardedOptimizer build_optimizer",
     "simulation.estimating": "estimate",

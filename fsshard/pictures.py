@@ -58,6 +58,41 @@ def check_picture(path: str | Path) -> Path:
     return path
 
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Okabe and Ito's palette: told apart under the usual kinds of colour blindness."""
+GREY, FAINT = "#4D4D4D", "#BFBFBF"
+STYLE = {
+    "axes.prop_cycle": f"cycler('color', {[*COLOURS]})",
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 12,
+    "font.size": 11,
+    "legend.frameon": False,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+}
+"""matplotlib's settings of all pictures in the documentation."""
+
+
+def draw_picture(path: str | Path, inches: tuple[float, float], paint: Callable[[Figure], object]) -> None:
+    """Have ``paint`` fill a figure in the one style of all pictures, and write it to ``path``.
+
+    Raises:
+        ConfigurationError: as :func:`check_picture`.
+        MissingExtra: matplotlib is not installed.
+    """
+    path = check_picture(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        made = Figure(figsize=inches, layout="constrained")
+        paint(made)
+        save_picture(made, path)
+
+
 def save_picture(made: Figure, path: Path) -> None:
     """Write a figure of matplotlib to ``path``, which :func:`check_picture` has seen."""
     from matplotlib import rc_context

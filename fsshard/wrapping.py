@@ -142,67 +142,56 @@ def wrap(
 ) -> Any:
     r"""Put ``model`` under an engine. Collective over the ranks that share the work.
 
+    docs/torch-arguments.md has a section on each of the longer arguments.
+
     Args:
-        model: a bare module, complex parameters welcome. It is changed in place; use what is returned.
-        optimizer: a live torch optimizer over ``model`` that has not stepped; it is rebuilt over the sharded
-            parameters with its groups and hyper-parameters, and must not be used afterwards. Or a list of them.
-        scheduler: an LR scheduler over that optimizer, or a list of them: it continues from where it is, and drives the
+        model: a bare module, with complex parameters or without. It is changed in place; use what is returned.
+        optimizer: a live torch optimizer over ``model`` that has not stepped, or a list of them. It is rebuilt over the
+            sharded parameters with its groups and hyper-parameters, and must not be used afterwards.
+        scheduler: an LR scheduler over that optimizer, or a list of them. It continues from where it is and drives the
             optimizer that is returned.
         backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
-            process and ``"fsdp2"`` on several. One of your own: its registered name, or ``"module:Class"``.
-        auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`. :func:`fsshard.tune` finds the
-            cheapest that fits: ``wrap(model, **fsshard.tune(...).settings)``.
-        mixed_precision: None or ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype, gradients are sent and
-            outputs come in float32), :class:`~fsshard.Precision`, or torch's ``MixedPrecision`` /
-            ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own complex
-            weights, and BatchNorms, compute in float32.
-        activation_checkpointing: blocks that compute their activations again in the backward pass; True for the plan's
-            own, or see :func:`fsshard.plan`; a :class:`~fsshard.Checkpointing` can keep them in host memory.
-            The configs' ``use_cache`` (transformers) of recomputed blocks is set to False, and stays so.
+            process and ``"fsdp2"`` on several. A backend of your own: its registered name, or ``"module:Class"``.
+        auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`. :func:`fsshard.tune` searches for
+            the best policy that fits in memory: ``wrap(model, **fsshard.tune(...).settings)``.
+        mixed_precision: None or ``"fp32"``, ``"bf16"``, ``"fp16"``, a :class:`~fsshard.Precision`, or torch's
+            ``MixedPrecision`` or ``MixedPrecisionPolicy``; it means the same under every backend (docs/precision.md).
+            Modules that own complex weights, and BatchNorms, compute in float32.
+        activation_checkpointing: blocks whose activations are computed again in the backward pass: True for the plan's
+            units, or what :func:`fsshard.plan` accepts. A :class:`~fsshard.Checkpointing` can also keep them in host
+            memory. Transformers' ``use_cache`` is set to False for these blocks.
         sharding_strategy: torch's ``ShardingStrategy`` or its name, where the backend has several.
-        cpu_offload: keep shards in host memory between steps (``fsdp``, ``fsdp2`` on a GPU).
-        device_mesh: a 1-D ``DeviceMesh`` slice such as ``mesh["data"]``, or a 2-D one (replicas, shards) for
-            ``fsdp2`` and ``fsdp``, whose dimensions are named ``("replicate", "shard")`` or which comes with
+        cpu_offload: keep shards in host memory between steps (``fsdp`` and ``fsdp2``, on a GPU).
+        device_mesh: a 1-D slice of a ``DeviceMesh`` such as ``mesh["data"]``; or a 2-D mesh of replicas and shards for
+            ``fsdp2``, ``fsdp`` and ``fairscale``, with dimensions named ``("replicate", "shard")`` or together with
             ``HYBRID_SHARD`` (docs/meshes.md). None: all ranks.
-        device: where to move the model first; None leaves it where it is, except that a model on the CPU moves to this
-            rank's GPU in a job over nccl.
-        sync_module_states: give every rank rank 0's parameters and buffers first.
-        find_unused_parameters: a forward may leave out parameters, on all ranks or (``ddp``, ``fairscale``, within a
-            unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. If off, a step with a missing gradient raises
-            (not under ``none``, where the parameter is not moved, as with torch).
-        broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward, where
-            names, shapes and dtypes agree. False: each rank keeps its own, and state dicts have each rank's.
-        param_init_fn: for a model on the meta device: ``"reset_parameters"``, or a function that gives one module's own
-            parameters and buffers their values (rank 0's are taken). It is called with each module that has some,
-            children before their parents, in one order under every backend; it may leave some to ``load_state_dict``.
-            None: rank 0 has a real model and its values are sent tensor by tensor; or all ranks have none, and
-            ``load_state_dict`` sets them before the first forward. A unit is sharded before the next one is made.
-        compile: compile the forward of each unit that holds no other unit (the root: where it is the only one), in
-            place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
-            ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit. A model, or parts of
-            one, that ``torch.compile`` was put around before is taken out of it, and compiled in this way.
-        replicated: plain parameters that the ranks of another mesh dimension share, where each has a part of their
-            gradient: ``{"norm|pos_embed": mesh["cp"]}``, by name, regular expression or module class. All get the
-            values of the first of these ranks, and before the step the sum of their gradients;
-            ``(mesh["cp"], "mean")``: the mean. See docs/meshes.md.
-        sharded: plain parameters that are parts of a whole over another mesh dimension:
-            ``{r"\.qkv\.": (mesh["tp"], 0)}``, one after the other along dim 0. They count once each in norms, and are
-            whole in state dicts and files; without a dim, side by side along a new first one. A DTensor parameter
-            (``parallelize_module``, ``distribute_module``) speaks for itself and is named in neither. A parameter of
-            which nothing is said has the same values and gradients on all ranks along a dimension that is named, which
-            is looked at. The key ``()`` names a dimension, and no parameter. ``replicated={}``: ranks that are not in
-            ``device_mesh`` have no part in this model.
-        **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by
-            their own names (docs/torch-arguments.md). ``fairscale`` takes ``implementation="real"`` (FairScale 0.4.13,
-            patched; the default where it is installed) or ``"native"`` (fsshard's own).
+        device: where to move the model first. None: it stays where it is, but in a job over nccl a model on the CPU
+            moves to this rank's GPU.
+        sync_module_states: first give every rank the parameters and buffers of rank 0.
+        find_unused_parameters: a forward may leave out parameters. If False, a step raises when a gradient is missing
+            (under ``none`` that parameter stays as it is, as with torch).
+        broadcast_buffers: give every rank the buffers of rank 0 before each forward that follows a training forward.
+            If False, each rank keeps its own.
+        param_init_fn: for a model on the meta device: ``"reset_parameters"``, or a function that sets the parameters
+            and buffers of one module. None: values come from rank 0's real model, or from ``load_state_dict``.
+        compile: compile each unit that contains no other unit. True, or a dict of ``torch.compile``'s ``backend``,
+            ``fullgraph``, ``dynamic``, ``mode``, ``options``, ``recompile_limit``.
+        replicated: plain parameters that the ranks of another mesh dimension share, each with a part of their gradient:
+            ``{"norm|pos_embed": mesh["cp"]}``. Keys are names, regular expressions or module classes. Gradients are
+            summed over these ranks; ``(mesh["cp"], "mean")`` averages them.
+        sharded: plain parameters that the ranks of another mesh dimension hold in parts, one after the other along a
+            dim: ``{r"\.qkv\.": (mesh["tp"], 0)}``. DTensor parameters need no entry in either argument.
+        **backend_options: options of one backend, such as ``reshard_after_forward=`` of ``fsdp2`` or
+            ``implementation="native"`` of ``fairscale``, and the arguments of torch's FSDP, ``fully_shard`` and DDP by
+            their own names. docs/torch-arguments.md lists them.
 
     Returns:
-        A :class:`~fsshard.sharded.module.ShardedModule`; with a :class:`~fsshard.sharded.optimizer.ShardedOptimizer` if
-        an optimizer was handed over, and the scheduler if one was: each alone, or in a list if it came in a list.
+        A :class:`~fsshard.ShardedModule`. If an optimizer was passed, a tuple of it, a
+        :class:`~fsshard.ShardedOptimizer` and, if one was passed, the scheduler; each is a list if it came in a list.
 
     Raises:
-        FsshardError: a kind of it for every input that cannot work, on every rank, before anything was changed; only
-            errors of ``param_init_fn`` are found while units are sharded, and leave a model that cannot be used.
+        FsshardError: a subclass of it for every input that cannot work, on every rank and before anything is changed.
+            Only errors of ``param_init_fn`` come later; they leave a model that cannot be used.
     """
     device_mesh = data_mesh(device_mesh, hybrid=asks_for_hybrid(sharding_strategy))
     group = _group(device_mesh)

@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 import fsshard
+from benchmarks import summary
+from benchmarks.page import sections_of
 from fsshard.backends.registry import loaded_backends
 from tests.documents import ROOT, blocks, training
-from tools import changelog
+from tools import changelog, faults
 
 DOCS = ROOT / "docs"
 PAGES = [
@@ -33,15 +35,15 @@ FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples", "tool
 
 def job_train(code: str) -> str:
     names: dict[str, Any] = {"__name__": "docs"}
-    exec(compile(code, "docs/estimate.md", "exec"), names)
+    exec(compile(code, "docs/memory.md", "exec"), names)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         names["train"](SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size()))
     return printed.getvalue()
 
 
 def test_estimate(ranks: Any) -> None:
-    text = (DOCS / "estimate.md").read_text(encoding="utf-8")
-    (code,) = (block for block in blocks(DOCS / "estimate.md", "python") if "def train" in block)
+    text = (DOCS / "memory.md").read_text(encoding="utf-8")
+    (code,) = (block for block in blocks(DOCS / "memory.md", "python") if "def train" in block)
     printed = ranks.run(job_train, 2, code)[0]
     explained, _, tracked = printed.partition("memory under")
     assert f"```\n{explained}```" in text
@@ -159,10 +161,25 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
-def test_faults_are_numbered_and_each_is_shown() -> None:
-    for section in (DOCS / "faults.md").read_text(encoding="utf-8").split("\n## ")[1:]:
-        rows, shown = (re.findall(mark, section, re.MULTILINE) for mark in (r"^\| (\d+) \|", r"^(\d+)\. "))
-        assert rows == shown == [str(number) for number in range(1, len(rows) + 1)], section.partition("\n")[0]
+def test_faults_are_those_of_the_table_and_each_is_shown() -> None:
+    assert faults.PAGE.read_text(encoding="utf-8") == faults.page(), "python -m tools.faults"
+    for rows in faults.faults().values():
+        for row in rows:
+            assert row["tests"] and {*row["tests"]} <= known_tests() | files(), row
+
+
+def test_ratios_are_those_that_were_measured() -> None:
+    _, measured = sections_of(summary.MEASURED.read_text(encoding="utf-8"))
+    assert summary.table(measured) in summary.PAGE.read_text(encoding="utf-8"), "python -m benchmarks.summary"
+
+
+def test_pages_are_short() -> None:
+    """Nobody reads a longer one. What commands write, docs/data, has no bound; what is only looked up has another."""
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "reference").glob("*.md")]
+    words = {str(page.relative_to(ROOT)): len(page.read_text(encoding="utf-8").split()) for page in pages}
+    bounds = {"README.md": 800, "docs/troubleshooting.md": 1_900}
+    assert {name: count for name, count in words.items() if count > bounds.get(name, 1_200)} == {}
+    assert sum(words.values()) <= 35_000
 
 
 # -------------------------------------------------------------------------------------------- names of files and tests

@@ -131,6 +131,9 @@ class Shown:
     needs: str = "torch"
 
 
+REGRESSION = blocks(ROOT / "docs" / "ten-minutes.md", "python")[0].partition("def train")[0]
+"""What the second script of a page has from the first."""
+
 STEP = "loss = model(torch.randn(2, 4)).square().mean(); loss.backward()"
 
 RUN: dict[str, Shown] = {
@@ -164,7 +167,7 @@ RUN: dict[str, Shown] = {
         "assert fsshard.latest('ckpt').name == 'gan'",
     ),
     "docs/checkpoints.md 2": Shown(2, WRAPPED, "assert len(list(DataLoader(dataset, sampler=sampler))) == 4"),
-    "docs/checkpoints.md 3": Shown(2, WRAPPED, "assert {*both['optimizer']['state']} == {*both['model']}"),
+    "docs/checkpoint-files.md 0": Shown(2, WRAPPED, "assert {*both['optimizer']['state']} == {*both['model']}"),
     "docs/darcy.md 0": Shown(
         2, "from fsshard.demo.tfno_darcy import build_model", "scheduler.optimizer", needs="neuralop"
     ),
@@ -178,7 +181,7 @@ RUN: dict[str, Shown] = {
         2, f'{FNO}\nmesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "domain"))', needs="neuralop"
     ),
     "docs/estimate.md 0": Shown(1, after="assert forecast.peak > 0", instead=(("=64", "=2"),), needs="matplotlib"),
-    "docs/how-it-works.md 0": Shown(
+    "docs/recompute.md 0": Shown(
         1,
         "class Block(nn.Linear): pass\nbare = nn.Sequential(Block(4, 4))",
         "assert list(fsshard.plan(bare, activation_checkpointing=blocks).offloaded) == ['0']",
@@ -287,6 +290,12 @@ RUN: dict[str, Shown] = {
         "assert tokens.shape == (1, 9)",
         needs="transformers",
     ),
+    "docs/ten-minutes.md 0": Shown(1, after="train(epochs=1)"),
+    "docs/ten-minutes.md 1": Shown(
+        2,
+        f"{REGRESSION}\nctx = SimpleNamespace(rank=dist.get_rank(), world_size=2, device=torch.device('cpu'))",
+        "assert train(ctx) < 0.2 and train(ctx, 6) > 0 and fsshard.latest('ckpt').name == 'epoch-0006'",
+    ),
     "docs/token-mean.md 0": Shown(
         2,
         "from fsshard.recipes.models import small_t5\nfrom torch.nn.functional import cross_entropy\n"
@@ -317,16 +326,16 @@ RUN: dict[str, Shown] = {
         "assert average.ema.updates == 2",
         needs="transformers",
     ),
-    "docs/estimate.md 1": Shown(
+    "docs/estimate.md 1": Shown(1, after="assert forecast.seconds > 0", instead=(("=64", "=2"), ('"h100"', '"cpu"'))),
+    "docs/nodes.md 0": Shown(
         1, after="assert 0 < forecast.utilisation < 1", instead=(("=64", "=8"), ('"a100"', '"cpu"'))
     ),
-    "docs/estimate.md 4": Shown(
+    "docs/nodes.md 1": Shown(
         1,
         "forecast = fsshard.estimate(nn.Linear(4, 4), batch=torch.ones(2, 4), backend='ddp')\n"
         "batches = (1, 2, 3)\ntrain = torch.ones",
         "assert speed.report().steps == 2",
     ),
-    "docs/estimate.md 5": Shown(1, after="assert forecast.seconds > 0", instead=(("=64", "=2"), ('"h100"', '"cpu"'))),
     "docs/tuning.md 0": Shown(1, after=STEP, instead=(("=64", "=1, limit=2"),)),
     "docs/weather.md 0": Shown(4, f"{VIT}\ndata, cp, tp = 1, 2, 2", "assert place.size == 1"),
 }
@@ -334,8 +343,8 @@ RUN: dict[str, Shown] = {
 
 RUNS_IN = {
     "README.md 0": "tests/test_docs.py",
-    "docs/estimate.md 2": "tests/test_docs.py",
-    "docs/estimate.md 3": "tests/sharded/test_reports.py",
+    "docs/memory.md 0": "tests/test_docs.py",
+    "docs/memory.md 1": "tests/sharded/test_reports.py",
     "docs/prove-migration.md 0": "tests/examples/test_prove_migration.py",
     "docs/own-backend.md 0": "tests/backends/test_sixth_backend.py",
 }

@@ -21,43 +21,30 @@ NAMES = [
     "DoesNotFit",
     "FsshardError",
     "GradScaler",
-    "Joined",
     "LaunchError",
-    "Loaded",
-    "MemoryReport",
     "MemoryTracker",
     "MissingExtra",
     "ModelError",
     "OptimizerError",
     "ParityError",
-    "Plan",
     "Precision",
     "PrecisionError",
     "RankFailed",
     "RankHung",
     "RankMismatch",
-    "Readiness",
-    "RecipeError",
-    "RecomputationError",
-    "SaveHandle",
     "ShardedModule",
     "ShardedOptimizer",
-    "StaleParameter",
     "StateDictError",
     "Throughput",
     "UnknownBackend",
     "UnsupportedByBackend",
     "__version__",
-    "bf16_ready",
-    "bfSixteen",
     "build_optimizer",
     "export",
     "checkpoint_blocks",
     "clip_grad_norm_",
     "data_rank",
     "estimate",
-    "fp32_policy",
-    "fpSixteen",
     "init",
     "join",
     "latest",
@@ -78,7 +65,7 @@ NAMES = [
 
 
 def test_names_are_pinned() -> None:
-    assert sorted(fsshard.__all__) == sorted(NAMES)
+    assert sorted(fsshard.__all__) == sorted(NAMES) and len(NAMES) <= 50
     assert all(hasattr(fsshard, name) for name in NAMES)
 
 

@@ -43,6 +43,12 @@ SEARCHED = {
     "ray train": "launching/",
     "optimizer": "optimizers/",
     "resume on fewer gpus": "checkpoints/",
+    "resume": "ten-minutes/",
+    "torchrun": "launching/",
+    "gradient accumulation": "ten-minutes/",
+    "dataloader": "launching/",
+    "muon": "optimizers/",
+    "out of memory": "troubleshooting/",
 }
 """What newcomers search for -> the page that has it in a heading, which the search ranks first."""
 
@@ -56,7 +62,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     elsewhere = re.findall(r'^    "([\w-]+\.md)": "(\S+)",$', (ROOT / "website" / "links.py").read_text(), re.MULTILINE)
     assert [source for _, source in elsewhere if not (ROOT / source).is_file()] == []
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | {page for page, _ in elsewhere}
-    assert sorted(in_nav()) == sorted(pages)
+    assert sorted(in_nav()) == sorted(page for page in pages if not page.startswith("maintainers/"))
 
 
 def test_the_site_has_the_addresses_of_the_package() -> None:

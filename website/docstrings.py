@@ -13,7 +13,7 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|data):`(~?)([\w.]+)`")
-PAGE = re.compile(r"(?<![`\w/])docs/([\w-]+)\.md")
+PAGE = re.compile(r"(?<![`\w/])docs/([\w/-]+)\.md")
 TORCH = re.compile(r"``(torch(?:\.\w+)+)``")
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"

@@ -75,7 +75,7 @@ def site_link(link: str, source: str, page: str, repository: str) -> str:
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     anchor = f"#{anchor}" if anchor else ""
     own = {shown: name for name, shown in ELSEWHERE.items()}.get(target)
-    if own is None and target.startswith("docs/"):
+    if own is None and target.startswith("docs/") and not target.startswith("docs/maintainers"):
         own = target.removeprefix("docs/")
     if own is not None:
         return posixpath.relpath(own, posixpath.dirname(page) or ".") + anchor

@@ -2,7 +2,7 @@
 
 python examples/migrations/run.py                             # all of them, without a GPU
 python examples/migrations/run.py accelerate zero             # some of them
-python examples/migrations/run.py --page docs/migration.md    # writes the table and the answers of the page
+python examples/migrations/run.py --page docs/data/migration.md    # writes the table and the answers of the page
 """
 
 import argparse
@@ -124,7 +124,7 @@ def block(found: list[dict]) -> str:
 def row(name: str, found: list[dict]) -> str:
     """Return the pair's row of the table."""
     cells = [f"[{PAIRS[name].guide}]({PAIRS[name].url})"]
-    cells += [", ".join(f"[{side}](../examples/migrations/{name}_{side}.py)" for side in ("before", "after"))]
+    cells += [", ".join(f"[{side}](../../examples/migrations/{name}_{side}.py)" for side in ("before", "after"))]
     cells += [WORDS.get(one["verdict"]) or f"**not the same**: {_first(one)}" for one in found]
     return f"| {' | '.join([*cells, ''][:4])} |"
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
+from fsshard.model.precision import bf16_ready
 
 
 def build_model(width=64):
@@ -58,7 +59,7 @@ def run(ctx, backend, precision, steps):
 
 def train(ctx, args):
     """Runs on every rank, each in its own process."""
-    if args.precision == "bf16" and not (ready := fsshard.bf16_ready(ctx.device)):
+    if args.precision == "bf16" and not (ready := bf16_ready(ctx.device)):
         raise SystemExit(f"no bfloat16 here: {ready.reason}")
     model, losses = run(ctx, args.backend, args.precision, args.steps)
     _, reference = run(ctx, args.backend, "fp32", args.steps)

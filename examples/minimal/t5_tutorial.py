@@ -4,8 +4,7 @@
     python t5_tutorial.py --epochs 4 --run-validation --save-model --bf16 --backend fsdp2
     torchrun --nproc-per-node 2 t5_tutorial.py
 
-``wrap`` takes torch's own objects: transformer_auto_wrap_policy, MixedPrecision, ShardingStrategy, FullStateDictConfig.
-The texts are docstrings of the standard library, the tokens bytes. Batch sizes are those of each rank.
+``wrap`` takes torch's own policies and settings. The texts are docstrings of the standard library, the tokens bytes.
 """
 
 import argparse
@@ -25,6 +24,7 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
 import fsshard
+from fsshard.model.precision import bfSixteen
 
 
 def setup_model():
@@ -76,7 +76,7 @@ def train(ctx, args):
         model.to(ctx.device),
         backend=args.backend,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block}),
-        mixed_precision=fsshard.bfSixteen if args.bf16 else None,
+        mixed_precision=bfSixteen if args.bf16 else None,
         sharding_strategy=ShardingStrategy.FULL_SHARD,
     )
     optimizer = fsshard.build_optimizer(model, torch.optim.Adadelta, lr=args.lr)

@@ -181,7 +181,7 @@ def _run(
         say_leaving(error)
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             # Destroying an NCCL group here could wait for collectives that will never be complete.
-            named = naming_lost_rank(error)
+            named = _second_group(error) or naming_lost_rank(error)
             if made_here and context.backend == "gloo":
                 tear_down()
             if named is not error:
@@ -191,6 +191,16 @@ def _run(
     if made_here:
         tear_down()
     return how, result
+
+
+def _second_group(error: BaseException) -> LaunchError | None:
+    """Return what to do instead if ``fn`` has called ``init_process_group``, whose own error names no way out."""
+    if not isinstance(error, ValueError) or "initialize the default process group twice" not in str(error):
+        return None
+    return LaunchError(
+        "expected one process group, which fsshard.launch() has made before it calls the function; got a second "
+        "init_process_group() in it: remove that line, and pass launch() its timeout= and process_group_backend="
+    )
 
 
 def _rank_main(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsshard.errors import MissingExtra, ParityError
 from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.report import QUANTITIES, Cell, Difference, worst_of
-from fsshard.pictures import check_picture, save_picture
+from fsshard.pictures import COLOURS, FAINT, GREY, check_picture, save_picture
 from fsshard.planning.text import aligned, counted
 
 if TYPE_CHECKING:
@@ -339,10 +339,7 @@ def _brief(cells: list[Cell]) -> str:
 
 # ----------------------------------------------------------------------------------------------------------- picture
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's palette: told apart under the usual kinds of colour blindness."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
-GREY, FAINT = "#4D4D4D", "#BFBFBF"
 NO_DIFFERENCE = "difference: exactly 0"
 Looks = dict[str, dict[str, Any]]
 PANELS = {

@@ -87,7 +87,7 @@ class ShardedModule(nn.Module):
     def explain(self, estimate: Any = None) -> str:
         """Return the plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
 
-        docs/estimate.md explains each column. A step has one forward and one backward, and calls every unit once.
+        docs/memory.md explains each column. A step has one forward and one backward, and calls every unit once.
 
         Args:
             estimate: the result of :func:`fsshard.estimate` for this training, which is shown below: peak by kind.

@@ -77,7 +77,7 @@ def estimate(
 
     Args:
         subject: a bare module (give ``batch`` too); a recipe as for ``fsshard.parity.compare``, or its name
-            ``"module:attribute"``; or a :class:`fsshard.Plan`, which has no forward, so activations are left out.
+            ``"module:attribute"``; or a :class:`~fsshard.planning.plan.Plan`, without forward and activations.
         backend: a backend's name; several, or several world sizes, give a list.
         world_size: ranks of the job.
         batch: of a module: one rank's arguments of its forward, as a tensor, a tuple, or a dict of keywords.

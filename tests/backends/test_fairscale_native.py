@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ConfigurationError, MissingExtra, RankMismatch
+from fsshard.model.precision import bfSixteen, fpSixteen
 from tests.forked import run_script
 from tests.training_runs import Run, compare, differences, wrapped
 
@@ -55,12 +56,10 @@ def test_models_of_every_kind(ranks: Any, case: str) -> None:
     assert ranks.run(compare, 2, both(case, steps=3)) == [[]] * 2
 
 
-@pytest.mark.parametrize(
-    ("case", "precision"), [("fno", "bf16"), ("uno", fsshard.fpSixteen), ("dropout", fsshard.bfSixteen)], ids=str
-)
+@pytest.mark.parametrize(("case", "precision"), [("fno", "bf16"), ("uno", fpSixteen), ("dropout", bfSixteen)], ids=str)
 def test_gradients_that_are_added_up_in_another_dtype(ranks: Any, case: str, precision: Any) -> None:
     """uno has gradients that are subnormal in float16: rounding before dividing gives other bits than the reverse."""
-    scaled = precision is fsshard.fpSixteen
+    scaled = precision is fpSixteen
     assert (
         ranks.run(compare, 2, both(case, steps=3, scaled=scaled, settings={"mixed_precision": precision})) == [[]] * 2
     )

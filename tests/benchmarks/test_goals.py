@@ -47,7 +47,7 @@ def test_what_was_missed_is_explained_and_what_was_not_measured_is_told() -> Non
 
 @pytest.mark.parametrize("goal", goals.GOALS, ids=lambda goal: goal.what)
 def test_the_page_has_every_figure(goal: goals.Goal) -> None:
-    _, sections = page.sections_of((ROOT / "docs" / "benchmarks.md").read_text())
+    _, sections = page.sections_of((ROOT / "docs" / "maintainers" / "benchmarks.md").read_text())
     text = sections[goal.benchmark]
     assert len(goal.figures(text)) == len(goal.at_most)
     told = goals.row(goal, text, TITLES[goal.benchmark])

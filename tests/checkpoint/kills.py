@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsshard
+from fsshard.checkpoint.loading import Loaded
 from fsshard.errors import FsshardError
 from tests.portability.runs import Net, Run
 
@@ -96,7 +97,7 @@ class MovingRun(Run):
     def save(self, path: str, **options: Any) -> Any:
         return super().save(path, **options, ema=self.average)
 
-    def load(self, path: str, **options: Any) -> fsshard.Loaded:
+    def load(self, path: str, **options: Any) -> Loaded:
         return super().load(path, **options, ema=self.average)
 
     def whole(self) -> dict[str, Any]:

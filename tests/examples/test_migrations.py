@@ -13,7 +13,7 @@ from tests.parity.page import part_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "migrations"
-PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "data" / "migration.md").read_text(encoding="utf-8")
 LONGEST = 60
 
 
@@ -70,6 +70,6 @@ def test_each_pair_has_a_row_and_an_answer() -> None:
         answer = part_of(PAGE, name) or ""
         assert answer.count("$ fsshard compare") == 1 + run.is_mended(name), name
         assert (
-            f"| [{pair.guide}]({pair.url}) | [before](../examples/migrations/{name}_before.py)" in PAGE
+            f"| [{pair.guide}]({pair.url}) | [before](../../examples/migrations/{name}_before.py)" in PAGE
             and f"## {pair.guide}" in PAGE
         ), name

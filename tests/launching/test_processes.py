@@ -84,6 +84,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "aborts": abort_here,
     "leaves with 3": lambda: sys.exit(3),
     "finishes early": lambda: sys.exit(0),
+    "makes a group": lambda: dist.init_process_group("gloo"),
 }
 
 
@@ -148,6 +149,7 @@ FAILURES: dict[str, tuple[str, type]] = {
     ),
     "leaves with 3": ("SystemExit: 3", SystemExit),  # and the other, which is stuck, is ended
     "finishes early": (r"SystemExit: sys\.exit\(0\) was called there.*rank 0 waited in all_reduce, at ", RuntimeError),
+    "makes a group": (r"LaunchError: expected one process group.*remove that line", LaunchError),
 }
 
 

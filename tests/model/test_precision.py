@@ -19,7 +19,15 @@ from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import PrecisionError
 from fsshard.launching.pool import RankPool
 from fsshard.model.activation_checkpointing import checkpoint_blocks
-from fsshard.model.precision import _cast, bf16_ready, check_buffers, check_precision
+from fsshard.model.precision import (
+    _cast,
+    bf16_ready,
+    bfSixteen,
+    check_buffers,
+    check_precision,
+    fp32_policy,
+    fpSixteen,
+)
 from fsshard.planning.plan import plan
 from fsshard.planning.policies import Precision
 from tests.models import Spectral, batch, net
@@ -37,17 +45,17 @@ ALL = (*DISTRIBUTED, "none")
     ("case", "precision"),
     [
         pytest.param("tied", "bf16", marks=pytest.mark.long),
-        ("buffered", fsshard.bfSixteen),
+        ("buffered", bfSixteen),
         pytest.param("tfno_tucker", "bf16", marks=pytest.mark.long),
         ("tfno_cp", "fp16"),
-        pytest.param("uno", fsshard.fpSixteen, marks=pytest.mark.long),
+        pytest.param("uno", fpSixteen, marks=pytest.mark.long),
         ("t5", Precision(param=BF16)),
         pytest.param("t5", "fp16", marks=pytest.mark.long),
         ("conv_batchnorm", "bf16"),
-        pytest.param("conv_batchnorm", fsshard.fpSixteen, marks=pytest.mark.long),
+        pytest.param("conv_batchnorm", fpSixteen, marks=pytest.mark.long),
         ("dropout", Precision(param=FP16, reduce=BF16, output=BF16)),
         ("dropout", Precision(reduce=BF16)),
-        ("mlp_complex", fsshard.fp32_policy),
+        ("mlp_complex", fp32_policy),
         ("buffered", MixedPrecision(param_dtype=BF16)),
         ("conv_batchnorm", MixedPrecisionPolicy(param_dtype=BF16)),
     ],
@@ -215,7 +223,7 @@ def test_a_buffer_shared_with_an_fp32_unit_is_refused() -> None:
     sharing["one"].register_buffer("mean", sharing["norm"].running_mean)
     text = r"norm\.running_mean belongs to a float32 unit, and is the same tensor as one\.mean"
     with pytest.raises(PrecisionError, match=text):
-        check_buffers(ModuleTable(sharing), plan(sharing, mixed_precision=fsshard.bfSixteen))
+        check_buffers(ModuleTable(sharing), plan(sharing, mixed_precision=bfSixteen))
     check_buffers(ModuleTable(sharing), plan(sharing, mixed_precision="bf16"))  # nothing is cast
 
 
@@ -318,7 +326,7 @@ def test_without_reduce_gradients_travel_in_the_dtype_of_their_unit() -> None:
     found = plan(Probed(), auto_wrap_policy={Probe}, mixed_precision=Precision(param=BF16))
     assert {u.name: u.reduce_dtype for u in found.units} == {"": BF16, "probe": BF16, "spectral": None, "norm": None}
     assert "gradients are sent in bfloat16 (float32 units: float32)" in found.explain()
-    found = plan(Probed(), mixed_precision=fsshard.bfSixteen)
+    found = plan(Probed(), mixed_precision=bfSixteen)
     assert {unit.reduce_dtype for unit in found.units} == {BF16} and "(float32 units" not in found.explain()
 
 

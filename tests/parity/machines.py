@@ -1,7 +1,7 @@
 """Engines agree to the last bit: under every code path of the math libraries that this CPU can be told to take.
 
     python -m tests.parity.machines                           # prints the table of this machine
-    python -m tests.parity.machines --table docs/parity.md    # make machines
+    python -m tests.parity.machines --table docs/data/parity.md    # make machines
 
 ATen, MKL and oneDNN choose their kernels by the CPU, once, when they are loaded; environment variables make them choose
 as on a lesser one. So each setting has ranks of its own. Kernels then add in other orders, and each setting trains
@@ -343,7 +343,7 @@ def run_all(work: Work, console: Console) -> list[Line]:
 
 
 def document(lines: Sequence[Line]) -> str:
-    """Return this machine's part of docs/parity.md."""
+    """Return this machine's part of docs/data/parity.md."""
     version, name = importlib.metadata.version("torch"), environment()["processor"]
     table = "\n".join([row(HEAD), row(["---"] * len(HEAD)), *(row(line.cells) for line in lines)])
     parts = [f"### {name}, {torch.backends.cpu.get_cpu_capability()}, torch {version}", table]

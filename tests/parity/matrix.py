@@ -1,7 +1,7 @@
 """The parity matrix: every model x world size x variant x optimizer, each under every backend.
 
-python -m tests.parity.matrix --table docs/parity.md          # a subset in which every pair of values occurs
-python -m tests.parity.matrix --all --table docs/parity.md    # six hours on two cores
+python -m tests.parity.matrix --table docs/data/parity.md          # a subset in which every pair of values occurs
+python -m tests.parity.matrix --all --table docs/data/parity.md    # six hours on two cores
 """
 
 from __future__ import annotations
@@ -299,31 +299,18 @@ def count(results: Sequence[Result], reasons: list[str]) -> str:
 
 
 def document(results: Sequence[Result], command: str, *, steps: int, pairs: bool) -> str:
-    """The first part of docs/parity.md; its second with ``pairs``, whose results are those of :func:`covering`."""
+    """A part of docs/data/parity.md: with ``pairs`` the results are those of :func:`covering`."""
     reasons, versions = list[str](), []
     for package in ("fsshard", "torch", "fairscale", "neuraloperator", "torch-harmonics", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     combinations = len({result.combination for result in results})
     total = f"{combinations} trainings of {steps} steps, each under every backend: {len(results)} runs."
-    explained = [
-        f"{total} Each is "
-        "compared with `ddp` on the same number of ranks: losses, gradients, gradient norms, weights, optimizer state"
-        " and buffers of every step.",
-        "*exact*: bit-identical. *bound*: within the rounding that another order of the same sums can make, derived "
-        "from the number of ranks, the dtype and the summands. *refused*: not run; the footnote says why. *different*"
-        " and *failed* would be faults; there are none unless a list of faults follows. The backend `none` with "
-        "several ranks is one process that takes the batches of all ranks.",
-        "A fault that all backends share cannot show in a comparison between them. So `tests/parity/test_bare.py` "
-        "also compares every model of the examples and tests with replicas that contain nothing of fsshard, whose "
-        "gradients are averaged by hand, and moves weights in and out in every way (`state_dict`, `load_state_dict`, "
-        "`full_parameters`, `save`, `load`): on two ranks losses, weights and optimizer state are bit-identical, or "
-        "the backend raises with an explanation.",
-    ]
+    explained = [total]
     if pairs:
         explained = [f"{total} Every two values of model, number of ranks, variant and optimizer meet in one of them."]
     parts = [
-        "## Every pair" if pairs else "# The parity matrix",
+        "## Every pair" if pairs else "## Every combination",
         "Made by\n\n```\n" + command + "\n```",
         f"With {', '.join(versions)}.",
         *explained,
@@ -340,7 +327,7 @@ def document(results: Sequence[Result], command: str, *, steps: int, pairs: bool
         parts += ["## Faults", "\n".join(listed)]
     if reasons:
         parts += ["## Footnotes", "\n".join(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))]
-    return "\n\n".join(f"#{part}" if pairs and part[:4] in ("## B", "## F") else part for part in parts) + "\n"
+    return "\n\n".join(f"#{part}" if part[:4] in ("## B", "## F") else part for part in parts) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------ the command

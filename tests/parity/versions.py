@@ -1,7 +1,7 @@
 """Did the upgrade change the trainings of the examples? Recorded under one torch, compared under another.
 
 python -m tests.parity.versions --record build/traces                                # under the old torch
-python -m tests.parity.versions --against build/traces --table docs/parity.md        # under the new one
+python -m tests.parity.versions --against build/traces --table docs/data/parity.md        # under the new one
 """
 
 from __future__ import annotations

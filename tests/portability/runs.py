@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.checkpoint.loading import Loaded
 from fsshard.sharded.torch_checkpoint_calls import ByName
 from tests.models import Spectral
 
@@ -96,7 +97,7 @@ class Run:
             path, self.model, self.optimizer, self.scheduler, self.scaler, step=self.step, **{"timeout": 30.0} | options
         )
 
-    def load(self, path: str, **options: Any) -> fsshard.Loaded:
+    def load(self, path: str, **options: Any) -> Loaded:
         options = {"timeout": 30.0} | options
         loaded = fsshard.load(path, self.model, self.optimizer, self.scheduler, self.scaler, **options)
         self.step = loaded.state["step"]

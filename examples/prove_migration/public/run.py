@@ -2,7 +2,7 @@
 
 python examples/prove_migration/public/run.py CHECKOUTS                        # all scripts whose checkout is there
 python examples/prove_migration/public/run.py CHECKOUTS minGPT nanoGPT
-python examples/prove_migration/public/run.py CHECKOUTS --table docs/prove-migration.md
+python examples/prove_migration/public/run.py CHECKOUTS --table docs/data/public-scripts.md
 
 CHECKOUTS is a folder with checkouts of repositories by their names ("examples", "nanoGPT", ...). Each script is
 recorded twice, which must be the same training, and once with one number changed, which must not. Three of them are

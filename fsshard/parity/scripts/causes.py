@@ -59,7 +59,8 @@ def causes(old: ScriptTrace, new: ScriptTrace, steps: Steps, *, same: bool = Fal
     if len(fairscale) == 1 and len(steps) > 1:
         sentences.append(
             f"{fairscale[0].name} runs under FairScale's ShardedDataParallel, which under today's torch reduces "
-            "the gradients of the step before once more after optimizer.zero_grad(): docs/fairscale.md, row 1"
+            "the gradients of the step before once more after optimizer.zero_grad(): "
+            "docs/data/fairscale-faults.md, row 1"
         )
     sentences += _by_step([random], old, new, steps)
     # Where ranks differ in both scripts, as of experts or local SGD, that explains no difference between the scripts.

@@ -2,7 +2,7 @@
 
 A test that shows a row is marked ``@pytest.mark.fairscale_row(number)``.
 
-    python -m tests.compat.fairscale.rows        # make rows: writes the table of docs/fairscale.md
+    python -m tests.compat.fairscale.rows        # make rows: writes the table of docs/data/fairscale-faults.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 from tests.parity import page
 
-PAGE, PART = Path(__file__).parents[3] / "docs/fairscale.md", "FairScale's faults"
+PAGE, PART = Path(__file__).parents[3] / "docs/data/fairscale-faults.md", "FairScale's faults"
 
 Severity = Literal["silent", "hang", "crash", "warning"]
 

@@ -1,4 +1,4 @@
-"""The table of FairScale's faults: every row is shown by a test, and docs/fairscale.md has it."""
+"""The table of FairScale's faults: every row is shown by a test, and docs/data/fairscale-faults.md has it."""
 
 from __future__ import annotations
 

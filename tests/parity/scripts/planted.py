@@ -1,6 +1,6 @@
 """Plants changes in a small training, and pairs that are equal: does ``fsshard compare`` find, and name, each of them?
 
-python -m tests.parity.scripts.planted --table docs/planted.md    # writes the table; 1 if a change is called the same
+python -m tests.parity.scripts.planted --table docs/data/planted.md    # 1 if a change is called the same
 """
 
 from __future__ import annotations

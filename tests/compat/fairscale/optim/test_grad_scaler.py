@@ -1,6 +1,6 @@
 """GradScaler and ShardedGradScaler: one answer of all ranks, on the CPU too.
 
-The numbers in names of tests are the rows of docs/fairscale.md.
+The numbers in names of tests are the rows of docs/data/fairscale-faults.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """checkpoint_wrapper: FairScale's names and behaviours, without the faults that its own has on torch 2.13.
 
-The numbers in names of tests are the rows of docs/fairscale.md.
+The numbers in names of tests are the rows of docs/data/fairscale-faults.md.
 """
 
 from __future__ import annotations

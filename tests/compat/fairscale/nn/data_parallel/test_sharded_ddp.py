@@ -1,7 +1,7 @@
 """ShardedDataParallel: equal to DDP with the plain optimizer to the last bit on two ranks, where FairScale's is not.
 
 The reference is DDP, and for what DDP's reducer does not do (several backwards of one forward) a reduction by hand
-behind each backward, with DDP's arithmetic. The numbers in names are the rows of docs/fairscale.md.
+behind each backward, with DDP's arithmetic. The numbers in names are the rows of docs/data/fairscale-faults.md.
 
 Tests fsshard/oss/gradient_buckets.py, fsshard/oss/reduction.py, fsshard/oss/sharded_ddp.py too.
 """
