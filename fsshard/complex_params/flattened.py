@@ -136,8 +136,14 @@ class Flattened(nn.Module):
             users = name.removesuffix(SUFFIX)
             if users in shown and shown[users]._fsshard_stored.grad_fn is not None:
                 del shown[users]
-            if type(value) is Tensor and name not in parameters:  # FSDP1, several times in each step
+            is_stored = name in parameters
+            if type(value) is Tensor and not is_stored:  # FSDP1, several times in each step
                 self.__dict__[name] = value
+                return
+            # FSDP2, two times in each step: what nn.Module does with a leaf in the place of another.
+            is_leaf = isinstance(value, nn.Parameter) and value.grad_fn is None and stored_of(value) is value
+            if is_stored and is_leaf and name not in self.__dict__ and not value.is_complex():
+                parameters[name] = value
                 return
         if kind is None and not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
