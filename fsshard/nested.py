@@ -174,8 +174,12 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 
-def grad_tensors(output: Any) -> Iterator[Tensor]:
-    """Give the tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
-    for leaf in leaves(output):
+def grad_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
+    # Most outputs are one tensor.
+    parts = [output] if isinstance(output, Tensor) else leaves(output)
+    tensors: list[Tensor] = []
+    for leaf in parts:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            yield leaf
+            tensors.append(leaf)
+    return tensors

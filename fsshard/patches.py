@@ -60,16 +60,13 @@ class Patch:
         self._put = put
         self._undo: Undo | None = None
         self._needs: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
+        # What acts in the change, each function once.
+        self.functions: list[Callable[..., Any]] = []
 
     @property
     def in_place(self) -> bool:
         """Return whether the process is changed now."""
         return self._undo is not None
-
-    @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """Return what acts in the change, each function once."""
-        return list(dict.fromkeys(function for _, function in self._needs))
 
     def keep_for(self, needing: Any, function: Callable[..., Any], *, first: bool = False) -> None:
         """Make the change, unless it is made, and keep it while ``needing`` is alive.
@@ -82,6 +79,7 @@ class Patch:
         if not any(known() is needing and asked is function for known, asked in self._needs):
             need = (weakref.ref(needing, self._gone), function)
             self._needs.insert(0 if first else len(self._needs), need)
+            self._list_functions()
         if self._undo is None:
             self._undo = self._put(self)
 
@@ -91,9 +89,13 @@ class Patch:
 
     def _gone(self, reference: weakref.ref[Any]) -> None:
         self._needs[:] = [need for need in self._needs if need[0] is not reference]
+        self._list_functions()
         if not self._needs and self._undo is not None:
             undo, self._undo = self._undo, None
             undo()
+
+    def _list_functions(self) -> None:
+        self.functions = list(dict.fromkeys(function for _, function in self._needs))
 
 
 def _replace(owner: Any, functions: Mapping[str, Any]) -> Undo:

@@ -52,7 +52,7 @@ backends/fsdp1: _WrittenGuard _before_gather
 backends/fsdp2: FSDP2Backend._watch FSDP2Backend._let_the_root_be_first _before_gather
 backends/part_guards: PartsGuard _tree _before_state_dict _before_load _asked_by_torch _module_of _named
 backends/part_guards: refuse_parameter refuse_numbers_of_parts _refuse
-backends/reducer_arrivals: ReplicatedModel check_step Arrivals.__init__ Arrivals.finish Arrivals._begin Arrivals._end
+backends/reducer_arrivals: ReplicatedModel check_step Arrivals.__init__ Arrivals.finish Arrivals._count
 backends/step_state: StepState.check_reduced
 backends/step_counts: StepCounts _number _told
 complex_params/shard_tensors: assign _set_item _numbers_of _dispatched _drawn _as_shards _refuse_random

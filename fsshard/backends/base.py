@@ -37,6 +37,7 @@ from fsshard.planning.entries import Entry, collect_entries
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import HYBRIDS
 from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
+from fsshard.torch_private.tensors import GRAD
 
 log = logging.getLogger("fsshard")
 
@@ -255,15 +256,19 @@ class Backend(ABC):
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that are trainable and received no gradient on this rank."""
-        parameters = {name: self.entries[name].parameter for name in names}
-        return [name for name, each in parameters.items() if each.requires_grad and each.grad is None]
+        unused: list[str] = []
+        for name in names:
+            parameter = self.entries[name].parameter
+            if parameter.requires_grad and parameter.grad is None:
+                unused.append(name)
+        return unused
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
         for entry in entries:
             self.step.left.discard(entry.name)
             if set_to_none:
-                entry.parameter.grad = None
+                GRAD.__set__(entry.parameter, None)  # past a setter of ours that hears what users drop
             elif entry.parameter.grad is not None:
                 entry.parameter.grad.detach().zero_()
 
@@ -381,8 +386,13 @@ def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
 
 def _is_accumulated(leaf: Tensor) -> bool:
     """Return whether the graph task that runs adds to the gradient of ``leaf``."""
+    node = leaf.grad_fn
+    if node is None:
+        # As torch's get_gradient_edge(), whose contexts and tuples are eight calls more in each backward.
+        with torch.set_grad_enabled(True):
+            node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:
-        return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
+        return will_execute(node)
     except RuntimeError as error:
         if "running autograd.grad()" not in str(error):  # which captures this very leaf (torch 2.13)
             raise

@@ -168,7 +168,7 @@ class DDPBackend(Backend):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         super().zero_grad(entries, set_to_none=set_to_none)
         if self._arrivals is not None:
-            self._arrivals.strayed = False
+            self._arrivals.drop()
 
     def _holds_local(self) -> bool:
         return self._arrivals is not None and self._arrivals.strayed

@@ -174,7 +174,7 @@ class FairScaleBackend(Backend):
     def unused(self, names: Iterable[str]) -> list[str]:
         seen = self._reduction.seen if self._reduction is not None else set()
         chosen = (self.entries[name] for name in names)
-        return [e.name for e in chosen if e.parameter.requires_grad and e.parameter not in seen]
+        return [e.name for e in chosen if e.parameter.requires_grad and id(e.parameter) not in seen]
 
     @property
     def _owners_group(self) -> dist.ProcessGroup | None:

@@ -6,6 +6,7 @@ that are lost; what :mod:`fsshard.oss` has for scripts that do not is left out h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,8 @@ class EngineReduction(Reduction):
     """Reduces at the end of each backward that has begun, whether or not this rank has a gradient.
 
     Attributes:
-        seen: parameters that a backward of any rank has reached since their gradients were dropped.
+        seen: ids of the parameters that a backward of any rank has reached since their gradients were dropped; as of
+            the last :meth:`finish`.
 
     Args:
         parameters: the model's.
@@ -74,9 +76,10 @@ class EngineReduction(Reduction):
         replicas: Replicas | None,
         before: EngineReduction | None = None,
     ) -> None:
-        self.seen: set[nn.Parameter] = set() if before is None else before.seen
+        self.seen: set[int] = set() if before is None else before.seen
+        # Those that a backward of this rank has reached since all ranks have told each other.
+        self._reached: set[int] = set() if before is None else before._reached
         self._replicas = replicas
-        self._used: list[bool] = []  # by any rank, in the backward that ends
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         super().__init__(trainable, owners_of(trainable, optimizers), group, 0, reduce_dtypes, before)
         self._everyone: dist.ProcessGroup = self.group if replicas is None else replicas.everyone
@@ -94,33 +97,39 @@ class EngineReduction(Reduction):
             self._flush()
         self._learning = False
 
-    def _all_launched(self) -> None:
-        """Agree on what was used: the others have been given zeros for it. Here all ranks come at the same point."""
-        if not self.parameters:
-            return
-        flags = [i in self._arrived for i in range(len(self.parameters))]
-        self._used = used_anywhere(flags, self._everyone, self.parameters[0].device)
-        self.seen.update(p for p, flag in zip(self.parameters, self._used, strict=True) if flag)
-
     def _all_reduced(self) -> None:
         """Average over the groups: each has its own mean, and the same owners.
 
         What was a mean before, and was added to, is the same in all of them and stays what it is.
         """
+        self._reached.update([id(self.parameters[i]) for i in self._arrived])
         if self._replicas is None or not self.parameters:
             return
-        mine = [i for i, used in enumerate(self._used) if used and self.owners[i] in (self.group.rank(), EVERYWHERE)]
-        average([self.parameters[i] for i in mine], self._replicas.same_part)
-        self._means.update(self.parameters[i] for i in mine if self.owners[i] != EVERYWHERE)
+        flags = [i in self._arrived for i in range(len(self.parameters))]
+        means: list[nn.Parameter] = []
+        used = used_anywhere(flags, self._everyone, self.parameters[0].device)
+        for parameter, owner, is_used in zip(self.parameters, self.owners, used, strict=True):
+            if is_used and owner in (self.group.rank(), EVERYWHERE):
+                means.append(parameter)
+                if owner != EVERYWHERE:
+                    self._means.add(parameter)
+        average(means, self._replicas.same_part)
 
     def finish(self) -> None:
-        """Reduce what waits on any rank. Collective."""
+        """Reduce what waits on any rank, and learn what was reached on any. Collective."""
         if self.group.size() == 1:
-            self.seen.update(p for p in self.parameters if p.grad is not None)
+            self.seen.update([id(parameter) for parameter in self.parameters if parameter.grad is not None])
             return
-        if not self.parameters:
-            return
-        if any(used_anywhere([bool(self.waiting)], self._everyone, self.parameters[0].device)):
+        # The two questions in one message. Nobody has to know before what the others have used: owners are given zeros
+        # for it.
+        while self.parameters:
+            ids = list(map(id, self.parameters))
+            flags = [bool(self.waiting), *(key in self._reached for key in ids)]
+            waits, *reached = used_anywhere(flags, self._everyone, self.parameters[0].device)
+            self.seen.update(itertools.compress(ids, reached))
+            self._reached.clear()
+            if not waits:
+                return
             self._flush()
 
     def check_ended(self) -> None:
@@ -134,4 +143,6 @@ class EngineReduction(Reduction):
         parameters = list(parameters)
         super().discard(parameters)
         if dropped:  # zeros are a gradient, as they are for DDP
-            self.seen.difference_update(parameters)
+            ids = list(map(id, parameters))
+            self.seen.difference_update(ids)
+            self._reached.difference_update(ids)

@@ -376,6 +376,8 @@ class FSDP2Backend(TorchShardedBackend):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         super().zero_grad(entries, set_to_none=set_to_none)
+        if set_to_none:
+            self.step.dropped.update([entry.name for entry in entries])
         for entry in entries:
             if entry.name not in self.step.local:
                 continue

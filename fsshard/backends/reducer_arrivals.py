@@ -93,29 +93,24 @@ class Arrivals:
         expecting: the reducer will send what arrives now.
         arrived: the ids of the parameters whose gradients it was given in backwards that have ended since the forward.
         unreached: names of the parameters that the latest backward has not reached.
-        strayed: gradients have arrived that it has not sent, and sends with the next ones only.
     """
 
     def __init__(self, engine: Any, names: Mapping[nn.Parameter, str]) -> None:
-        self._engine, self._names = engine, names
-        self.expecting = self.strayed = False
+        self._engine = engine
+        self._names = names
+        self.expecting = False
         self.unreached: set[str] = set()
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
-        self._came: list[int] = []  # ids, in the backward that runs, to be counted when it ends
-        self._running: list[bool] = []  # not empty: that backward is known
-        self._task: int | None = None  # the graph task of the outermost backward that runs
-        self._of_output = False  # that backward began at what a forward through the wrapper has returned
-        # Weak, and ids: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the
+        self._has_strayed = False
+        self._task: int | None = None  # the graph task of the backward whose beginning was seen, while it runs
+        # What has come in the backward that runs, to be counted when it ends; in one that nobody has seen begin, since
+        # it is of no output of the wrapper, when somebody looks.
+        self._came: list[nn.Parameter] = []
+        # Not a function of ours, which would be called for each gradient of each step. The list holds parameters for a
+        # backward only: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the
         # parameter, and the model, its engine and its process group with its threads would live forever (torch 2.13).
-        this = weakref.ref(self)
-        running, note = self._running, self._came.append
-
-        def came(parameter: nn.Parameter) -> None:  # two calls of C for each gradient of a step, and nothing else
-            note(id(parameter))
-            if not running and (found := this()) is not None:
-                found._begin()
-
-        hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in names]
+        note = self._came.append
+        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in names]
         self._unhook = weakref.finalize(self, _remove, hooks)  # the user's module may be trained on without a wrapper
         self._unhook.atexit = False
 
@@ -123,12 +118,18 @@ class Arrivals:
         """Another wrapper takes over."""
         self._unhook()
 
+    @property
+    def strayed(self) -> bool:
+        """Whether gradients have arrived that the reducer has not sent, and sends with the next ones only."""
+        self._count_unseen()
+        return self._has_strayed
+
     def forward_begins(self) -> None:
         """Called when a forward with gradients begins. Collective where something is left to send."""
+        self._count_unseen()
         self._send_the_rest()
         if current_graph_task_id() < 0:  # else this forward is within a backward
             self._task = None  # of one that has raised
-            self._running.clear()
             self._came.clear()
         if self._engine.require_backward_grad_sync:
             self.expecting = True
@@ -138,8 +139,11 @@ class Arrivals:
 
     def backward_starts(self) -> None:
         """Called when a backward through such a forward's output begins (in its graph task)."""
-        self._begin()
-        self._of_output = True
+        task = current_graph_task_id()
+        if self._task != task:
+            self._count_unseen()
+            self._task = task
+            queue_callback(self._end)
 
     def finish(self) -> None:
         """Send what is left. Collective where there is something.
@@ -147,45 +151,55 @@ class Arrivals:
         Raises:
             OptimizerError: gradients have arrived that nobody sends.
         """
+        self._count_unseen()
         self._send_the_rest()
-        if self.strayed and self._engine.process_group.size() > 1:
+        if self._has_strayed and self._engine.process_group.size() > 1:
             raise OptimizerError(
                 "gradients came from a forward that did not go through the wrapped model (model.module(x), or a method "
                 "of it), and were not reduced; call model(x). Or every backward since the last step ran under "
                 "no_sync(): run the last one outside of it"
             )
 
-    def _begin(self) -> None:
-        task = current_graph_task_id()
-        if self._task != task:
-            self._task, self._of_output = task, False
-            self._running[:] = [True]
-            queue_callback(self._end)
+    def drop(self) -> None:
+        """Called when gradients are dropped: none is left that nobody sends."""
+        self._count_unseen()
+        self._has_strayed = False
+
+    def _count_unseen(self) -> None:
+        """Count what has come in backwards that nobody has seen begin."""
+        if self._came and self._task is None:
+            self._count(of_output=False)
 
     def _end(self) -> None:
-        """Count what has come in a backward that has ended, and has not raised.
+        """Count what has come in a backward that has ended, and has not raised."""
+        self._task = None
+        self._count(of_output=True)
+
+    def _count(self, *, of_output: bool) -> None:
+        """Count what has come.
+
+        Args:
+            of_output: the backward began at what a forward through the wrapper has returned.
 
         Raises:
             ModelError: the reducer was done by then, so that this stays the rank's own.
         """
-        self._task = None
-        self._running.clear()
-        came = list(self._came)
+        came = set(map(id, self._came))
+        count = len(self._came) + len(self.arrived)
         self._came.clear()
-        count = len(came) + len(self.arrived)
         if self.expecting:
-            self.arrived.update(came)
+            self.arrived |= came
             again = len(self.arrived) < count and not self._engine.static_graph
         else:
-            again = bool(came) and self._of_output and self._engine.require_backward_grad_sync
-            self.strayed |= bool(came)  # until the next reduction, which sends it too
+            again = bool(came) and of_output and self._engine.require_backward_grad_sync
+            self._has_strayed |= bool(came)  # until the next reduction, which sends it too
         if again:
             raise ModelError(
                 "a second backward() since the last forward, which backend 'ddp' does not reduce: add the losses and "
                 "call backward() once, or use backend='fsdp2' or 'fairscale'"
             )
         if self.expecting and len(self.arrived) == len(self._names):
-            self.expecting = self.strayed = False
+            self.expecting = self._has_strayed = False
 
     def _send_the_rest(self) -> None:
         if not (self.expecting and self.arrived) or self._task is not None:
@@ -194,7 +208,7 @@ class Arrivals:
         self.unreached = {self._names[parameter] for parameter in missing}
         if self._engine.find_unused_parameters or self._engine.static_graph:
             # DDP waits for those alone that the forward has used, and says so in its next forward.
-            self.expecting = self.strayed = False
+            self.expecting = self._has_strayed = False
             return
         # Zeros for what is missing let the reducer send everything; what was None stays None.
         none = [parameter for parameter in self._names if parameter.grad is None]

@@ -27,6 +27,8 @@ class Stage(enum.Enum):
     ACCUMULATED = "a backward under no_sync() has begun"
     SPENT = "a backward that reduces has begun, or another pass that keeps no graph"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, which each look into a table would call
+
 
 _PASSES = frozenset((Stage.DERIVED, Stage.ACCUMULATED, Stage.SPENT))
 
@@ -64,7 +66,8 @@ class StepState:
         self._in_loop = False  # not so behind a loop that was left early
         self.stage = Stage.IDLE
         self.silence = 0
-        self.pending: weakref.WeakSet[Callable[[Tensor], None]] = weakref.WeakSet()
+        # Weak references, since a WeakSet's methods are Python functions.
+        self.pending: set[weakref.ref[Callable[[Tensor], None]]] = set()
         self.local: set[str] = set()
         self.left: set[str] = set()
         self.dropped: set[str] = set()
@@ -72,19 +75,9 @@ class StepState:
 
     # ------------------------------------------------------------------------------------------ forward and backward
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Context in which a forward runs. One without gradients changes nothing of what awaits its backward."""
-        before = self.stage
-        self.stage = Stage.FORWARD
-        try:
-            yield
-        finally:
-            self.stage = before
-
     def await_backward(self, hook: Callable[[Tensor], None]) -> None:
         """Note a forward with gradients; ``hook`` lives as long as its graph."""
-        self.pending.add(hook)
+        self.pending.add(weakref.ref(hook, self.pending.discard))
         if self.stage is not Stage.DERIVED:
             self.stage = Stage.PENDING
 
@@ -110,12 +103,12 @@ class StepState:
         Raises:
             ModelError: one of both is within ``no_sync()``, and the other is not.
         """
-        if self.is_silent != was_silent:
+        if (self.silence > 0) != was_silent:
             raise ModelError(
                 "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
                 "decide at the one, some at the other"
             )
-        self.pending.discard(hook)
+        self.pending.discard(weakref.ref(hook))
         self.dropped.clear()
 
     @property

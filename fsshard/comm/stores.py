@@ -203,7 +203,7 @@ _owners: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 def check_not_destroyed(group: dist.ProcessGroup | None, what: str) -> None:
     """Raise LaunchError where the process group is gone; ``what`` was called, as users write it."""
-    if group is not None and not dist.is_initialized():
+    if group is not None and dist.group.WORLD is None:
         raise LaunchError(
             f"{what}: expected the process group of the model, which was destroyed; call this before "
             "torch.distributed.destroy_process_group()"

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, is_odd, kind_for
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
-from fsshard.complex_params.shown import KEPT, Kept, UserParameters, stored_names, stored_of
+from fsshard.complex_params.shown import KEPT, PLAIN, Kept, UserParameters, run_first_from, stored_names, stored_of
 from fsshard.errors import ModelError, PrecisionError
+from fsshard.torch_private.tensors import version_of
 
 LISTED = "_fsshard_flat"
 """Attribute of a module that stores parameters as lists of their numbers: name -> how it is stored."""
@@ -70,6 +71,10 @@ def _view_property(name: str, kind: Kind) -> property:
         # tltorch's own attribute is a view, and no parameter.
         kind = Kind.COMPLEX
 
+    def own_kind(members: dict[str, Any]) -> Kind:
+        own: Kind = members[LISTED].get(name, kind) if LISTED in members else kind
+        return own
+
     def get(self: Any) -> Any:
         members = self.__dict__
         parameters = members["_parameters"]
@@ -79,10 +84,22 @@ def _view_property(name: str, kind: Kind) -> property:
                 return None
             # A plain buffer, in what tltorch's slicing makes of this very class under Dynamo.
             return type(self)._fsshard_origin.__getattr__(self, name)
-        own_kind = members[LISTED].get(name, kind) if LISTED in members else kind
-        if is_renamed or torch.compiler.is_compiling() or KEPT not in members:
-            return own_kind.shown(stored)
-        return members[KEPT].show(name, stored, own_kind)
+        kept = members.get(KEPT)
+        if is_renamed or kept is None or torch.compiler.is_compiling():
+            return own_kind(members).shown(stored)
+        # As long as the stored one is the same, so is the tensor that shows it. In line: at each access of a weight.
+        shown = kept.get(name)
+        if (
+            shown is None
+            or shown._fsshard_stored is not stored
+            or type(stored) not in PLAIN
+            or shown._fsshard_trains != stored.requires_grad
+            or shown.data_ptr() != stored.data_ptr()
+        ):
+            return kept.show(name, stored, own_kind(members))
+        if shown._fsshard_written != version_of(stored):  # by an optimizer; the next use makes new nodes
+            run_first_from(shown, stored)
+        return shown
 
     return property(get)
 
@@ -103,7 +120,8 @@ class Flattened(nn.Module):
     def _parameters(self) -> Any:
         if stored_names.on or KEPT not in self.__dict__:
             return self.__dict__["_parameters"]
-        return UserParameters(cast(nn.Module, self), type(self)._fsshard_views)
+        module: Any = self
+        return UserParameters(module, type(self)._fsshard_views)
 
     @_parameters.setter
     def _parameters(self, value: Any) -> None:
@@ -118,8 +136,14 @@ class Flattened(nn.Module):
             users = name.removesuffix(SUFFIX)
             if users in shown and shown[users]._fsshard_stored.grad_fn is not None:
                 del shown[users]
-            if type(value) is Tensor and name not in parameters:  # FSDP1, several times in each step
+            is_stored = name in parameters
+            if type(value) is Tensor and not is_stored:  # FSDP1, several times in each step
                 self.__dict__[name] = value
+                return
+            # FSDP2, two times in each step: what nn.Module does with a leaf in the place of another.
+            is_leaf = isinstance(value, nn.Parameter) and value.grad_fn is None and stored_of(value) is value
+            if is_stored and is_leaf and name not in self.__dict__ and not value.is_complex():
+                parameters[name] = value
                 return
         if kind is None and not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)

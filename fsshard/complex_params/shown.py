@@ -31,13 +31,12 @@ from fsshard.torch_private.autograd import (
     run_first,
 )
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.tensors import DATA, IS_PARAMETER, LOCAL_TENSOR, version_of
+from fsshard.torch_private.tensors import DATA, GRAD, IS_PARAMETER, LOCAL_TENSOR, version_of
 
 KEPT = "_fsshard_shown"
 """Attribute of a module that shows its user's parameters: a :class:`Kept`."""
-_GRAD: Any = Tensor.grad
 _GRAD_FN: Any = Tensor.grad_fn
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 _SWAPPED = "_fsshard_swapped"
 """Attribute of what is stored for a while: the user's tensor, which torch.func.functional_call put there."""
 
@@ -130,7 +129,7 @@ def shown_gradient(gradient: Tensor, kind: Kind) -> Tensor:
 
 def _set_grad(tensor: Any, value: Any) -> None:
     """Set the gradient; who drops it by hand is heard, since an engine cannot tell it from one that never came."""
-    _GRAD.__set__(tensor, value)
+    GRAD.__set__(tensor, value)
     if value is not None:
         if hasattr(value, LOCAL_TENSOR):  # made by the engine, of torch's own class
             value.__class__ = shard_tensor()
@@ -270,7 +269,7 @@ def held_dtensor() -> type[Tensor]:
     class HeldDTensor(shard_tensor()):  # type: ignore[misc]
         # torch's own is for classes whose clone() has their type; the copy is nobody's parameter.
         __deepcopy__ = Shown.__deepcopy__
-        grad = property(_GRAD.__get__, _set_grad)
+        grad = property(GRAD.__get__, _set_grad)
         __hash__ = Tensor.__hash__
         __eq__ = is_shown_by
 
@@ -287,25 +286,14 @@ class Kept(dict[str, Shown]):
         return Kept, ()
 
     def show(self, name: str, stored: Any, kind: Kind) -> Tensor:
-        """Return the tensor that shows ``stored``: the same at each access as long as that is the same."""
-        shown = self.get(name)
-        if (  # at each access of a weight
-            shown is not None
-            and shown._fsshard_stored is stored
-            and type(stored) in _PLAIN
-            and shown._fsshard_trains == stored.requires_grad
-            and shown.data_ptr() == stored.data_ptr()
-        ):
-            if shown._fsshard_written != version_of(stored):  # by an optimizer; the next use makes new nodes
-                _run_first(shown, stored)
-            return shown
+        """Show ``stored`` from now on, which is another than before, or elsewhere; return the tensor that does."""
         swapped = stored.__dict__.get(_SWAPPED)
         if swapped is not None:
             return cast(Tensor, swapped)
         self.pop(name, None)
         found = _show(stored, kind)
         if type(found) is Shown and _is_plain(stored) and found.data_ptr() == stored.data_ptr():
-            _run_first(found, stored)
+            run_first_from(found, stored)
             self[name] = found  # else it is a copy or a shard, and shown for one access
         return cast(Tensor, found)
 
@@ -358,7 +346,7 @@ def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[N
 
 def _is_plain(stored: Tensor) -> bool:
     """Return whether its view can be kept: not of a shard, which may not be read at any time, nor of a fake."""
-    if type(stored) not in _PLAIN or torch.is_inference_mode_enabled() or stored.is_inference():
+    if type(stored) not in PLAIN or torch.is_inference_mode_enabled() or stored.is_inference():
         return False
     return not (functorch_transforms_active() and is_functorch_wrapped(stored))
 
@@ -427,7 +415,7 @@ def _marked(value: Any, stored: Tensor, kind: Kind) -> Any:
     return value
 
 
-def _run_first(shown: Tensor, stored: Tensor) -> None:
+def run_first_from(shown: Tensor, stored: Tensor) -> None:
     """Let gradients go on from the view to the stored parameter as soon as they are there, as they reach a bare one."""
     # The engine of autograd runs the youngest node first. A view of an earlier forward is older than the hooks by which
     # FSDP2 learns that a unit's backward has ended, which would find the gradient missing; and all reductions would

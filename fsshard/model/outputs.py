@@ -79,6 +79,8 @@ def _find_hidden(
 
 def check_output(output: Any) -> None:
     """Raise if the model's forward has returned something that computes later, when it is asked."""
+    if isinstance(output, Tensor):
+        return
     lazy = []
     for leaf in leaves(output):
         if isinstance(leaf, (Iterator, Awaitable, AsyncIterator)):
@@ -120,7 +122,7 @@ def hook_bases(unit: Any, output: Any, since: int) -> None:
     if torch.is_grad_enabled() and not is_recomputing(handle):
         hidden = hidden_tensors(output, since)
         hook = pre_backward_hook()
-        for tensor in (*hidden, *bases([*grad_tensors(output), *hidden], since)):
+        for tensor in hidden + bases(grad_tensors(output) + hidden, since):
             tensor.register_hook(functools.partial(hook, unit, unit, handle))
             if handle is not None:
                 needs_pre_backward_unshard(handle)
@@ -137,8 +139,9 @@ def hook_views_too(unit: Any) -> None:
             if functorch_transforms_active():
                 return torchs(output)
             if torch.is_grad_enabled():
-                outputs = (*grad_tensors(output), *hidden_tensors(output, since[0]))
-                for tensor in {id(tensor): tensor for tensor in (*outputs, *bases(outputs))}.values():
+                outputs = grad_tensors(output) + hidden_tensors(output, since[0])
+                distinct = {id(tensor): tensor for tensor in outputs + bases(outputs)}
+                for tensor in distinct.values():
                     tensor.register_hook(pre_backward(state))
             return output
 

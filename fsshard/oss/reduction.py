@@ -296,7 +296,6 @@ class Reduction:
             self._forget_dropped()
         while self._launched < len(self._buckets):
             self._launch()
-        self._all_launched()
         for bucket in self._buckets:
             self._finish(bucket)
         if self._everywhere:
@@ -319,9 +318,7 @@ class Reduction:
         indices = itertools.compress(self._everywhere, used)
         average([self.parameters[index] for index in indices], self.group)
 
-    # Do nothing: for subclasses, called on all ranks alike where all buckets of this backward are on their way, and
-    # where owners have the means over the group.
-    def _all_launched(self) -> None: ...
+    # Does nothing: for subclasses, called on all ranks alike where owners have the means over the group.
     def _all_reduced(self) -> None: ...
 
     # ------------------------------------------------------------------------------------------ asked from outside

@@ -87,7 +87,6 @@ class SharedGradients:
                 gradient.zero_()
         self._summed.clear()
 
-    @torch.no_grad()
     def finish(self, entries: Iterable[Entry]) -> None:
         """Sum what is not summed yet, of ``entries``. Collective over the ranks that share them.
 
@@ -102,8 +101,9 @@ class SharedGradients:
             entry = part.entry
             if entry.name in names and entry.parameter.requires_grad and self._owned(entry):
                 by_group.setdefault(part.shared.group, []).append(part)
-        for group, parts in by_group.items():
-            self._sum(group, parts)
+        with torch.no_grad():
+            for group, parts in by_group.items():
+                self._sum(group, parts)
         self._summed |= names
 
     def _sum(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> None:

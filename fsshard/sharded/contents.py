@@ -27,7 +27,9 @@ class ModelBuffers:
 
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype]) -> None:
         self._module = backend.module
-        self._group = backend.settings.group
+        # None where there is nobody to send to.
+        group = backend.settings.group
+        self._group = None if group is None or group.size() == 1 else group
         self._device = backend.settings.device
         self.broadcast = broadcast
         # The rank of the group whose buffers count, and whose will once they were sent: not 0 where it has no batches.
@@ -48,11 +50,13 @@ class ModelBuffers:
     def _now(self) -> dict[tuple[str, str], Tensor]:
         """Return the distinct buffers of the model's modules as they are now, by module and name, without a walk."""
         # Of a buffer in several places the last one counts, where the first one stands.
-        distinct: dict[int, tuple[tuple[str, str], Tensor | None]] = {}
+        # By identity, since a tensor's hash is a call of a Python function.
+        distinct: dict[int, tuple[tuple[str, str], Tensor]] = {}
         for part, module in self._parts.items():
             for key, buffer in module._buffers.items():
-                distinct[id(buffer)] = ((part, key), buffer)
-        return {place: buffer for place, buffer in distinct.values() if buffer is not None and not buffer.is_meta}
+                if buffer is not None and not buffer.is_meta:
+                    distinct[id(buffer)] = ((part, key), buffer)
+        return dict(distinct.values())
 
     def are_trained(self) -> bool:
         """Return whether a module that has buffers is in training mode, whatever mode the model is in."""
@@ -60,14 +64,13 @@ class ModelBuffers:
 
     def sync(self, *, then_differ: bool = False) -> None:
         """Send rank 0's buffers to all where a training forward may have made them differ, as DDP does. Collective."""
-        if self.differ and self.broadcast:
+        if self.differ and self.broadcast and self._group is not None:
             if not then_differ:  # before evaluations and state dicts; in training, forwards that are looked at do so
                 self.look_again()
             self.send()
         self.source = self.next_source
         self.differ = then_differ
 
-    @torch.no_grad()
     def send(self) -> None:
         """Give each rank rank 0's value of every buffer that both have in one shape and dtype. Collective.
 
@@ -75,26 +78,39 @@ class ModelBuffers:
         as under DDP, until modules are put into it.
         """
         group = self._group
-        if group is None or group.size() == 1 or not (self._layout or self._changed):
+        if group is None or not (self._layout or self._changed):
             return
+        with torch.no_grad():
+            while not self._send_layout(group):
+                pass  # rank 0 has said what it has by now
+
+    def _send_layout(self, group: dist.ProcessGroup) -> bool:
+        """Send what the ranks know of; return False where rank 0 had other buffers, which all know now. Collective."""
         buffers = self._now()
         is_first = group.rank() == self.source
         layout = _layout_of(buffers)
         # The first byte says whether rank 0 has other buffers than the ranks know of. Then the rest means nothing, and
-        # none of it may be written into anybody's buffers: rank 0 says what it has, and sends again.
+        # none of it may be written into anybody's buffers.
         changed = is_first and layout != self._layout
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
         message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._device)
         if is_first and not changed and sizes:
             torch.cat([_bytes_of(buffers[place]) for place in self._layout], out=message[1:])
         dist.broadcast(message, group=group, group_src=self.source)
-        if changed or (not (is_first or self._simulated) and message[0]):
+        if not is_first and not self._simulated:
+            changed = bool(message[0])
+        if changed:
             self._layout = per_rank(group, layout)[self.source]
-            self.send()
-        elif not is_first:
-            parts = dict(zip(self._layout, message[1:].split(sizes), strict=True))
-            same = [place for place, kind in self._layout.items() if layout.get(place) == kind]
-            _write([buffers[place] for place in same], [parts[place] for place in same])
+            return False
+        if not is_first:
+            own: list[Tensor] = []
+            sent: list[Tensor] = []
+            for (place, kind), part in zip(self._layout.items(), message[1:].split(sizes), strict=True):
+                if layout.get(place) == kind:
+                    own.append(buffers[place])
+                    sent.append(part)
+            _write(own, sent)
+        return True
 
     def simulate(self) -> None:
         """Read nothing that another rank has sent."""
@@ -148,21 +164,25 @@ def check_same_parameters(backend: Backend) -> None:
     Raises:
         ModelError: names what was added, replaced or removed.
     """
-    wrapped = {(id(slot.owner), slot.stored): (entry, slot) for entry in backend.all for slot in entry.slots}
-    modules = {id(module) for module in backend.module.modules()}
-    changes: dict[str, list[str]] = {"added": [], "replaced": [], "removed": []}
+    added: list[str] = []
+    replaced: list[str] = []
+    removed: list[str] = []
+    modules = set(backend.module.modules())
+    wrapped: set[tuple[nn.Module, str]] = set()
+    for entry in backend.all:
+        for slot in entry.slots:
+            wrapped.add((slot.owner, slot.stored))
+            parameter = stored_in(slot.owner).get(slot.stored)
+            if parameter is not entry.parameter and not backend.shows(entry, parameter):
+                replaced.append(slot.name)
+            if slot.owner not in modules:
+                removed.append(slot.name)
     for slot in parameter_slots(backend.module):
-        is_new = isinstance(slot.parameter, nn.Parameter) and (id(slot.owner), slot.stored) not in wrapped
+        is_new = isinstance(slot.parameter, nn.Parameter) and (slot.owner, slot.stored) not in wrapped
         if is_new and slot.parameter.requires_grad:
-            changes["added"].append(slot.name)
-    for entry, slot in wrapped.values():
-        parameter = stored_in(slot.owner).get(slot.stored)
-        if parameter is not entry.parameter and not backend.shows(entry, parameter):
-            changes["replaced"].append(slot.name)
-        if id(slot.owner) not in modules:
-            changes["removed"].append(slot.name)
+            added.append(slot.name)
     texts: list[str] = []
-    for change, names in changes.items():
+    for change, names in (("added", added), ("replaced", replaced), ("removed", removed)):
         more = ", ..." if len(names) > 5 else ""
         if names:
             texts.append(f"{change}: {', '.join(names[:5])}{more}")

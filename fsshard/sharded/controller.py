@@ -24,6 +24,7 @@ from fsshard.backends.step_state import Stage
 from fsshard.backends.whole import owned
 from fsshard.comm.stores import check_not_inherited
 from fsshard.comm.watchdog import lost_ranks, speaks_of_a_lost_rank
+from fsshard.complex_params.layouts import Shared
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import stored_of
@@ -84,7 +85,9 @@ class ModelController:
         self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
         self._same_inputs = SameInputs(backend)
         self._views = ParameterViews(backend)
-        self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), settings.device)
+        self._shared_gradients: SharedGradients | None = None
+        if any(isinstance(layout, Shared) for entry in backend.all for layout in entry.layouts):
+            self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), settings.device)
         self._same_gradients: SameGradients | None = None
         if settings.model_mesh is not None:
             norm = partial(norm_of, backend, norm_type=2.0)
@@ -117,7 +120,10 @@ class ModelController:
             if backend.engine.training != training:
                 backend.engine.training = training  # some frameworks set the mode of the inner module only
             since = forward_begins()
-            with DerivativesGuard() if looked_at and self._refuses_derivatives() else contextlib.nullcontext():
+            if looked_at and self._refuses_derivatives():
+                with DerivativesGuard():
+                    output = self._run(args, kwargs)
+            else:
                 output = self._run(args, kwargs)
         except RuntimeError as error:
             if group is None or not speaks_of_a_lost_rank(error):
@@ -132,20 +138,26 @@ class ModelController:
         return output
 
     def _run(self, args: Any, kwargs: Any) -> Any:
+        # A forward without gradients changes nothing of what awaits its backward.
+        stage = self.step.stage
+        self.step.stage = Stage.FORWARD
         try:
-            with self.step.forward():
-                if not torch.is_inference_mode_enabled():
-                    return self.backend.engine(*args, **kwargs)
-                # Engines keep what they allocate in the first forward; made in inference mode, it could never be
+            if not torch.is_inference_mode_enabled():
+                output = self.backend.engine(*args, **kwargs)
+            else:
+                # What engines allocate in the first forward they keep; made in inference mode, it could never be
                 # trained.
                 with torch.inference_mode(False), torch.no_grad():
-                    return self.backend.engine(*args, **kwargs)
+                    output = self.backend.engine(*args, **kwargs)
         except BaseException as error:
+            self.step.stage = stage
             self.backend.forward_failed()
             clearer = explain_forward_error(error, self.backend)
             if clearer is None:
                 raise
             raise clearer from error
+        self.step.stage = stage
+        return output
 
     def _refuses_derivatives(self) -> bool:
         """Return whether a forward that is looked at is guarded; what users compile would be compiled twice for it."""
@@ -176,7 +188,7 @@ class ModelController:
 
     def _watch_backward(self, output: Any, since: int) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
-        was_silent = self.step.is_silent
+        was_silent = self.step.silence > 0
         started: int | None = None
 
         def backward_starts(_: Tensor) -> None:
@@ -192,11 +204,14 @@ class ModelController:
                 return
             self.step.begin_backward(backward_starts, was_silent=was_silent)
             self.backend.backward_starts(synchronised=not was_silent)
-            self._shared_gradients.backward_starts()
+            if self._shared_gradients is not None:
+                self._shared_gradients.backward_starts()
             self.step.note_gradients(self.backend.entries, are_local=was_silent)
 
-        outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
-        for tensor in (*outputs, *bases(outputs, since)):
+        outputs = grad_tensors(output)
+        if not isinstance(output, Tensor):
+            outputs += hidden_tensors(output, since)
+        for tensor in outputs + bases(outputs, since):
             tensor.register_hook(backward_starts)
         self.step.await_backward(backward_starts)  # until it has run, or goes with the graph
 
@@ -256,7 +271,7 @@ class ModelController:
         """Drop the gradients of ``entries``, or zero them."""
         entries = list(entries)
         self.backend.zero_grad(entries, set_to_none=set_to_none)
-        self.step.drop_gradients([entry.name for entry in entries])
+        self.step.drop_gradients([entry.name for entry in entries] if self.step.local else ())
 
     def finish_gradients(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective.
@@ -270,9 +285,11 @@ class ModelController:
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make gradients final, those within a loop over leaves, too. Collective."""
         entries = list(entries)
-        self.step.check_reduced([entry.name for entry in entries])
+        if self.step.local:
+            self.step.check_reduced([entry.name for entry in entries])
         self.backend.finish_backward(entries)
-        self._shared_gradients.finish(entries)
+        if self._shared_gradients is not None:
+            self._shared_gradients.finish(entries)
         if self._same_gradients is not None:
             self._same_gradients.check(entries)
 
@@ -295,7 +312,8 @@ class ModelController:
         """Switch to simulation: do not read what ranks would tell each other of gradients."""
         self.backend.simulate()
         self.buffers.simulate()
-        self._shared_gradients.simulate()
+        if self._shared_gradients is not None:
+            self._shared_gradients.simulate()
         self._same_gradients = None
 
     # ------------------------------------------------------------------------------------------ parameters

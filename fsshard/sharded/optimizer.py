@@ -158,7 +158,7 @@ class ShardedOptimizer(Optimizer):
             )
         with taking_part(model.backend.settings.group, "optimizer.step()"):
             vars(self.inner)[HAS_BEGUN] = True
-            model._fsshard.step_counts.took_step(self._number, self.param_groups)
+            model._fsshard.step_counts.took_step(self._number, self.inner.param_groups)
             if closure is not None:
                 return self._step_with(closure, kwargs)
             self.finish_gradients()
@@ -194,9 +194,7 @@ class ShardedOptimizer(Optimizer):
         backend = self.model.backend
         if backend.settings.find_unused_parameters:
             return
-        unused = [
-            name for name in backend.unused(entry.name for entry in self.entries) if name not in backend.step.dropped
-        ]
+        unused = [name for name in backend.unused(self._group_of) if name not in backend.step.dropped]
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
             check_same_parameters(backend)  # forwards of torch.compile(model) do not look
             raise OptimizerError(

@@ -15,6 +15,8 @@ KERNELS = "aten/src/ATen/native/native_functions.yaml"
 
 DATA: Any = torch.Tensor.data
 """torch's own attribute .data, under the one of watched parameters."""
+GRAD: Any = torch.Tensor.grad
+"""torch's own attribute .grad, under the one of parameters whose drops are heard."""
 storage_key: Callable[[torch.UntypedStorage], int] = AREA.reader(
     "torch:UntypedStorage._cdata",
     source="torch/csrc/StorageMethods.cpp",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -29,8 +31,6 @@ def backward(step: StepState, stage: Stage, passes: int = 1) -> None:
 
 
 def forward(step: StepState) -> None:
-    with step.forward():
-        assert step.stage is Stage.FORWARD
     step.await_backward(hook)
 
 
@@ -38,12 +38,10 @@ def test_a_step_goes_through_its_stages() -> None:
     step = state()
     assert step.stage is Stage.IDLE
     forward(step)
-    assert step.stage is Stage.PENDING and hook in step.pending
+    assert step.stage is Stage.PENDING and weakref.ref(hook) in step.pending
     backward(step, Stage.ACCUMULATED)
     assert step.stage is Stage.ACCUMULATED
     backward(step, Stage.SPENT, passes=2)
-    with step.forward():  # one without gradients leaves all as it is
-        pass
     assert step.stage is Stage.SPENT
 
 
@@ -81,7 +79,7 @@ def test_forward_and_backward_are_both_silent_or_both_not() -> None:
         forward(step)
         with step.silenced():
             step.begin_backward(hook, was_silent=True)
-    assert not step.is_silent and hook not in step.pending
+    assert not step.is_silent and not step.pending
     with pytest.raises(ModelError, match="both be inside no_sync"):
         step.begin_backward(hook, was_silent=True)
 

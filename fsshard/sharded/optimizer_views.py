@@ -1,0 +1,421 @@
+"""One parameter as an optimizer sees it inside ``step()``: plain tensors over this rank's part, complex where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend
+from fsshard.complex_params.pairs import viewable
+from fsshard.complex_params.replaced import attributes_of
+from fsshard.errors import OptimizerError
+from fsshard.nested import has_arrays
+from fsshard.planning.entries import Entry
+from fsshard.sharded.optimizer_blocks import Block, blocks_of
+from fsshard.sharded.optimizer_matrices import Matrices
+from fsshard.sharded.optimizer_whole import WholeEntry
+from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
+
+
+class View:
+    """A parameter's local part as an optimizer is shown it: in one piece, or in blocks.
+
+    The pieces, and the state that the optimizer has for them, stay from step to step, since building them takes longer
+    than most optimizers' arithmetic.
+
+    Args:
+        entry: the parameter.
+        is_complex: show pairs of reals as complex numbers.
+        is_turned: show a whole one with its dims in the user's order.
+        part: start and stop in the whole and its size, where it is shown in blocks.
+        threads: share a tensor, and each rounds its own tail; None: all that torch may use.
+        matrices: as which a whole one is shown; None: as it is shaped.
+
+    Attributes:
+        has_pairs: what is stored are pairs of reals.
+        is_elsewhere: real numbers are shown otherwise than the engine's parameter holds them.
+        pieces: stand for the local part.
+        alone: the one piece, where it lies over the parameter's own memory and in its order; else None.
+        address: of the local part, when the pieces were made.
+        shape: of the same.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        is_complex: bool,
+        *,
+        is_turned: bool = False,
+        part: tuple[int, int, int] | None = None,
+        threads: int | None = None,
+        matrices: Matrices | None = None,
+    ) -> None:
+        self.entry = entry
+        self.parameter = entry.parameter
+        self.is_complex = is_complex
+        self.has_pairs = entry.kind.is_complex
+        self._is_turned = is_turned
+        self._part = part
+        self._threads = threads
+        self._matrices = matrices
+        is_whole = isinstance(entry, WholeEntry)
+        is_plain = part is None and matrices is None and not is_turned and not is_whole
+        self.is_elsewhere = not is_plain or hasattr(entry.parameter, LOCAL_TENSOR)
+        self._may_be_alone = is_plain
+        self._blocks: list[Block] | None = None  # None: shown as it is shaped
+        self.pieces: list[nn.Parameter] = []
+        self.alone: nn.Parameter | None = None
+        self.address = 0
+        self.shape = torch.Size()
+
+    # ------------------------------------------------------------------------------------------ in a step
+
+    def begin(self, optimizer: Any, backend: Backend, *, gradients: bool) -> list[nn.Parameter]:
+        """Let ``optimizer`` have the state and, with ``gradients``, the gradient of the pieces, and return these."""
+        local = self.entry.local()
+        self._place_pieces(optimizer, backend, local)
+        if gradients:
+            self.show_gradient()
+        if not self.pieces:
+            return []
+        at_rest = optimizer.state.pop(self.parameter, None)
+        if at_rest:
+            states: list[dict[str, Any]] = [{} for _ in self.pieces]
+            for key, value in at_rest.items():
+                for state, shown in zip(states, self._state_shown(value, local), strict=True):
+                    state[key] = shown
+            optimizer.state.update(zip(self.pieces, states, strict=True))
+        return self.pieces
+
+    def show_complex(self, shown: bool, optimizer: Any, backend: Backend) -> None:
+        """Show complex numbers as such from now on, or as pairs of reals."""
+        self.rest(optimizer, backend)
+        self.is_complex = shown
+        self.pieces = []
+        self.alone = None
+
+    def _place_pieces(self, optimizer: Any, backend: Backend, local: Tensor) -> None:
+        blocks = None
+        if self._part is not None:
+            blocks = blocks_of(*self._part, self._threads or torch.get_num_threads())
+        if blocks != self._blocks or not self._is_in_place(local):
+            # In the same blocks the pieces stay the objects that the optimizer knows, and get other memory.
+            stay = bool(self.pieces) and blocks == self._blocks and self.shape == local.shape
+            if not stay:
+                self.rest(optimizer, backend)
+            self._blocks = blocks
+            self._place_over(local, stay)
+        for piece in self.pieces:
+            if piece.requires_grad != self.parameter.requires_grad:
+                piece.requires_grad_(self.parameter.requires_grad)
+
+    def _place_over(self, local: Tensor, stay: bool) -> None:
+        values = self._cut(local)
+        if not stay or [piece.dtype for piece in self.pieces] != [value.dtype for value in values]:
+            self.pieces = [nn.Parameter(value, self.parameter.requires_grad) for value in values]
+            for piece in self.pieces:
+                piece.__dict__.update(attributes_of(self.parameter))
+        memory = memory_of(local)
+        for piece, value in zip(self.pieces, values, strict=True):
+            if stay and memory_of(value) != memory:
+                # A padded copy, or a mode, of whose memory an optimizer may keep views.
+                piece.data.copy_(value)
+            else:
+                piece.data = value
+        self.address = local.data_ptr()
+        self.shape = local.shape
+        self.alone = self.pieces[0] if self._may_be_alone else None
+
+    def _is_in_place(self, local: Tensor) -> bool:
+        """Return whether the one piece lies over ``local``.
+
+        It keeps its memory alive, so that the same address is the same memory; what an engine has freed has none.
+        """
+        if self._blocks is not None or len(self.pieces) != 1 or self.shape != local.shape:
+            return False
+        return self.pieces[0].data_ptr() == local.data_ptr() == self.address
+
+    def show_gradient(self) -> None:
+        """Let the pieces have the engine's gradient, or none."""
+        gradient = self.entry.grad()
+        if gradient is None:
+            self._drop_gradients()
+            return
+        for piece, part in zip(self.pieces, self._cut(gradient.detach()), strict=True):
+            piece.grad = part
+
+    def _drop_gradients(self) -> None:
+        for piece in self.pieces:
+            piece.grad = None
+
+    def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
+        """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's.
+
+        Args:
+            optimizer: that has stepped.
+            backend: the engine.
+            foreign: the class is not torch's, and may keep a gradient in its state.
+        """
+        gradients: set[int] = set()
+        if foreign:
+            gradients = {memory_of(piece.grad) for piece in self.pieces if piece.grad is not None}
+        self._drop_gradients()
+        if not self._is_in_place(self.entry.local()):
+            self.write_back()
+        if gradients and self._state_is_in(gradients, optimizer):
+            # The engine will use the gradient's memory again.
+            self.rest(optimizer, backend)
+
+    def _state_is_in(self, memories: set[int], optimizer: Any) -> bool:
+        for piece in self.pieces:
+            for value in optimizer.state.get(piece, {}).values():
+                if isinstance(value, Tensor) and memory_of(value) in memories:
+                    return True
+        return False
+
+    def write_back(self) -> None:
+        """Write into the local part what the pieces hold and is not in its memory already."""
+        self._write([piece.detach() for piece in self.pieces], self.entry.local())
+
+    def take_gradient(self, backend: Backend) -> None:
+        """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
+        gradient = self.entry.grad()
+        if gradient is None:
+            return
+        parts = [piece.grad for piece in self.pieces if piece.grad is not None]
+        if len(parts) < len(self.pieces):
+            backend.zero_grad([self.entry], set_to_none=True)
+        elif self._blocks is not None or self._matrices is not None:
+            self._write(parts, gradient.detach())
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def _state_shown(self, value: Any, local: Tensor) -> list[Any]:
+        """Return what each piece has of a state at rest."""
+        value = self._as_at_rest(value, local)
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor and value.shape == local.shape and not value.is_complex():
+            return self._cut(value)
+        if self._matrices is not None:
+            if is_tensor and value.shape == self.entry.shape:  # a real number per complex one
+                return self._matrices.cut(value)
+            return self._matrices.state_of_pieces(value, len(self.pieces))
+        # A step counter is counted up in place, by each piece.
+        values = [value]
+        for _ in self.pieces[1:]:
+            values.append(value.clone() if is_tensor else value)
+        return values
+
+    def _as_at_rest(self, value: Any, local: Tensor) -> Any:
+        """Return state as it lies at rest, of which a user may have put what ``p.data`` is like: ``zeros_like`` it."""
+        part: Tensor | None = getattr(value, LOCAL_TENSOR, None)
+        if part is None:
+            return value
+        numbers = part.numel()
+        if part.is_complex() and not local.is_complex():
+            numbers *= 2
+        if numbers == local.numel():
+            return self.entry.kind.to_stored(part).reshape(local.shape)
+        return part
+
+    def rest(self, optimizer: Any, backend: Backend) -> None:
+        """Put the state of the pieces back under the engine's parameter: real, and shaped like the local part."""
+        states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
+        if len({frozenset(state) for state in states}) > 1:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps different state for different parts of {self.entry.name!r}"
+            )
+        if not states or not states[0]:
+            return
+        self._check_can_rest(states[0], optimizer, backend)
+        local = self.entry.local()
+        at_rest: dict[str, Any] = {}
+        for key, first in states[0].items():
+            values = [state[key] for state in states]
+            if self._is_shaped(first):
+                at_rest[key] = self._memory_at_rest(first, local)
+                self._write(values, at_rest[key])
+            elif self._matrices is not None:
+                at_rest[key] = self._state_of_matrices(key, values)
+            else:
+                at_rest[key] = first
+        optimizer.state[self.parameter] = at_rest
+
+    def _is_shaped(self, value: Any) -> bool:
+        """Return whether a piece's state is a tensor with an element for each of the piece."""
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.pieces[0].shape
+
+    def _check_can_rest(self, state: dict[str, Any], optimizer: Any, backend: Backend) -> None:
+        """Raise for state of the first piece that could not be put together."""
+        is_part = backend.facts.divides == "elements" and not isinstance(self.entry, WholeEntry)
+        for key, value in state.items():
+            if self._is_shaped(value):
+                # A real number per complex one has no place in a part of pairs.
+                if not is_part or value.is_complex() == self.pieces[0].is_complex():
+                    continue
+                what = str(value.dtype)
+            elif self._matrices is None and len(self.pieces) > 1 and has_arrays(value):
+                what = "something of a different shape"
+            else:
+                continue
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
+                f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
+            )
+
+    def _state_of_matrices(self, key: str, values: list[Any]) -> Any:
+        """Return as one value what is not shaped as the matrices are."""
+        assert self._matrices is not None
+        value = self._matrices.state_at_rest(values)
+        if isinstance(value, Tensor) and value.shape in (self.entry.stored_shape, self.entry.shape):
+            raise OptimizerError(
+                f"state {key!r} of {self.entry.name!r} has the weight's shape {tuple(value.shape)}, and is none of its "
+                "matrices: a checkpoint could not tell; keep its transpose, or keep it in a list"
+            )
+        return value
+
+    def _memory_at_rest(self, piece: Tensor, local: Tensor) -> Tensor:
+        """Return memory for a state whose piece is ``piece``: its own, unless it is the engine's gradient."""
+        if piece.is_complex() != self.is_complex:
+            return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
+        real = torch.view_as_real(piece) if piece.is_complex() else piece
+        if self._keeps_its_memory(piece, real, local):
+            return real.view(local.shape)
+        return torch.zeros_like(local, dtype=real.dtype)
+
+    def _keeps_its_memory(self, piece: Tensor, real: Tensor, local: Tensor) -> bool:
+        if self._blocks is not None or self._is_turned:
+            return False
+        if self._matrices is not None and self._matrices.how != "matrix":
+            return False
+        gradient = self.entry.grad()
+        if gradient is not None and memory_of(piece) == memory_of(gradient):
+            return False
+        # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
+        return piece.is_contiguous() or real.shape == local.shape
+
+    # ------------------------------------------------------------------------------------------ pieces
+
+    def _write(self, pieces: Sequence[Tensor], local: Tensor) -> None:
+        """Write into a tensor shaped like the local part what pieces of it hold elsewhere."""
+        if not pieces:
+            return
+        seen = local
+        if pieces[0].is_complex() == self.is_complex:
+            seen = self._seen(local)
+        if self._matrices is not None:
+            _write_to(seen, self._matrices.put_together(pieces, seen.shape))
+        elif self._blocks is None:
+            _write_to(seen, pieces[0])
+        else:
+            flat = seen.view(-1)
+            for block, piece in zip(self._blocks, pieces, strict=True):
+                if block.size:
+                    piece = piece[block.offset :][: block.stop - block.start]
+                _write_to(flat[block.start : block.stop], piece)
+
+    def _cut(self, local: Tensor) -> list[Tensor]:
+        """Return the pieces of a tensor shaped like the local part, over its memory except at padded blocks."""
+        seen = self._seen(local)
+        if self._matrices is not None:
+            return self._matrices.cut(seen)
+        if self._blocks is None:
+            return [seen]
+        flat = seen.reshape(-1)
+        pieces: list[Tensor] = []
+        for block in self._blocks:
+            piece = flat[block.start : block.stop]
+            if block.size:
+                padded = flat.new_zeros(block.size)
+                padded[block.offset : block.offset + piece.numel()] = piece
+                piece = padded
+            pieces.append(piece)
+        return pieces
+
+    def _seen(self, local: Tensor) -> Tensor:
+        shown = local
+        if self.is_complex and not local.is_complex():
+            # A flat shard is of whole numbers.
+            pairs = local if local.dim() > 1 else local.view(local.numel() // 2, 2)
+            shown = torch.view_as_complex(viewable(pairs))
+        if not self._is_turned or local.shape != self.entry.stored_shape:
+            return shown
+        kind = self.entry.kind
+        if shown.dim() == len(kind.order):
+            return kind.turn_back(shown)
+        return shown.permute(*kind.way_back, -1)
+
+
+def _write_to(target: Tensor, value: Tensor) -> None:
+    if value.data_ptr() != target.data_ptr():
+        target.copy_(value.view(target.shape))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a key of its memory, which tensors of a simulation have, too."""
+    return storage_key(tensor.untyped_storage())
+
+
+# ------------------------------------------------------------------------------------------------ many views
+
+# Once per step for all views, in a loop without a Python call: a call for each of a thousand parameters takes longer
+# than the kernels of a small model.
+
+
+def pieces_in_place(
+    views: Sequence[View | None],
+    at_rest: Collection[int],
+    *,
+    gradients: bool,
+) -> list[nn.Parameter | None]:
+    """Return the piece of each view that lies alone over the memory where it did; None for those that must begin.
+
+    Args:
+        views: None among them has no piece.
+        at_rest: ids of the parameters that the optimizer has state for: it is not under the pieces.
+        gradients: give the pieces the engine's gradients.
+    """
+    pieces: list[nn.Parameter | None] = []
+    for view in views:
+        pieces.append(None)
+        if view is None or view.alone is None:
+            continue
+        piece = view.alone
+        parameter = view.parameter
+        local = getattr(parameter, LOCAL_TENSOR, parameter)
+        if local.data_ptr() != view.address or piece.data_ptr() != view.address or local.shape != view.shape:
+            continue
+        if id(parameter) in at_rest or piece.requires_grad != parameter.requires_grad:
+            continue
+        pieces[-1] = piece
+        if not gradients:
+            continue
+        gradient = parameter.grad
+        if gradient is None:
+            piece.grad = None
+            continue
+        part = getattr(gradient, LOCAL_TENSOR, gradient).detach()
+        if not view.is_complex or part.is_complex():
+            piece.grad = part
+            continue
+        try:
+            pairs = part if part.dim() > 1 else part.view(part.numel() // 2, 2)
+            piece.grad = torch.view_as_complex(pairs)
+        except RuntimeError:  # it begins at an odd place
+            view.show_gradient()
+    return pieces
+
+
+def end_all(views: Sequence[View], optimizer: Any, backend: Backend, *, foreign: bool) -> None:
+    """Call :meth:`View.end` of views, but of those that lie alone over the memory where they did: they have ended."""
+    for view in views:
+        piece = view.alone
+        if piece is not None and not foreign:
+            piece.grad = None
+            local = getattr(view.parameter, LOCAL_TENSOR, view.parameter)
+            if local.data_ptr() == view.address == piece.data_ptr() and local.shape == view.shape:
+                continue
+        view.end(optimizer, backend, foreign=foreign)
