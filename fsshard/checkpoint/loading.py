@@ -45,6 +45,7 @@ from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+from fsshard.state_objects import Classes, by_class_name, check_objects
 from fsshard.torch_private.modules import EXTRA_STATE
 
 log = logging.getLogger("fsshard")
@@ -98,8 +99,9 @@ def load(
     rng: bool = True,
     trust_pickle: bool = False,
     key: str | None = None,
+    objects: Sequence[type] = (),
     timeout: float = parts.TIMEOUT,
-    **objects: Any,
+    **state: Any,
 ) -> Loaded:
     """Load what :func:`fsshard.save` wrote, under any engine and at any world size. All or nothing, and collective.
 
@@ -129,8 +131,10 @@ def load(
         trust_pickle: unpickle another program's checkpoint if it cannot be read otherwise; this runs any code in it.
             fsshard's own checkpoints are never unpickled.
         key: the place of the model's state dict in another program's checkpoint where several fit: ``"student"``.
+        objects: classes of objects within an optimizer's state, ``[TensorGaLoreProjector]``, where the optimizer has
+            none yet: the fields that were saved are given to new ones. A file's own word makes no object.
         timeout: seconds to wait for ranks that do not call this.
-        **objects: an :class:`fsshard.EMA`, and what has ``load_state_dict``, that was saved under that name.
+        **state: an :class:`fsshard.EMA`, and what has ``load_state_dict``, that was saved under that name.
 
     Raises:
         StateDictError: names every missing, unexpected, misshaped key and other dtype.
@@ -148,10 +152,13 @@ def load(
     )
     if key is not None and not isinstance(key, str):
         raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
+    if not isinstance(objects, (list, tuple)) or not all(isinstance(kind, type) for kind in objects):
+        raise ConfigurationError(f"{call}: objects= is an option and takes a list of classes, got {objects!r}")
     models = name_models(model, "fsshard.load")
     channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
     wait_for_saves()
-    targets = parts.named_objects(scheduler, scaler, objects)
+    classes = by_class_name(objects)
+    targets = parts.named_objects(scheduler, scaler, state)
     called = parts.as_called(
         call,
         models,
@@ -168,7 +175,7 @@ def load(
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
         # What belongs to no model is the first one's to load.
-        jobs = [_Load(name, sharded, {}, strict, call) for name, sharded in models.items()]
+        jobs = [_Load(name, sharded, {}, strict, call, classes) for name, sharded in models.items()]
         jobs[0].targets = targets
 
         def opened(kind: str | None, place: str) -> str:
@@ -264,6 +271,7 @@ class _Load:
     targets: Mapping[str, Any]  # objects to load into, by the name that they were saved under
     strict: bool
     call: str
+    classes: Classes  # of objects within an optimizer's state
     reader: Reader | ForeignReader = field(default=None)  # type: ignore[assignment]
     optimizers: dict[str, ShardedOptimizer] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # entry's name -> tensor's name
@@ -490,9 +498,12 @@ class _Load:
             source = infos[self.sources[entry.name]]
         is_complex = entry.kind.is_complex
         state: _State = {}
+        before = state_of(optimizer, entry)
         for key, tree in trees.items():
             if key != parts.ORDERS:
-                state[key] = (False, self.reader.tree(tree))
+                value = self.reader.tree(tree)
+                check_objects(value, before.get(key), self.classes, f"{self.call}: state {key!r} of {entry.name!r}")
+                state[key] = (False, value)
         for key, tensor in tensors.items():
             info = infos[tensor]
             as_parameter = info.shape == tuple(entry.full_shape) and info.kind.is_complex == is_complex
@@ -608,7 +619,7 @@ class _Load:
                     state[key] = value.to(device)
                 else:
                     state[key] = optimizer.placed(entry, value, before.get(key))
-            set_state(self.model.backend, optimizer.inner, entry, state)
+            set_state(self.model.backend, optimizer.inner, entry, state, self.classes)
 
 
 def _loads_itself(module: nn.Module, key: str) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.backends.base import Backend
-from fsshard.backends.whole import gather, raw_state_dict, state_divides, state_entry, state_of
+from fsshard.backends.whole import check_divisible, gather, raw_state_dict, state_divides, state_entry, state_of
 from fsshard.checkpoint.format.division import (
     Division,
     Layout,
@@ -55,6 +55,8 @@ from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+from fsshard.state_objects import class_name as class_name
+from fsshard.state_objects import described, is_plain_tensor
 
 TIMEOUT = 300.0  # seconds to wait for ranks, where the caller does not say
 
@@ -391,11 +393,6 @@ def _add_object(collected: Collected, value: Any, name: str) -> None:
     collected.digests[name] = digest.hexdigest()
 
 
-def class_name(kind: type) -> str:
-    """Return the module and name of an optimizer's class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 FROZEN = "frozen, and saved with only='trainable'"
 """Why a checkpoint does not have a key of the model."""
 
@@ -493,14 +490,17 @@ def _add_state(
                 f"state {key!r} of {entry.name!r}: its name in a checkpoint must be a text without '/'"
             )
         place = f"optimizer/{name}/{entry.name}/{key}"
-        if not isinstance(value, Tensor):
-            small[key] = _encode(value, place, collected.parts)
+        if not is_plain_tensor(value):
+            if divides == "elements":
+                check_divisible(entry, key, value)
+            small[key] = _encode(described(value, place), place, collected.parts)
         elif value.shape == local.shape and key not in single:
             collected.parts[place] = _part(entry, value, model, layout)
         elif value.dim() and (divides == "elements" or entry.divided_over):
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
-                f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
+                f"{tuple(local.shape)}: it cannot be put together from the ranks' parts; pass whole=True to "
+                "fsshard.build_optimizer"
             )
         elif divides != "elements":
             collected.parts[place] = Part.of_all(value.detach(), everywhere=divides == "nothing")

@@ -39,7 +39,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 
 log = logging.getLogger("fsshard")
 LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
-OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
+OF_LOAD = frozenset({"strict", "verify", "trust_pickle", "objects"})
 
 
 def save(

@@ -23,13 +23,13 @@ from fsshard.backends.base import Backend
 from fsshard.complex_params.pairs import viewable
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.errors import OptimizerError
-from fsshard.nested import has_arrays
 from fsshard.oss.partitioned import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import OptimizerRequest
 from fsshard.sharded.optimizer_lbfgs import lbfgs_over
 from fsshard.sharded.optimizer_matrices import Matrices
 from fsshard.sharded.optimizer_whole import Owners, WholeEntry
+from fsshard.state_objects import has_arrays, holds_objects, is_composite
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 GRID = 64
@@ -259,10 +259,11 @@ class _View:
         local, at_rest = self.entry.local(), dict[str, Any]()
         for key, first in (states[0] if states else {}).items():
             shaped = isinstance(first, Tensor) and first.shape == self.pieces[0].shape and first.dim()
+            shaped = shaped and not is_composite(first)
             if not shaped and self._matrices is not None:
                 at_rest[key] = self._state_of_matrices(key, [state[key] for state in states])
                 continue
-            if not shaped and not (len(states) > 1 and has_arrays(first)):
+            if not shaped and not (len(states) > 1 and (has_arrays(first) or holds_objects(first))):
                 at_rest[key] = first
                 continue
             is_part = backend.facts.divides == "elements" and not isinstance(self.entry, WholeEntry)
