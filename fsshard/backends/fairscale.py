@@ -219,7 +219,7 @@ class FairScaleBackend(Backend):
         everyone, replicas = self.settings.group, None
         if everyone is not None and self.settings.has_replicas:
             replicas = Replicas(everyone=everyone, same_part=self.settings.mesh.get_group(0))
-        parameters = self.module.parameters()
+        parameters = [each for each in self.module.parameters() if each not in self.settings.ignored]
         return EngineReduction(
             parameters, self._optimizers, self._owners_group, self._reduce_dtypes(), replicas, before
         )

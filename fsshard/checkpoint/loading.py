@@ -45,7 +45,14 @@ from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
-from fsshard.state_objects import Classes, by_class_name, check_objects
+from fsshard.state_objects import (
+    Classes,
+    SavedObject,
+    by_class_name,
+    check_objects,
+    fill_tensor,
+    is_plain_tensor,
+)
 from fsshard.torch_private.modules import EXTRA_STATE
 
 log = logging.getLogger("fsshard")
@@ -281,6 +288,7 @@ class _Load:
     # what was read
     values: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
+    quantised: list[tuple[Tensor, SavedObject]] = field(default_factory=list)
     groups: dict[str, Groups] = field(default_factory=dict)
     states: dict[str, dict[str, _State]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -328,7 +336,7 @@ class _Load:
             tensor = saved[key]
             name = backend.keys.get(key)
             value = raw.get(key)
-            is_tensor = name is not None or isinstance(value, Tensor)
+            is_tensor = name is not None or is_plain_tensor(value)
             if is_tensor and tensor is None:
                 wrong[key] = ("a tensor", "a value that is none")
             elif not is_tensor and tensor is not None:
@@ -357,8 +365,11 @@ class _Load:
         """Return whether a weight was frozen when the checkpoint was saved without it, and is now."""
         backend = self.model.backend
         dropped = self.reader.index.model.dropped
-        if key not in backend.keys or dropped.get(key) != parts.FROZEN:
+        if dropped.get(key) != parts.FROZEN:
             return False
+        if key not in backend.keys:
+            ignored = backend.settings.ignored.parameters.get(key)
+            return ignored is not None and not ignored.requires_grad
         entry = backend.entries[backend.keys[key]]
         return not entry.parameter.requires_grad
 
@@ -427,8 +438,14 @@ class _Load:
             self.values[name] = stored.to(entry.parameter.dtype)
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
+        raw = raw_state_dict(backend)
         for key, tree in index.model.extra.items():
-            self.rest[key] = self.reader.tree(tree)
+            value = self.reader.tree(tree)
+            if isinstance(value, SavedObject):
+                check_objects(value, raw.get(key), {}, f"{self.call}: {key}")
+                self.quantised.append((raw[key], value))
+            else:
+                self.rest[key] = value
         for name, optimizer in self.optimizers.items():
             self._read_optimizer(name, optimizer)
         for name in index.objects:
@@ -548,6 +565,8 @@ class _Load:
         """Put in place what nothing can refuse. Local."""
         for name, values in self.values.items():
             self.model.backend.entries[name].local().copy_(values)
+        for tensor, saved in self.quantised:
+            fill_tensor(tensor, saved)
         controller_of(self.model).note_filled({*self.values, *self.others})
         for name, optimizer in self.optimizers.items():
             self._commit_optimizer(name, optimizer)

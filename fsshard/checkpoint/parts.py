@@ -56,7 +56,7 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.state_objects import class_name as class_name
-from fsshard.state_objects import described, is_plain_tensor
+from fsshard.state_objects import described, is_composite, is_plain_tensor
 
 TIMEOUT = 300.0  # seconds to wait for ranks, where the caller does not say
 
@@ -415,13 +415,16 @@ def _add_model(
         for entry in backend.all:
             if not entry.parameter.requires_grad:
                 frozen.add(entry.name)
+        for key, value in raw.items():
+            if value in backend.settings.ignored and not value.requires_grad:
+                frozen.add(key)
     keys, extra, dropped = collected.model
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
     ordered = []
     for key in dict.fromkeys([*backend.key_order, *raw]):
         if key not in raw:
             continue
-        if backend.keys.get(key) in frozen:
+        if backend.keys.get(key, key) in frozen:
             dropped[before + key] = FROZEN
         else:
             ordered.append(key)
@@ -436,7 +439,7 @@ def _add_model(
         full_key = before + key
         if key in backend.keys:
             keys[full_key] = f"model/{before}{backend.keys[key]}"
-        elif isinstance(value, Tensor):
+        elif is_plain_tensor(value):
             keys[full_key] = f"model/{full_key}"
             if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
                 buffer = controller_of(model).buffers.for_user(key, value)
@@ -444,6 +447,8 @@ def _add_model(
         else:
             keys[full_key] = None
             own_parts = parts if rank == 0 else {}
+            if is_composite(value):
+                value = described(value, full_key)
             extra[full_key] = _encode(value, f"model/{full_key}", own_parts)
     for entry in backend.entries.values():
         if entry.name in frozen:

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
+from fsshard.backends.whole import copied
 from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import parameter_slots, public_name
 from fsshard.errors import ModelError
+from fsshard.state_objects import is_composite
 from fsshard.torch_private.tensors import foreach_copy_
 
 _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
@@ -105,6 +107,8 @@ class ModelBuffers:
         if not isinstance(value, Tensor):
             return value
         device = "cpu" if offload_to_cpu else value.device
+        if is_composite(value):
+            return copied(value)
         copy = value.detach().to(device, copy=True)
         return copy.to(self.dtypes.get(key, copy.dtype))
 
@@ -153,7 +157,7 @@ def check_same_parameters(backend: Backend) -> None:
     changes: dict[str, list[str]] = {"added": [], "replaced": [], "removed": []}
     for slot in parameter_slots(backend.module):
         is_new = isinstance(slot.parameter, nn.Parameter) and (id(slot.owner), slot.stored) not in wrapped
-        if is_new and slot.parameter.requires_grad:
+        if is_new and slot.parameter.requires_grad and slot.parameter not in backend.settings.ignored:
             changes["added"].append(slot.name)
     for entry, slot in wrapped.values():
         parameter = stored_in(slot.owner).get(slot.stored)

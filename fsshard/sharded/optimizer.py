@@ -40,6 +40,7 @@ from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
+from fsshard.model.ignored import Ignored
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_optimizer
 from fsshard.patches import OPTIMIZER_STEP
@@ -542,6 +543,7 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
         if not isinstance(group, dict) or "params" not in group:
             raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
         members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
+        members = model.backend.settings.ignored.trainable(members)
         resolved.append({**group, "params": [model._fsshard.find_entry(member).name for member in members]})
         if members and isinstance(members[0], tuple):  # as torch does since 2.6
             resolved[-1]["param_names"] = [member[0] for member in members]
@@ -574,17 +576,18 @@ def check_unstepped(optimizer: object) -> None:
             )
 
 
-def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored | None = None) -> list[dict[str, Any]]:
     """Return the groups of a torch optimizer with names (by id of parameter) in place of parameters."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        unknown = [p for p in group["params"] if id(p) not in names]
+        members = group["params"] if ignored is None else ignored.trainable(group["params"])
+        unknown = [p for p in members if id(p) not in names]
         if unknown:
             raise OptimizerError(
                 f"{len(unknown)} parameters in param_groups[{index}] are not the model's (first: shape "
                 f"{tuple(unknown[0].shape)}); hand over the optimizer of this model"
             )
-        groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+        groups.append({**group, "params": [names[id(p)] for p in members]})
     return groups
 
 

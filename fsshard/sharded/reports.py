@@ -210,6 +210,7 @@ def held_tensors(
             copies += [entry.whole for entry in owners.mine.values()]
     kinds.append(("gathered units", list(whole)))
     kinds.append(("parameters", [entry.local() for entry in backend.all]))
+    kinds.append(("parameters", list(backend.settings.ignored.parameters.values())))
     kinds.append(("buffers", list(backend.module.buffers())))
     for optimizer in optimizers:
         for state in optimizer.state.values():
